@@ -1,6 +1,7 @@
 # The few verbs of this project. CI calls the same ones.
 #
 #   make demo        a cluster on this machine, an answer, and where its KV cache came from
+#   make oracle      the tests at public seams alone, for each step of a redesign
 #   make test        all checks and tests, at a twentieth of the stated counts (`make test-long`: all of them)
 #   make test-clients  other people's clients of the OpenAI API, unmodified, against `baton up`; in an environment of their own
 #   make images      the three images, with docker (IMAGE_REGISTRY, IMAGE_TAG; TORCH_INDEX_URL must be given)
@@ -44,7 +45,7 @@ TEST_OPTIONS := --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reord
 IMAGE_REGISTRY ?=
 IMAGE_TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: setup demo test test-long test-clients chaos check protos schema images kind locks bench clean
+.PHONY: setup demo test oracle test-long test-clients chaos check protos schema images kind locks bench clean
 
 setup: $(READY)
 
@@ -53,6 +54,9 @@ demo: $(READY)
 
 test: check
 	$(TEST_ENVIRONMENT) $(BIN)/pytest $(TEST_OPTIONS)
+
+oracle: $(READY)
+	$(TEST_ENVIRONMENT) $(BIN)/pytest $(TEST_OPTIONS) -m oracle
 
 test-long: check
 	$(TEST_ENVIRONMENT) BATON_TEST_LONG=1 $(BIN)/pytest $(TEST_OPTIONS) -o faulthandler_timeout=2400

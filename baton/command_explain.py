@@ -1,4 +1,6 @@
-"""`baton explain`: why a request went to the workers that it went to: who was weighed, by what."""
+"""`baton explain`: where a request stands and what it waits for, and why it went to the workers
+that it went to: which were weighed, by what.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,12 @@ def to_plain(reply: inference_pb2.ExplainReply) -> dict[str, Any]:
 
 
 def explanation(reply: inference_pb2.ExplainReply) -> RenderableType:
-    """A headline, then each choice with its candidates, role by role."""
+    """A headline, where it stands, then each choice with its candidates, role by role."""
     parts: list[RenderableType] = [
         Text(f"request {reply.request_id} of {reply.tenant}, model {reply.model}", style="bold")
     ]
+    if reply.HasField("request"):
+        parts += [Text(line) for line in standing(reply.request, reply.admission)]
     for number, decision in enumerate(reply.decisions, start=1):
         parts += [Text(""), Text(f"{number}. {headline(decision)}")]
         parts += [Text(line, style="dim") for line in _details(decision)]
@@ -71,6 +75,35 @@ def explanation(reply: inference_pb2.ExplainReply) -> RenderableType:
             if of_role:
                 parts += [Text(""), _candidates(role, decision, of_role)]
     return Group(*parts)
+
+
+def standing(request: inference_pb2.RequestInfo, admission: inference_pb2.Admission) -> list[str]:
+    """How far it has come, and before its turn where in line it stands."""
+    spent = {span.stage: span.end_s - span.begin_s for span in request.spans}
+    came = f"came as number {admission.arrival}"
+    if admission.HasField("standing"):
+        now = admission.standing
+        turn = "not known yet"
+        if now.HasField("expected_wait_s"):
+            turn = f"expected in {now.expected_wait_s:.1f} s"
+        return [
+            f"{request.state} for {spent.get(request.state, 0.0):.1f} s: {came}, number "
+            f"{now.position} of {now.num_in_line} in its line ({now.num_waiting} wait in all), due "
+            f"in {now.due_in_s:.1f} s; its turn is {turn}",
+            f"it waits for {now.waits_for}",
+        ]
+    doing = request.state or request.outcome
+    if request.code:
+        doing += f" ({request.code})"
+    if not admission.turn:
+        return [f"{doing} before its turn" + (f": {came}" if admission.arrival else "")]
+    first = "no token yet"
+    if request.first_token_s:
+        first = f"first token after {request.first_token_s:.3g} s"
+    return [
+        f"{doing}: {came}, admitted as number {admission.turn} after "
+        f"{spent.get('queue', 0.0):.3g} s in the queue; {first}"
+    ]
 
 
 def headline(decision: inference_pb2.RoutingDecision) -> str:

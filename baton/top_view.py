@@ -37,6 +37,7 @@ _WAITING = (
     "waiting for decode blocks",
     "waiting for a prefill worker",
     "waiting for a decode worker",
+    "waiting for a decode place",
 )
 _MOVING = ("handover", "decode_fetch")
 

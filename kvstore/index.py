@@ -69,6 +69,18 @@ class PrefixIndex:
         self._timeout_s = timeout_s
         self._script = client.register_script(_LONGEST_PREFIX)
 
+    async def prepare(self) -> None:
+        """Connect, and give Redis the script of a lookup: else the first one does, which takes four
+        round trips more. Nothing needs it: a Redis that is away is found out by who looks up.
+
+        Raises: Unavailable when Redis does not answer in time.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._client.script_load(_LONGEST_PREFIX)
+        except FAILURES as error:
+            raise Unavailable(f"prefix index: {_describe(error)}") from error
+
     async def lookup(
         self, chain_hashes: Sequence[bytes], nodes: Mapping[str, str]
     ) -> dict[str, int]:

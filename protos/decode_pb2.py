@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/common.proto\"\x8e\x02\n\rDecodeCommand\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12*\n\x07reserve\x18\x02 \x01(\x0b\x32\x17.baton.v1.ReserveDecodeH\x00\x12\x30\n\x08generate\x18\x03 \x01(\x0b\x32\x1c.baton.v1.GenerateFromHandleH\x00\x12(\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x16.baton.v1.CancelDecodeH\x00\x12/\n\rcancel_sample\x18\x05 \x01(\x0b\x32\x16.baton.v1.CancelSampleH\x00\x12,\n\x08prefetch\x18\x06 \x01(\x0b\x32\x18.baton.v1.PrefetchDecodeH\x00\x42\t\n\x07\x63ommand\"4\n\x0ePrefetchDecode\x12\"\n\x06handle\x18\x01 \x01(\x0b\x32\x12.baton.v1.KvHandle\"\xa6\x02\n\rReserveDecode\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x13\n\x0btenant_salt\x18\x03 \x01(\x0c\x12\x1c\n\x10prompt_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x11\n\tbudget_ms\x18\n \x01(\r\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x0b \x01(\t\x12\x13\n\x0btraceparent\x18\x32 \x01(\t\"\xc5\x01\n\x12GenerateFromHandle\x12\"\n\x06handle\x18\x01 \x01(\x0b\x32\x12.baton.v1.KvHandle\x12\x1c\n\x10output_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\'\n\x07outputs\x18\x03 \x03(\x0b\x32\x16.baton.v1.SampleOutput\x12+\n\nbeam_start\x18\x04 \x03(\x0b\x32\x17.baton.v1.BeamCandidate\x12\x17\n\x0f\x63omputes_prompt\x18\x1e \x01(\x08\"6\n\x0cSampleOutput\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x0f\n\x07is_over\x18\x02 \x01(\x08\"\x0e\n\x0c\x43\x61ncelDecode\"$\n\x0c\x43\x61ncelSample\x12\x14\n\x0csample_index\x18\x01 \x01(\r\"\xb8\x01\n\x0c\x44\x65\x63odeEvents\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.baton.v1.DecodeEvent\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x1c\n\x0fnum_free_places\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_num_free_places\"\xfb\x01\n\x0b\x44\x65\x63odeEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12,\n\x08reserved\x18\x02 \x01(\x0b\x32\x18.baton.v1.DecodeReservedH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.baton.v1.DecodeTokensH\x00\x12,\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x18.baton.v1.DecodeFinishedH\x00\x12(\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x16.baton.v1.DecodeFailedH\x00\x12&\n\x05moved\x18_ \x01(\x0b\x32\x15.baton.v1.DecodeMovedH\x00\x42\x07\n\x05\x65vent\"*\n\x0e\x44\x65\x63odeReserved\x12\x18\n\x10num_tokens_local\x18\x01 \x01(\r\"\x86\x02\n\x0c\x44\x65\x63odeTokens\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12)\n\x08logprobs\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12#\n\x06traces\x18\x04 \x03(\x0b\x32\x13.baton.v1.StepTrace\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x12\n\x05score\x18\x07 \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x08\n\x06_score\"\xca\x02\n\x0e\x44\x65\x63odeFinished\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12)\n\x08logprobs\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x03leg\x18\x05 \x01(\x0b\x32\x0f.baton.v1.KvLeg\x12\"\n\x05times\x18\x06 \x03(\x0b\x32\x13.baton.v1.StageTime\x12\x14\n\x0csample_index\x18\x07 \x01(\r\x12#\n\x06traces\x18\x08 \x03(\x0b\x32\x13.baton.v1.StepTrace\x12\x12\n\x05score\x18\t \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x08\n\x06_score\"y\n\x0c\x44\x65\x63odeFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1a\n\rretry_after_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x03leg\x18\x04 \x01(\x0b\x32\x0f.baton.v1.KvLegB\x10\n\x0e_retry_after_s\"\xa2\x01\n\x0b\x44\x65\x63odeMoved\x12\"\n\x06handle\x18\x01 \x01(\x0b\x32\x12.baton.v1.KvHandle\x12\x1d\n\x11num_output_tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\x1c\n\x03leg\x18\x03 \x01(\x0b\x32\x0f.baton.v1.KvLeg\x12\"\n\x05times\x18\x04 \x03(\x0b\x32\x13.baton.v1.StageTime\x12\x0e\n\x06reason\x18\x05 \x01(\t2\xac\x02\n\x06\x44\x65\x63ode\x12=\n\x06Stream\x12\x17.baton.v1.DecodeCommand\x1a\x16.baton.v1.DecodeEvents(\x01\x30\x01\x12K\n\x0fGetWorkerStatus\x12 .baton.v1.GetWorkerStatusRequest\x1a\x16.baton.v1.WorkerStatus\x12G\n\x0bLoadAdapter\x12\x1c.baton.v1.LoadAdapterRequest\x1a\x1a.baton.v1.LoadAdapterReply\x12M\n\rUnloadAdapter\x12\x1e.baton.v1.UnloadAdapterRequest\x1a\x1c.baton.v1.UnloadAdapterReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/common.proto\"\x8e\x02\n\rDecodeCommand\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12*\n\x07reserve\x18\x02 \x01(\x0b\x32\x17.baton.v1.ReserveDecodeH\x00\x12\x30\n\x08generate\x18\x03 \x01(\x0b\x32\x1c.baton.v1.GenerateFromHandleH\x00\x12(\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x16.baton.v1.CancelDecodeH\x00\x12/\n\rcancel_sample\x18\x05 \x01(\x0b\x32\x16.baton.v1.CancelSampleH\x00\x12,\n\x08prefetch\x18\x06 \x01(\x0b\x32\x18.baton.v1.PrefetchDecodeH\x00\x42\t\n\x07\x63ommand\"4\n\x0ePrefetchDecode\x12\"\n\x06handle\x18\x01 \x01(\x0b\x32\x12.baton.v1.KvHandle\"\xb9\x02\n\rReserveDecode\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x13\n\x0btenant_salt\x18\x03 \x01(\x0c\x12\x1c\n\x10prompt_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x11\n\tbudget_ms\x18\n \x01(\r\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x0b \x01(\t\x12\x11\n\thas_begun\x18\x0c \x01(\x08\x12\x13\n\x0btraceparent\x18\x32 \x01(\t\"\xc5\x01\n\x12GenerateFromHandle\x12\"\n\x06handle\x18\x01 \x01(\x0b\x32\x12.baton.v1.KvHandle\x12\x1c\n\x10output_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\'\n\x07outputs\x18\x03 \x03(\x0b\x32\x16.baton.v1.SampleOutput\x12+\n\nbeam_start\x18\x04 \x03(\x0b\x32\x17.baton.v1.BeamCandidate\x12\x17\n\x0f\x63omputes_prompt\x18\x1e \x01(\x08\"6\n\x0cSampleOutput\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x0f\n\x07is_over\x18\x02 \x01(\x08\"\x0e\n\x0c\x43\x61ncelDecode\"$\n\x0c\x43\x61ncelSample\x12\x14\n\x0csample_index\x18\x01 \x01(\r\"\xb8\x01\n\x0c\x44\x65\x63odeEvents\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.baton.v1.DecodeEvent\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x1c\n\x0fnum_free_places\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_num_free_places\"\xa5\x02\n\x0b\x44\x65\x63odeEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12,\n\x08reserved\x18\x02 \x01(\x0b\x32\x18.baton.v1.DecodeReservedH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.baton.v1.DecodeTokensH\x00\x12,\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x18.baton.v1.DecodeFinishedH\x00\x12(\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x16.baton.v1.DecodeFailedH\x00\x12(\n\x06queued\x18\x06 \x01(\x0b\x32\x16.baton.v1.DecodeQueuedH\x00\x12&\n\x05moved\x18_ \x01(\x0b\x32\x15.baton.v1.DecodeMovedH\x00\x42\x07\n\x05\x65vent\"\x0e\n\x0c\x44\x65\x63odeQueued\"*\n\x0e\x44\x65\x63odeReserved\x12\x18\n\x10num_tokens_local\x18\x01 \x01(\r\"\x86\x02\n\x0c\x44\x65\x63odeTokens\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12)\n\x08logprobs\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12#\n\x06traces\x18\x04 \x03(\x0b\x32\x13.baton.v1.StepTrace\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x12\n\x05score\x18\x07 \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x08\n\x06_score\"\xca\x02\n\x0e\x44\x65\x63odeFinished\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12)\n\x08logprobs\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x03leg\x18\x05 \x01(\x0b\x32\x0f.baton.v1.KvLeg\x12\"\n\x05times\x18\x06 \x03(\x0b\x32\x13.baton.v1.StageTime\x12\x14\n\x0csample_index\x18\x07 \x01(\r\x12#\n\x06traces\x18\x08 \x03(\x0b\x32\x13.baton.v1.StepTrace\x12\x12\n\x05score\x18\t \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x08\n\x06_score\"y\n\x0c\x44\x65\x63odeFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1a\n\rretry_after_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x03leg\x18\x04 \x01(\x0b\x32\x0f.baton.v1.KvLegB\x10\n\x0e_retry_after_s\"\xa2\x01\n\x0b\x44\x65\x63odeMoved\x12\"\n\x06handle\x18\x01 \x01(\x0b\x32\x12.baton.v1.KvHandle\x12\x1d\n\x11num_output_tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\x1c\n\x03leg\x18\x03 \x01(\x0b\x32\x0f.baton.v1.KvLeg\x12\"\n\x05times\x18\x04 \x03(\x0b\x32\x13.baton.v1.StageTime\x12\x0e\n\x06reason\x18\x05 \x01(\t2\xac\x02\n\x06\x44\x65\x63ode\x12=\n\x06Stream\x12\x17.baton.v1.DecodeCommand\x1a\x16.baton.v1.DecodeEvents(\x01\x30\x01\x12K\n\x0fGetWorkerStatus\x12 .baton.v1.GetWorkerStatusRequest\x1a\x16.baton.v1.WorkerStatus\x12G\n\x0bLoadAdapter\x12\x1c.baton.v1.LoadAdapterRequest\x1a\x1a.baton.v1.LoadAdapterReply\x12M\n\rUnloadAdapter\x12\x1e.baton.v1.UnloadAdapterRequest\x1a\x1c.baton.v1.UnloadAdapterReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,29 +49,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFETCHDECODE']._serialized_start=327
   _globals['_PREFETCHDECODE']._serialized_end=379
   _globals['_RESERVEDECODE']._serialized_start=382
-  _globals['_RESERVEDECODE']._serialized_end=676
-  _globals['_GENERATEFROMHANDLE']._serialized_start=679
-  _globals['_GENERATEFROMHANDLE']._serialized_end=876
-  _globals['_SAMPLEOUTPUT']._serialized_start=878
-  _globals['_SAMPLEOUTPUT']._serialized_end=932
-  _globals['_CANCELDECODE']._serialized_start=934
-  _globals['_CANCELDECODE']._serialized_end=948
-  _globals['_CANCELSAMPLE']._serialized_start=950
-  _globals['_CANCELSAMPLE']._serialized_end=986
-  _globals['_DECODEEVENTS']._serialized_start=989
-  _globals['_DECODEEVENTS']._serialized_end=1173
-  _globals['_DECODEEVENT']._serialized_start=1176
-  _globals['_DECODEEVENT']._serialized_end=1427
-  _globals['_DECODERESERVED']._serialized_start=1429
-  _globals['_DECODERESERVED']._serialized_end=1471
-  _globals['_DECODETOKENS']._serialized_start=1474
-  _globals['_DECODETOKENS']._serialized_end=1736
-  _globals['_DECODEFINISHED']._serialized_start=1739
-  _globals['_DECODEFINISHED']._serialized_end=2069
-  _globals['_DECODEFAILED']._serialized_start=2071
-  _globals['_DECODEFAILED']._serialized_end=2192
-  _globals['_DECODEMOVED']._serialized_start=2195
-  _globals['_DECODEMOVED']._serialized_end=2357
-  _globals['_DECODE']._serialized_start=2360
-  _globals['_DECODE']._serialized_end=2660
+  _globals['_RESERVEDECODE']._serialized_end=695
+  _globals['_GENERATEFROMHANDLE']._serialized_start=698
+  _globals['_GENERATEFROMHANDLE']._serialized_end=895
+  _globals['_SAMPLEOUTPUT']._serialized_start=897
+  _globals['_SAMPLEOUTPUT']._serialized_end=951
+  _globals['_CANCELDECODE']._serialized_start=953
+  _globals['_CANCELDECODE']._serialized_end=967
+  _globals['_CANCELSAMPLE']._serialized_start=969
+  _globals['_CANCELSAMPLE']._serialized_end=1005
+  _globals['_DECODEEVENTS']._serialized_start=1008
+  _globals['_DECODEEVENTS']._serialized_end=1192
+  _globals['_DECODEEVENT']._serialized_start=1195
+  _globals['_DECODEEVENT']._serialized_end=1488
+  _globals['_DECODEQUEUED']._serialized_start=1490
+  _globals['_DECODEQUEUED']._serialized_end=1504
+  _globals['_DECODERESERVED']._serialized_start=1506
+  _globals['_DECODERESERVED']._serialized_end=1548
+  _globals['_DECODETOKENS']._serialized_start=1551
+  _globals['_DECODETOKENS']._serialized_end=1813
+  _globals['_DECODEFINISHED']._serialized_start=1816
+  _globals['_DECODEFINISHED']._serialized_end=2146
+  _globals['_DECODEFAILED']._serialized_start=2148
+  _globals['_DECODEFAILED']._serialized_end=2269
+  _globals['_DECODEMOVED']._serialized_start=2272
+  _globals['_DECODEMOVED']._serialized_end=2434
+  _globals['_DECODE']._serialized_start=2437
+  _globals['_DECODE']._serialized_end=2737
 # @@protoc_insertion_point(module_scope)

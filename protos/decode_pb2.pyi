@@ -29,7 +29,7 @@ class PrefetchDecode(_message.Message):
     def __init__(self, handle: _Optional[_Union[_common_pb2.KvHandle, _Mapping]] = ...) -> None: ...
 
 class ReserveDecode(_message.Message):
-    __slots__ = ("request_id", "tenant", "tenant_salt", "prompt_token_ids", "sampling", "sample_index", "model_fingerprint", "adapter", "priority", "budget_ms", "adapter_digest", "traceparent")
+    __slots__ = ("request_id", "tenant", "tenant_salt", "prompt_token_ids", "sampling", "sample_index", "model_fingerprint", "adapter", "priority", "budget_ms", "adapter_digest", "has_begun", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class ReserveDecode(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    HAS_BEGUN_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
@@ -53,8 +54,9 @@ class ReserveDecode(_message.Message):
     priority: int
     budget_ms: int
     adapter_digest: str
+    has_begun: bool
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_index: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., budget_ms: _Optional[int] = ..., adapter_digest: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_index: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., budget_ms: _Optional[int] = ..., adapter_digest: _Optional[str] = ..., has_begun: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class GenerateFromHandle(_message.Message):
     __slots__ = ("handle", "output_token_ids", "outputs", "beam_start", "computes_prompt")
@@ -105,20 +107,26 @@ class DecodeEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[DecodeEvent, _Mapping]]] = ..., num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., step: _Optional[int] = ..., num_free_places: _Optional[int] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("key", "reserved", "tokens", "finished", "failed", "moved")
+    __slots__ = ("key", "reserved", "tokens", "finished", "failed", "queued", "moved")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
     key: int
     reserved: DecodeReserved
     tokens: DecodeTokens
     finished: DecodeFinished
     failed: DecodeFailed
+    queued: DecodeQueued
     moved: DecodeMoved
-    def __init__(self, key: _Optional[int] = ..., reserved: _Optional[_Union[DecodeReserved, _Mapping]] = ..., tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., failed: _Optional[_Union[DecodeFailed, _Mapping]] = ..., moved: _Optional[_Union[DecodeMoved, _Mapping]] = ...) -> None: ...
+    def __init__(self, key: _Optional[int] = ..., reserved: _Optional[_Union[DecodeReserved, _Mapping]] = ..., tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., failed: _Optional[_Union[DecodeFailed, _Mapping]] = ..., queued: _Optional[_Union[DecodeQueued, _Mapping]] = ..., moved: _Optional[_Union[DecodeMoved, _Mapping]] = ...) -> None: ...
+
+class DecodeQueued(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class DecodeReserved(_message.Message):
     __slots__ = ("num_tokens_local",)

@@ -186,17 +186,47 @@ class RoutingDecision(_message.Message):
     candidates: _containers.RepeatedCompositeFieldContainer[RoutingCandidate]
     def __init__(self, occasion: _Optional[str] = ..., policy: _Optional[str] = ..., unit: _Optional[str] = ..., decided_unix_ms: _Optional[int] = ..., took_s: _Optional[float] = ..., prefill_id: _Optional[str] = ..., decode_id: _Optional[str] = ..., cost: _Optional[float] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., num_pairs: _Optional[int] = ..., handover: _Optional[_Union[_common_pb2.HandoverPath, str]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[_common_pb2.PrefixRun, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[RoutingCandidate, _Mapping]]] = ...) -> None: ...
 
+class Standing(_message.Message):
+    __slots__ = ("position", "num_in_line", "num_waiting", "waits_for", "due_in_s", "expected_wait_s")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_IN_LINE_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    DUE_IN_S_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    num_in_line: int
+    num_waiting: int
+    waits_for: str
+    due_in_s: float
+    expected_wait_s: float
+    def __init__(self, position: _Optional[int] = ..., num_in_line: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waits_for: _Optional[str] = ..., due_in_s: _Optional[float] = ..., expected_wait_s: _Optional[float] = ...) -> None: ...
+
+class Admission(_message.Message):
+    __slots__ = ("arrival", "turn", "standing")
+    ARRIVAL_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
+    arrival: int
+    turn: int
+    standing: Standing
+    def __init__(self, arrival: _Optional[int] = ..., turn: _Optional[int] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
+
 class ExplainReply(_message.Message):
-    __slots__ = ("request_id", "tenant", "model", "decisions")
+    __slots__ = ("request_id", "tenant", "model", "decisions", "admission", "request")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     model: str
     decisions: _containers.RepeatedCompositeFieldContainer[RoutingDecision]
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[RoutingDecision, _Mapping]]] = ...) -> None: ...
+    admission: Admission
+    request: RequestInfo
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[RoutingDecision, _Mapping]]] = ..., admission: _Optional[_Union[Admission, _Mapping]] = ..., request: _Optional[_Union[RequestInfo, _Mapping]] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

@@ -168,10 +168,12 @@ def _fewer(case: Case, asked: Asked) -> Decision:
     if not spare:
         return case.hold(Reason.WAIT_DOWN, f"down_s {pace.down_s:g}")
     started_s = case.state.started_at_s
-    settled = [role for role in spare if now_s - started_s.of(role) >= pace.down_s]
+    starting = [role for role in spare if started_s.of(role) == now_s]  # whatever down_s is
+    settled = [
+        role for role in spare if role not in starting and now_s - started_s.of(role) >= pace.down_s
+    ]
     if not settled:
-        role = spare[0]
-        starts = f"a {role.value} worker starts" if started_s.of(role) == now_s else "since a start"
+        starts = f"a {starting[0].value} worker starts" if starting else "since a start"
         return case.hold(Reason.WAIT_DOWN, f"down_s {pace.down_s:g}, {starts}")
     spare = settled
     if not case.may_remove:

@@ -23,6 +23,8 @@ class DecodeAsk:
     priority: int
     num_samples: int = 1
     beam: Beam | None = None
+    has_begun: bool = False
+    """Its client has seen a part of the answer, which another worker drew."""
     trace: TraceContext | None = None
     """Of the router's span; None: the request is not traced."""
 

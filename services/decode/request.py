@@ -70,6 +70,7 @@ class DecodeRequest:
 
     Args:
         num_waiting: how many requests have no token yet, this one among them.
+        on_fewer_places: told when it holds, or needs, fewer places than before while it goes on.
         on_over: told once, at the very end.
     """
 
@@ -83,6 +84,7 @@ class DecodeRequest:
         deadline: Deadline,
         *,
         num_waiting: Callable[[], int],
+        on_fewer_places: Callable[[], None],
         on_over: Callable[[DecodeRequest], None],
     ) -> None:
         self.key = key
@@ -93,6 +95,7 @@ class DecodeRequest:
         self._core = core
         self._write_back = write_back
         self._num_waiting = num_waiting
+        self._on_fewer_places = on_fewer_places
         self._on_over = on_over
         self._ask = ask
         self._deadline = deadline
@@ -115,6 +118,7 @@ class DecodeRequest:
         self._has_begun = False
         self._is_cancelled_early = False
         self._is_closed = False
+        self._placed = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -125,6 +129,15 @@ class DecodeRequest:
             return 0
         beam = self._ask.beam
         return len(self._samples.open) if beam is None else beam.num_beams
+
+    @property
+    def has_begun(self) -> bool:
+        """Its client has seen a part of the answer."""
+        return self._ask.has_begun
+
+    def take_places(self) -> None:
+        """The worker has given it all that it needs; once."""
+        self._placed.set()
 
     @property
     def owner(self) -> tuple[str, str]:
@@ -165,6 +178,7 @@ class DecodeRequest:
         elif self.state is DecodeState.RUNNING:
             engine_id = self.engine_id
             self._core.thread.post(lambda engine: engine.finish_sample(engine_id, sample_index))
+        self._on_fewer_places()
 
     def leave(self, by: Deadline) -> None:
         """The worker goes. It ends here, with its KV on the way to another worker if that is done
@@ -236,6 +250,10 @@ class DecodeRequest:
 
         reservation = await thread.call(reserve)
         self._leg.num_tokens_local = reservation.num_local_tokens
+        if not (self._placed.is_set() or ask.has_begun):
+            self.sink.queued(self.key)
+            self.sink.flush(Load.now(thread.stats))
+            await self._placed.wait()
         self._move(DecodeState.RESERVED)
         self.sink.reserved(self.key, reservation.num_local_tokens)
         self.sink.flush(Load.now(thread.stats))
@@ -245,13 +263,19 @@ class DecodeRequest:
             intake, self._deadline, move=self._move, standing_back=self._write_back.standing_back
         )
         outputs = self._samples.begin(handover) if ask.beam is None else ((),)
+        self._on_fewer_places()  # some may be over already
         self._move(DecodeState.FETCHING)
         self._is_taken_in = True
         try:
-            await self._take_in(intake, handover, outputs)
+            num_loaded = await self._fetch(intake, handover)
+            if self._placed.is_set():
+                await self._start(num_loaded, handover, outputs)
         finally:
-            # Behind the start: that is what the client waits for.
+            # Behind the start: that is what the client waits for. But not behind a wait for places.
             intake.give_back(handover)
+        if self.state is DecodeState.FETCHING:
+            await self._placed.wait()
+            await self._start(num_loaded, handover, outputs)
         if ask.beam is not None and not self._done.done():
             self._begin_decoding()  # it has no tokens to tell of before its end
         await asyncio.wait((self._done, self._departure.told), return_when=asyncio.FIRST_COMPLETED)
@@ -262,16 +286,20 @@ class DecodeRequest:
         else:
             await self._move_away()
 
-    async def _take_in(
-        self, intake: Intake, handover: Handover, outputs: tuple[tuple[int, ...], ...]
-    ) -> None:
-        """FETCHING -> RUNNING."""
+    async def _fetch(self, intake: Intake, handover: Handover) -> int:
+        """Returns: tokens whose KV is there."""
         with self._write_back.standing_back():
             num_loaded = await intake.load(handover, self._deadline)
         self._clock.enter("decode_queue")  # until the first token: the wait and its first step
         self.chunks.start(num_loaded)
         self._leg.num_reached = num_loaded
         self._chains.follow(intake, handover, sorted(self._samples.open))
+        return num_loaded
+
+    async def _start(
+        self, num_loaded: int, handover: Handover, outputs: tuple[tuple[int, ...], ...]
+    ) -> None:
+        """FETCHING -> RUNNING."""
         self._move(DecodeState.RUNNING)
         # Who is cancelled from here on is posted behind the start.
         over = self._samples.ended

@@ -52,6 +52,9 @@ class Outbound:
         self._is_closed = False
         self.outbox = Outbox[decode_pb2.DecodeEvent]()
 
+    def queued(self, key: int) -> None:
+        self.outbox.put(decode_pb2.DecodeEvent(key=key, queued=decode_pb2.DecodeQueued()))
+
     def reserved(self, key: int, num_tokens_local: int) -> None:
         reserved = decode_pb2.DecodeReserved(num_tokens_local=num_tokens_local)
         self.outbox.put(decode_pb2.DecodeEvent(key=key, reserved=reserved))
@@ -213,6 +216,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             priority=message.priority,
             num_samples=num_samples_of(message.sampling),
             beam=beam_from_proto(message.sampling),
+            has_begun=message.has_begun,
             trace=trace_context.parse(message.traceparent) if message.traceparent else None,
         )
 

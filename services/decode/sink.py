@@ -42,6 +42,9 @@ class EventSink(Protocol):
     None of it blocks.
     """
 
+    def queued(self, key: int) -> None:
+        """It has its blocks, and waits for its places."""
+
     def reserved(self, key: int, num_tokens_local: int) -> None: ...
     def tokens(self, key: int, event: RequestEvent) -> None:
         """News of one sample while the request goes on; they may be the sample's last."""

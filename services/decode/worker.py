@@ -1,5 +1,10 @@
 """A decode worker's requests, and the engine's events on their way to them.
 
+A request holds places in the engine's steps, one for each sample, from its reservation on: by the
+time when its KV is there they are still free, so that a stream that has begun waits for no other.
+Requests for which there are none stand in line, and their reservation is not answered before they
+have theirs. Law: places held are at most those that there are.
+
 What one request goes through is in services/decode/request.py. The engine's events of one step
 reach every stream by one `flush`. Belongs to the loop's thread; speaks values, not stubs.
 """
@@ -12,16 +17,12 @@ from engine.step_output import StepOutput
 from process.deadline import Deadline
 from process.errors import Internal
 from services.decode.ask import DecodeAsk
+from services.decode.places import num_granted
 from services.decode.request import DecodeRequest
 from services.decode.sink import EventSink, Load
 from services.decode.states import DecodeState
 from services.worker.core import WorkerCore
 from services.worker.write_back import WriteBack
-
-_EXTRA_PART = 16
-"""One place more for each so many that run at once, and at least one: a few requests wait in the
-engine, so that a place that becomes free is taken in the next step, not after the way to the router
-and through prefill. Each of them may see a gap behind its first token, so they are few. Guessed."""
 
 
 class DecodeWorker:
@@ -37,10 +38,10 @@ class DecodeWorker:
             block_size=core.model.block_size,
             on_room=lambda: core.on_room(),
         )
-        max_num_running = core.settings.engine.max_num_running
-        self._num_places = max_num_running + max(1, max_num_running // _EXTRA_PART)
+        self._num_places = core.settings.engine.max_num_running
         core.num_free_places = lambda: self.num_free_places
         self._requests: dict[str, DecodeRequest] = {}
+        self._line: list[DecodeRequest] = []
 
     def start(self) -> None:
         """Begin to run the engine. Called once, on the loop."""
@@ -53,12 +54,17 @@ class DecodeWorker:
 
     @property
     def num_free_places(self) -> int:
-        """Places for samples of further requests. A request has its places from its reservation on:
-        by the time when it needs them they are still there. Nothing is refused for want of one: a
-        sample without waits in the engine, and routers hold requests back before it comes to that.
+        """Places for samples of further requests; those in line count as if they had theirs. No
+        reservation is refused for want of one, but routers hold requests back before it comes to a
+        line here.
         """
         num_taken = sum(request.num_places for request in self._requests.values())
         return max(0, self._num_places - num_taken)
+
+    @property
+    def num_in_line(self) -> int:
+        """Requests that wait for places."""
+        return len(self._line)
 
     @property
     def states(self) -> dict[str, DecodeState]:
@@ -75,9 +81,14 @@ class DecodeWorker:
             ask,
             deadline,
             num_waiting=lambda: self.num_waiting,
+            on_fewer_places=self._grant,
             on_over=self.forget,
         )
         self._requests[request.engine_id] = request
+        self._line.append(request)
+        # A client that has seen a part of its answer waits between two tokens.
+        self._line.sort(key=lambda one: not one.has_begun)
+        self._grant()
         request.task = asyncio.create_task(request.live())
         return request
 
@@ -91,6 +102,9 @@ class DecodeWorker:
         """The end of a request's life; idempotent."""
         if self._requests.pop(request.engine_id, None) is not None:
             request.close()
+            if request in self._line:
+                self._line.remove(request)
+            self._grant()
 
     def _on_step(self, output: StepOutput) -> None:
         load = Load.after_step(output)
@@ -101,8 +115,20 @@ class DecodeWorker:
                 request.chunks.add(event, output)
                 request.on_event(event)
                 sinks[id(request.sink)] = request.sink
+        self._grant()
         for sink in sinks.values():
             sink.flush(load)
+
+    def _grant(self) -> None:
+        """The next in line get their places, as far as these are free."""
+        if not self._line:
+            return
+        num_needed = [request.num_places for request in self._line]
+        num_held = sum(request.num_places for request in self._requests.values()) - sum(num_needed)
+        num = num_granted(num_needed, num_held, self._num_places)
+        granted, self._line = self._line[:num], self._line[num:]
+        for request in granted:
+            request.take_places()
 
     def _on_failure(self, error: Internal) -> None:
         for request in self._requests.values():

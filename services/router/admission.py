@@ -1,7 +1,7 @@
 """Admission: whether a request is served now, waits in the fair queue, or is refused at once.
 
     asked    -> refused   over a rate limit; the queue is full; its time cannot suffice
-    asked    -> active    there is room
+    asked    -> active    there is room, and no other waits for it
     asked    -> waiting   in the queue -> active, or over: cancelled, pushed out, out of time
     active   -> over
 
@@ -11,6 +11,10 @@ last two keep the workers' own queues, which know no tenants, as short as they c
 workers standing idle: a request that waits in prefill is past the fair queue, and one that waits in
 decode has shown its first token already. A prompt counts for less than one worker's part of the
 tokens: a long one keeps no request from another worker.
+
+Of one tenant and priority the request goes first that came first; one that has little time is in
+line as if it had come earlier (`admission_queue.patience_s`). Where a request stands, and what it
+waits for, says `standing`.
 
 When the queue is full its longest tenant gives way: its newest request is refused in the stead of a
 newcomer of a tenant that has fewer. Laws: `check_integrity`. Whose turn it is decides
@@ -31,7 +35,7 @@ from process.api_keys import TenantLimits
 from process.deadline import Clock, Deadline
 from process.errors import Internal, NoCapacity
 from process.tasks import start_task
-from services.router.admission_queue import FairQueue, Waiting
+from services.router.admission_queue import FairQueue, Waiting, patience_s
 from services.router.admission_settings import AdmissionSettings
 from services.router.rate_limit import RateLimits
 from services.router.service_rate import ServiceRate
@@ -67,6 +71,33 @@ class Asked:
 
 
 @dataclass(eq=False)
+class Entry:
+    """One request before the admission, for its why-record. It outlives the request."""
+
+    arrival: int = 0
+    """Its number among the requests that came, from 1; 0: it did not come as far."""
+    turn: int = 0
+    """Its number among those that were admitted, from 1; 0: it was not."""
+    place: _Place | None = None
+    """While it waits."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a request that waits stands now."""
+
+    position: int
+    """In the line of its tenant and priority, from 1."""
+    num_in_line: int
+    num_waiting: int
+    """In all lines."""
+    waits_for: str
+    due_in_s: float
+    expected_wait_s: float | None
+    """Until its turn; None: not known yet."""
+
+
+@dataclass(eq=False)
 class Ticket:
     """One active request. It says what it uses: `num_tokens_used` counts up as that is known."""
 
@@ -95,6 +126,7 @@ class Ticket:
 class AdmissionCounts:
     """Since start."""
 
+    num_asked: int = 0
     num_admitted: int = 0
     num_waited: int = 0
     """Of them, those that had to wait."""
@@ -107,6 +139,7 @@ class _Place:
     """Who waits for its turn."""
 
     asked: Asked
+    entry: Entry
     waiting: Waiting
     turn: asyncio.Future[Ticket]
 
@@ -165,17 +198,22 @@ class Admission:
         return self._rates.problem
 
     @asynccontextmanager
-    async def admit(self, asked: Asked, deadline: Deadline) -> AsyncIterator[Ticket]:
-        """Run the body as an active request.
+    async def admit(
+        self, asked: Asked, deadline: Deadline, entry: Entry | None = None
+    ) -> AsyncIterator[Ticket]:
+        """Run the body as an active request; `entry` is kept up to date meanwhile.
 
         Raises: NoCapacity before any work, with the time after which a retry makes sense;
             DeadlineExceeded in the queue.
         """
+        entry = entry if entry is not None else Entry()
+        self.counts.num_asked += 1
+        entry.arrival = self.counts.num_asked
         limits = self._limits_of(asked.tenant)
         await self._charge(asked, limits)
         ticket: Ticket | None = None
         try:
-            ticket = await self._wait_for_turn(asked, limits, deadline)
+            ticket = await self._wait_for_turn(asked, limits, deadline, entry)
             yield ticket
         except asyncio.CancelledError:
             if ticket is not None:
@@ -221,6 +259,32 @@ class Admission:
         """See to the end what is under way to Redis; bounded by its timeout."""
         await asyncio.gather(*self._giving_back)
 
+    def standing(self, entry: Entry) -> Standing | None:
+        """None: it does not wait (any more)."""
+        place = entry.place
+        if place is None or place.waiting not in self._places:
+            return None
+        waiting = place.waiting
+        position, num_in_line = self._queue.position(waiting)
+        return Standing(
+            position,
+            num_in_line,
+            len(self._queue),
+            self._lacking(waiting),
+            waiting.due_s - self._clock(),
+            self._wait_s(waiting),
+        )
+
+    def _lacking(self, waiting: Waiting) -> str:
+        """What there is none of for a request that waits."""
+        if self._is_blocked(waiting.tenant):
+            return "the end of a request of its tenant (max_active_requests)"
+        if len(self._active) >= self._settings.max_active_requests:
+            return "the end of a request (router.admission.max_active_requests)"
+        if waiting.pool and self._is_full(waiting.pool):
+            return "a place at a decode worker (engine.max_num_running)"
+        return "the first tokens of prompts before it (router.admission.num_steps_ahead)"
+
     def look(self) -> None:
         """Decode workers may have places by now."""
         self._start_next()
@@ -241,18 +305,22 @@ class Admission:
             raise Internal("active requests per tenant differ from the active requests")
 
     async def _wait_for_turn(
-        self, asked: Asked, limits: TenantLimits, deadline: Deadline
+        self, asked: Asked, limits: TenantLimits, deadline: Deadline, entry: Entry
     ) -> Ticket:
         self._start_next()
         pool = asked.model if asked.num_places else ""
         # Room that is left now is for no request that waits: those are held up by their tenants'
         # bounds, or for want of places of another model.
         if self._has_room() and not self._is_blocked(asked.tenant) and not self._is_full(pool):
-            return self._enter(asked)
-        waiting = Waiting(asked.tenant, asked.priority, asked.num_tokens, limits.weight, pool)
+            return self._enter(asked, entry)
+        due_s = self._clock() + patience_s(deadline.left_s())
+        waiting = Waiting(
+            asked.tenant, asked.priority, asked.num_tokens, limits.weight, pool, due_s
+        )
         self._check_time(waiting, deadline)
         self._make_place(waiting, limits)
-        place = _Place(asked, waiting, asyncio.get_running_loop().create_future())
+        place = _Place(asked, entry, waiting, asyncio.get_running_loop().create_future())
+        entry.place = place
         self._queue.push(waiting)
         self._places[waiting] = place
         self._start_next()
@@ -267,6 +335,8 @@ class Admission:
             elif not place.turn.cancelled() and place.turn.exception() is None:
                 self._leave(place.turn.result())  # its turn had come in the same moment
             raise
+        finally:
+            entry.place = None
 
     def _check_time(self, waiting: Waiting, deadline: Deadline) -> None:
         """Raises: NoCapacity when the request's time would be over before its turn."""
@@ -330,7 +400,7 @@ class Admission:
     def _limits_of(self, tenant: str) -> TenantLimits:
         return self._own_limits_of(tenant) or self._others
 
-    def _enter(self, asked: Asked) -> Ticket:
+    def _enter(self, asked: Asked, entry: Entry) -> Ticket:
         # One step less than a worker's part: something else fits beside a long prompt.
         most = max(1, self._settings.num_steps_ahead - 1) * max(self._step_tokens())
         tokens_ahead = min(asked.num_prompt_tokens, most)
@@ -340,6 +410,7 @@ class Admission:
         self._tokens_ahead += ticket.tokens_ahead
         self._places_ahead[asked.model] += ticket.places_ahead
         self.counts.num_admitted += 1
+        entry.turn = self.counts.num_admitted
         return ticket
 
     def _start_next(self) -> None:
@@ -354,7 +425,7 @@ class Admission:
             if not place.turn.done():  # else it is on its way out
                 self._paces[waiting.pool].on_start(self._clock(), waiting.num_tokens)
                 self.counts.num_waited += 1
-                place.turn.set_result(self._enter(place.asked))
+                place.turn.set_result(self._enter(place.asked, place.entry))
         has_room, now_s = self._has_room(), self._clock()
         for pool in {*self._paces, *self._queue.num_for}:
             # A wait for the end of the same tenant's requests says nothing of the cluster's pace.

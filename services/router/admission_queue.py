@@ -1,17 +1,20 @@
-"""FairQueue: who is next among requests that wait, by priority and by tenants' shares.
+"""FairQueue: who is next among requests that wait, by priority, tenants' shares and deadlines.
 
 Classes of equal priority go strictly one before the other, but for every LOWER_EVERY-th turn, which
 the lower ones get in rotation, so that none starves. Within a class tenants share by deficit round
 robin over tokens (Shreedhar and Varghese, 1995): each turn a tenant is credited its quantum times
 its weight, and served while its credit covers the request at its queue's head. So of two tenants
-that always wait neither gets ahead of the other by more than a quantum and a request.
+that always wait neither gets ahead of the other by more than a quantum and a request. Within a
+tenant's line the request goes first that is due first; of equals, the one that came first.
 
 A structure over values: no clock, no I/O. Laws: `check_integrity`. One asyncio loop.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,8 +24,14 @@ from process.errors import Internal
 QUANTUM_TOKENS = 512
 """A tenant's credit per turn, at weight 1. Less than most requests: turns stay short."""
 
+_MIN_PATIENCE_S = 2.0**-6
+
 LOWER_EVERY = 10
 """Of so many turns one goes to a lower class."""
+
+MAX_PATIENCE_S = 64.0
+"""A request with more time is due as if it had this much: what comes later than this after it never
+goes before it, however short its time is. Guessed."""
 
 IsBlocked = Callable[[str], bool]
 """Whether a tenant may not be served now, for a reason of its own."""
@@ -31,24 +40,47 @@ IsBlocked = Callable[[str], bool]
 @dataclass(eq=False)
 class Waiting:
     """One request in the queue. `num_tokens`: what serving it is expected to cost. `pool`: the
-    decode workers that it needs a place at, named by their model; empty: it needs none."""
+    decode workers that it needs a place at, named by their model; empty: it needs none. `due_s`: a
+    moment on a clock that all in the queue share."""
 
     tenant: str
     priority: int
     num_tokens: int
     weight: float = 1.0
     pool: str = ""
+    due_s: float = 0.0
+
+
+def patience_s(left_s: float) -> float:
+    """After how many seconds a request with so much time left is due: a power of two, the nearest
+    one. Equal budgets arrive some milliseconds apart (gRPC rounds them on the wire): these must not
+    decide about an order."""
+    if left_s >= MAX_PATIENCE_S:
+        return MAX_PATIENCE_S
+    return float(2.0 ** round(math.log2(max(left_s, _MIN_PATIENCE_S))))
+
+
+def _due_s(waiting: Waiting) -> float:
+    return waiting.due_s
 
 
 @dataclass
 class _Line:
-    """One tenant's requests of one class, oldest first."""
+    """One tenant's requests of one class, in the order in which they are due."""
 
     weight: float
-    requests: deque[Waiting] = field(default_factory=deque)
+    requests: list[Waiting] = field(default_factory=list)
     credit: float = 0.0
     num_tokens: Counter[str] = field(default_factory=Counter)
     """By pool."""
+
+    def tokens_before(self, newcomer: Waiting) -> int:
+        """Of its pool, what is served before it, or would be if it came now."""
+        return sum(
+            one.num_tokens
+            for one in itertools.takewhile(lambda one: one is not newcomer, self.requests)
+            if one.pool == newcomer.pool and one.due_s <= newcomer.due_s
+        )
 
 
 class _Class:
@@ -65,7 +97,7 @@ class _Class:
             line = self.lines[waiting.tenant] = _Line(waiting.weight)
             self.ring.append(waiting.tenant)
         line.weight = waiting.weight  # as it is configured by now
-        line.requests.append(waiting)
+        insort(line.requests, waiting, key=_due_s)  # behind its equals
         line.num_tokens[waiting.pool] += waiting.num_tokens
 
     def remove(self, waiting: Waiting) -> None:
@@ -76,7 +108,7 @@ class _Class:
             line.credit = min(line.credit, line.requests[0].num_tokens)
 
     def pop(self, is_blocked: IsBlocked, full: Collection[str]) -> Waiting | None:
-        free: dict[str, Waiting] = {}  # each tenant's oldest request that may be served
+        free: dict[str, Waiting] = {}  # each tenant's first request that may be served
         for tenant, line in self.lines.items():
             if not is_blocked(tenant):
                 first = next((one for one in line.requests if one.pool not in full), None)
@@ -147,7 +179,7 @@ class FairQueue:
         return self._num_waiting.get(tenant, 0)
 
     def push(self, waiting: Waiting) -> None:
-        """Behind all others of its tenant and class."""
+        """Behind those of its tenant and class that are due before it or with it."""
         self._classes.setdefault(waiting.priority, _Class()).push(waiting)
         self._num_waiting[waiting.tenant] = self.num_of(waiting.tenant) + 1
         self.num_for[waiting.pool] += 1
@@ -176,12 +208,17 @@ class FairQueue:
         return max(self._num_waiting, key=lambda tenant: self._num_waiting[tenant], default=None)
 
     def newest_of(self, tenant: str) -> Waiting | None:
-        """The tenant's least urgent request that came last."""
+        """The tenant's request that is due last, of its least urgent class."""
         for priority in sorted(self._classes):
             line = self._classes[priority].lines.get(tenant)
             if line is not None:
                 return line.requests[-1]
         return None
+
+    def position(self, waiting: Waiting) -> tuple[int, int]:
+        """Where it stands in the line of its tenant and class, from 1, and how many stand there."""
+        requests = self._classes[waiting.priority].lines[waiting.tenant].requests
+        return requests.index(waiting) + 1, len(requests)
 
     def tokens_ahead(
         self, newcomer: Waiting, is_blocked: IsBlocked = lambda tenant: False
@@ -198,7 +235,7 @@ class FairQueue:
                 )
             elif priority == newcomer.priority:
                 own = of_class.lines.get(newcomer.tenant)
-                own_tokens = own.num_tokens[pool] if own is not None else 0
+                own_tokens = own.tokens_before(newcomer) if own is not None else 0
                 # While its own line is served to its end, others get as much by their weights.
                 turns = (own_tokens + newcomer.num_tokens) / newcomer.weight
                 ahead += own_tokens + sum(
@@ -221,6 +258,8 @@ class FairQueue:
                 for waiting in line.requests:
                     costs[waiting.pool] += waiting.num_tokens
                     num_for[waiting.pool] += 1
+                if line.requests != sorted(line.requests, key=_due_s):
+                    raise Internal(f"the admission queue's line of {tenant} is out of order")
                 if not line.requests or line.num_tokens != costs:
                     raise Internal(f"the admission queue's tokens of {tenant} do not sum up")
                 if line.credit < 0:

@@ -8,6 +8,7 @@ everything that `start` began, in the reverse order. One asyncio loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -122,8 +123,9 @@ class Router:
         self._probation = Probation(
             first_s=times.suspect_s, most_s=times.max_suspect_s, clock=time.monotonic
         )
+        self._index = index.PrefixIndex(self._index_redis, times.lookup_timeout_s)
         self._lookup = PrefixLookup(
-            index.PrefixIndex(self._index_redis, times.lookup_timeout_s),
+            self._index,
             lambda: self._registry.snapshot.stores,
             timeout_s=times.lookup_timeout_s,
         )
@@ -212,6 +214,8 @@ class Router:
         self.tracing.start()
         self.desk.pace.start()
         await self._registry.start()
+        with contextlib.suppress(Unavailable):  # a lookup says so
+            await self._index.prepare()
         self._prober.start()
         self._history.start()
         self._server, self.address = await serving.listen(

@@ -1,9 +1,10 @@
 """One request's part of a decode stream: its state, and an inbox that merges what its reader has
 not taken yet, sample by sample.
 
-States: RESERVING -> RESERVED -> GENERATING -> OVER. `cancel` leads from each of the first three to
-CANCELLING, and the worker's last word from there to OVER; a broken stream leads to OVER from
-everywhere. A worker that leaves ends it, too, by moving it: the handle that comes with that is
+States: RESERVING -> RESERVED -> GENERATING -> OVER; `is_queued` while RESERVING, once the worker
+has set blocks aside and has the request wait for its places. `cancel` leads from each of the first
+three to CANCELLING, and the worker's last word from there to OVER; a broken stream leads to OVER
+from everywhere. A worker that leaves ends it, too, by moving it: the handle that comes with that is
 whoever takes it, and is given back when nobody does.
 
 Nothing here waits on the network: commands are queued on the stream, events come from its reader.
@@ -93,6 +94,8 @@ class DecodeLeg:
         self.key = key
         self.worker_id = worker_id
         self.state = LegState.RESERVING
+        self.is_queued = False
+        """The worker has set blocks aside, and has the request wait for its places."""
         self.num_tokens_local = 0
         """Prompt tokens whose KV the worker holds already; known once reserved."""
         self.span = spans.NOBODY
@@ -111,22 +114,34 @@ class DecodeLeg:
     def is_over(self) -> bool:
         return self.state is LegState.OVER
 
-    async def wait_reserved(self, deadline: Deadline) -> None:
-        """Until the worker holds blocks for this request.
+    async def wait_answered(self, deadline: Deadline) -> None:
+        """Until the worker has reserved or queued the request.
 
         Raises: what the worker or the broken stream says; Unavailable when no answer came in time.
         """
         try:
             async with asyncio.timeout(deadline.left_s()):
-                while self.state is LegState.RESERVING:
+                while self.state is LegState.RESERVING and not self.is_queued:
                     await self._next_change()
         except TimeoutError as error:
             raise Unavailable(
                 f"decode worker {self.worker_id} does not answer a reservation"
             ) from error
+        self._check_reserving()
+
+    async def wait_reserved(self) -> None:
+        """Until the worker holds blocks and places for this request. The caller bounds the wait.
+
+        Raises: what the worker or the broken stream says.
+        """
+        while self.state is LegState.RESERVING:
+            await self._next_change()
+        self._check_reserving()
+
+    def _check_reserving(self) -> None:
         if self._inbox.error is not None:
             raise self._inbox.error
-        if self.state is not LegState.RESERVED:
+        if self.state not in (LegState.RESERVING, LegState.RESERVED):
             raise Internal(f"decode worker {self.worker_id} ended a reservation without a reason")
 
     def prefetch(self, handle: SealedHandle) -> None:
@@ -194,8 +209,11 @@ class DecodeLeg:
         kind = event.WhichOneof("event")
         if kind == "reserved":
             self.num_tokens_local = event.reserved.num_tokens_local
+            self.is_queued = False
             if self.state is LegState.RESERVING:
                 self._move(LegState.RESERVED)
+        elif kind == "queued":
+            self.is_queued = True
         elif kind == "tokens":
             self._put(event.tokens)
         elif kind == "finished":

@@ -1,4 +1,5 @@
-"""The why-record of one request as a message: which workers were weighed, by which terms, who won.
+"""The why-record of one request as a message: what it waits for and where it stands in line, which
+workers were weighed, by which terms, and which won.
 
 Pure but for the looking up. Made only when somebody asks.
 """
@@ -9,9 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from process.errors import InvalidArgument, NotFound
 from protos import common_pb2, inference_pb2
+from services.router.admission import Admission, Entry
 from services.router.decisions import Decision, Key
 from services.router.handover import Path
 from services.router.policy import Candidate
+from services.router.request_log import RequestLog
 from services.router.served_models import ServedModels
 
 _MAX_SHOWN = 8
@@ -27,27 +30,61 @@ _PATHS = {
 
 
 def explain(
-    models: ServedModels, request: inference_pb2.ExplainRequest
+    models: ServedModels,
+    log: RequestLog,
+    admission: Admission,
+    request: inference_pb2.ExplainRequest,
 ) -> inference_pb2.ExplainReply:
     """Raises: NotFound for a request that this router does not know (any more); InvalidArgument for
     the beginning of several requests' ids.
     """
-    found = _find(models, request.request_id, request.tenant)
-    if not found:
-        whole = _whole_id(models, request.request_id, request.tenant)
-        found = _find(models, whole, request.tenant) if whole else []
-    if not found:
+    reply = _known(models, log, admission, request.request_id, request.tenant)
+    if reply is None:
+        whole = _whole_id(models, log, request.request_id, request.tenant)
+        reply = _known(models, log, admission, whole, request.tenant) if whole else None
+    if reply is None:
         which = f"{request.request_id[:128]!r} is not known" if request.request_id else "none was"
         raise NotFound(
             f"request_id: {which} here (any more); a router remembers its own latest requests"
         )
-    name, (tenant, request_id), decisions = max(found, key=lambda f: f[2][-1].decided_unix_s)
-    return inference_pb2.ExplainReply(
-        request_id=request_id,
-        tenant=tenant,
-        model=name,
-        decisions=[_decision(decision) for decision in decisions],
-    )
+    return reply
+
+
+def _known(
+    models: ServedModels, log: RequestLog, admission: Admission, request_id: str, tenant: str
+) -> inference_pb2.ExplainReply | None:
+    """Of the latest request of that id. Without an id: for which workers were chosen last, if there
+    is one; the others may wait."""
+    reply = inference_pb2.ExplainReply()
+    if found := _find(models, request_id, tenant):
+        name, (tenant, request_id), decisions = max(found, key=lambda f: f[2][-1].decided_unix_s)
+        reply.request_id, reply.tenant, reply.model = request_id, tenant, name
+        reply.decisions.extend(_decision(decision) for decision in decisions)
+    record = log.find(request_id, tenant)
+    if record is not None:
+        if not record.entry.turn:
+            del reply.decisions[:]  # of an earlier attempt
+        reply.request_id, reply.tenant = record.request_id, record.tenant
+        reply.model = record.model
+        reply.request.CopyFrom(record.to_proto())
+        reply.admission.CopyFrom(_admission(admission, record.entry))
+    return reply if reply.request_id else None
+
+
+def _admission(admission: Admission, entry: Entry) -> inference_pb2.Admission:
+    told = inference_pb2.Admission(arrival=entry.arrival, turn=entry.turn)
+    if (standing := admission.standing(entry)) is not None:
+        told.standing.CopyFrom(
+            inference_pb2.Standing(
+                position=standing.position,
+                num_in_line=standing.num_in_line,
+                num_waiting=standing.num_waiting,
+                waits_for=standing.waits_for,
+                due_in_s=standing.due_in_s,
+                expected_wait_s=standing.expected_wait_s,
+            )
+        )
+    return told
 
 
 def _find(models: ServedModels, request_id: str, tenant: str) -> list[_Found]:
@@ -58,9 +95,10 @@ def _find(models: ServedModels, request_id: str, tenant: str) -> list[_Found]:
     ]
 
 
-def _whole_id(models: ServedModels, prefix: str, tenant: str) -> str:
+def _whole_id(models: ServedModels, log: RequestLog, prefix: str, tenant: str) -> str:
     """The only id that begins so; empty: none does. Raises: InvalidArgument where several do."""
-    ids = sorted({i for model in models for i in model.routing.decisions.ids_with(prefix, tenant)})
+    chosen = {i for model in models for i in model.routing.decisions.ids_with(prefix, tenant)}
+    ids = sorted(chosen | log.ids_with(prefix, tenant))
     if len(ids) > 1:
         more = f" and {len(ids) - _MAX_SHOWN} more" if len(ids) > _MAX_SHOWN else ""
         raise InvalidArgument(

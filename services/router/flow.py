@@ -63,6 +63,7 @@ class State(Enum):
     RESERVING = "waiting for decode blocks"
     LACKING_PREFILL = "waiting for a prefill worker"
     LACKING_DECODE = "waiting for a decode worker"
+    LACKING_PLACE = "waiting for a decode place"
     PREFILLING = "prefilling"
     DECODING = "decoding"
     MOVING = "being moved to another decode worker"
@@ -231,6 +232,7 @@ class RequestFlow:
             deadline=self._deadline,
             on_choice=self._on_choice,
             on_lack=self._on_lack,
+            on_queued=self._on_queued,
             is_again=self._failover.is_on,
         )
         try:
@@ -253,6 +255,11 @@ class RequestFlow:
     def _on_lack(self, role: str) -> None:
         if not self._failover.is_on:
             self.state = State.LACKING_PREFILL if role == PREFILL else State.LACKING_DECODE
+
+    def _on_queued(self) -> None:
+        self._on_reserved()
+        if not self._failover.is_on:
+            self.state = State.LACKING_PLACE
 
     # ---- the prefill worker
 

@@ -203,7 +203,7 @@ class FrontDesk:
         is counted, too."""
         try:
             await self._hold(model, adapter, deadline, record, times, traffic)
-            async with self.admission.admit(asked, deadline) as ticket:
+            async with self.admission.admit(asked, deadline, record.entry) as ticket:
                 times.mark("queue")
                 record.doing = "being tokenized"
                 traffic.move(Place.RUNNING)
@@ -281,8 +281,8 @@ class FrontDesk:
                 model.candidates.check_serving()
 
     def explain(self, request: inference_pb2.ExplainRequest) -> inference_pb2.ExplainReply:
-        """Why a request went where it did. Raises: NotFound."""
-        return explain.explain(self.models, request)
+        """Why a request went where it did, or waits. Raises: NotFound."""
+        return explain.explain(self.models, self.log, self.admission, request)
 
     async def cluster_status(
         self, request: inference_pb2.GetClusterStatusRequest

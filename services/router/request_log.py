@@ -20,6 +20,7 @@ from enum import Enum
 from typing import Protocol
 
 from protos import common_pb2, inference_pb2
+from services.router.admission import Entry
 from services.router.metrics import prompt_sources
 from services.router.policy import Choice
 from services.router.times import Lap
@@ -72,6 +73,11 @@ class RequestRecord:
     def __init__(
         self, request_id: str, tenant: str, model: str, times: Times, arrived_unix_ms: int
     ) -> None:
+        self.request_id = request_id
+        self.tenant = tenant
+        self.model = model
+        self.entry = Entry()
+        """Its way through the admission."""
         self.flow: Flow | None = None
         self.doing = "waiting to be admitted"
         """What is done with it while there is no flow yet."""
@@ -83,7 +89,11 @@ class RequestRecord:
         self._times: Times | None = times
         self._ended: inference_pb2.RequestInfo | None = None
         self._provenance: common_pb2.Provenance | None = None
-        self._who = (request_id, tenant, model, arrived_unix_ms)
+        self._arrived_unix_ms = arrived_unix_ms
+
+    def is_of(self, request_id: str, tenant: str) -> bool:
+        """Whether it has this id and tenant; empty: any."""
+        return request_id in ("", self.request_id) and tenant in ("", self.tenant)
 
     def on_message(self, message: inference_pb2.GenerateResponse) -> None:
         """A message went out."""
@@ -102,12 +112,11 @@ class RequestRecord:
         """As it stands now."""
         if self._ended is not None:
             return self._ended
-        request_id, tenant, model, arrived_unix_ms = self._who
         told = inference_pb2.RequestInfo(
-            request_id=request_id,
-            tenant=tenant,
-            model=model,
-            arrived_unix_ms=arrived_unix_ms,
+            request_id=self.request_id,
+            tenant=self.tenant,
+            model=self.model,
+            arrived_unix_ms=self._arrived_unix_ms,
             outcome=self.outcome,
             code=self.code,
             num_prompt_tokens=self.num_prompt_tokens,
@@ -164,8 +173,23 @@ class RequestLog:
 
     def newest(self, num: int) -> list[inference_pb2.RequestInfo]:
         """At most `num`: those under way, newest first, then those that ended last."""
-        records = itertools.chain(reversed(self._live), reversed(self._ended))
-        return [record.to_proto() for record in itertools.islice(records, num)]
+        return [record.to_proto() for record in itertools.islice(self._newest(), num)]
+
+    def find(self, request_id: str, tenant: str = "") -> RequestRecord | None:
+        """The newest request of this id and tenant (empty: of any); None: it is not known (any
+        more)."""
+        return next((one for one in self._newest() if one.is_of(request_id, tenant)), None)
+
+    def ids_with(self, prefix: str, tenant: str = "") -> set[str]:
+        """The ids that begin so, of requests of this tenant (empty: of any)."""
+        return {
+            one.request_id
+            for one in self._newest()
+            if tenant in ("", one.tenant) and one.request_id.startswith(prefix)
+        }
+
+    def _newest(self) -> Iterator[RequestRecord]:
+        return itertools.chain(reversed(self._live), reversed(self._ended))
 
     def _count(self, record: RequestRecord) -> None:
         totals = self.totals

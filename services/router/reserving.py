@@ -5,6 +5,8 @@ A worker that refuses is left out of the next choice; when all have refused, the
 room comes, for a bounded time, unless each lacks what does not come with time: a precondition.
 While a worker is expected (`holding.is_expected`) the wait lasts as long as the request's budget.
 An answer that has begun waits longer for room: its client has seen a part.
+A worker that has blocks, but no place in its steps, answers that the request is queued: it waits
+there, bounded by its budget, and no prompt is computed before its turn.
 Law: `leg` is the reservation that stands, its owner's to end; one that failed, or whose wait was
 cancelled, has been told so. One request, one task.
 """
@@ -44,10 +46,12 @@ class Reserving:
         deadline: Deadline,
         on_choice: Callable[[Choice], None],
         on_lack: Callable[[str], None],
+        on_queued: Callable[[], None],
         is_again: bool = False,
     ) -> None:
         """`mark`: told each stage as it ends; `on_choice`: each choice as it is made; `on_lack`:
-        the role of which a worker is waited for. `is_again`: the answer has begun, and its decode
+        the role of which a worker is waited for; `on_queued`: when a decode worker has taken the
+        request on, and has it wait for places. `is_again`: the answer has begun, and its decode
         worker is gone."""
         self.leg: DecodeLeg | None = None
         """None: no decode worker is needed, or none was found."""
@@ -59,6 +63,7 @@ class Reserving:
         self._deadline = deadline
         self._on_choice = on_choice
         self._on_lack = on_lack
+        self._on_queued = on_queued
         self._is_again = is_again
 
     async def run(self, asking: Asking) -> tuple[Choice, Asking]:
@@ -99,7 +104,8 @@ class Reserving:
             try:
                 worker = routing.candidates.get(choice.decode_id)
                 with routing.trial(worker):
-                    leg = await self._reserve_at(worker, asking.ask)
+                    leg = await self._ask(worker, asking.ask)
+                await self._wait_for_places(leg)
             except TRY_ANOTHER as error:
                 last_error = error
                 may_room_help |= not isinstance(error, FailedPrecondition)
@@ -119,8 +125,18 @@ class Reserving:
         await self._cluster.streams.wait_for_progress(min(_ROOM_POLL_S, self._deadline.left_s()))
         self._mark("wait_room", None)
 
-    async def _reserve_at(self, worker: WorkerView, ask: Ask) -> DecodeLeg:
-        """Have `worker` set blocks aside; the leg is ours from here on."""
+    async def _wait_for_places(self, leg: DecodeLeg) -> None:
+        """Until the worker that has answered holds places, too; the request's time bounds it."""
+        if leg.is_queued:
+            self._on_queued()
+        try:
+            await leg.wait_reserved()
+        except BaseException:
+            leg.cancel()
+            raise
+
+    async def _ask(self, worker: WorkerView, ask: Ask) -> DecodeLeg:
+        """Have `worker` set blocks aside, or queue the request; the leg is ours from here on."""
         bound = self._deadline.sooner(self._cluster.times.reserve_answer_s)
         span = spans.current().child(
             "call decode",
@@ -145,7 +161,7 @@ class Reserving:
         leg.incarnation, leg.block_size = worker.incarnation, worker.block_size
         leg.give_back = self._cluster.leases.release
         try:
-            await leg.wait_reserved(bound)
+            await leg.wait_answered(bound)
         except BaseException:
             leg.cancel()
             raise
@@ -164,4 +180,5 @@ class Reserving:
             adapter_digest=job.adapter.digest,
             priority=job.priority,
             budget_ms=max(1, int(self._deadline.left_s() * 1000)),
+            has_begun=self._is_again,
         )

@@ -15,16 +15,17 @@ from baton import cli
 from baton.client import SyncClient
 from baton.errors import BatonError, InvalidArgument
 from baton.local_cluster import ClusterConfig, LocalCluster
+from tests.conftest import LONG
 from tests.harness.adapters import merged, save_adapter
 from tests.harness.bundled_pair import MODEL
 from tests.harness.cluster import Oracle, assert_idle, oracle, prompts
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(2300 if LONG else 600)]
 
 VICTIMS = ("prefill-0", "decode-0", "router", "redis")
+NUM_KILLS = 200
+"""Of all victims together, in the long run."""
 BUDGET_S = 90.0
-MOST_S = 1.5
-"""Into a change: about as long as one takes."""
 NUM_TOKENS = 12
 
 
@@ -67,6 +68,22 @@ def expected(folders: list[Path], prompt: list[int]) -> list[list[int]]:
     return answers
 
 
+@pytest.fixture(scope="module")
+def changes(cluster: LocalCluster, folders: list[Path]) -> list[tuple[list[str], float]]:
+    """Load, reload and unload as commands, each with the seconds that it takes undisturbed."""
+    commands = [["load", "tales", str(folder)] for folder in folders] + [["unload", "tales"]]
+    timed = []
+    for command in commands:
+        began_s = time.monotonic()
+        assert _run(cluster, command) == 0
+        timed.append((command, time.monotonic() - began_s))
+    return timed
+
+
+def _run(cluster: LocalCluster, command: list[str]) -> int:
+    return cli.main(["adapter", *command, "--address", cluster.address])
+
+
 def _ask(cluster: LocalCluster, prompt: list[int]) -> list[int]:
     """An answer; none: there is no such adapter. Retries while parts are away."""
     deadline_s = time.monotonic() + BUDGET_S
@@ -106,7 +123,7 @@ def _settle(is_so: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_all_old_or_all_new(
     cluster: LocalCluster,
-    folders: list[Path],
+    changes: list[tuple[list[str], float]],
     prompt: list[int],
     expected: list[list[int]],
     victim: str,
@@ -114,31 +131,32 @@ def test_all_old_or_all_new(
     scale: Callable[[int], int],
 ) -> None:
     rng = random.Random(f"{seed}{victim}")
-    here = ["--address", cluster.address]
-    changes = [["load", "tales", str(folder)] for folder in folders] + [["unload", "tales"]]
     answers = [*expected, []]
     now = _ask(cluster, prompt)
-    for index in range(max(3, scale(60))):
-        change, asked = changes[index % 3], answers[index % 3]
+    num_kills = max(3, scale(NUM_KILLS // len(VICTIMS)))
+    num_within = 0
+    for index in range(num_kills):
+        (change, took_s), asked = changes[index % 3], answers[index % 3]
         codes: list[int] = []
         thread = threading.Thread(
-            target=lambda codes=codes, change=change: codes.append(
-                cli.main(["adapter", *change, *here])
-            )
+            target=lambda codes=codes, change=change: codes.append(_run(cluster, change))
         )
         thread.start()
-        time.sleep(rng.uniform(0.0, MOST_S))
+        time.sleep(rng.uniform(0.0, took_s))
+        num_within += not codes
         cluster.kill(victim)
         thread.join(BUDGET_S)
         assert codes, f"{change} does not end"
         found = _ask(cluster, prompt)
         assert found == asked or (codes[0] != 0 and found == now)
+        cluster.wait_ready(BUDGET_S)  # the killed worker's next life counts, too
         num = int(bool(found))
         _settle(lambda num=num: _are_alike(cluster, num))
         assert [_ask(cluster, prompt) for _ in range(4)] == [found] * 4
         now = found
+    print(f"{victim}: {num_kills} kills, {num_within} before the change had ended")  # noqa: T201
     if now:
-        assert cli.main(["adapter", "unload", "tales", *here]) == 0
+        assert _run(cluster, ["unload", "tales"]) == 0
 
 
 def _are_alike(cluster: LocalCluster, num: int) -> bool:

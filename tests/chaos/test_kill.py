@@ -22,11 +22,16 @@ from baton.client import Client, SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion
 from baton.part import State
-from tests.chaos.rolling import LONG_TOKENS, Load, asks
 from tests.conftest import LONG
 from tests.harness.cluster import Oracle, assert_idle, oracle, prompts
+from tests.harness.rolling import LONG_TOKENS, Load, asks
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(1500 if LONG else 240)]
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.e2e,
+    pytest.mark.chaos,
+    pytest.mark.timeout(1500 if LONG else 240),
+]
 
 MODEL = ClusterConfig().model
 BUDGET_S = 30.0

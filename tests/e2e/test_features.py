@@ -23,11 +23,11 @@ from baton.errors import InvalidArgument
 from baton.local_cluster import ClusterConfig, LocalCluster
 from protos import common_pb2
 from tests.harness.adapters import merged, save_adapter
+from tests.harness.beam_search import Search, beam_reference
 from tests.harness.bundled_pair import MODEL, alone
 from tests.harness.cluster import Oracle, assert_idle, oracle, prompts, single_engine
-from tests.wire.test_beam_path import Search, beam_reference
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.oracle, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SCHEMA = {
     "type": "object",

@@ -17,6 +17,8 @@ from safetensors.numpy import save_file
 from baton import LLM, SamplingParams
 from tests.golden.recorded import check
 
+pytestmark = pytest.mark.oracle
+
 MODEL = "baton-5m"
 TEXTS = (
     "Once upon a time",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.golden.recorded import check
 from tests.harness.policies import ROUTING_POLICIES, routed, scaled
+
+pytestmark = pytest.mark.oracle
 
 NUM_POOLS = 500
 """Of each policy."""

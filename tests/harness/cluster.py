@@ -24,7 +24,8 @@ from baton.local_cluster import LocalCluster
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
-from engine.request import Request, Sampling
+from engine.request import Request
+from engine.request import Sampling as Sampling
 from kvstore import block_hash
 from protos import inference_pb2
 from tests.conftest import LONG, SESSION_SEED

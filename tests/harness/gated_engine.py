@@ -8,6 +8,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Request, Sampling
+from engine.speculation.config import SpeculationConfig
 from engine.step_output import StepOutput
 from kvstore import block_hash
 from process.errors import Internal
@@ -59,16 +61,19 @@ def fake_engine(
     chunk: int = 16,
     model: FakeModel | None = None,
     preemption: str = "never",
+    speculation: SpeculationConfig | None = None,
+    **parts: Any,
 ) -> Engine:
-    """The real engine over a fake model."""
+    """The real engine over a fake model, made of these parts."""
     config = EngineConfig(
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
         max_num_tokens_per_step=chunk,
         max_num_running=min(8, chunk),
         preemption=preemption,
+        speculation=speculation or SpeculationConfig(),
     )
-    return Engine(config, model or GatedModel())
+    return Engine(config, model or GatedModel(), **parts)
 
 
 def request(

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -142,11 +142,12 @@ class Pair:
         max_tokens: int = 8,
         wants_handle: bool = True,
         handover: int = common_pb2.HANDOVER_PATH_UNSPECIFIED,
+        tenant: str = "t",
         **sampling: Any,
     ) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(
             request_id=name,
-            tenant="t",
+            tenant=tenant,
             tenant_salt=SALT,
             prompt_token_ids=prompt,
             sampling=sampling_params(max_tokens=max_tokens, **sampling),
@@ -171,11 +172,12 @@ class Pair:
         name: str = "r",
         max_tokens: int = 8,
         budget_ms: int = int(WAIT_S * 1000),
+        tenant: str = "t",
         **sampling: Any,
     ) -> decode_pb2.ReserveDecode:
         return decode_pb2.ReserveDecode(
             request_id=name,
-            tenant="t",
+            tenant=tenant,
             tenant_salt=SALT,
             prompt_token_ids=prompt,
             sampling=sampling_params(max_tokens=max_tokens, **sampling),
@@ -479,9 +481,11 @@ async def pair(
     *,
     transport: str = "shm",
     num_frames: int = 512,
+    tenant_shares: tuple[str, ...] = (),
     prefill_blocks: int = 256,
     decode_blocks: int = 256,
     decode_preemption: str = "never",
+    decode_parts: Mapping[str, Any] | None = None,
     chunk: int = 16,
     limits: WorkerLimits | None = None,
     has_two_nodes: bool = False,
@@ -493,6 +497,8 @@ async def pair(
     """Start all three; at the end stop them and check that what is left is nothing.
 
     With two nodes decode has a store of its own and pulls what prefill stored in the other.
+
+    Args: decode_parts: of the decode worker's engine, see fake_engine.
     """
     models = [GatedModel() for _ in range(3)]
     key_file = slab_dir / "handle.keys"
@@ -511,6 +517,7 @@ async def pair(
             slab_dir=str(slab_dir),
             capacity_bytes=num_frames * FRAME_BYTES,
             stop_timeout_s=0.0,
+            tenant_shares=tenant_shares,
             tracing=tracing or TracingSettings(),
         )
         store = decode_store = await store_exit.enter_async_context(serve.running(settings))
@@ -518,13 +525,12 @@ async def pair(
             own = dataclasses.replace(settings, node_id="decode-home")
             decode_store = await stack.enter_async_context(serve.running(own))
         workers = []
-        for name, role, home, num_blocks, model, preemption in (
-            ("prefill", PrefillRole, store, prefill_blocks, models[1], "never"),
-            ("decode", DecodeRole, decode_store, decode_blocks, models[2], decode_preemption),
+        decode_engine = {"preemption": decode_preemption, **(decode_parts or {})}
+        for name, role, home, num_blocks, model, parts in (
+            ("prefill", PrefillRole, store, prefill_blocks, models[1], {}),
+            ("decode", DecodeRole, decode_store, decode_blocks, models[2], decode_engine),
         ):
-            engine = fake_engine(
-                num_blocks=num_blocks, chunk=chunk, model=model, preemption=preemption
-            )
+            engine = fake_engine(num_blocks=num_blocks, chunk=chunk, model=model, **parts)
             worker = await main.start(
                 engine,
                 WorkerSettings(
@@ -538,6 +544,7 @@ async def pair(
                     handle_keys_file=str(key_file),
                     limits=limits,
                     tracing=tracing or TracingSettings(),
+                    engine=engine.config,
                 ),
                 name,
                 role,

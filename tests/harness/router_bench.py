@@ -15,6 +15,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,6 +25,8 @@ import pytest
 from kvstore import index
 from process import incarnation, registry_beat, serving
 from process.errors import BatonError
+from process.serving import channel as channel
+from process.serving import error_from_rpc as error_from_rpc
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
 from services.router.app import Router
 from services.router.config import RouterLimits, RouterSettings, RouterTimes
@@ -43,6 +46,13 @@ from tokens.chat_template import ChatTemplate
 TOKENIZER = byte_level()
 LETTERS = tuple(TOKENIZER.encode(letter)[0] for letter in string.ascii_lowercase)
 EOS = TOKENIZER.find_token_id("<|end|>") or 0
+
+
+def save_tokenizer(folder: Path) -> None:
+    """The benches' tokenizer as a checkpoint has it."""
+    TOKENIZER._backend.save(str(folder / "tokenizer.json"))
+
+
 BOUND_S = 30.0
 """No wait of a test may take longer; far above what any should take."""
 
@@ -71,6 +81,11 @@ class Bench:
     @property
     def decode(self) -> FakeDecode:
         return self.decodes[0]
+
+    @property
+    def num_open_legs(self) -> int:
+        """Of requests, on streams to decode workers."""
+        return self.router._streams.num_open_legs
 
     @property
     def model_for_router(self) -> Model:
@@ -321,6 +336,11 @@ def saying(text: str) -> ScriptedModel:
 
 class HttpBench(Bench):
     """A bench whose model has the tools' template."""
+
+    @property
+    def num_open_legs(self) -> int:
+        """Of requests, on streams to decode workers."""
+        return self.router._streams.num_open_legs
 
     @property
     def model_for_router(self) -> Model:

@@ -223,6 +223,44 @@ def test_clusters_of_tests_take_a_free_port() -> None:
     assert not fixed, "say port=0"
 
 
+def _reaches_inside(path: Path) -> list[str]:
+    """Lines of a test that know of more than protos, HTTP, the command line, `baton` and what
+    tests/harness gives."""
+    allowed = {"tests.harness", "tests.golden.recorded", "tests.conftest", "process.errors"}
+    ours = {*PACKAGES, "tests", "benchmarks", "tools"} - {"baton", "protos"}
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        if isinstance(node, ast.ImportFrom) and node.module == "tests":
+            names = [f"tests.{alias.name}" for alias in node.names]
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        is_reach = any(
+            name.partition(".")[0] in ours
+            and not any(name == one or name.startswith(f"{one}.") for one in allowed)
+            for name in names
+        )
+        if isinstance(node, ast.Attribute):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+            is_reach = (is_private and not is_own) or node.attr == "setattr"
+        if isinstance(node, ast.Name):
+            is_reach = node.id == "setattr"
+        if is_reach:
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    return found
+
+
+def test_the_oracle_reaches_inside_nothing() -> None:
+    """So that it can judge a redesign without being touched by it."""
+    modules = [
+        path for path in (ROOT / "tests").rglob("test_*.py") if "mark.oracle" in path.read_text()
+    ]
+    modules.remove(Path(__file__).resolve())
+    assert len(modules) >= 15
+    assert not [line for path in modules for line in _reaches_inside(path)]
+
+
 def test_no_file_is_named_for_nothing() -> None:
     """A helper lives with its noun; `utils` is where nouns go to be forgotten."""
     nothing = {"utils", "helpers", "common", "misc", "base_impl"}

@@ -11,15 +11,16 @@ from typing import Any
 import grpc.aio
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-import checkpoints
-from process import serving
 from process.errors import FailedPrecondition, InvalidArgument, NotFound
 from protos import common_pb2, prefill_pb2
 from tests.harness.adapters import merged, save_adapter
 from tests.harness.bundled_pair import MODEL, PROMPT, WAIT_S, Workers, workers
+from tests.harness.cluster import oracle
 from tests.harness.prefill_decode_pair import PrefillCall, whole
+from tests.harness.router_bench import error_from_rpc
+
+pytestmark = pytest.mark.oracle
 
 NUM_TOKENS = 8
 
@@ -43,8 +44,7 @@ def _reference(model: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def base() -> Any:
-    folder = checkpoints.resolve(MODEL, files="all").path
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return oracle(MODEL).model
 
 
 async def test_each_request_has_its_adapter_and_no_other(tmp_path: Path, base: Any) -> None:
@@ -116,4 +116,4 @@ async def test_what_is_no_adapter_is_refused_by_its_file(tmp_path: Path) -> None
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call
-                assert isinstance(serving.error_from_rpc(caught.value), kind)
+                assert isinstance(error_from_rpc(caught.value), kind)

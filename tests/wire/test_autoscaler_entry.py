@@ -13,6 +13,8 @@ import pytest
 from tests.harness.redis_server import RedisServer
 from tests.harness.service_process import start_service
 
+pytestmark = pytest.mark.oracle
+
 
 def _start(*overrides: str) -> subprocess.Popen[str]:
     return start_service("autoscaler", *overrides, KUBECONFIG="/no/such/file")

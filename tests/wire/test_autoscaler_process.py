@@ -30,6 +30,7 @@ from services.autoscaler.decision import Decision, Direction, Flip, Reason
 from services.autoscaler.flips import FORGET_S
 from services.autoscaler.limits import Pace
 from services.autoscaler.metrics import SILENCE_S
+from services.autoscaler.records import Record
 from services.autoscaler.scaler import ScalerError, UnitState
 from services.autoscaler.server import MAX_REQUEST_BYTES
 from services.autoscaler.signals import ByRole, Role
@@ -47,19 +48,25 @@ async def ask(address: str, **fields: Any) -> autoscaler_pb2.GetDecisionsReply:
         return reply
 
 
+async def burst(cluster: Cluster) -> Record:
+    """Load that one pair cannot serve, until more are asked for, or for a while."""
+    for _ in range(4):
+        cluster.traffic.num_arrived += 500
+        cluster.traffic.num_finished += 10
+        cluster.traffic.num_prompt_tokens += 10 * 4000
+        cluster.traffic.num_output_tokens += 10 * 400
+        cluster.traffic.num_queued = 400
+        await asyncio.sleep(0.05)
+        record: Record = await cluster.decide()
+        if record.decision.is_action:
+            break
+    return record
+
+
 async def test_load_that_one_pair_cannot_serve_starts_workers() -> None:
     async with running() as cluster:
-        for _ in range(4):
-            cluster.traffic.num_arrived += 500
-            cluster.traffic.num_finished += 10
-            cluster.traffic.num_prompt_tokens += 10 * 4000
-            cluster.traffic.num_output_tokens += 10 * 400
-            cluster.traffic.num_queued = 400
-            await asyncio.sleep(0.05)
-            record = await cluster.decide()
-            cluster.scaler.settle()
-            if record.decision.is_action:
-                break
+        record = await burst(cluster)
+        cluster.scaler.settle()
         assert record.decision.direction is Direction.UP, record.decision.line()
         assert record.outcome is Outcome.DONE
         scale = await cluster.scaler.get({})
@@ -74,6 +81,36 @@ async def test_load_that_one_pair_cannot_serve_starts_workers() -> None:
         assert reply.is_leader and not reply.problems
         ((announced, outcome, _),) = cluster.scaler.announced
         assert (announced, outcome) == (record.decision, "done")
+
+
+async def test_no_worker_is_removed_while_another_of_its_pool_starts() -> None:
+    """A burst that is over before the workers that it brought serve."""
+    async with running() as cluster:
+
+        async def told() -> autoscaler_pb2.ScalingDecision:
+            await cluster.decide()
+            (decision,) = (await ask(cluster.autoscaler.address, num_decisions=1)).decisions
+            return decision
+
+        async def is_start_waited_for() -> bool:
+            decision = await told()
+            assert decision.direction != "down", decision.summary
+            return "a prefill worker starts" in decision.summary
+
+        async def is_one_removed() -> bool:
+            return (await told()).direction == "down"
+
+        await burst(cluster)
+        assert any(unit.state is UnitState.STARTING for unit in cluster.scaler.units)
+        cluster.traffic.num_queued = 0
+        await until(is_start_waited_for)
+        assert not any(unit.state is UnitState.LEAVING for unit in cluster.scaler.units)
+        for unit in cluster.scaler.units:
+            if unit.worker_id not in cluster.workers:
+                await cluster.add(unit.home.value)
+        cluster.scaler.settle()
+        await until(is_one_removed)
+        assert any(unit.state is UnitState.LEAVING for unit in cluster.scaler.units)
 
 
 async def test_nobody_asks_so_nobody_is_there_until_somebody_waits() -> None:

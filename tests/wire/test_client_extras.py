@@ -9,6 +9,8 @@ import pytest
 from baton import Client, InvalidArgument, SyncClient
 from tests.harness.router_bench import TOKENIZER, http_bench
 
+pytestmark = pytest.mark.oracle
+
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 TALK = [
     {"role": "user", "content": "hi"},

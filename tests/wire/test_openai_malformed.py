@@ -16,6 +16,8 @@ import pytest
 
 from tests.harness.router_bench import Served, served
 
+pytestmark = pytest.mark.oracle
+
 CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 JSON = {"content-type": "application/json"}
 MESSAGES = [{"role": "user", "content": "hi"}]

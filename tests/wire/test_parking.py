@@ -19,12 +19,25 @@ from tests.harness.waiting import until
 
 NUM_REQUESTS = 5
 NUM_TOKENS = 60
+LABELS = ("direction", "class", "reason", "cause")
+MOST_ROUNDS = 50
 
 
 def parking_of(both: Pair) -> StoreParking:
     parking = both.decode.core.parking
     assert parking is not None and both.prefill.core.parking is None
     return parking
+
+
+async def shown_by(both: Pair) -> dict[tuple[str, str | None], float]:
+    """The decode worker's metrics by name and the first label that tells samples apart."""
+    collector = WorkerCollector(both.decode.core, asyncio.get_running_loop())
+    families = await asyncio.to_thread(lambda: list(collector.collect()))
+    return {
+        (sample.name, next(filter(None, map(sample.labels.get, LABELS)), None)): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
 async def finish_all(both: Pair) -> dict[str, int]:
@@ -76,16 +89,37 @@ async def test_a_small_cache_swaps_through_the_store_to_the_same_tokens(
         most = num_handed_over + parking.num_bytes_stored + num_back
         assert most - min(parking.num_bytes_stored, num_back) <= status.num_bytes_written <= most
         assert parking.staging.num_rows == {"free": 64, "taken": 0, "quarantined": 0}
-        collector = WorkerCollector(both.decode.core, asyncio.get_running_loop())
-        families = await asyncio.to_thread(lambda: list(collector.collect()))
-        shown = {
-            (sample.name, sample.labels.get("direction", sample.labels.get("class"))): sample.value
-            for family in families
-            for sample in family.samples
-        }
+        shown = await shown_by(both)
         assert shown["baton_parked_bytes_total", "out"] == parking.num_bytes_stored
         assert shown["baton_parked_bytes_total", "back"] == parking.num_bytes_fetched
         assert shown["baton_parking_rows", "free"] == 64
+
+
+async def test_a_full_share_of_the_store_computes_again_to_the_same_tokens(tmp_path: Path) -> None:
+    """Parked blocks are charged to their request's tenant: where another one's blocks have all the
+    room but this one's share, and that is smaller than what is parked, it is computed again."""
+    async with pair(
+        tmp_path,
+        num_frames=64,
+        tenant_shares=("t=0.1",),
+        decode_blocks=64,
+        decode_preemption="swap",
+    ) as both:
+        for index in range(8):  # of ten full blocks each, in 64 frames
+            prompt = prompt_of(42, 100 + index)
+            answer = await both.generate(prompt, name=f"o{index}", tenant="other")
+            assert answer.failed is None
+        for _ in range(MOST_ROUNDS):  # what is wanted back before the store was asked is still here
+            await finish_all(both)
+            shown = await shown_by(both)
+            if shown.get(("baton_parked_lost_total", "no_room"), 0) > 0:
+                break
+        assert shown["baton_parked_lost_total", "no_room"] > 0
+        num_lost = sum(parking_of(both).lost.values())
+        assert shown["baton_preemptions_total", "lost"] == num_lost
+        await both.check()
+        (row,) = [row for row in (await both.store_status()).tenants if row.tenant == "t"]
+        assert row.num_blocks <= row.num_blocks_guaranteed == 6
 
 
 async def test_without_its_store_a_small_cache_computes_again_to_the_same_tokens(

@@ -18,6 +18,8 @@ import yaml
 
 from baton import cli
 
+pytestmark = pytest.mark.oracle
+
 _NODE = {
     "metadata": {"name": "node-0"},
     "status": {

@@ -8,9 +8,17 @@ import aiohttp
 import grpc.aio
 import pytest
 
-from process import serving
 from process.errors import BatonError, InvalidArgument, Unavailable
-from tests.harness.router_bench import Bench, fake_model, http_bench, request, running
+from tests.harness.router_bench import (
+    Bench,
+    error_from_rpc,
+    fake_model,
+    http_bench,
+    request,
+    running,
+)
+
+pytestmark = pytest.mark.oracle
 
 OLD, NEW = "11" * 32, "22" * 32
 
@@ -26,7 +34,7 @@ async def _load(bench: Bench, **digests: str) -> None:
 async def _refusal(bench: Bench, **fields: Any) -> BatonError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await bench.generate(request(sampling={"max_tokens": 3}, **fields))
-    return serving.error_from_rpc(caught.value)
+    return error_from_rpc(caught.value)
 
 
 async def test_only_workers_that_have_it_are_asked() -> None:

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton import key_files
+from baton import command_explain, key_files
 from process import api_keys, serving
 from process.errors import NoCapacity
 from protos import inference_pb2, inference_pb2_grpc
@@ -25,7 +25,7 @@ from services.router.app import Router
 from services.router.views import ServedModel
 from services.worker.config import WorkerSettings
 from services.worker.worker import Worker, start
-from tests.harness.gated_engine import fake_engine, prompt_of
+from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import (
     BOUND_S,
@@ -180,11 +180,20 @@ async def test_rates_hold_over_routers_and_go_on_without_redis() -> None:
 
 @dataclass
 class Site:
-    """A router before a real prefill and a real decode worker, which runs 8 samples at once."""
+    """Routers before a real prefill and a real decode worker."""
 
-    router: Router
-    stub: Any
+    routers: list[Router]
+    stubs: list[Any]
+    prefill_model: GatedModel
     decode: Worker
+
+    @property
+    def router(self) -> Router:
+        return self.routers[0]
+
+    @property
+    def stub(self) -> Any:
+        return self.stubs[0]
 
     @property
     def role(self) -> DecodeRole:
@@ -193,37 +202,52 @@ class Site:
 
 
 @asynccontextmanager
-async def site() -> AsyncIterator[Site]:
+async def site(num_routers: int = 1, num_places: int = 8) -> AsyncIterator[Site]:
     redis = RedisServer()
     async with AsyncExitStack() as stack:
         stack.callback(redis.remove)
         await redis.start()
-        model = model_for_router(fake_model())
-        model.served = ServedModel(("fake",), "")
-        router = Router(settings_for(redis, times={"reserve_answer_s": BOUND_S}), model)
-        await router.start()
-        stack.push_async_callback(router.stop)
-        workers = []
+        routers = []
+        for _ in range(num_routers):
+            model = model_for_router(fake_model())
+            model.served = ServedModel(("fake",), "")
+            routers.append(Router(settings_for(redis, times={"reserve_answer_s": BOUND_S}), model))
+            await routers[-1].start()
+            stack.push_async_callback(routers[-1].stop)
+        workers, prefill_model = [], GatedModel()
         for role, make_role in (("prefill", PrefillRole), ("decode", DecodeRole)):
-            engine = fake_engine(num_blocks=4096)
+            if role == "prefill":
+                engine = fake_engine(num_blocks=4096, model=prefill_model)
+            else:
+                engine = fake_engine(num_blocks=4096, chunk=num_places)
             settings = WorkerSettings(redis_url=redis.url, worker_id=role, engine=engine.config)
             workers.append(await start(engine, settings, role, make_role))
             stack.push_async_callback(workers[-1].stop)
-        await until(lambda: router._prefills.is_up("prefill") and router._streams.is_up("decode"))
-        channel = await stack.enter_async_context(serving.channel(router.address))
-        yield Site(router, inference_pb2_grpc.InferenceStub(channel), workers[1])
+        stubs = []
+        for router in routers:
+            await until(
+                lambda router=router: (
+                    router._prefills.is_up("prefill") and router._streams.is_up("decode")
+                )
+            )
+            channel = await stack.enter_async_context(serving.channel(router.address))
+            stubs.append(inference_pb2_grpc.InferenceStub(channel))
+        try:
+            yield Site(routers, stubs, prefill_model, workers[1])
+        finally:
+            prefill_model.release()
 
 
 @pytest.mark.parametrize(
     ("sampling", "most"),
-    [({}, 9), ({"n": 3}, 3), ({"beam": {"num_beams": 3}}, 3)],
+    [({}, 8), ({"n": 3}, 2), ({"beam": {"num_beams": 3}}, 2)],
     ids=["one sample", "three samples", "three beams"],
 )
 async def test_requests_wait_in_the_queue_instead_of_the_decode_engine(
     sampling: dict[str, Any], most: int
 ) -> None:
-    """most: requests that may be in the engine: 8 samples run at once, and one place is there for
-    the next step; the last one that is let in needs no more than one free place."""
+    """most: requests that may have begun: 8 samples run at once, so that none of them waits for
+    another."""
     async with site() as here:
         admission, worker = here.router.desk.admission, here.role.worker
         order: list[int] = []
@@ -231,27 +255,30 @@ async def test_requests_wait_in_the_queue_instead_of_the_decode_engine(
         async def ask(number: int) -> int:
             message = request(
                 token_ids={"ids": prompt_of(20, start=number)},
-                sampling={"max_tokens": 60, "ignore_eos": True, **sampling},
+                sampling={"max_tokens": 12, "ignore_eos": True, **sampling},
             )
             call, num_tokens = here.stub.Generate(message, timeout=BOUND_S), 0
             while (answer := await call.read()) is not grpc.aio.EOF:
                 if not num_tokens:
                     order.append(number)
-                    stats = here.decode.core.thread.stats
-                    assert stats.num_reserved + stats.num_waiting + stats.num_running <= most
+                stats = here.decode.core.thread.stats
+                assert stats.num_waiting + stats.num_running <= most
+                assert worker.num_in_line <= 1
                 num_tokens += len(answer.token_ids)
             return num_tokens
 
         tasks, counts = [], admission.counts
-        for number in range(24):
+        here.prefill_model.hold()  # none ends before all have come
+        for number in range(16):
             tasks.append(asyncio.create_task(ask(number)))
             await until(lambda: counts.num_admitted + admission.num_waiting >= len(tasks))
+        here.prefill_model.release()
         done = await asyncio.gather(*tasks)
         # None is lost, and none overtakes more than those that were under way with it.
-        assert all(num_tokens >= 60 for num_tokens in done)
-        assert all(number <= place + 9 for place, number in enumerate(order))
+        assert all(num_tokens >= 12 for num_tokens in done)
+        assert all(number <= place + 8 for place, number in enumerate(order))
         assert admission.counts.num_waited
-        await until(lambda: worker.num_free_places == 9 and not admission.num_active)
+        await until(lambda: worker.num_free_places == 8 and not admission.num_active)
         here.router.check_integrity(is_idle=True)
 
 
@@ -259,7 +286,8 @@ async def test_a_full_model_holds_up_neither_others_nor_what_runs() -> None:
     async with running(num_decode=2, others=[fake_model(name="other")]) as bench:
         admission, (first, second) = bench.router.desk.admission, bench.decodes
         first.pause_at = second.pause_at = 2
-        running_call = bench.stub.Generate(request(model="fake"), timeout=BOUND_S)
+        message = request(model="fake", sampling={"max_tokens": 8, "ignore_eos": True})
+        running_call = bench.stub.Generate(message, timeout=BOUND_S)
         await until(lambda: first.num_generating + second.num_generating == 1)
         home, twin = (first, second) if first.num_generating else (second, first)
         first.num_free_places = second.num_free_places = 0
@@ -279,6 +307,7 @@ async def test_a_full_model_holds_up_neither_others_nor_what_runs() -> None:
             is grpc.StatusCode.UNAVAILABLE
         )
         # What runs is moved to a worker that is full: it has begun.
+        twin.pause_at = 4
         home.move_all()
         await bench.publish(home)
         await until(lambda: twin.num_generating == 1)
@@ -291,3 +320,133 @@ async def test_a_full_model_holds_up_neither_others_nor_what_runs() -> None:
         twin.num_free_places = 1
         await bench.publish(twin)
         assert await rest_of(held)
+
+
+async def test_two_routers_start_no_more_streams_than_there_are_places() -> None:
+    """Neither knows what the other has sent: who comes too late waits for its place at the worker,
+    before its first token."""
+    async with site(num_routers=2) as here:
+        worker = here.role.worker
+
+        async def ask(number: int) -> int:
+            message = request(
+                token_ids={"ids": prompt_of(20, start=number)},
+                sampling={"max_tokens": 20, "ignore_eos": True},
+            )
+            call, num_tokens = here.stubs[number % 2].Generate(message, timeout=BOUND_S), 0
+            while (answer := await call.read()) is not grpc.aio.EOF:
+                num_tokens += len(answer.token_ids)
+                stats = here.decode.core.thread.stats
+                assert stats.num_waiting + stats.num_running <= 8
+            return num_tokens
+
+        assert set(await asyncio.gather(*map(ask, range(24)))) == {20}
+        await until(lambda: worker.num_free_places == 8)
+        for router in here.routers:
+            await until(lambda router=router: not router.desk.admission.num_active)
+            router.check_integrity(is_idle=True)
+
+
+async def test_no_prompt_is_computed_before_the_decode_worker_has_a_place() -> None:
+    async with running() as bench:
+        bench.decode.place_gate.close()
+        call = bench.stub.Generate(request(request_id="r"), timeout=BOUND_S)
+
+        async def is_in_line() -> bool:
+            status = await bench.stub.GetClusterStatus(
+                inference_pb2.GetClusterStatusRequest(num_requests=1), timeout=BOUND_S
+            )
+            return [one.state for one in status.requests] == ["waiting for a decode place"]
+
+        async with asyncio.timeout(BOUND_S):
+            await bench.decode.place_gate.reached.wait()
+            while not await is_in_line():
+                await asyncio.sleep(0)
+        assert bench.prefill.requests == []
+        gone = bench.stub.Generate(request(), timeout=BOUND_S)
+        await until(lambda: bench.decode.num_reserved == 2)
+        gone.cancel()
+        await until(lambda: bench.decode.num_cancelled == 1)
+        bench.decode.place_gate.open()
+        assert await rest_of(call)
+        assert len(bench.prefill.requests) == 1
+
+
+async def test_a_request_in_line_at_a_worker_that_goes_is_served_by_another() -> None:
+    async with running(num_decode=2) as bench:
+        for worker in bench.decodes:
+            worker.place_gate.close()
+        call = bench.stub.Generate(request(), timeout=BOUND_S)
+        await until(lambda: sum(worker.num_reserved for worker in bench.decodes) == 1)
+        home, twin = sorted(bench.decodes, key=lambda worker: -worker.num_reserved)
+        twin.place_gate.open()
+        home.move_all()
+        assert await rest_of(call)
+        assert (twin.num_reserved, len(bench.prefill.requests)) == (1, 1)
+
+
+async def test_what_a_request_waits_for_and_its_turn_are_explained() -> None:
+    async with running(admission=AdmissionSettings(max_active_requests=1)) as bench:
+
+        async def explain(request_id: str) -> inference_pb2.ExplainReply:
+            asked = inference_pb2.ExplainRequest(request_id=request_id)
+            reply: inference_pb2.ExplainReply = await bench.stub.Explain(asked, timeout=BOUND_S)
+            return reply
+
+        held = await hold(bench, request_id="held")
+        calls = []
+        for request_id, budget_ms in (("old", 0), ("new", 0), ("hurried", int(BOUND_S * 1000))):
+            message = request(request_id=request_id, budget_ms=budget_ms)
+            calls.append(bench.stub.Generate(message, timeout=2 * BOUND_S))
+            await until(lambda: bench.router.desk.admission.num_waiting == len(calls))
+        seen = [await explain(request_id) for request_id in ("hurried", "ol", "new")]
+        assert [one.request_id for one in seen] == ["hurried", "old", "new"]
+        standing = [one.admission.standing for one in seen]
+        assert [(one.position, one.num_in_line) for one in standing] == [(1, 3), (2, 3), (3, 3)]
+        assert {one.waits_for for one in standing} == {
+            "the end of a request (router.admission.max_active_requests)"
+        }
+        assert standing[0].due_in_s < standing[1].due_in_s < standing[2].due_in_s
+        assert not any(one.decisions or one.admission.turn for one in seen)
+        shown = "\n".join(command_explain.standing(seen[1].request, seen[1].admission))
+        assert "number 2 of 3 in its line" in shown and "it waits for the end of" in shown
+        bench.prefill.gate.open()
+        for call in (held, *calls):
+            assert await rest_of(call)
+        ends = {name: await explain(name) for name in ("held", "hurried", "old", "new")}
+        assert [one.admission.turn for one in ends.values()] == [1, 2, 3, 4]
+        assert [one.admission.arrival for one in ends.values()] == [1, 4, 2, 3]
+        assert all(
+            one.decisions and not one.admission.HasField("standing") for one in ends.values()
+        )
+        shown = "\n".join(command_explain.standing(ends["old"].request, ends["old"].admission))
+        assert "came as number 2, admitted as number 3" in shown
+
+
+async def test_first_tokens_come_in_the_order_of_arrival() -> None:
+    """At a decode worker with one place: the next one begins where one has ended."""
+    async with site(num_places=1) as here:
+        order: list[int] = []
+
+        async def ask(number: int) -> None:
+            message = request(
+                token_ids={"ids": prompt_of(20, start=number)},
+                sampling={"max_tokens": 4, "ignore_eos": True},
+            )
+            call, is_first = here.stub.Generate(message, timeout=BOUND_S), True
+            while await call.read() is not grpc.aio.EOF:
+                if is_first:
+                    order.append(number)
+                is_first = False
+                stats = here.decode.core.thread.stats
+                assert stats.num_waiting + stats.num_running <= 1
+
+        counts, tasks = here.router.desk.admission.counts, []
+        here.prefill_model.hold()
+        for number in range(20):
+            tasks.append(asyncio.create_task(ask(number)))
+            await until(lambda: counts.num_asked == len(tasks))
+        here.prefill_model.release()
+        await asyncio.gather(*tasks)
+        assert order == list(range(20))
+        assert counts.num_waited

@@ -10,10 +10,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from process import serving
 from process.errors import InvalidArgument
 from protos import inference_pb2
-from tests.harness.router_bench import Bench, request, running
+from tests.harness.router_bench import Bench, error_from_rpc, request, running
+
+pytestmark = pytest.mark.oracle
 
 GENERATE = "/baton.v1.Inference/Generate"
 
@@ -26,7 +27,7 @@ async def _refusal(bench: Bench, message: Any) -> InvalidArgument:
         async for _ in call:
             pass
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, caught.value.details()
-    error = serving.error_from_rpc(caught.value)
+    error = error_from_rpc(caught.value)
     assert isinstance(error, InvalidArgument)
     # Field violations and message name the same field.
     assert (caught.value.details() or "").startswith(error.field + ":")

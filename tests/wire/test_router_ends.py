@@ -11,6 +11,8 @@ import pytest
 
 from tests.harness.router_bench import BOUND_S, http_bench, request, rest_of
 
+pytestmark = pytest.mark.oracle
+
 
 async def test_streams_that_outlast_the_drain_end_with_an_error() -> None:
     async with http_bench() as bench, aiohttp.ClientSession() as session:

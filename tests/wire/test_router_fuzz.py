@@ -17,6 +17,8 @@ from protos import inference_pb2
 from tests.conftest import LONG
 from tests.harness.router_bench import Served, served
 
+pytestmark = pytest.mark.oracle
+
 ANY = settings(max_examples=2000 if LONG else 60, suppress_health_check=list(HealthCheck))
 SERVICE = "/baton.v1.Inference/"
 FINE = {

@@ -20,6 +20,8 @@ from tests.harness.router_bench import (
 )
 from tests.harness.waiting import until
 
+pytestmark = pytest.mark.oracle
+
 
 async def test_the_happy_path_with_its_account() -> None:
     async with running() as bench:
@@ -168,7 +170,7 @@ async def test_a_slow_reader_gets_fewer_and_larger_messages() -> None:
             bench.decode.token_gate.open()
             async with asyncio.timeout(BOUND_S):
                 await bench.decode.idle.wait()
-            await until(lambda: bench.router._streams.num_open_legs == 0)
+            await until(lambda: bench.num_open_legs == 0)
             rest = await rest_of(call)
         ids = [i for m in [first, *rest] for i in m.token_ids]
         assert ids == expected_ids(bench, TOKENIZER.encode("hello"), 1, 400)

@@ -9,17 +9,17 @@ import pytest
 
 from process.errors import Unavailable
 from protos import common_pb2
-from services.router.fakes.worker import FakeWorker
 from tests.harness.router_bench import BOUND_S, Bench, request, running
+
+pytestmark = pytest.mark.oracle
 
 PROMPT = list(range(5, 105))
 STORE, DIRECT = common_pb2.HANDOVER_PATH_STORE, common_pb2.HANDOVER_PATH_DIRECT
 
 
-async def _set(bench: Bench, *workers: FakeWorker, **fields: Any) -> None:
+async def _set(bench: Bench, *workers: Any, **fields: Any) -> None:
     for worker in workers:
-        for name, value in fields.items():
-            setattr(worker, name, value)
+        vars(worker).update(fields)
         await bench.publish(worker)
 
 

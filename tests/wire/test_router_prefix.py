@@ -268,3 +268,19 @@ async def test_a_store_s_tiers_and_tenants_are_shown_and_a_tier_that_is_off_is_a
             assert damaged.startswith("store n0 found 3 damaged blocks since it started")
     finally:
         await server.stop(None)
+
+
+async def test_the_first_lookup_is_one_round_trip() -> None:
+    """Its connection is there, and Redis has its script, before a router takes requests."""
+    async with running() as bench:
+        await _at(bench, bench.prefill, "n0")
+        await bench.hold("n0", await bench.add_store("n0"), _chain(bench, _salt())[:3])
+        redis = bench.redis.client()
+        try:
+            before = (await redis.info("commandstats"))["cmdstat_evalsha"]
+            await bench.generate(request(token_ids={"ids": PROMPT}, sampling=SHORT))
+            after = (await redis.info("commandstats"))["cmdstat_evalsha"]
+            assert after["calls"] > before["calls"]
+            assert after["failed_calls"] == before["failed_calls"]
+        finally:
+            await redis.aclose()

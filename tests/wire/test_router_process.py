@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from process import serving
 from protos import inference_pb2, inference_pb2_grpc
 from tests.harness.redis_server import RedisServer
-from tests.harness.router_bench import TOKENIZER
+from tests.harness.router_bench import channel, save_tokenizer
 from tests.harness.service_process import start_service
+
+pytestmark = pytest.mark.oracle
 
 WAIT_S = 180.0
 """That it ends is the promise: how long its imports take is the machine's business."""
@@ -22,7 +23,7 @@ STOP_S = 60.0
 
 
 def _checkpoint(folder: Path) -> Path:
-    TOKENIZER._backend.save(str(folder / "tokenizer.json"))
+    save_tokenizer(folder)
     (folder / "config.json").write_text("{}")
     return folder
 
@@ -39,8 +40,8 @@ async def test_it_serves_until_told_to_stop(tmp_path: Path) -> None:
             for line in map(json.loads, iter(process.stderr.readline, ""))
             if line["event"] == "ready"
         )
-        async with serving.channel(ready["address"]) as channel:
-            stub = inference_pb2_grpc.InferenceStub(channel)
+        async with channel(ready["address"]) as connected:
+            stub = inference_pb2_grpc.InferenceStub(connected)
             status = await stub.GetClusterStatus(
                 inference_pb2.GetClusterStatusRequest(), timeout=10
             )

@@ -17,6 +17,8 @@ from protos import common_pb2, inference_pb2
 from tests.harness.router_bench import BOUND_S, TOKENIZER, Bench, fake_model, request, running
 from tests.harness.waiting import until
 
+pytestmark = pytest.mark.oracle
+
 PROMPT = TOKENIZER.encode("hello")
 
 
@@ -78,7 +80,7 @@ async def test_a_stop_string_ends_its_own_sample_only() -> None:
         asked = request(sampling={"max_tokens": 60, "seed": 9, "n": 3, "stop": [stop]})
         generating = asyncio.create_task(bench.generate(asked))
         gate = bench.decode.token_gate
-        await until(lambda: bench.decode.num_samples_cancelled == 1 and not gate._open.is_set())
+        await until(lambda: bench.decode.num_samples_cancelled == 1 and not gate.is_open)
         gate.open()
         messages = await generating
         _check_account(messages, 3)

@@ -16,6 +16,8 @@ from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, Sample, handover, pair
 from tests.harness.waiting import until
 
+pytestmark = pytest.mark.oracle
+
 VOCAB = 97
 
 

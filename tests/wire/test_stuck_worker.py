@@ -20,7 +20,7 @@ CODE = """if True:
     from services.decode.role import DecodeRole
     from services.worker import main
     from services.worker.config import WorkerSettings
-    from tests.unit.worker.builders import fake_engine
+    from tests.harness.gated_engine import fake_engine
 
     async def load(settings, stop, health, draft_workers):
         engine = fake_engine()
@@ -47,7 +47,7 @@ DRAFT = """if True:
     from process.deadline import Deadline
     from services.draft import main
     from services.draft.config import DraftSettings
-    from tests.draft_workers import CountsOn
+    from tests.harness.draft_workers import CountsOn
 
     class Hangs(CountsOn):
         info = FakeModel().info

@@ -50,6 +50,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         """Before a command is taken off its stream."""
         self.reserve_gate = Gate()
         """Before a reservation is answered."""
+        self.place_gate = Gate()
+        """Before a reservation that has its blocks is answered: while it is closed, the request is
+        told that it is queued."""
         self.token_gate = Gate()
         """Before each token."""
         self.pause_at: int | None = None
@@ -240,6 +243,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             leg.num_blocks = num_blocks
             self.num_blocks_taken += num_blocks
             self.most_taken = max(self.most_taken, self.num_blocks_taken)
+            if not self.place_gate.is_open:
+                queued = decode_pb2.DecodeQueued()
+                events.put_nowait(decode_pb2.DecodeEvent(key=key, queued=queued))
+            await self.place_gate.passed()
             reserved = decode_pb2.DecodeReserved(num_tokens_local=self.num_tokens_local)
             events.put_nowait(decode_pb2.DecodeEvent(key=key, reserved=reserved))
             return

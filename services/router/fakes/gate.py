@@ -14,6 +14,11 @@ class Gate:
         self._open.set()
         self._num_free = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether requests pass."""
+        return self._open.is_set()
+
     def close(self) -> None:
         """Hold whoever comes from now on."""
         self.reached.clear()

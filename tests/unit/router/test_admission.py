@@ -14,7 +14,8 @@ from process.api_keys import TenantLimits
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity
 from process.settings import SettingsError
-from services.router.admission import Admission, Asked, Ticket
+from services.router.admission import Admission, Asked, Entry, Ticket
+from services.router.admission_queue import MAX_PATIENCE_S
 from services.router.admission_settings import AdmissionSettings
 from tests.harness.waiting import Clock
 
@@ -58,6 +59,7 @@ class World:
         self.order: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
         self.tickets: dict[str, Ticket] = {}
+        self.entries: dict[str, Entry] = {}
 
     async def ask(
         self,
@@ -71,11 +73,12 @@ class World:
         places: int = 0,
         deadline: Deadline | None = None,
     ) -> asyncio.Task[None]:
-        self.ends[name] = asyncio.Event()
+        self.ends[name], self.entries[name] = asyncio.Event(), Entry()
         asked = Asked(tenant, priority, prompt, output, model, places)
+        bound, entry = deadline or Deadline.after(WAIT_S), self.entries[name]
 
         async def serve() -> None:
-            async with self.admission.admit(asked, deadline or Deadline.after(WAIT_S)) as ticket:
+            async with self.admission.admit(asked, bound, entry) as ticket:
                 self.order.append(name)
                 self.tickets[name] = ticket
                 await self.ends[name].wait()
@@ -198,7 +201,8 @@ async def test_who_cannot_be_served_in_time_is_refused_before_it_waits() -> None
     world = World(max_active_requests=1)
     await world.ask("first", prompt=1000, output=0)
     for number in range(8):
-        await world.ask(f"w{number}", prompt=1000, output=0)
+        before = Deadline(10.0, world.clock)  # due before the one that comes late
+        await world.ask(f"w{number}", prompt=1000, output=0, deadline=before)
     # Nothing is known of the pace yet; then 1,000 tokens take 2 s.
     for name in ("first", "w0", "w1", "w2"):
         world.clock.now_s += 2.0
@@ -420,3 +424,56 @@ async def test_another_models_queue_makes_no_wait_look_longer() -> None:
         await world.have_places(model, 1_000)
     for name in world.ends:
         await world.end(name)
+
+
+async def test_a_request_in_a_hurry_goes_first_but_passes_none_that_came_a_minute_before() -> None:
+    world = World(max_active_requests=1)
+
+    def budget(seconds: float) -> Deadline:
+        return Deadline(world.clock.now_s + seconds, world.clock)
+
+    for name, budget_s, now_s in (
+        ("runs", 300.0, 0.0),
+        ("old", 300.0, 0.0),
+        ("patient", 3600.0, 1.0),
+        ("hurried", 30.0, 2.0),
+        ("late", 20.0, 2.0 + MAX_PATIENCE_S),
+    ):
+        world.clock.now_s = now_s
+        await world.ask(name, deadline=budget(budget_s))
+    for name in ("runs", "hurried", "old", "patient", "late"):
+        assert world.order[-1] == name
+        await world.end(name)
+
+
+async def test_where_a_request_stands_and_what_it_waits_for() -> None:
+    limits = {"b": TenantLimits(max_active_requests=1)}
+    world = World(limits, max_active_requests=3, num_steps_ahead=1)
+    world.num_free_places = {"m": 0}
+    standing, entries = world.admission.standing, world.entries
+    await world.ask("b1", "b")
+    await world.ask("b2", "b")
+    await world.ask("m1", model="m", places=1)
+    await world.ask("m2", model="m", places=1)
+    seen = [standing(entries[name]) for name in ("b1", "b2", "m1", "m2")]
+    assert seen[0] is None
+    assert [(one.position, one.num_in_line, one.num_waiting) for one in seen if one] == [
+        (1, 1, 3),
+        (1, 2, 3),
+        (2, 2, 3),
+    ]
+    words = [one.waits_for for one in seen if one]
+    assert "of its tenant" in words[0] and "decode worker" in words[1] == words[2]
+    await world.ask("long", prompt=5_000)
+    await world.ask("short")
+    found = standing(entries["short"])
+    assert found is not None and "num_steps_ahead" in found.waits_for
+    world.tickets["long"].on_tokens(1)
+    await world.settle()
+    await world.ask("more")
+    found = standing(entries["more"])
+    assert found is not None and "max_active_requests" in found.waits_for
+    numbers = [(name, entry.arrival, entry.turn) for name, entry in entries.items() if entry.turn]
+    assert numbers == [("b1", 1, 1), ("long", 5, 2), ("short", 6, 3)]
+    await world.end("b1")
+    assert standing(entries["more"]) is None and entries["more"].turn == 4

@@ -8,7 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from services.router.admission_queue import LOWER_EVERY, QUANTUM_TOKENS, FairQueue, Waiting
+from services.router.admission_queue import (
+    LOWER_EVERY,
+    QUANTUM_TOKENS,
+    FairQueue,
+    Waiting,
+    patience_s,
+)
 
 
 def drain(queue: FairQueue) -> list[Waiting]:
@@ -25,6 +31,30 @@ def test_one_tenant_is_served_in_order() -> None:
     for waiting in sent:
         queue.push(waiting)
     assert drain(queue) == sent and len(queue) == 0 and queue.num_tokens == 0
+
+
+def test_a_line_is_in_the_order_of_deadlines_then_of_arrival(seed: int) -> None:
+    rng = random.Random(seed)
+    queue = FairQueue()
+    sent = [Waiting("a", 0, rng.randint(1, 900), due_s=rng.randint(1, 9)) for _ in range(60)]
+    for waiting in sent:
+        ahead = [other for other in sent[: len(queue)] if other.due_s <= waiting.due_s]
+        assert queue.tokens_ahead(waiting) == sum(other.num_tokens for other in ahead)
+        queue.push(waiting)
+        queue.check_integrity()
+        assert queue.position(waiting) == (len(ahead) + 1, len(queue))
+        assert queue.tokens_ahead(waiting) == sum(other.num_tokens for other in ahead)
+    for waiting in rng.sample(sent, 20):
+        queue.remove(waiting)
+        sent.remove(waiting)
+    assert drain(queue) == sorted(sent, key=lambda waiting: waiting.due_s)
+
+
+@pytest.mark.parametrize("budget_s", [0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0])
+def test_budgets_that_differ_by_their_way_here_are_equal(budget_s: float) -> None:
+    due = {patience_s(budget_s * part) for part in (0.9, 0.99, 1.0, 1.01, 1.1)}
+    assert len(due) == 1
+    assert 0 < patience_s(0.0) <= patience_s(0.01) < patience_s(1.0) < patience_s(300.0)
 
 
 def test_a_quiet_tenant_does_not_wait_behind_a_noisy_one() -> None:

@@ -51,7 +51,7 @@ def _ids(arrival: Arrival) -> list[int]:
 async def test_tokens_that_wait_are_taken_as_one() -> None:
     leg, sent = _leg()
     leg.on_event(RESERVED)
-    await leg.wait_reserved(FAR)
+    await leg.wait_answered(FAR)
     assert leg.num_tokens_local == 3
     leg.generate(GENERATE)
     assert _kinds(sent) == ["generate"]
@@ -81,7 +81,7 @@ async def test_a_refusal_carries_its_code_and_retry_time() -> None:
     leg, _ = _leg()
     leg.on_event(_event(failed={"code": 8, "message": "full", "retry_after_s": 1.5}))
     with pytest.raises(NoCapacity, match="full") as caught:
-        await leg.wait_reserved(FAR)
+        await leg.wait_answered(FAR)
     assert caught.value.retry_after_s == 1.5
     leg.cancel()  # over: nothing to send
     assert leg.is_over
@@ -90,7 +90,7 @@ async def test_a_refusal_carries_its_code_and_retry_time() -> None:
 async def test_no_answer_is_unavailable() -> None:
     leg, _ = _leg()
     with pytest.raises(Unavailable, match="does not answer"):
-        await leg.wait_reserved(Deadline.after(0.01))
+        await leg.wait_answered(Deadline.after(0.01))
 
 
 @pytest.mark.parametrize("state", [LegState.RESERVING, LegState.RESERVED, LegState.GENERATING])

@@ -5,7 +5,7 @@ import { bytes, el, number, percent, replace, seconds, strip, svg } from "./dom.
 const FAMILIES = {
   receive: "router", tokenize: "router", lookup: "router", choose: "router", reserve: "router",
   queue: "wait", admission: "wait", prefill_queue: "wait", decode_queue: "wait", "waiting for decode blocks": "wait",
-  "waiting for a prefill worker": "wait", "waiting for a decode worker": "wait",
+  "waiting for a prefill worker": "wait", "waiting for a decode worker": "wait", "waiting for a decode place": "wait",
   handover: "handover", decode_fetch: "handover", decode: "decode", stream: "stream", decoding: "decode", prefilling: "prefill",
 };
 export const STAGE_LEGEND = [
