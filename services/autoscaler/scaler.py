@@ -4,7 +4,7 @@ Kubernetes, `baton up` and the fake keep, and the counting that they share.
 A worker's home is the role that it was started with; it may have been flipped to the other one
 since, and counts where it is. Which role a worker has now is the registry's to know: callers bring
 it along as `roles`, so that nothing about flips needs to be kept anywhere else. One conformance
-suite for all of them: tests/wire/scaler_conformance.py.
+suite for all of them: tests/wire/test_autoscaler_scalers.py.
 
 Values and pure functions but for the Protocol.
 """

@@ -159,7 +159,7 @@ def test_status(up: Up) -> None:
     [
         (("--temperature", "-1"), "temperature"),
         (("--top-p", "0"), "top_p"),
-        (("--max-tokens", "0"), "max_tokens"),
+        (("--max-tokens", "100000"), "max_tokens"),
         (("--model", "another"), "another"),
     ],
 )
