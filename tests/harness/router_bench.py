@@ -73,6 +73,7 @@ class Bench:
         self.router: Router
         self.channel: grpc.aio.Channel
         self.stub: Any
+        self._is_stopping = False
 
     @property
     def prefill(self) -> FakePrefill:
@@ -104,12 +105,17 @@ class Bench:
         return stream is not None and stream.incarnation == worker.incarnation and stream.is_up
 
     async def publish(self, worker: FakeWorker, *, ttl_ms: int = 60_000) -> None:
+        """A worker may still do so in the background while the bench ends: then there is no router
+        that could look."""
+        if self._is_stopping:
+            return
         client = self.redis.client()
         try:
             await worker.register(client, ttl_ms=ttl_ms)
         finally:
             await client.aclose()
-        await self.router._registry.poll()
+        if not self._is_stopping:
+            await self.router._registry.poll()
 
     async def lapse(self, worker: FakeWorker) -> None:
         """The worker has no heartbeat any more, and the router knows."""
@@ -165,6 +171,7 @@ class Bench:
                 self.router.check_integrity(is_idle=True)
             assert not any(decode.num_misplaced for decode in self.decodes)
         finally:
+            self._is_stopping = True
             await self.channel.close()
             await self.router.stop()
             for worker in (*self.prefills, *self.decodes):
