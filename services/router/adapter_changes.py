@@ -305,7 +305,10 @@ class AdapterChanges:
                     retry_after_s=1.0,
                 )
             await self._ask_to_load(request, left, prepared, why, deadline, version)
-            await self._registry.poll()
+            snapshot = await self._registry.poll()
+            wish = snapshot.wishes.get(request.name)
+            if wish is not None and wish.version > version:  # workers drop what is not wished
+                raise _changed_meanwhile(request.name)
 
     async def _ask_to_load(
         self,
@@ -409,9 +412,7 @@ class AdapterChanges:
                     if there is not None and _is_same_change(there, wish):
                         break
                     if (there.version if there else 0) != (before.version if before else 0):
-                        raise FailedPrecondition(
-                            f"adapter: {name!r} was changed by another command meanwhile; try again"
-                        )
+                        raise _changed_meanwhile(name)
                     after = adapter_wishes.to_json(wish)
                     if await adapter_wishes.swap(self._redis, name, data, after):
                         break
@@ -504,6 +505,12 @@ def users(
 def _follows(adapters: RouterAdapters, name: str, version: int, needs_served: bool) -> bool:
     entry = adapters.get(name) if adapters is not None else None
     return entry is not None and entry.version >= version and (entry.is_served or not needs_served)
+
+
+def _changed_meanwhile(name: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"adapter: {name!r} was changed by another command meanwhile; try again"
+    )
 
 
 def _is_same_change(one: common_pb2.AdapterWish, other: common_pb2.AdapterWish) -> bool:
