@@ -71,7 +71,7 @@ class PrefixIndex:
 
     async def prepare(self) -> None:
         """Connect, and give Redis the script of a lookup: else the first one does, which takes four
-        round trips more. Nothing needs it: a Redis that is away is found out by who looks up.
+        round trips more. Nothing needs it: where Redis is away, each lookup says so.
 
         Raises: Unavailable when Redis does not answer in time.
         """

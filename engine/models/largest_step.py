@@ -21,7 +21,7 @@ MOST_LAYERS = 3
 
 def largest_step_bytes(model: LoadedModel, config: EngineConfig) -> int:
     """Peak bytes of a step of `max_num_tokens_per_step` tokens with `max_num_running` draws, and
-    with a row of logits for each of MAX_PROMPT_ROWS more; 0 on CPU, where nobody needs it.
+    with a row of logits for each of MAX_PROMPT_ROWS more; 0 on CPU, which keeps none free.
 
     The model is attached to a cache of one block meanwhile, which nothing is written to.
     Raises: LoadError where such a step does not fit beside the weights.

@@ -12,12 +12,12 @@ reach every stream by one `flush`. Belongs to the loop's thread; speaks values, 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from engine.step_output import StepOutput
 from process.deadline import Deadline
 from process.errors import Internal
 from services.decode.ask import DecodeAsk
-from services.decode.places import num_granted
 from services.decode.request import DecodeRequest
 from services.decode.sink import EventSink, Load
 from services.decode.states import DecodeState
@@ -134,3 +134,20 @@ class DecodeWorker:
         for request in self._requests.values():
             request.fail(error)
         self.core.failed.set()
+
+
+def num_granted(needed: Iterable[int], num_held: int, num_places: int) -> int:
+    """How many of those in line get their places now, from its head on: none passes another.
+
+    Args:
+        needed: places that each in line needs.
+        num_held: places that are held.
+        num_places: places that there are.
+    """
+    num = 0
+    for num_needed in needed:
+        if num_held + num_needed > num_places:
+            break
+        num_held += num_needed
+        num += 1
+    return num

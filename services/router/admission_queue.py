@@ -1,4 +1,4 @@
-"""FairQueue: who is next among requests that wait, by priority, tenants' shares and deadlines.
+"""FairQueue: which of the requests that wait is next, by priority, tenants' shares and deadlines.
 
 Classes of equal priority go strictly one before the other, but for every LOWER_EVERY-th turn, which
 the lower ones get in rotation, so that none starves. Within a class tenants share by deficit round

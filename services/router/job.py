@@ -47,7 +47,7 @@ class Job:
     @property
     def may_skip_prefill(self) -> bool:
         """Whether a decode worker can compute the prompt and draw all of the answer. A beam search
-        starts from what prefill found, and what is told of a prompt prefill tells."""
+        starts from what prefill found, and a prompt's own results are the prefill worker's."""
         is_told_of = self.wants_embedding or self.prompt_logprobs is not None
         return not (self.sampling.HasField("beam") or is_told_of)
 
