@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal
 
 from checkpoints import files as checkpoint_files
-from checkpoints import hub
 from checkpoints.digests import Progress
 from checkpoints.errors import CheckpointError
 
@@ -85,5 +84,7 @@ def _find(model: str, files: Files, progress: Progress | None) -> Checkpoint:
             f"{model}: neither a folder, nor a bundled model ({', '.join(bundled_names())}), nor a "
             "hub name such as Qwen/Qwen3-0.6B; check the spelling"
         )
+    from checkpoints import hub  # here: a folder needs none of the library that it imports
+
     path = hub.fetch(name, revision or None, with_weights=files != "tokenizer", progress=progress)
     return Checkpoint(name, path)

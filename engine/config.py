@@ -40,12 +40,13 @@ class EngineConfig:
     it names none."""
 
     decoder: str = "auto"
-    """Whose code computes the model: "own" (fused kernels; Llama, Mistral, Qwen2, Qwen3),
-    "transformers" (any supported model), or "auto": our own on CUDA where it does the model."""
+    """Whose code computes the model: "auto": our own for Llama, Mistral, Qwen2 and Qwen3, else
+    transformers'; "transformers": any supported model; "own": our own, by its kernels (on a CPU by
+    their reference, which is slow)."""
 
     exact: bool = False
     """A request's tokens do not depend, to the last bit, on what else is in a step, on how its
-    prompt was cut, or on what was cached. Slower; on CUDA, our own decoder, and without adapters
+    prompt was cut, or on what was cached. Slower; by our own decoder's kernels, without adapters
     only. Not with a `kv_dtype` that is not the dtype computed in: over such a cache a step's other
     rows have a say in the order of sums."""
 

@@ -18,6 +18,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -59,6 +60,11 @@ def _draw_seed() -> int:
 if "BATON_TEST_SEED" not in os.environ:
     os.environ["BATON_TEST_SEED"] = str(_draw_seed())
 SESSION_SEED = int(os.environ["BATON_TEST_SEED"])
+
+# What a start keeps of a rehearsal: the run's own, so that no start finds what another code kept.
+if "BATON_TEST_CACHE" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="baton-test-cache-")  # gone when this process ends
+    os.environ["BATON_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # Triton decides when it is first imported (transformers does) whether it compiles or interprets:
 # without a GPU the kernels' tests run them through its interpreter.

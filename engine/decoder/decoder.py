@@ -10,7 +10,7 @@ own sequence and itself. Engine thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from baton_kernels.block_rows import BlockRows
@@ -25,9 +25,7 @@ from engine.decoder.layer_attention import LayerAttention
 from engine.decoder.projection import Projection
 from engine.decoder.weights import DecoderWeights, LayerWeights
 from engine.lora.stacks import Stacks
-
-if TYPE_CHECKING:  # which brings transformers along; ranks' processes need none
-    from engine.models.attention_hook import Attend
+from engine.models.step_attention import Attend
 
 _LEAST_SPARED_ROWS = 64
 """The last layer computes only rows that are drawn from, where that spares so many. A guess: what

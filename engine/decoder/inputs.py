@@ -141,6 +141,21 @@ def singles_first(batch: Batch) -> Batch:
     )
 
 
+def attending_inputs(
+    batch: Batch, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a step whose attention is not the kernels': token ids [T], positions [T] (-1 in a warm-up,
+    which may be longer than any request), and the rows that are drawn from [R]; int32."""
+    positions = [
+        position
+        for span in batch.spans
+        for position in (span.positions if span.block_ids else [-1] * span.num_tokens)
+    ]
+    parts = {"token_ids": batch.token_ids, "positions": positions, "draws": batch.draw_indices}
+    brought = _copy({name: _column(values) for name, values in parts.items()}, device)
+    return brought["token_ids"], brought["positions"], brought["draws"]
+
+
 def mixed_inputs(
     batch: Batch, device: torch.device, drawn: torch.Tensor | None = None
 ) -> MixedInputs:

@@ -1,4 +1,4 @@
-"""What models/load.py needs to load our own decoder: whether it does a config, its rehearsal, its
+"""What models/load.py needs to load our own decoder: whether it does a config, and by what, its
 weights, and whether the kernels give what plain torch gives on this device. Start-up only."""
 
 from __future__ import annotations
@@ -8,43 +8,53 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from baton_kernels.packed_linear import unavailable_reason
 
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.decoder.decoder import Decoder
-from engine.decoder.inputs import mixed_inputs, singles_first
-from engine.decoder.model import block_rows, kv_layout, on_device
-from engine.decoder.shape import DecoderShape, head_dim, read_shape, refusal, rope_table
-from engine.decoder.sources import Progress, read_weights, take_weights
+from engine.decoder.inputs import attending_inputs, mixed_inputs, singles_first
+from engine.decoder.model import block_rows, on_device
+from engine.decoder.shape import DecoderShape, rope_table
+from engine.decoder.sources import Progress, read_weights
 from engine.decoder.verify import NUM_TOKENS, check_close, verify_logits
 from engine.errors import LoadError, ModelNotSupported
 from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory
+from engine.models.checkpoint_config import CheckpointConfig
 from engine.models.fixed_scales import find_scales
 from engine.models.quantized_blocks import Scales
-from engine.models.rehearsal import BLOCK_SIZE, Forward
+from engine.models.step_attention import StepAttention
 
 MIN_HEAD_DIM = 16
 """The least that one product of the matrix units takes."""
 
+Forward = Callable[[Batch], torch.Tensor]
+"""Computes a batch; logits [R, V]."""
 
-def why_not(config: EngineConfig, model_config: Any, device: str, name: str) -> str | None:
+
+def why_not(
+    config: EngineConfig, model_config: CheckpointConfig, device: str, name: str
+) -> str | None:
     """Why transformers' code runs this model; None: our own decoder does.
 
     Raises: ModelNotSupported, LoadError for settings that only our own decoder has, where it does
         not do the model.
     """
     is_cuda = torch.device(device).type == "cuda"
-    reason = "decoder=transformers" if config.decoder == "transformers" else refusal(model_config)
-    if reason is None and is_cuda and head_dim(model_config) < MIN_HEAD_DIM:
-        reason = f"heads of {head_dim(model_config)} dimensions: kernels want {MIN_HEAD_DIM}"
+    shape = model_config.shape
+    reason: str | None = None
+    if config.decoder == "transformers":
+        reason = "decoder=transformers"
+    elif shape is None:
+        reason = model_config.refusal
+    elif is_cuda and shape.head_dim < MIN_HEAD_DIM:
+        reason = f"heads of {shape.head_dim} dimensions: kernels want {MIN_HEAD_DIM}"
     if config.num_ranks > 1 and reason is not None:
         raise LoadError(
             f"tensor_parallel, pipeline_parallel: only our own decoder is computed by several "
             f"processes, and it does not run {name} ({reason})"
         )
-    if reason is None and config.decoder == "auto" and not is_cuda and config.num_ranks == 1:
-        reason = f"on {device}"
     if reason is None:
         return None
     if config.decoder == "own":
@@ -63,14 +73,36 @@ def why_not(config: EngineConfig, model_config: Any, device: str, name: str) -> 
     return reason
 
 
-def prepare(model: Any) -> tuple[KvLayout, Callable[[KvMemory], Forward]]:
-    """For models/rehearsal.py: our decoder with a small transformers model's weights, on CPU."""
-    shape, device = read_shape(model.config), torch.device("cpu")
-    weights = take_weights(model.state_dict(), shape, dtype=torch.float32, device=device)
-    positions = int(model.config.max_position_embeddings)
-    decoder = Decoder(weights, rope_table(shape, min(positions, 64), device))
-    layout = kv_layout(shape, block_size=BLOCK_SIZE, dtype="float32")
-    return layout, lambda memory: attached(decoder, memory)
+def uses_kernels(config: EngineConfig, device: str) -> bool:
+    """Whether our own decoder's attention and products are the kernels'. On a CPU they are the
+    kernels' reference, row by row and slow: taken where `exact` or several ranks need it, and for
+    decoder=own, which computes there what a GPU would."""
+    is_cuda = torch.device(device).type == "cuda"
+    return is_cuda or config.decoder == "own" or config.exact or config.num_ranks > 1
+
+
+def pack(decoder: Decoder, dtype: str) -> str:
+    """Reorder a decoder's weights for this CPU, where that can be. Returns how products are
+    computed, in words."""
+    reason = unavailable_reason(TORCH_DTYPES[dtype], "cpu")
+    if reason is not None:
+        return f"plain ({reason})"
+    for projection in decoder.weights.projections:
+        projection.pack()
+    return "packed"
+
+
+def attending(decoder: Decoder, memory: KvMemory) -> Forward:
+    """`decoder` with torch's attention, as a function of batches."""
+    views, block_size = memory.layer_views(), memory.layout.block_size
+    device = memory.cache.device
+
+    @torch.inference_mode()
+    def forward(batch: Batch) -> torch.Tensor:
+        step = StepAttention(batch, views, block_size)
+        return decoder.forward_attending(*attending_inputs(batch, device), step)
+
+    return forward
 
 
 def attached(decoder: Decoder, memory: KvMemory) -> Forward:

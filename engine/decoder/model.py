@@ -1,9 +1,10 @@
 """DecoderModel: our own decoder behind the engine's seam (models/interface.py). Built by
 engine/models/load.py, which rehearsed and verified it.
 
-It turns a Batch into tensors, and knows how the cache is laid out; it computes nothing itself. Over
-a cache that stores other numbers than are computed (quantized, or of another dtype) the attention
-is that of transformers' backend, models/step_attention.py and quantized_attention.py. A warm-up
+It turns a Batch into tensors, and knows how the cache is laid out; it computes nothing itself.
+Without the kernels (on a CPU), and over a cache that stores other numbers than are computed
+(quantized, or of another dtype), the attention is that of transformers' backend,
+models/step_attention.py and quantized_attention.py. A warm-up
 (spans without blocks) runs what a request runs, with nothing written; its logits mean nothing.
 Engine thread only.
 """
@@ -14,7 +15,6 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from engine.batch import Batch
 from engine.decoder.ahead import AheadDecoder
 from engine.decoder.decoder import Decoder
 from engine.decoder.graph_set import capture_all
-from engine.decoder.inputs import mixed_inputs, singles_first
+from engine.decoder.inputs import attending_inputs, mixed_inputs, singles_first
 from engine.decoder.keeping import Keeping
 from engine.decoder.plain_graphs import PlainGraphs
 from engine.decoder.shape import DecoderShape
@@ -40,12 +40,10 @@ from engine.lora.stacks import Stacks
 from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess, Progress
 from engine.models.quantized_attention import QuantizedAttention
 from engine.models.quantized_blocks import Scales
-from engine.models.step_attention import StepAttention
+from engine.models.scratch import Scratch, scratch_for
+from engine.models.step_attention import Attend, StepAttention
 from engine.request import ModelInfo
 from engine.sampling.copies import bring
-
-if TYPE_CHECKING:  # ranks start without transformers
-    from engine.models.attention_hook import Attend
 
 MakeAhead = Callable[[Decoder, KvMemory], AheadDecoder]
 """Makes what launches decode steps, for a decoder on its cache."""
@@ -62,10 +60,11 @@ class DecoderModel(InOneProcess):
 
     Args:
         fixed_scales: by layer, where the cache has one scale for all keys of a layer.
+        uses_kernels: False: torch's attention, whatever the cache stores.
         make_ahead: called when `ahead` is first asked for; None: no decode step is launched ahead.
-            Not used over a cache that stores other numbers than are computed.
+            Not used without the kernels' attention.
         make_graphs: called by `warm_up`, where nothing is launched ahead; None: plain steps are
-            launched kernel by kernel then. Not used over such a cache, either.
+            launched kernel by kernel then. Not used without the kernels' attention, either.
         graph_bytes: that these graphs take on the device, at most.
         launches_prompts: steps with prompts are launched ahead, too; takes pinned memory.
     """
@@ -78,6 +77,7 @@ class DecoderModel(InOneProcess):
         *,
         lora: LoraLimits | None = None,
         fixed_scales: Sequence[Scales] = (),
+        uses_kernels: bool = True,
         make_ahead: MakeAhead | None = None,
         make_graphs: MakeGraphs | None = None,
         graph_bytes: int = 0,
@@ -94,11 +94,13 @@ class DecoderModel(InOneProcess):
         self._graphs: PlainGraphs | None = None
         self._device = torch.device(info.device)
         self._fixed_scales = fixed_scales
+        self._has_kernels = uses_kernels and layout.dtype == info.dtype
         self._memory: KvMemory | None = None
         self._views: list[LayerView] = []
+        self._scratch: Scratch | None = None
         is_cpu = self._device.type == "cpu"
         limits = lora or LoraLimits()
-        if make_ahead is not None and self._is_plain_cache and not decoder.is_exact:
+        if make_ahead is not None and self._has_kernels and not decoder.is_exact:
             stack_adapters(decoder, limits, self._device, info.dtype)
         self.adapters = Adapters(
             limits,
@@ -115,12 +117,24 @@ class DecoderModel(InOneProcess):
         self._memory = memory
         self._views = memory.layer_views(indices, share.rank, share.num_ranks)
         self.decoder.attach([block_rows(view, memory.layout) for view in self._views])
+        if not self._has_kernels:
+            self._scratch = scratch_for(memory, self.info.dtype)
         self._ahead = self._graphs = None
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError where the memory that steps gather into is not as accounted."""
+        if self._scratch is not None:
+            self._scratch.check_integrity()
+
+    def close(self) -> None:
+        """See LoadedModel."""
+        if self._scratch is not None:
+            self._scratch.close()
 
     @property
     def reads_unwritten(self) -> bool:  # type: ignore[override]  # a constant elsewhere
         """See LoadedModel. Our kernels look no further than a sequence's end."""
-        return not self._is_plain_cache
+        return not self._has_kernels
 
     @property
     def ends(self) -> Ends | None:
@@ -150,7 +164,7 @@ class DecoderModel(InOneProcess):
     @property
     def ahead(self) -> DecodesAhead | None:
         """Made when it is first asked for."""
-        if self._memory is None or self._make_ahead is None or not self._is_plain_cache:
+        if self._memory is None or self._make_ahead is None or not self._has_kernels:
             return None
         if self._ahead is None:
             self._ahead = self._make_ahead(self.decoder, self._memory)
@@ -178,7 +192,7 @@ class DecoderModel(InOneProcess):
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """See LoadedModel."""
-        if self._memory is None or self._make_graphs is None or not self._is_plain_cache:
+        if self._memory is None or self._make_graphs is None or not self._has_kernels:
             return
         self._graphs = self._make_graphs(self.decoder, self._memory)
         if self._graphs is not None:
@@ -213,7 +227,7 @@ class DecoderModel(InOneProcess):
 
     @torch.inference_mode()
     def _compute(self, batch: Batch, drawn: torch.Tensor | None) -> torch.Tensor:
-        if not self._is_plain_cache and not batch.wants_hidden:
+        if not self._has_kernels and not batch.wants_hidden:
             return self._forward_attending(batch)
         if batch.wants_hidden:
             return self._forward_keeping(batch)
@@ -229,7 +243,7 @@ class DecoderModel(InOneProcess):
         keeping = Keeping(batch.wants_every_hidden, batch.wants_layers)
         self.decoder.keeping = keeping
         try:
-            if self._is_plain_cache:
+            if self._has_kernels:
                 ordered = singles_first(batch)
                 with self._adapting(ordered):
                     logits = self.decoder.forward(mixed_inputs(ordered, self._device))
@@ -253,26 +267,17 @@ class DecoderModel(InOneProcess):
         finally:
             self.adapters.begin(_NO_ROWS)
 
-    @property
-    def _is_plain_cache(self) -> bool:
-        """It stores what is computed: kernels read it as it is."""
-        return self.layout.dtype == self.info.dtype
-
     def _forward_attending(self, batch: Batch) -> torch.Tensor:
-        """Over a cache that stores other numbers than are computed."""
+        """With torch's attention."""
         if self._memory is None:
             raise ValueError("no cache is attached")
         step: Attend
         if self._memory.tails is not None:
             step = QuantizedAttention(batch, self._memory, self._views, self._fixed_scales)
         else:
-            step = StepAttention(batch, self._views, self.layout.block_size)
-        token_ids, positions, draw_indices = (
-            torch.tensor(values, dtype=torch.int32, device=self._device)
-            for values in (batch.token_ids, batch.positions, batch.draw_indices)
-        )
+            step = StepAttention(batch, self._views, self.layout.block_size, self._scratch)
         with self._adapting(batch):
-            return self.decoder.forward_attending(token_ids, positions, draw_indices, step)
+            return self.decoder.forward_attending(*attending_inputs(batch, self._device), step)
 
 
 def _places(batch: Batch, device: torch.device) -> torch.Tensor:

@@ -15,6 +15,13 @@ from baton_kernels.fp8_linear import Fp8Weight, fp8_linear
 from baton_kernels.half_norm import HalfNorm, between
 from baton_kernels.layer_ops import rms_norm, silu_mul
 from baton_kernels.linear import linear
+from baton_kernels.packed_linear import (
+    PackedWeight,
+    pack_weight,
+    packed_linear,
+    packed_linear_with,
+)
+from torch.nn import functional
 
 from engine.lora.site import AdaptedLinear
 from engine.lora.stacks import Stack
@@ -40,7 +47,8 @@ class Projection(AdaptedLinear):
         super().__init__()
         matrix = weight.values if isinstance(weight, Fp8Weight) else weight
         self.out_features, self.in_features = matrix.shape
-        self.weight = weight
+        self.weight: torch.Tensor | Fp8Weight | tuple[PackedWeight, ...] = weight
+        """Packed: of a gated one the gate's rows and the inner ones apart."""
         self.bias = bias
         self.is_gated = is_gated
         self.backend: Backend = "auto"
@@ -49,10 +57,18 @@ class Projection(AdaptedLinear):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds."""
+        """All that it holds, but a packed weight."""
         weight = self.weight
-        found = [weight.values, weight.scales] if isinstance(weight, Fp8Weight) else [weight]
-        return found if self.bias is None else [*found, self.bias]
+        found = [] if self.bias is None else [self.bias]
+        if isinstance(weight, Fp8Weight):
+            return [weight.values, weight.scales, *found]
+        return found if isinstance(weight, tuple) else [weight, *found]
+
+    def pack(self) -> None:
+        """Reorder the weight for this CPU; of a tied one this is a copy. Not in fp8."""
+        if isinstance(self.weight, torch.Tensor):
+            halves = self.weight.chunk(2) if self.is_gated else (self.weight,)
+            self.weight = tuple(pack_weight(half) for half in halves)
 
     def forward(
         self,
@@ -90,7 +106,7 @@ class Projection(AdaptedLinear):
         """For the norm between this product of x and the one of `taker`; None: it is done by
         itself."""
         maker_weight, taker_weight = self.weight, taker.weight
-        if isinstance(maker_weight, Fp8Weight) or isinstance(taker_weight, Fp8Weight):
+        if not isinstance(maker_weight, torch.Tensor) or not isinstance(taker_weight, torch.Tensor):
             return None
         if self.stack is not None and self.stack.is_wanted:  # which adds to what the product left
             return None
@@ -116,6 +132,10 @@ class Projection(AdaptedLinear):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         weight = self.weight
+        if isinstance(weight, tuple):
+            if norm_weight is not None:
+                x = functional.rms_norm(x, norm_weight.shape, norm_weight, norm_eps)
+            return self._packed_product(weight, x, is_gated, residual)
         if residual is not None:
             out = residual
         if isinstance(weight, Fp8Weight):
@@ -145,6 +165,22 @@ class Projection(AdaptedLinear):
             backend=self.backend,
             exact=self.is_exact,
         )
+
+    def _packed_product(
+        self,
+        weight: tuple[PackedWeight, ...],
+        x: torch.Tensor,
+        is_gated: bool,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        biases = (None,) * len(weight) if self.bias is None else self.bias.chunk(len(weight))
+        if is_gated:
+            gate = packed_linear(x, weight[0], biases[0], "swish")
+            return packed_linear_with(x, gate, weight[1], biases[1], "mul")
+        if residual is not None:
+            return packed_linear_with(x, residual, weight[0], biases[0], "add")
+        parts = [packed_linear(x, *half) for half in zip(weight, biases, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _stacked(
         self,

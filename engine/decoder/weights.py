@@ -113,7 +113,8 @@ class DecoderWeights:
             for one in tensors
             if one is not None
         }
-        return sum(storages.values())
+        packed = [one.weight for one in self.projections if isinstance(one.weight, tuple)]
+        return sum(storages.values()) + sum(half.num_bytes for one in packed for half in one)
 
 
 @dataclass(frozen=True)

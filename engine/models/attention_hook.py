@@ -14,41 +14,19 @@ none. Thread: whoever calls the model.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
 from engine.models.latent import LATENTS, Latents
+from engine.models.step_attention import Attend
 
 NAME = "baton_paged"
 
 _KNOWN = frozenset({"dropout", "position_ids", "is_causal", "use_cache"})
 """Keywords that say nothing we must act on. Any other one that is set may change attention: refuse
 it."""
-
-
-class Attend(Protocol):
-    """What `baton_step` must be."""
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        is_latent: bool = False,
-    ) -> torch.Tensor:
-        """[H, T, D], [K, T, D], [K, T, Dv] -> [T, H, Dv].
-
-        softcap, sinks [H]: see baton_kernels.reference.attend_capped. is_latent: `value` is the
-        first columns of `key`, and is not stored apart.
-        """
-        ...
 
 
 def paged_attention(

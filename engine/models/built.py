@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from baton_kernels.packed_linear import unavailable_reason
 
 from checkpoints import architectures
 from engine.batch import Batch, Span
@@ -29,7 +30,6 @@ from engine.models.hugging_face import run
 from engine.models.latent import cache_latents
 from engine.models.offload import LayerStream
 from engine.models.offload_load import WHY_PLAIN, OnHost
-from engine.models.packed_linear import unavailable_reason
 from engine.models.probe import probe
 from engine.models.quantized_blocks import Scales
 from engine.models.step_attention import StepAttention

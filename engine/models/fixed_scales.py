@@ -11,9 +11,8 @@ from baton_kernels.quantize import scale_for
 from engine.batch import Batch, Span
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
-from engine.models.attention_hook import Attend
 from engine.models.quantized_blocks import Scales
-from engine.models.step_attention import StepAttention
+from engine.models.step_attention import Attend, StepAttention
 
 _NUM_TOKENS = 128
 _HEADROOM = 1.25

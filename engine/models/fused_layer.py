@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.functional import linear, rms_norm, silu
 
 from engine.lora.site import AdaptedLinear
-from engine.models.attention_hook import Attend
 from engine.models.packed_linear import PackedLinear
+from engine.models.step_attention import Attend
 
 
 class PlainLinear(AdaptedLinear):

@@ -19,7 +19,6 @@ from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
 from engine.lora.config import LoraLimits
 from engine.lora.registry import Adapters
-from engine.models.attention_hook import Attend
 from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess
 from engine.models.layer_lists import layer_lists
 from engine.models.lora_sites import find_sites
@@ -27,7 +26,7 @@ from engine.models.offload import LayerStream
 from engine.models.quantized_attention import QuantizedAttention
 from engine.models.quantized_blocks import Scales
 from engine.models.scratch import Scratch, scratch_for
-from engine.models.step_attention import StepAttention
+from engine.models.step_attention import Attend, StepAttention
 from engine.request import ModelInfo
 
 

@@ -2,11 +2,12 @@
 be wrong is said in one line.
 
     resolve the folder -> refuse by config.json (checkpoints/architectures.py) -> our own decoder or
-    transformers' code -> rehearse a small random instance of the same config -> only now read
-    weights (and, beside, take their digest) -> build, and verify -> measure the largest step ->
-    fingerprint
+    transformers' code -> rehearse a small random instance of the same config, where no earlier
+    start did -> only now read weights (and, beside, take their digest) -> build, and verify ->
+    measure the largest step -> fingerprint
 
-How transformers' code is built is in `built`. Knows no requests and no blocks. Start-up only.
+How transformers' code is built is in `built`; it is imported where a model needs it: that takes two
+CPU seconds. Knows no requests and no blocks. Start-up only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from checkpoints import architectures, digests, files
 from checkpoints.errors import CheckpointError
@@ -30,7 +30,6 @@ from engine.decoder.ahead import AheadDecoder, make_ahead
 from engine.decoder.decoder import Decoder
 from engine.decoder.model import DecoderModel, kv_layout
 from engine.decoder.plain_graphs import PlainGraphs, make_plain_graphs
-from engine.decoder.shape import read_shape
 from engine.decoder.tree_graphs import reserved_bytes
 from engine.errors import LoadError, ModelNotSupported
 from engine.fingerprint import fingerprint
@@ -38,11 +37,16 @@ from engine.kv.layout import DTYPE_BYTES
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.models import offload_load, weight_room
 from engine.models.background import Background
-from engine.models.built import build
+from engine.models.checkpoint_config import (
+    CheckpointConfig,
+    Rehearsed,
+    Way,
+    read_checkpoint_config,
+    transformers_config,
+)
 from engine.models.hugging_face import HuggingFaceModel
 from engine.models.largest_step import largest_step_bytes
 from engine.models.phases import Phases
-from engine.models.rehearsal import rehearse
 from engine.models.weights import read_weights
 from engine.parallel.load import check_parallel, load_parallel
 from engine.parallel.model import ParallelModel
@@ -52,7 +56,7 @@ Progress = Callable[[str, int, int], None]
 
 Loaded = DecoderModel | HuggingFaceModel | ParallelModel
 _Make = Callable[
-    [EngineConfig, Path, Any, ModelInfo, Phases, Progress | None],
+    [EngineConfig, Path, CheckpointConfig, ModelInfo, Phases, Progress | None],
     Loaded,
 ]
 
@@ -72,7 +76,8 @@ def load_model(
         before = files.stamps(checkpoint.path)
         raw_config = read_config(checkpoint.path)
         check_supported(raw_config, checkpoint.name)
-        model_config = _read_model_config(checkpoint.path)
+        rehearsed = Rehearsed(checkpoint.path)
+        model_config = rehearsed.config or read_checkpoint_config(checkpoint.path)
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, raw_config)
         window = choose_window(config.context_window, model_config, checkpoint.name)
@@ -82,9 +87,13 @@ def load_model(
         if not is_streamed:
             reason = load.why_not(config, model_config, device, checkpoint.name)
         if config.num_ranks > 1:
-            check_parallel(config, model_config, device, checkpoint.name)
+            check_parallel(config, model_config.decoder_shape, device, checkpoint.name)
+        uses_kernels = load.uses_kernels(config, device)
+        way: Way = "transformers" if reason else "own kernels" if uses_kernels else "own"
         with phases.timed("rehearsal"):
-            rehearse(model_config, checkpoint.name, load.prepare if reason is None else None)
+            if not rehearsed.has(way):
+                _rehearse(checkpoint.path, checkpoint.name, way)
+                rehearsed.keep(model_config, way)
         tokenizer_digest = digests.tokenizer_digest(checkpoint.path)
     except CheckpointError as error:
         raise LoadError(str(error)) from error
@@ -96,7 +105,7 @@ def load_model(
         dtype=dtype,
         context_window=window,
         vocab_size=model_config.vocab_size,
-        eos_token_ids=_eos_token_ids(checkpoint.path, model_config),
+        eos_token_ids=model_config.eos_token_ids,
         block_size=config.block_size,
         num_blocks=0,
         device=device,
@@ -108,7 +117,7 @@ def load_model(
         gives_embeddings=config.num_ranks == 1,
     )
     takes_guesses = is_draft or config.speculation.is_on
-    own = partial(_make_own, takes_guesses)
+    own = partial(_make_own, takes_guesses, uses_kernels)
     make: _Make = own if reason is None else partial(_make_transformers, is_streamed)
     if config.num_ranks > 1:
         make = _make_parallel
@@ -136,6 +145,12 @@ def load_model(
         seconds=phases.seconds,
     )
     return model
+
+
+def _rehearse(folder: Path, name: str, way: Way) -> None:
+    from engine.models.rehearsal import rehearse
+
+    rehearse(transformers_config(folder), name, way)
 
 
 def _measure(
@@ -166,15 +181,16 @@ def _measure(
 
 def _make_own(
     takes_guesses: bool,
+    uses_kernels: bool,
     config: EngineConfig,
     folder: Path,
-    model_config: Any,
+    model_config: CheckpointConfig,
     info: ModelInfo,
     phases: Phases,
     progress: Progress | None,
 ) -> DecoderModel:
     """Our own decoder; `info` filled in with what it is."""
-    shape = read_shape(model_config)
+    shape = model_config.decoder_shape
     layout = kv_layout(
         shape,
         block_size=config.block_size,
@@ -200,6 +216,7 @@ def _make_own(
             weight_dtype=config.weight_dtype,
             progress=progress,
         )
+        linear = "fused kernels" if uses_kernels else load.pack(decoder, info.dtype)
     with phases.timed("verify"):
         load.check_kernels(decoder, layout, device, info.dtype)
         scales = load.fixed_scales(
@@ -207,7 +224,7 @@ def _make_own(
         )
     info = dataclasses.replace(
         info,
-        linear="fused kernels",
+        linear=linear,
         fused=(f"{shape.num_layers} of {shape.num_layers} decoder layers",),
         num_parameters=shape.num_parameters,
         weight_bytes=decoder.weights.num_bytes,
@@ -246,7 +263,8 @@ def _make_own(
         layout,
         lora=config.lora,
         fixed_scales=scales,
-        make_ahead=ahead if config.overlap else None,
+        uses_kernels=uses_kernels,
+        make_ahead=ahead if config.overlap and uses_kernels else None,
         make_graphs=graphs if takes_guesses else None,
         graph_bytes=graph_bytes if takes_guesses else 0,
         launches_prompts=config.overlap_prompts,
@@ -256,29 +274,31 @@ def _make_own(
 def _make_parallel(
     config: EngineConfig,
     folder: Path,
-    model_config: Any,
+    model_config: CheckpointConfig,
     info: ModelInfo,
     phases: Phases,
     progress: Progress | None,
 ) -> ParallelModel:
     """Our own decoder over several processes; `info` filled in with what it is."""
     with phases.timed("weights"):
-        return load_parallel(config, folder, model_config, info, progress=progress)
+        return load_parallel(config, folder, model_config.decoder_shape, info, progress=progress)
 
 
 def _make_transformers(
     is_streamed: bool,
     config: EngineConfig,
     folder: Path,
-    model_config: Any,
+    model_config: CheckpointConfig,
     info: ModelInfo,
     phases: Phases,
     progress: Progress | None,
 ) -> HuggingFaceModel:
     """The universal backend; `info` filled in with what it is."""
+    from engine.models.built import build
+
     with phases.timed("weights"):
         built = build(
-            model_config,
+            transformers_config(folder),
             lambda: read_weights(
                 folder, TORCH_DTYPES[info.dtype], progress, is_kept=info.device == "cpu"
             ),
@@ -354,10 +374,10 @@ def choose_dtype(dtype: str, config: Mapping[str, Any]) -> str:
     return "bfloat16" if named == "bfloat16" else "float32"
 
 
-def choose_window(wanted: int, model_config: Any, name: str) -> int:
+def choose_window(wanted: int, model_config: CheckpointConfig, name: str) -> int:
     """The context window. Raises: LoadError when more is wanted than the model was made for, or
     where neither says how much."""
-    limit = int(getattr(model_config, "max_position_embeddings", None) or wanted)
+    limit = model_config.max_position_embeddings or wanted
     if not limit:
         raise LoadError(
             f"context_window: the config.json of {name} names no max_position_embeddings; set it"
@@ -367,25 +387,3 @@ def choose_window(wanted: int, model_config: Any, name: str) -> int:
             f"context_window: {wanted} is above what {name} was made for ({limit}); lower it"
         )
     return wanted or limit
-
-
-def _read_model_config(folder: Path) -> Any:
-    try:
-        return transformers.AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        line = str(error).splitlines()[0]
-        raise LoadError(
-            f"{folder}/config.json: transformers refuses it ({line}); fix or fetch it again"
-        ) from error
-
-
-def _eos_token_ids(folder: Path, model_config: Any) -> tuple[int, ...]:
-    """Of generation_config.json and config.json together."""
-    found: set[int] = set()
-    named = [model_config.eos_token_id]
-    if (folder / "generation_config.json").is_file():
-        named.append(transformers.GenerationConfig.from_pretrained(folder).eos_token_id)
-    for value in named:
-        if value is not None:
-            found.update(value if isinstance(value, list | tuple) else [value])
-    return tuple(sorted(found))

@@ -1,22 +1,19 @@
-"""PackedLinear: a linear layer whose weight oneDNN reordered once, at load. 1.5-4x F.linear for 1
-to 32 rows on CPU.
-
-`torch.ops.mkldnn._reorder_linear_weight` and `_linear_pointwise` are private operations of torch
-(what its own inductor emits): `unavailable_reason` tries them once, numbers compared, and the model
-keeps F.linear where that failed. Which way was taken is in ModelInfo.linear. Knows no model. Engine
-thread only.
+"""PackedLinear: a linear layer of transformers' code over a packed weight
+(baton_kernels/packed_linear.py), and what adapters add to it. Knows no model. Engine thread only.
 """
-# ruff: noqa: SLF001  (torch.ops.mkldnn has no public name for these; the one place that uses them)
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+from baton_kernels.packed_linear import pack_weight, packed_linear, packed_linear_with
 from torch.nn import functional
 
 from engine.lora.deltas import Deltas
 from engine.lora.site import AdaptedLinear
 
-_HINT_ROWS = None  # of the batch: None lets oneDNN choose a weight format good for any
+Activation = Literal["none", "swish"]
 
 
 class PackedLinear(AdaptedLinear):
@@ -28,14 +25,14 @@ class PackedLinear(AdaptedLinear):
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none"
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation = "none"
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.activation = activation
-        # Not parameters: an opaque tensor has no storage that state_dict could save.
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _HINT_ROWS)
+        # Not a parameter: an opaque tensor has no storage that state_dict could save.
+        self.packed = pack_weight(weight)
         self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,11 +44,8 @@ class PackedLinear(AdaptedLinear):
             return self._forward_adapted(rows, self.deltas).view(*x.shape[:-1], -1)
         return self._product(x, self.activation)
 
-    def _product(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self.packed, self.bias, activation, [], ""
-        )
-        return out
+    def _product(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return packed_linear(x, self.packed, self.bias, activation)
 
     def _forward_adapted(self, x: torch.Tensor, deltas: Deltas) -> torch.Tensor:
         """[T, in] -> [T, out]. Where only some rows have an adapter and the activation is in the
@@ -74,9 +68,7 @@ class PackedLinear(AdaptedLinear):
         """forward(x) * other, in one pass; x [T, in], other and result [T, out]. No activation."""
         if x.numel() == 0:
             return other
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-            x, other, self.packed, self.bias, "mul"
-        )
+        out = packed_linear_with(x, other, self.packed, self.bias, "mul")
         if self.deltas is not None and self.deltas.is_wanted:
             self.deltas.add(x, out, times=other)
         return out
@@ -85,33 +77,10 @@ class PackedLinear(AdaptedLinear):
         """forward(x) + other, in one pass; x [T, in], other and result [T, out]. No activation."""
         if x.numel() == 0:
             return other
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-            x, other, self.packed, self.bias, "add"
-        )
+        out = packed_linear_with(x, other, self.packed, self.bias, "add")
         if self.deltas is not None and self.deltas.is_wanted:
             self.deltas.add(x, out)
         return out
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.dtype}, {self.activation}"
-
-
-def unavailable_reason(dtype: torch.dtype, device: str) -> str | None:
-    """Why packed linears cannot be used here; None: they can."""
-    if torch.device(device).type != "cpu":
-        return f"on {device}"
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return "torch was built without oneDNN"
-    if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "this CPU has no bfloat16 instructions for oneDNN"
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(24, 40, generator=generator).to(dtype)
-    x = torch.randn(3, 40, generator=generator).to(dtype)
-    try:
-        with torch.inference_mode():
-            packed, plain = PackedLinear(weight, None)(x), functional.linear(x, weight)
-    except (RuntimeError, AttributeError, TypeError) as error:
-        return f"oneDNN's packed linear failed: {str(error).splitlines()[0]}"
-    if not torch.allclose(packed.float(), plain.float(), rtol=2e-2, atol=1e-2):
-        return "oneDNN's packed linear gave other numbers than F.linear"
-    return None

@@ -18,10 +18,16 @@ import torch
 import transformers
 
 from engine.batch import Batch, Span
+from engine.decoder.decoder import Decoder
+from engine.decoder.load import Forward, attached, attending, pack
+from engine.decoder.model import kv_layout
+from engine.decoder.shape import read_shape, rope_table
+from engine.decoder.sources import take_weights
 from engine.errors import ModelNotSupported
 from engine.kv.layout import KvLayout, layout_of
 from engine.kv.memory import KvMemory
 from engine.models import attention_hook
+from engine.models.checkpoint_config import Way
 from engine.models.hugging_face import run
 from engine.models.latent import cache_latents
 from engine.models.probe import probe
@@ -47,21 +53,17 @@ _MAX_ERROR = 1e-3
 what is wrong is off by 1e-1 and more."""
 
 
-Forward = Callable[[Batch], torch.Tensor]
-"""Computes a batch; logits [R, V]."""
-
-Prepare = Callable[[Any], tuple[KvLayout, Callable[[KvMemory], Forward]]]
-"""From a small transformers model, its own to change, to what its cache looks like, and how to run
-it on such a cache."""
+Prepared = tuple[KvLayout, Callable[[KvMemory], Forward]]
+"""Of a small transformers model: what its cache looks like, and how to run it on such a cache."""
 
 
-def rehearse(config: Any, name: str, prepare: Prepare | None = None) -> None:
+def rehearse(config: Any, name: str, way: Way = "transformers") -> None:
     """Compare a small instance of `config` with transformers.
 
     Args:
         config: of transformers; not changed.
         name: of the checkpoint, for the message.
-        prepare: how it is run; None: transformers' code on our attention.
+        way: how it is run.
     Raises: ModelNotSupported in one line where the instance cannot be built, does not run on
         the paged cache, or gives other logits than transformers.
     """
@@ -69,7 +71,7 @@ def rehearse(config: Any, name: str, prepare: Prepare | None = None) -> None:
         small = shrink(config)
         model = random_instance(small, seed=0)
         expected = _expected(model, _prompts())
-        layout, attach = (prepare or _transformers_code)(copy.deepcopy(model))
+        layout, attach = _prepared(copy.deepcopy(model), way)
         actual = _paged(layout, attach, _prompts())
     except ModelNotSupported as error:
         raise ModelNotSupported(f"{name}: {error}") from error
@@ -130,8 +132,25 @@ def _expected(model: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
     ]
 
 
-def _transformers_code(model: Any) -> tuple[KvLayout, Callable[[KvMemory], Forward]]:
-    """A Prepare."""
+def _prepared(model: Any, way: Way) -> Prepared:
+    """From a model that may be changed."""
+    return _transformers_code(model) if way == "transformers" else _own_decoder(model, way)
+
+
+def _own_decoder(model: Any, way: Way) -> Prepared:
+    """With the weights of `model`."""
+    shape, device = read_shape(model.config), torch.device("cpu")
+    weights = take_weights(model.state_dict(), shape, dtype=torch.float32, device=device)
+    positions = int(model.config.max_position_embeddings)
+    decoder = Decoder(weights, rope_table(shape, min(positions, 64), device))
+    layout = kv_layout(shape, block_size=BLOCK_SIZE, dtype="float32")
+    if way == "own kernels":
+        return layout, lambda memory: attached(decoder, memory)
+    pack(decoder, "float32")
+    return layout, lambda memory: attending(decoder, memory)
+
+
+def _transformers_code(model: Any) -> Prepared:
     model.set_attn_implementation(attention_hook.NAME)
     cache_latents(model)
     probed = probe(model, num_layers=int(model.config.num_hidden_layers), device="cpu")

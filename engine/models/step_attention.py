@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,6 +30,30 @@ the queries cost more than a call of its own. A guess."""
 
 _TOKENS_FLOOR = 8
 """Spans of 2 to this many tokens are one group: padded rows cost less than another call."""
+
+
+class Attend(Protocol):
+    """Attention of one step, as a model's layers call it."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        is_latent: bool = False,
+    ) -> torch.Tensor:
+        """[H, T, D], [K, T, D], [K, T, Dv] -> [T, H, Dv].
+
+        softcap, sinks [H]: see baton_kernels.reference.attend_capped. is_latent: `value` is the
+        first columns of `key`, and is not stored apart.
+        """
+        ...
+
 
 Rows = dict[HeadRows, torch.Tensor]
 """Row numbers by how a layer's heads lie in a block: nearly always one entry."""

@@ -8,13 +8,12 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from engine.config import EngineConfig
 from engine.decoder.model import kv_layout
-from engine.decoder.shape import DecoderShape, read_shape
+from engine.decoder.shape import DecoderShape
 from engine.decoder.verify import check_close
 from engine.errors import LoadError
 from engine.models.interface import Progress
@@ -32,16 +31,15 @@ def grid_of(config: EngineConfig) -> Grid:
     return Grid(config.tensor_parallel, config.pipeline_parallel)
 
 
-def check_parallel(config: EngineConfig, model_config: Any, device: str, name: str) -> None:
+def check_parallel(config: EngineConfig, shape: DecoderShape, device: str, name: str) -> None:
     """Refuse what cannot be shared by several processes, before any weights are read.
 
     Args:
-        model_config: of a model that our own decoder does.
+        shape: of a model that our own decoder does.
         device: rank 0's, by kind and number.
     Raises: LoadError in one line, with the setting.
     """
     grid = grid_of(config)
-    shape = read_shape(model_config)
     check_degrees(
         grid,
         name=name,
@@ -78,7 +76,7 @@ def _computed_dtypes(config: EngineConfig) -> tuple[str, ...]:
 def load_parallel(
     config: EngineConfig,
     folder: Path,
-    model_config: Any,
+    shape: DecoderShape,
     info: ModelInfo,
     *,
     progress: Progress | None = None,
@@ -91,7 +89,7 @@ def load_parallel(
         program: what each other rank runs.
     Raises: LoadError, RankFailed; no process is left then.
     """
-    shape, grid = read_shape(model_config), grid_of(config)
+    grid = grid_of(config)
     num_threads = _num_threads(config, grid, info.device)
     settled = dataclasses.replace(
         config,

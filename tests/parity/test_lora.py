@@ -240,7 +240,11 @@ def test_every_model_type(model_type: str, tmp_path: Path, seed: int) -> None:
     vocabulary = {str(token_id): token_id for token_id in range(oracle.config.vocab_size)}
     Tokenizer(WordLevel(vocabulary, unk_token="0")).save(str(tmp_path / "model/tokenizer.json"))
     config = EngineConfig(
-        model=str(tmp_path / "model"), device="cpu", block_size=4, context_window=64
+        model=str(tmp_path / "model"),
+        device="cpu",
+        block_size=4,
+        context_window=64,
+        decoder="transformers",
     )
     model = model_loading.load_model(config)
     model.attach(KvMemory(model.layout, 1, "cpu"))

@@ -14,13 +14,13 @@ import transformers
 from engine import load as engine_load
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
+from engine.decoder.model import DecoderModel
 from engine.errors import LoadError, ModelNotSupported, TooFewBlocks
 from engine.kv.memory import KvMemory
 from engine.loop import load_engine
-from engine.models import built, packed_linear
+from engine.models import built
 from engine.models import fuse as fuse_module
 from engine.models import load as load_module
-from engine.models.hugging_face import HuggingFaceModel
 from engine.models.load import choose_device, load_model
 from process.settings import SettingsError
 from tests.harness.models import FAMILIES, save
@@ -54,7 +54,7 @@ def broken(llama: Path, tmp_path: Path) -> Checkpoint:
 
 
 def _load(path: Path, **fields: Any) -> Any:
-    return load_model(EngineConfig(model=str(path), device="cpu", **fields))
+    return load_model(EngineConfig(model=str(path), device="cpu", decoder="transformers", **fields))
 
 
 def _prompt(num_tokens: int) -> Batch:
@@ -182,7 +182,7 @@ def test_every_family_is_fused_and_gives_the_plain_models_logits(
     if not is_packed:
         monkeypatch.setattr(built, "unavailable_reason", lambda *_: "switched off")
     fused = _load(tmp_path, dtype=dtype)
-    reason = packed_linear.unavailable_reason(getattr(torch, dtype), "cpu")
+    reason = built.unavailable_reason(getattr(torch, dtype), "cpu")
     assert fused.info.fused[0] == "3 of 3 decoder layers"
     assert fused.info.linear == ("packed" if is_packed and reason is None else fused.info.linear)
     assert (fused.info.linear == "packed") == (is_packed and reason is None)
@@ -304,7 +304,7 @@ def test_an_engine_that_cannot_be_made_closes_its_model(
 ) -> None:
     """Or the processes of its other ranks would stay."""
     closed: list[object] = []
-    monkeypatch.setattr(HuggingFaceModel, "close", lambda model: closed.append(model))
+    monkeypatch.setattr(DecoderModel, "close", lambda model: closed.append(model))
     with pytest.raises(TooFewBlocks):
         load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=43))
     assert len(closed) == 1
@@ -315,7 +315,7 @@ def test_a_start_that_ends_behind_the_model_closes_it(
 ) -> None:
     """The checkpoint may be gone when the tokenizer's folder is asked for."""
     closed: list[object] = []
-    monkeypatch.setattr(HuggingFaceModel, "close", lambda model: closed.append(model))
+    monkeypatch.setattr(DecoderModel, "close", lambda model: closed.append(model))
 
     def gone(*_: object, **__: object) -> None:
         raise LoadError("the checkpoint is gone")
@@ -341,7 +341,7 @@ def test_what_fails_while_all_is_closed_hides_neither_the_cause_nor_the_model(
 
     drafters = [Stuck("first drafter"), Stuck("second drafter")]
     monkeypatch.setattr(engine_load, "load_drafters", lambda *_: drafters)
-    monkeypatch.setattr(HuggingFaceModel, "close", lambda _: Stuck("model").close())
+    monkeypatch.setattr(DecoderModel, "close", lambda _: Stuck("model").close())
     with pytest.raises(TooFewBlocks):
         load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=43))
     assert closed == ["second drafter", "first drafter", "model"]
@@ -359,7 +359,7 @@ def test_a_checkpoint_that_is_overwritten_after_the_start_changes_nothing(
     save(config, tmp_path, 4)
     if not is_packed:
         monkeypatch.setattr(built, "unavailable_reason", lambda *_: "switched off")
-    model = _load(tmp_path, dtype=dtype, decoder="transformers")
+    model = _load(tmp_path, dtype=dtype)
     model.attach(KvMemory(model.layout, 4))
     expected = model.forward(_prompt(20)).clone()
     for path in tmp_path.glob("*.safetensors"):

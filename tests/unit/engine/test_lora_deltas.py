@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from baton_kernels.packed_linear import unavailable_reason
 from torch import nn
 from torch.nn.functional import linear, silu
 
@@ -16,7 +17,7 @@ from engine.errors import IntegrityError
 from engine.lora.deltas import AdapterRows, Deltas, LowRank
 from engine.lora.site import attach, detach
 from engine.models.fused_layer import PlainLinear
-from engine.models.packed_linear import PackedLinear, unavailable_reason
+from engine.models.packed_linear import PackedLinear
 
 IN, OUT = 24, 40
 DTYPES = (torch.float32, torch.bfloat16)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from baton_kernels.packed_linear import unavailable_reason
 from torch.nn.functional import linear, silu
 
 from engine.models.fused_layer import PlainLinear
-from engine.models.packed_linear import PackedLinear, unavailable_reason
+from engine.models.packed_linear import PackedLinear
 
 DTYPES = [
     dtype for dtype in (torch.float32, torch.bfloat16) if unavailable_reason(dtype, "cpu") is None

@@ -26,6 +26,8 @@ from engine.kv.memory import KvMemory
 from engine.kv.sizing import DeviceMemory
 from engine.loop import load_engine
 from engine.models import load as load_module
+from engine.models import rehearsal
+from engine.models.checkpoint_config import read_checkpoint_config
 from engine.models.interface import InOneProcess
 from engine.models.load import load_model
 from engine.speculation.config import SpeculationConfig
@@ -56,7 +58,7 @@ def _load(path: Path, **fields: Any) -> Any:
 
 
 def test_the_decoder_is_chosen_by_device_model_and_setting(llama: Path, gpt2: Path) -> None:
-    assert _load(llama).info.decoder == "transformers (on cpu)"
+    assert _load(llama).info.decoder == "own"
     assert (
         _load(llama, decoder="transformers").info.decoder == "transformers (decoder=transformers)"
     )
@@ -75,21 +77,24 @@ def test_prompts_are_launched_where_the_settings_say_so(llama: Path, overlap_pro
 
 def test_on_a_gpu_auto_takes_our_own(llama: Path) -> None:
     config = EngineConfig(model=str(llama))
-    model_config = transformers.AutoConfig.from_pretrained(llama)
+    model_config = read_checkpoint_config(llama)
+    assert model_config.shape is not None
     reason = "heads of 8 dimensions: kernels want 16"
     assert own_load.why_not(config, model_config, "cuda:1", "tiny") == reason
-    model_config.head_dim = 16
-    assert own_load.why_not(config, model_config, "cuda:1", "tiny") is None
-    assert own_load.why_not(config, model_config, "cpu", "tiny") == "on cpu"
+    wider = dataclasses.replace(
+        model_config, shape=dataclasses.replace(model_config.shape, head_dim=16)
+    )
+    assert own_load.why_not(config, wider, "cuda:1", "tiny") is None
+    assert own_load.why_not(config, model_config, "cpu", "tiny") is None
 
 
 def test_what_our_own_does_not_do_is_refused_where_it_is_asked_for(gpt2: Path, llama: Path) -> None:
     with pytest.raises(ModelNotSupported, match=r"decoder=own does not do it: gpt2 is none of"):
         _load(gpt2, decoder="own")
-    with pytest.raises(LoadError, match=r"^exact: needs our own decoder, .*\(on cpu\)"):
-        _load(llama, exact=True)
+    with pytest.raises(LoadError, match=r"^exact: needs our own decoder, .*\(gpt2 is none of"):
+        _load(gpt2, exact=True)
     with pytest.raises(LoadError, match=r"^weight_dtype=fp8_e4m3: needs our own decoder"):
-        _load(llama, weight_dtype="fp8_e4m3")
+        _load(llama, decoder="transformers", weight_dtype="fp8_e4m3")
     with pytest.raises(SettingsError, match="weight_dtype: 'fp4' is none of"):
         EngineConfig(weight_dtype="fp4")
     with pytest.raises(SettingsError, match="decoder: 'ours' is none of"):
@@ -107,7 +112,7 @@ def test_exact_sums_only_over_what_was_computed(kv_dtype: str, llama: Path) -> N
 
 
 def test_both_decoders_share_fingerprint_and_layout(llama: Path) -> None:
-    own, other = _load(llama, decoder="own"), _load(llama)
+    own, other = _load(llama, decoder="own"), _load(llama, decoder="transformers")
     assert own.layout == other.layout
     changed = {"decoder", "linear", "fused", "seconds"}
     assert {
@@ -120,10 +125,12 @@ def test_both_decoders_share_fingerprint_and_layout(llama: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("decoder", ["own", "auto"])
 def test_a_decoder_that_computes_something_else_is_refused(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
+    decoder: str, llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The rehearsal must be able to fail, and before weights are read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def wrong(shape: Any, num_positions: int, device: torch.device) -> torch.Tensor:
         return rope_table(shape, num_positions + 1, device)[1:].contiguous()  # all one further
@@ -134,10 +141,11 @@ def test_a_decoder_that_computes_something_else_is_refused(
     def no_read(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(own_load, "rope_table", half)
+    monkeypatch.setattr(rehearsal, "rope_table", half)
     monkeypatch.setattr(own_load, "load_decoder", no_read)
     with pytest.raises(ModelNotSupported, match="off those of transformers"):
-        _load(llama, decoder="own")
+        _load(llama, decoder=decoder)
+    assert not list(tmp_path.rglob("*.json"))  # what failed once is rehearsed by the next start
 
 
 def test_progress_and_phases_and_an_untouched_cache(llama: Path) -> None:

@@ -24,6 +24,7 @@ def config(target: Tiny) -> EngineConfig:
         model=str(target.path),
         device="cpu",
         dtype="float32",
+        decoder="transformers",
         block_size=8,
         context_window=48,
         num_threads=1,

@@ -50,7 +50,7 @@ def own(own_config: EngineConfig) -> LoadedModel:
     return load_model(own_config)
 
 
-@pytest.fixture(params=["llama", "streamed", "own"])
+@pytest.fixture(params=["llama", "streamed", "own", "own without kernels"])
 def pair(
     request: pytest.FixtureRequest, target: Tiny, qwen3: Tiny, own_config: EngineConfig
 ) -> Iterator[tuple[LoadedModel, Tiny]]:
@@ -58,6 +58,8 @@ def pair(
         yield request.getfixturevalue("model"), target
     elif request.param == "own":
         yield request.getfixturevalue("own"), qwen3
+    elif request.param == "own without kernels":
+        yield load_model(dataclasses.replace(own_config, decoder="auto")), qwen3
     else:
         most = sum(tensor.nbytes for tensor in qwen3.oracle.parameters()) - 20_000
         config = dataclasses.replace(own_config, decoder="auto", weights_device_bytes=most)
