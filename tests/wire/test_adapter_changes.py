@@ -37,7 +37,7 @@ from tests.harness.router_bench import (
     running,
     settings_for,
 )
-from tests.harness.waiting import until
+from tests.harness.waiting import Gate, until
 
 OLD, NEW = "11" * 32, "22" * 32
 SHORT: dict[str, Any] = {"max_tokens": 3}
@@ -414,6 +414,49 @@ async def test_who_was_unloaded_long_ago_is_forgotten() -> None:
             return not await _wishes(bench)
 
         await until(is_forgotten)
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False])
+async def test_a_router_drops_only_what_it_has_seen(is_forgotten: bool) -> None:
+    """A wish changed between its look at the registry and its tidying: it follows the one before
+    still, with requests, and would write that one back."""
+    async with _bench(times={"poll_interval_s": 3600.0}) as bench:
+        await _load(bench.stub, OLD)
+        before = (await _wishes(bench))["tales"]
+        changed_s = time.time() - (adapter_wishes.FORGET_S + 1 if is_forgotten else 0)
+        wish = adapter_wishes.changed(
+            before,
+            name="tales",
+            model="fake",
+            current=None,
+            loaded=() if is_forgotten else {OLD},
+            now_unix_s=changed_s,
+        )
+        if is_forgotten:
+            del wish.old[:]
+            for worker in _workers(bench):  # where one has it still, it is not forgotten
+                worker.loaded = set()
+                await bench.publish(worker)
+        changes = bench.router._changes
+        await until(lambda: changes._tidying is None or changes._tidying.done())
+        gate = Gate(changes, "_entries")
+        await bench.router._registry.poll()
+        await gate.wait_entered()
+        client = bench.redis.client()
+        try:
+            await client.hset(adapter_wishes.KEY, "tales", adapter_wishes.to_json(wish))
+        finally:
+            await client.aclose()
+        gate.open()
+        await until(lambda: changes._tidying.done())
+        assert (await _wishes(bench))["tales"] == wish
+
+        async def is_dropped() -> bool:
+            await bench.router._registry.poll()
+            there = (await _wishes(bench)).get("tales")
+            return there is None if is_forgotten else there is not None and not there.old
+
+        await until(is_dropped)
 
 
 def _is_known(bench: Bench) -> bool:
