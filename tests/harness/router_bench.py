@@ -56,6 +56,9 @@ def save_tokenizer(folder: Path) -> None:
 BOUND_S = 30.0
 """No wait of a test may take longer; far above what any should take."""
 
+SHORT_WAITS = {"reserve_wait_s": 0.3, "failover_wait_s": 0.3}
+"""Times of a router, for tests that see a request's wait for a worker run out."""
+
 TEMPLATE = (
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '' }}{{ m.content }}"
     "{{ ' (' + m.name + ')' if m.name else '' }}{% endfor %}<|end|>"
@@ -210,17 +213,13 @@ async def rest_of(call: Any) -> list[Any]:
 
 
 def settings_for(redis_server: RedisServer, **changes: Any) -> RouterSettings:
-    # Those may not run out because the machine is busy. The others are short on purpose, so that
-    # a test sees them run out: one that must not see it names its own.
-    patient = ("connect_timeout_s", "finish_wait_s", "lookup_timeout_s", "redis_timeout_s")
-    times = {
-        **dict.fromkeys((*patient, "status_timeout_s"), BOUND_S),
-        "reserve_wait_s": 0.3,
-        "failover_wait_s": 0.3,
-        "drain_s": 0.2,
-        "lapse_grace_s": 0.5,
-        "suspect_s": 0.5,
-    }
+    # None may run out because the machine is busy: a test that sees one run out names its own.
+    patient = (
+        *("connect_timeout_s", "finish_wait_s", "lookup_timeout_s", "redis_timeout_s"),
+        *("status_timeout_s", "reserve_answer_s", "reserve_wait_s", "failover_wait_s"),
+        *("lapse_grace_s", "drain_s"),
+    )
+    times = {**dict.fromkeys(patient, BOUND_S), "suspect_s": 0.5}
     limits = changes.pop("limits", {})
     return RouterSettings(
         model="fake",

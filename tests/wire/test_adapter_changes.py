@@ -41,7 +41,6 @@ from tests.harness.waiting import Gate, until
 
 OLD, NEW = "11" * 32, "22" * 32
 SHORT: dict[str, Any] = {"max_tokens": 3}
-PATIENT = {"adapter_s": BOUND_S, "failover_wait_s": BOUND_S}
 
 
 def _workers(bench: Bench) -> list[FakeWorker]:
@@ -86,8 +85,7 @@ async def _following(bench: Bench) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _bench(**options: Any) -> AsyncIterator[Bench]:
-    times = {**PATIENT, **options.pop("times", {})}
-    async with running(times=times, **options) as bench:
+    async with running(**options) as bench:
         for worker in _workers(bench):
             worker.on_loaded = partial(bench.publish, worker)
         yield bench
@@ -95,7 +93,7 @@ async def _bench(**options: Any) -> AsyncIterator[Bench]:
 
 @asynccontextmanager
 async def _second_router(bench: Bench) -> AsyncIterator[Any]:
-    router = Router(settings_for(bench.redis, times=PATIENT), bench.model_for_router)
+    router = Router(settings_for(bench.redis), bench.model_for_router)
     await router.start()
     try:
         async with serving.channel(router.address) as channel:
@@ -364,7 +362,7 @@ async def test_what_redis_lost_is_written_back() -> None:
 
 
 async def test_a_wished_adapter_is_listed_and_waited_for_while_workers_are_away() -> None:
-    async with http_bench(times=PATIENT) as bench:
+    async with http_bench() as bench:
         for worker in _workers(bench):
             worker.on_loaded = partial(bench.publish, worker)
         await _load(bench.stub, OLD)

@@ -25,6 +25,7 @@ from services.router.fakes.prefill import FakePrefill
 from services.router.front_desk import FrontDesk
 from tests.harness.router_bench import (
     BOUND_S,
+    SHORT_WAITS,
     TOKENIZER,
     Bench,
     Looks,
@@ -69,7 +70,7 @@ async def test_a_prefill_worker_that_dies_is_replaced() -> None:
 
 
 async def test_a_lone_prefill_worker_that_dies_is_unavailable_with_a_retry_time() -> None:
-    async with running() as bench:
+    async with running(times=SHORT_WAITS) as bench:
         bench.prefill.gate.close()
         call = bench.stub.Generate(request(), timeout=BOUND_S)
         await bench.prefill.gate.reached.wait()
@@ -202,7 +203,7 @@ async def test_a_decode_worker_that_refuses_is_passed_over() -> None:
 
 
 async def test_full_decode_workers_are_exhausted_after_a_bounded_wait() -> None:
-    async with running() as bench:
+    async with running(times=SHORT_WAITS) as bench:
         bench.decode.error = NoCapacity("full", retry_after_s=2.5)
         code, error = await _error(bench.stub.Generate(request(), timeout=BOUND_S))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -212,7 +213,7 @@ async def test_full_decode_workers_are_exhausted_after_a_bounded_wait() -> None:
 
 
 async def test_room_that_comes_is_taken() -> None:
-    async with running(times={"reserve_wait_s": 5.0}) as bench:
+    async with running() as bench:
         bench.decode.error = NoCapacity("full")
         call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
         reading = asyncio.create_task(call.read())
@@ -272,7 +273,7 @@ async def test_a_lapsed_heartbeat_takes_a_worker_out() -> None:
 
 
 async def test_a_restarted_worker_is_met_under_its_new_life() -> None:
-    async with running(times={"failover_wait_s": 10.0}) as bench:
+    async with running() as bench:
         assert await bench.generate(request(sampling=SHORT))
         bench.decode.token_gate.close()
         call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
@@ -292,14 +293,14 @@ async def test_a_new_request_waits_for_the_only_worker_to_be_back(
     role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before and after the registry drops the dead one: both requests were refused once."""
-    async with running(times={"failover_wait_s": 30.0}) as bench:
+    async with running() as bench:
         assert await bench.generate(request(sampling=SHORT))
         looks = Looks(monkeypatch)
         workers: Any = bench.prefills if role == "prefill" else bench.decodes
         old = workers.pop()
         await old.stop()
         early = asyncio.create_task(bench.generate(request(sampling=SHORT)))
-        await looks.more(12)  # longer than `reserve_wait_s`
+        await looks.more(12)
         await bench.lapse(old)
         late = asyncio.create_task(bench.generate(request(sampling=SHORT)))
         await looks.more(10)
@@ -313,7 +314,7 @@ async def test_a_request_that_waits_for_a_lost_worker_ends_with_its_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     deadlines = Deadlines(monkeypatch)
-    async with running(times={"failover_wait_s": 30.0}) as bench:
+    async with running() as bench:
         looks = Looks(monkeypatch)
         old = bench.decodes.pop()
         await old.stop()
@@ -326,7 +327,7 @@ async def test_a_request_that_waits_for_a_lost_worker_ends_with_its_budget(
 
 
 async def test_a_worker_that_stays_away_is_waited_for_a_bounded_time() -> None:
-    async with running(times={"failover_wait_s": 0.5}) as bench:
+    async with running(times=SHORT_WAITS) as bench:
         old = bench.decodes.pop()
         await old.stop()
         await bench.lapse(old)
@@ -389,7 +390,8 @@ def test_a_request_ends_before_its_clients_own_clock() -> None:
 
 async def test_a_lone_worker_that_hangs_without_heartbeat_loses_its_streams() -> None:
     """A stopped process keeps its connection: only the missing heartbeat tells."""
-    async with running(num_decode=1, times={"poll_interval_s": 0.1}) as bench:
+    times = {**SHORT_WAITS, "poll_interval_s": 0.1, "lapse_grace_s": 0.5}
+    async with running(num_decode=1, times=times) as bench:
         bench.decode.token_gate.close()
         call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
         assert (await call.read()).token_ids
@@ -481,8 +483,7 @@ async def test_a_handle_that_nobody_takes_over_is_given_back() -> None:
 
 
 async def test_a_request_whose_prefill_worker_went_silent_says_what_it_waits_for() -> None:
-    times = {"lapse_grace_s": 0.1, "failover_wait_s": BOUND_S}
-    async with running(times=times) as bench:
+    async with running(times={"lapse_grace_s": 0.1}) as bench:
         bench.prefill.gate.close()
         call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
         await bench.prefill.gate.reached.wait()

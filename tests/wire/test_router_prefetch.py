@@ -16,7 +16,15 @@ from protos import kvstore_pb2, kvstore_pb2_grpc
 from services.router.decode_stream import DecodeStream
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
-from tests.harness.router_bench import BOUND_S, Bench, expected_ids, request, rest_of, running
+from tests.harness.router_bench import (
+    BOUND_S,
+    SHORT_WAITS,
+    Bench,
+    expected_ids,
+    request,
+    rest_of,
+    running,
+)
 from tests.harness.waiting import until
 
 PROMPT = list(range(5, 105))
@@ -200,7 +208,7 @@ async def test_a_decode_worker_that_stopped_reading_gets_the_newest_and_not_all(
 
 
 async def test_a_decode_worker_that_died_is_told_nothing_and_the_error_is_its() -> None:
-    async with running() as bench:
+    async with running(times=SHORT_WAITS) as bench:
         bench.prefill.num_partials, bench.prefill.num_late_partials = 1, 2
         bench.prefill.gate.close()
         call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
