@@ -400,5 +400,5 @@ def served(**options: Any) -> Iterator[Served]:
         asyncio.run_coroutine_threadsafe(bench.__aexit__(None, None, None), loop).result(20)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(30)
         loop.close()

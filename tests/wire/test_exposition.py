@@ -52,7 +52,7 @@ _ROW = re.compile(r"\| `(\w+)` \| (\w+) \| (.*?) \|")
 
 async def _scrape(address: str) -> dict[str, Family]:
     def get() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as reply:
             assert "text/plain" in reply.headers["Content-Type"]
             return str(reply.read().decode())
 

@@ -31,7 +31,7 @@ async def _scrape(address: str) -> dict[str, float]:
     """Sum of each metric's samples, with its labels but who it is of."""
 
     def get() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as reply:
             return str(reply.read().decode())
 
     found: dict[str, float] = {}

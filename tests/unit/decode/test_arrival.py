@@ -45,7 +45,7 @@ class Waiting:
         self.task = asyncio.create_task(
             self.arrival.wait(
                 self.intake,
-                Deadline.after(10.0),
+                Deadline.after(30),
                 move=lambda _: None,
                 standing_back=contextlib.nullcontext,
             )
@@ -62,7 +62,7 @@ async def test_what_the_look_raises_is_raised_in_the_requests_own_task(
     assert waiting.num_looks == 1, "where it came in"
     assert await waiting.task is HANDOVER
     with pytest.raises(Internal, match="the test says so"):
-        await waiting.intake.load(HANDOVER, Deadline.after(10.0))
+        await waiting.intake.load(HANDOVER, Deadline.after(30))
     with pytest.raises(Internal, match="the test says so"):
         waiting.intake.look_at(HANDOVER)
     assert waiting.num_looks == 1
@@ -74,7 +74,7 @@ async def test_the_last_word_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) 
     waiting.arrival.hand_over(HANDOVER)
     assert waiting.num_looks == 1
     await waiting.task
-    assert await waiting.intake.load(HANDOVER, Deadline.after(10.0)) == 0
+    assert await waiting.intake.load(HANDOVER, Deadline.after(30)) == 0
     assert waiting.intake.look_at(HANDOVER) == (1, 2) and waiting.num_looks == 1
 
 

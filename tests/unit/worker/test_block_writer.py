@@ -152,7 +152,7 @@ async def test_a_lease_is_renewed_while_its_prompt_queues_in_the_engine() -> Non
     ref = Block(name_of(0), 7, 2, 0, SIZE)
     store.stored.append(ref.chain_hash)
     async with writing(store, refs=[ref], ttl_s=0.03) as (writer, _):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await store.renewed.wait()
         writer.add(filled(1))
         written = await writer.finish(None)
@@ -163,7 +163,7 @@ async def test_a_lease_that_cannot_be_renewed_ends_the_writing() -> None:
     store = FakeStore()
     store.renew_error = LeaseLapsed("gone")
     async with writing(store, refs=[Block(name_of(0), 7, 2, 0, SIZE)], ttl_s=0.03) as (writer, _):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await store.renewed.wait()
         written = await writer.finish(None)
         assert written.problem == "lease_lapsed"
@@ -178,7 +178,7 @@ async def test_the_tail_is_put_even_when_finish_comes_in_the_middle_of_a_put() -
         finish = asyncio.create_task(writer.finish(TailSource("tail", 99, 1)))
         await asyncio.sleep(0)
         store.gate.set()
-        written = await asyncio.wait_for(finish, 5)
+        written = await asyncio.wait_for(finish, 30)
     assert (len(written.refs), written.tail is not None) == (1, True)
 
 

@@ -58,7 +58,7 @@ async def test_jobs_leave_those_who_decode_their_steps(monkeypatch: pytest.Monke
         def begin(_: object) -> None:
             engine.reserve(request(engine, prompt_of(5), max_tokens=40))
             engine.start("r")
-            assert waiting.wait(5)
+            assert waiting.wait(30)
 
         thread.post(begin)
         for _ in range(6):
@@ -82,7 +82,7 @@ async def test_each_step_is_delivered_once_and_in_order() -> None:
             )
         for index in range(5):
             thread.post(lambda e, i=index: e.start(str(i)))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while sum(len(e.token_ids) for o in outputs for e in o.events) < 20:
                 await asyncio.sleep(0)
         assert [output.step for output in outputs] == list(range(1, len(outputs) + 1))
@@ -111,13 +111,13 @@ async def test_an_idle_engine_is_checked_once_and_then_left_alone() -> None:
 
     engine.check_integrity = check  # type: ignore[method-assign]
     async with running(engine) as thread:
-        await asyncio.to_thread(checked.wait, 5)
+        await asyncio.to_thread(checked.wait, 30)
         before = looks
         await asyncio.sleep(0.1)  # ten idle periods
         assert (looks, thread.num_idle_checks) == (before, 1)
         checked.clear()
         await thread.call(lambda e: None)
-        await asyncio.to_thread(checked.wait, 5)
+        await asyncio.to_thread(checked.wait, 30)
         assert thread.num_idle_checks == 2
 
 
@@ -128,7 +128,7 @@ async def test_a_step_that_raises_ends_the_steps_but_aborts_still_run() -> None:
         await thread.call(lambda e: e.reserve(request(engine, prompt_of(9))))
         engine._model.forward = _broken_forward  # type: ignore[method-assign]
         await thread.call(lambda e: e.start("r"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not failures:
                 await asyncio.sleep(0)
         assert "the device is on fire" in str(failures[0])
@@ -137,7 +137,7 @@ async def test_a_step_that_raises_ends_the_steps_but_aborts_still_run() -> None:
             await thread.call(lambda e: None)
         done = asyncio.Event()
         thread.post(lambda e: e.abort("r"), done.set)
-        await asyncio.wait_for(done.wait(), 5)
+        await asyncio.wait_for(done.wait(), 30)
         assert len(failures) == 1
     engine.check_integrity()
     assert engine.stats().num_referenced_blocks == 0
@@ -157,7 +157,7 @@ async def test_a_step_that_cannot_be_told_is_a_failure() -> None:
     async with running(engine, on_step=on_step, on_failure=failures.append) as thread:
         await thread.call(lambda e: e.reserve(request(engine, prompt_of(9), max_tokens=50)))
         await thread.call(lambda e: e.start("r"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not failures:
                 await asyncio.sleep(0)
         assert "not told: ValueError: the sink is full" in str(failures[0])
@@ -166,7 +166,7 @@ async def test_a_step_that_cannot_be_told_is_a_failure() -> None:
             await thread.call(lambda e: None)
         done = asyncio.Event()
         thread.post(lambda e: e.abort("r"), done.set)
-        await asyncio.wait_for(done.wait(), 5)
+        await asyncio.wait_for(done.wait(), 30)
         assert (len(failures), len(outputs)) == (1, 2)
     engine.check_integrity()
     assert engine.stats().num_referenced_blocks == 0
@@ -187,12 +187,12 @@ async def test_calls_under_way_when_the_engine_fails_are_refused() -> None:
 
         model.forward = forward  # type: ignore[assignment,method-assign]
         await thread.call(lambda e: e.start("r"))
-        await asyncio.to_thread(model.is_held.wait, 5)
+        await asyncio.to_thread(model.is_held.wait, 30)
         late = asyncio.create_task(thread.call(lambda e: 1))
         await asyncio.sleep(0)
         model.release()
         with pytest.raises(Unavailable, match="engine failed"):
-            await asyncio.wait_for(late, 5)
+            await asyncio.wait_for(late, 30)
         thread.post(lambda e: e.abort("r"))
 
 
@@ -206,7 +206,7 @@ async def test_a_broken_law_is_a_failure(how: str) -> None:
     thread.start(lambda output: None, failures.append)
     if how == "post":
         thread.post(lambda e: _raise(Internal("a block is lost")))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not failures:
             await asyncio.sleep(0.001)
     assert "a block is lost" in str(failures[0])
@@ -221,12 +221,12 @@ async def test_nobody_hears_of_a_step_or_a_job_before_its_kernels_are_over() -> 
 
     def wait_for_kernels() -> None:
         waits.append(threading.current_thread().name)
-        assert are_over.wait(10)
+        assert are_over.wait(30)
 
     heard: list[StepOutput] = []
     thread = EngineThread(engine, wait_for_kernels=wait_for_kernels)
     thread.start(heard.append, lambda failure: None)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await thread.call(
             lambda e: (e.reserve(request(engine, prompt_of(9), name="r")), e.start("r"))
         )
@@ -234,7 +234,7 @@ async def test_nobody_hears_of_a_step_or_a_job_before_its_kernels_are_over() -> 
     await asyncio.wait([job], timeout=0.1)
     assert not job.done() and waits == ["engine"] and not heard
     are_over.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await job
         while not heard:
             await asyncio.sleep(0.001)
@@ -248,7 +248,7 @@ async def test_a_draw_has_waited_for_the_kernels() -> None:
     heard: list[StepOutput] = []
     thread = EngineThread(engine, wait_for_kernels=lambda: waits.append(1))
     thread.start(heard.append, lambda failure: None)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await thread.call(
             lambda e: (e.reserve(request(engine, prompt_of(9), name="r")), e.start("r"))
         )
@@ -267,7 +267,7 @@ async def test_a_caller_that_left_does_not_undo_its_job() -> None:
         await thread.call(lambda e: e.reserve(request(engine, prompt_of(9), name="busy")))
         model.hold()
         await thread.call(lambda e: e.start("busy"))
-        await asyncio.to_thread(model.is_held.wait, 5)
+        await asyncio.to_thread(model.is_held.wait, 30)
         wait = asyncio.create_task(
             thread.call(lambda e: e.reserve(request(engine, prompt_of(9, start=2))))
         )
@@ -287,7 +287,7 @@ async def test_stop_waits_for_the_step_and_refuses_the_rest() -> None:
     await thread.call(lambda e: e.reserve(request(engine, prompt_of(9))))
     model.hold()
     await thread.call(lambda e: e.start("r"))
-    await asyncio.to_thread(model.is_held.wait, 5)
+    await asyncio.to_thread(model.is_held.wait, 30)
     with pytest.raises(Unavailable, match="did not end its step"):
         await thread.stop(0.01)
     with pytest.raises(Unavailable, match="stopping"):
@@ -320,7 +320,7 @@ async def test_an_idle_engine_that_lost_a_process_fails_at_once() -> None:
         assert thread.failure is None
         engine._model.check_alive = _gone  # type: ignore[method-assign]
         await asyncio.to_thread(tell)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not failures:
                 await asyncio.sleep(0.01)
         assert "rank 1 ended (signal 9)" in str(thread.failure)
@@ -340,7 +340,7 @@ async def test_a_step_that_does_not_end_is_the_engines_failure() -> None:
     await thread.call(lambda e: engine.reserve(request(engine, prompt_of(5), name="r")))
     model.hold()
     await thread.call(lambda e: e.start("r"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not heard:
             await asyncio.sleep(0.01)
     assert heard == [thread.failure] and thread.is_stuck

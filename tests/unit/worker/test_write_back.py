@@ -136,7 +136,7 @@ class Bench:
         asked = request(self.engine, prompt, max_tokens=num_tokens)
         await self.thread.call(lambda engine: engine.reserve(asked))
         await self.thread.call(lambda engine: engine.start("r"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await self.done.wait()
         return self.events
 
@@ -155,7 +155,7 @@ class Bench:
         return self.writes.begin("t", known, len(hashes), leg, len(known))
 
     async def settle(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while any(not task.done() for task in self.connector.tasks):
                 await asyncio.wait(self.connector.tasks)
         for task in self.connector.tasks:

@@ -17,7 +17,6 @@ from engine.batch import Batch, Span
 from engine.decoder.verify import NUM_TOKENS, verify_logits
 from engine.errors import RankFailed
 from engine.kv.memory import KvMemory
-from engine.parallel import process_ranks
 from engine.parallel.memory import RankMemory, runs
 from engine.parallel.model import ParallelModel
 from engine.parallel.pieces import pieces
@@ -279,20 +278,17 @@ class _Group:
         raise RuntimeError("NCCL error: the peer has parted before")
 
 
-def test_an_abort_does_not_wait_for_graphs_and_an_end_waits_a_bounded_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_abort_does_not_wait_for_graphs_and_an_end_waits_a_bounded_time() -> None:
     """Whoever sees a rank die aborts while the graph that waits for it still runs."""
     for graphs_go in (True, False):
-        ranks, group = ProcessRanks(Grid(2, 1), 0, "cuda:0", 1.0), _Group()
+        part_s = 20.0 if graphs_go else 0.05
+        ranks, group = ProcessRanks(Grid(2, 1), 0, "cuda:0", 1.0, part_s=part_s), _Group()
         ranks._shares = group
         ranks.abort()
         ranks.abort()
         assert not group.has_parted
         if graphs_go:
             group.graphs_are_gone.set()
-        else:
-            monkeypatch.setattr(process_ranks, "_PART_S", 0.05)
         ranks.close()
         assert (group.num_aborts, group.has_parted) == (1, graphs_go)
         group.graphs_are_gone.set()
