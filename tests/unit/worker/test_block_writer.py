@@ -22,6 +22,7 @@ from services.worker.block_writer import BlockWriter, TailSource
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
 from tests.harness.gated_engine import fake_engine, running
+from tests.harness.waiting import until
 
 SIZE = 4
 
@@ -271,8 +272,7 @@ async def test_a_failing_store_is_a_reason_not_an_error(error: BatonError, probl
     async with writing(store) as (writer, _):
         writer.add(filled(0))
         await store.entered.wait()
-        while not store.puts:
-            await asyncio.sleep(0)
+        await until(lambda: store.puts)
         store.error = error
         writer.add(filled(1))
         written = await writer.finish(TailSource("tail", 99, 1))
@@ -305,8 +305,7 @@ async def test_a_cancel_at_any_time_gives_the_lease_back(when: str) -> None:
     store = FakeStore()
     async with writing(store) as (writer, connector):
         writer.add(filled(0))
-        while not store.puts:
-            await asyncio.sleep(0)
+        await until(lambda: store.puts)
         finish: asyncio.Task[Any] | None = None
         if when in ("putting", "finishing"):
             store.entered.clear()

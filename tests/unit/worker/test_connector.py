@@ -31,6 +31,7 @@ from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
 from services.worker.store_target import StoreTarget
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
+from tests.harness.waiting import until
 
 NUM_ITEMS = 6
 
@@ -162,9 +163,11 @@ async def test_what_may_still_be_written_into_is_out_of_use_until_it_is_settled(
         assert connector.num_in_quarantine == NUM_ITEMS
         await thread.call(lambda e: e.check_integrity())
         settled.set_result(None)
-        async with asyncio.timeout(30):
-            while (await thread.call(lambda e: e.stats())).num_quarantined_blocks:
-                await asyncio.sleep(0)
+
+        async def is_settled() -> bool:
+            return not (await thread.call(lambda e: e.stats())).num_quarantined_blocks
+
+        await until(is_settled)
         assert engine.stats().num_free_blocks == 64
         assert connector.num_in_quarantine == 0
 

@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
 
 import pytest
 
 from engine.errors import RankFailed
 from engine.step_output import StepOutput
-from process import step_watch
 from process.errors import FailedPrecondition, Internal, Unavailable
 from process.step_watch import StepWatch
 from services.worker import engine_thread
 from services.worker.engine_thread import EngineThread
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of, request, running
+from tests.harness.waiting import WAIT_S, Clock, until
 
 
 async def test_call_runs_on_the_engines_thread_and_brings_back_what_it_returns() -> None:
@@ -82,9 +81,7 @@ async def test_each_step_is_delivered_once_and_in_order() -> None:
             )
         for index in range(5):
             thread.post(lambda e, i=index: e.start(str(i)))
-        async with asyncio.timeout(30):
-            while sum(len(e.token_ids) for o in outputs for e in o.events) < 20:
-                await asyncio.sleep(0)
+        await until(lambda: sum(len(e.token_ids) for o in outputs for e in o.events) >= 20)
         assert [output.step for output in outputs] == list(range(1, len(outputs) + 1))
         assert thread.num_steps == len(outputs)
         assert thread.stats.num_output_tokens == 20
@@ -128,9 +125,7 @@ async def test_a_step_that_raises_ends_the_steps_but_aborts_still_run() -> None:
         await thread.call(lambda e: e.reserve(request(engine, prompt_of(9))))
         engine._model.forward = _broken_forward  # type: ignore[method-assign]
         await thread.call(lambda e: e.start("r"))
-        async with asyncio.timeout(30):
-            while not failures:
-                await asyncio.sleep(0)
+        await until(lambda: failures)
         assert "the device is on fire" in str(failures[0])
         assert thread.failure is failures[0]
         with pytest.raises(Unavailable, match="engine failed"):
@@ -157,9 +152,7 @@ async def test_a_step_that_cannot_be_told_is_a_failure() -> None:
     async with running(engine, on_step=on_step, on_failure=failures.append) as thread:
         await thread.call(lambda e: e.reserve(request(engine, prompt_of(9), max_tokens=50)))
         await thread.call(lambda e: e.start("r"))
-        async with asyncio.timeout(30):
-            while not failures:
-                await asyncio.sleep(0)
+        await until(lambda: failures)
         assert "not told: ValueError: the sink is full" in str(failures[0])
         assert thread.failure is failures[0]
         with pytest.raises(Unavailable, match="engine failed"):
@@ -206,9 +199,7 @@ async def test_a_broken_law_is_a_failure(how: str) -> None:
     thread.start(lambda output: None, failures.append)
     if how == "post":
         thread.post(lambda e: _raise(Internal("a block is lost")))
-    async with asyncio.timeout(30):
-        while not failures:
-            await asyncio.sleep(0.001)
+    await until(lambda: failures)
     assert "a block is lost" in str(failures[0])
     await thread.stop(5)
 
@@ -231,13 +222,11 @@ async def test_nobody_hears_of_a_step_or_a_job_before_its_kernels_are_over() -> 
             lambda e: (e.reserve(request(engine, prompt_of(9), name="r")), e.start("r"))
         )
     job = asyncio.create_task(thread.call(lambda e: e.abort("r")))
-    await asyncio.wait([job], timeout=0.1)
+    await until(lambda: waits)
     assert not job.done() and waits == ["engine"] and not heard
     are_over.set()
-    async with asyncio.timeout(30):
-        await job
-        while not heard:
-            await asyncio.sleep(0.001)
+    await asyncio.wait_for(job, WAIT_S)
+    await until(lambda: heard)
     assert len(waits) >= 2  # after the chunk, and after the job that gives its blocks back
     await thread.stop(5)
 
@@ -320,9 +309,7 @@ async def test_an_idle_engine_that_lost_a_process_fails_at_once() -> None:
         assert thread.failure is None
         engine._model.check_alive = _gone  # type: ignore[method-assign]
         await asyncio.to_thread(tell)
-        async with asyncio.timeout(30):
-            while not failures:
-                await asyncio.sleep(0.01)
+        await until(lambda: failures)
         assert "rank 1 ended (signal 9)" in str(thread.failure)
 
 
@@ -335,14 +322,15 @@ async def test_a_step_that_does_not_end_is_the_engines_failure() -> None:
     engine = fake_engine(model=model)
     heard: list[Internal] = []
     outputs: list[StepOutput] = []
-    thread = EngineThread(engine, step_timeout_s=0.05)
+    clock = Clock()
+    thread = EngineThread(engine, step_timeout_s=0.05, clock=clock)
     thread.start(outputs.append, heard.append)
     await thread.call(lambda e: engine.reserve(request(engine, prompt_of(5), name="r")))
     model.hold()
     await thread.call(lambda e: e.start("r"))
-    async with asyncio.timeout(30):
-        while not heard:
-            await asyncio.sleep(0.01)
+    await asyncio.to_thread(model.is_held.wait, WAIT_S)
+    clock.now_s += 0.06
+    await until(lambda: heard)
     assert heard == [thread.failure] and thread.is_stuck
     assert "limits.step_timeout_s" in str(heard[0])
     with pytest.raises(Unavailable):
@@ -359,36 +347,33 @@ async def test_a_step_that_does_not_end_is_the_engines_failure() -> None:
 async def test_steps_in_time_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only this test moves: within a step by less than it may take, and by more
     where the engine rests."""
-    clock = SimpleNamespace(now_s=100.0, num_looks=0)
+    clock, num_looks = Clock(), 0
 
     class Watch(StepWatch):
         @property
         def is_late(self) -> bool:
-            clock.num_looks += 1
+            nonlocal num_looks
+            num_looks += 1
             return super().is_late
 
     async def pass_time(seconds: float) -> None:
         """Returns when the watch has looked since."""
         clock.now_s += seconds
-        num_before = clock.num_looks
-        while clock.num_looks < num_before + 2:
-            await asyncio.sleep(0.001)
+        num_wanted = num_looks + 2
+        await until(lambda: num_looks >= num_wanted)
 
-    monkeypatch.setattr(step_watch, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
-    monkeypatch.setattr(step_watch, "WATCH_S", 0.001)
     monkeypatch.setattr(engine_thread, "StepWatch", Watch)
     model = GatedModel()
     engine = fake_engine(model=model)
-    async with asyncio.timeout(30), running(engine, step_timeout_s=2.0) as thread:
+    async with running(engine, step_timeout_s=0.02, clock=clock) as thread:
         await thread.call(lambda e: engine.reserve(request(engine, prompt_of(5), name="r")))
         model.hold()
         thread.post(lambda e: e.start("r"))
-        await asyncio.to_thread(model.is_held.wait, 30)
-        await pass_time(1.9)
+        await asyncio.to_thread(model.is_held.wait, WAIT_S)
+        await pass_time(0.019)
         num_idle_checks = thread.num_idle_checks
         model.release()
-        while thread.num_idle_checks == num_idle_checks:  # until its steps are over
-            await asyncio.sleep(0.001)
-        await pass_time(10.0)
+        await until(lambda: thread.num_idle_checks > num_idle_checks)  # its steps are over
+        await pass_time(1.0)
         assert thread.failure is None and not thread.is_stuck
         assert thread.stats.num_output_tokens == 4
