@@ -27,7 +27,6 @@ from process.settings import SettingsError
 from process.tls import TlsSettings
 from protos import draft_pb2, draft_pb2_grpc
 from services.draft import thread
-from services.draft import worker as worker_module
 from services.draft.config import DraftLimits, DraftSettings
 from services.draft.metrics import DraftCollector
 from services.draft.server import SERVICE
@@ -179,13 +178,10 @@ async def test_where_calls_always_wait_laws_are_recomputed_all_the_same(
     await b.end()
 
 
-async def test_a_thread_that_does_not_end_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(worker_module, "JOIN_S", 0.0)
+async def test_a_thread_that_does_not_end_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     drafter = Held()
     settings = DraftSettings(engine=EngineConfig(model="fake"))
-    async with serving_drafts(drafter, bench.about(), settings) as worker:
+    async with serving_drafts(drafter, bench.about(), settings, join_s=0.0) as worker:
         made = worker.thread.propose(ONE, [_ask(0)], Deadline.after(CALL_S))
         call = asyncio.ensure_future(made)
         assert await asyncio.to_thread(drafter.begun.wait, CALL_S)

@@ -31,7 +31,7 @@ from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
 from services.worker.store_target import StoreTarget
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
-from tests.harness.waiting import until
+from tests.harness.waiting import Clock, until
 
 NUM_ITEMS = 6
 
@@ -297,11 +297,9 @@ async def test_a_store_that_greets_well_and_fails_at_work_is_not_met_without_end
         return client
 
     monkeypatch.setattr(module, "attach", attach)
-    monkeypatch.setattr(module, "MIN_BACKOFF_S", 600.0)
-    monkeypatch.setattr(module, "MAX_BACKOFF_S", 600.0)
     target = StoreTarget("a:1", "w", b"i" * 16, "ab", BlockMemory.of(np.zeros((1, 8), "u1")), "shm")
     async with running(fake_engine(num_blocks=64)) as thread:
-        connector = StoreConnector(target, thread, WorkerLimits())
+        connector = StoreConnector(target, thread, WorkerLimits(), min_backoff_s=600.0)
         await connector.start(wait_s=0.05)
         for _ in range(200):
             assert connector.client is None
@@ -320,12 +318,12 @@ async def test_a_store_that_was_good_for_long_is_met_again_at_once(
         return clients[-1]
 
     monkeypatch.setattr(module, "attach", attach)
-    monkeypatch.setattr(module, "MIN_BACKOFF_S", 600.0)
-    monkeypatch.setattr(module, "STEADY_S", 0.0)
     target = StoreTarget("a:1", "w", b"i" * 16, "ab", BlockMemory.of(np.zeros((1, 8), "u1")), "shm")
     async with running(fake_engine(num_blocks=64)) as thread:
-        connector = StoreConnector(target, thread, WorkerLimits())
+        clock = Clock()
+        connector = StoreConnector(target, thread, WorkerLimits(), min_backoff_s=600.0, clock=clock)
         assert await connector.start(wait_s=30)
+        clock.now_s += module.STEADY_S
         clients[0].broken = "it died"
         assert connector.client is None
         await connector.wait_attached(Deadline.after(30))

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -31,6 +32,7 @@ from services.worker.engine_thread import EngineThread
 from services.worker.provenance import Leg, WorkerCounts
 from services.worker.write_back import AnswerChain, WriteBack
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, fake_engine, prompt_of, request, running
+from tests.harness.waiting import WAIT_S
 
 FRAME_BYTES = 64
 
@@ -416,7 +418,7 @@ async def test_more_chains_than_may_wait_are_given_up(monkeypatch: pytest.Monkey
 
 
 async def test_loads_go_first_but_not_for_ever() -> None:
-    async with bench(put_budget_s=0.4) as b:
+    async with bench(put_budget_s=2 * WAIT_S) as b:
         b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
         chain = b.begin(PROMPT)
         with b.writes.standing_back():
@@ -427,6 +429,7 @@ async def test_loads_go_first_but_not_for_ever() -> None:
             assert b.store.num_puts == []
         await b.settle()
         assert sum(b.store.num_puts) >= 4
+        b.writes._limits = replace(b.writes._limits, put_budget_s=2.0)
         other = b.begin(prompt_of(16, start=8), num_known=0)
         with b.writes.standing_back():  # a load that does not end
             for event in await b.generate(prompt_of(16, start=8), 17):
