@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -191,8 +192,9 @@ async def test_a_worker_that_refuses_is_named_and_nothing_changed() -> None:
 
 
 async def test_a_worker_that_does_not_answer_is_named_and_nothing_changed() -> None:
-    async with _bench(num_decode=2, times={"adapter_s": 0.5}) as bench:
+    async with _bench(num_decode=2) as bench:
         await _load(bench.stub, OLD)
+        _hurry(bench)
         bench.decodes[1].load_gate.close()
         with pytest.raises(Unavailable, match=r"within 0\.5 s .* by d1 .*nothing changed"):
             await _load(bench.stub, NEW)
@@ -203,7 +205,7 @@ async def test_a_worker_that_does_not_answer_is_named_and_nothing_changed() -> N
 
 
 async def test_a_worker_that_dies_meanwhile_is_not_waited_for() -> None:
-    async with _bench(num_decode=2, times={"adapter_s": 2.0}) as bench:
+    async with _bench(num_decode=2) as bench:
         gone = bench.decodes.pop()
         gone.load_gate.close()
         loading = asyncio.create_task(_load(bench.stub, OLD))
@@ -281,8 +283,9 @@ async def test_an_unload_that_waits_lets_requests_end_and_takes_no_new_ones() ->
 
 
 async def test_an_unload_says_who_has_it_still() -> None:
-    async with _bench(times={"adapter_s": 0.5}) as bench:  # where no worker follows
+    async with _bench() as bench:  # where no worker follows
         await _load(bench.stub, OLD)
+        _hurry(bench)
         with pytest.raises(DeadlineExceeded, match="takes no new requests, and is on d0, p0"):
             await _unload(bench.stub)
         with pytest.raises(InvalidArgument, match="'tales' is not loaded"):
@@ -455,6 +458,12 @@ async def test_a_router_drops_only_what_it_has_seen(is_forgotten: bool) -> None:
             return there is None if is_forgotten else there is not None and not there.old
 
         await until(is_dropped)
+
+
+def _hurry(bench: Bench) -> None:
+    """The next change has half a second."""
+    changes = bench.router._changes
+    changes._times = replace(changes._times, adapter_s=0.5)
 
 
 def _is_known(bench: Bench) -> bool:
