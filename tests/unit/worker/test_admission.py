@@ -18,7 +18,7 @@ from process.errors import DeadlineExceeded, NoCapacity, Unavailable
 from services.worker.admission import Admission
 from services.worker.engine_thread import EngineThread
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
-from tests.harness.waiting import until
+from tests.harness.waiting import settled, until
 
 SOON = 30.0
 
@@ -97,7 +97,7 @@ async def test_a_full_queue_refuses_at_once_with_a_retry_time() -> None:
     async with small_worker(max_waiting=2) as (engine, thread, admission):
         await ask(engine, admission, "holder", 250)
         waiting = [ask(engine, admission, f"r{i}", 100) for i in range(2)]
-        await asyncio.sleep(0)
+        await settled()
         with pytest.raises(NoCapacity) as caught:
             await ask(engine, admission, "one too many", 1)
         assert caught.value.retry_after_s
@@ -112,7 +112,7 @@ async def test_who_leaves_the_head_lets_the_next_one_in(how: str) -> None:
     async with small_worker() as (engine, thread, admission):
         await ask(engine, admission, "holder", 200)
         head = ask(engine, admission, "head", 240, timeout_s=0.05 if how == "deadline" else SOON)
-        await asyncio.sleep(0)
+        await settled()
         small = ask(engine, admission, "small", 8)
         if how == "cancel":
             await until(lambda: admission.num_waiting == 2)

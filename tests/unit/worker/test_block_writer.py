@@ -22,7 +22,7 @@ from services.worker.block_writer import BlockWriter, TailSource
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
 from tests.harness.gated_engine import fake_engine, running
-from tests.harness.waiting import until
+from tests.harness.waiting import settled, until
 
 SIZE = 4
 
@@ -177,7 +177,7 @@ async def test_the_tail_is_put_even_when_finish_comes_in_the_middle_of_a_put() -
         writer.add(filled(0))
         await store.entered.wait()
         finish = asyncio.create_task(writer.finish(TailSource("tail", 99, 1)))
-        await asyncio.sleep(0)
+        await settled()
         store.gate.set()
         written = await asyncio.wait_for(finish, 30)
     assert (len(written.refs), written.tail is not None) == (1, True)
@@ -314,7 +314,7 @@ async def test_a_cancel_at_any_time_gives_the_lease_back(when: str) -> None:
             await store.entered.wait()
         if when == "finishing":
             finish = asyncio.create_task(writer.finish(None))
-            await asyncio.sleep(0)
+            await settled()
             finish.cancel()
         if when == "done":
             await writer.finish(None)

@@ -16,7 +16,7 @@ from process.step_watch import StepWatch
 from services.worker import engine_thread
 from services.worker.engine_thread import EngineThread
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of, request, running
-from tests.harness.waiting import WAIT_S, Clock, until
+from tests.harness.waiting import WAIT_S, Clock, settled, until
 
 
 async def test_call_runs_on_the_engines_thread_and_brings_back_what_it_returns() -> None:
@@ -182,7 +182,7 @@ async def test_calls_under_way_when_the_engine_fails_are_refused() -> None:
         await thread.call(lambda e: e.start("r"))
         await asyncio.to_thread(model.is_held.wait, 30)
         late = asyncio.create_task(thread.call(lambda e: 1))
-        await asyncio.sleep(0)
+        await settled()
         model.release()
         with pytest.raises(Unavailable, match="engine failed"):
             await asyncio.wait_for(late, 30)
@@ -260,7 +260,7 @@ async def test_a_caller_that_left_does_not_undo_its_job() -> None:
         wait = asyncio.create_task(
             thread.call(lambda e: e.reserve(request(engine, prompt_of(9, start=2))))
         )
-        await asyncio.sleep(0)
+        await settled()
         wait.cancel()
         thread.post(lambda e: e.abort("r"))
         model.release()

@@ -32,7 +32,7 @@ from services.worker.engine_thread import EngineThread
 from services.worker.provenance import Leg, WorkerCounts
 from services.worker.write_back import AnswerChain, WriteBack
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, fake_engine, prompt_of, request, running
-from tests.harness.waiting import WAIT_S
+from tests.harness.waiting import WAIT_S, settled
 
 FRAME_BYTES = 64
 
@@ -424,8 +424,7 @@ async def test_loads_go_first_but_not_for_ever() -> None:
         with b.writes.standing_back():
             with b.writes.standing_back():
                 await answered(b, chain)
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await settled()
             assert b.store.num_puts == []
         await b.settle()
         assert sum(b.store.num_puts) >= 4
