@@ -124,7 +124,8 @@ class Cluster:
         text = json_format.MessageToJson(status, indent=None)
         await self.client.hset(registry_beat.entries_key(kind), entry_id, text)
         key = registry_beat.beat_key(kind, entry_id)
-        await self.client.set(key, status.incarnation, px=registry_beat.BEAT_TTL_MS)
+        # A minute: it is new for that long, however slow the test is.
+        await self.client.set(key, status.incarnation, px=60_000)
 
     async def stop(self) -> None:
         await self.autoscaler.stop()
