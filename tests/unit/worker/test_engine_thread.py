@@ -5,7 +5,9 @@ failure.
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
+from typing import Any
 
 import pytest
 
@@ -87,18 +89,20 @@ async def test_each_step_is_delivered_once_and_in_order() -> None:
         assert thread.stats.num_output_tokens == 20
 
 
-async def test_an_idle_engine_is_checked_once_and_then_left_alone() -> None:
-    """Nothing runs in an idle engine: not even a look whether there is work."""
+async def test_an_idle_engine_is_checked_once_and_then_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing runs in an idle engine: its thread waits for a job, and for no time."""
+    waits: list[float | None] = []
+
+    class Jobs(queue.SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            if threading.current_thread().name == "engine":
+                waits.append(timeout)
+            return super().get(block, timeout)
+
+    monkeypatch.setattr(queue, "SimpleQueue", Jobs)
     engine = fake_engine()
-    looks = 0
-    real = engine.has_work
-
-    def has_work() -> bool:
-        nonlocal looks
-        looks += 1
-        return real()
-
-    engine.has_work = has_work  # type: ignore[method-assign]
     checked = threading.Event()
     real_check = engine.check_integrity
 
@@ -109,9 +113,8 @@ async def test_an_idle_engine_is_checked_once_and_then_left_alone() -> None:
     engine.check_integrity = check  # type: ignore[method-assign]
     async with running(engine) as thread:
         await asyncio.to_thread(checked.wait, 30)
-        before = looks
-        await asyncio.sleep(0.1)  # ten idle periods
-        assert (looks, thread.num_idle_checks) == (before, 1)
+        await until(lambda: waits[-1] is None)
+        assert thread.num_idle_checks == 1
         checked.clear()
         await thread.call(lambda e: None)
         await asyncio.to_thread(checked.wait, 30)
