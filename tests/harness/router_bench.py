@@ -384,7 +384,7 @@ class Served:
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine where the router runs."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(2 * BOUND_S)
 
 
 @contextlib.contextmanager
@@ -393,11 +393,12 @@ def served(**options: Any) -> Iterator[Served]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="http-bench")
     thread.start()
-    bench = http_bench(**options)
+    bench, bound_s = http_bench(**options), 2 * BOUND_S
     try:
-        entered = asyncio.run_coroutine_threadsafe(bench.__aenter__(), loop).result(20)
+        entered = asyncio.run_coroutine_threadsafe(bench.__aenter__(), loop).result(bound_s)
         yield Served(entered, loop)
-        asyncio.run_coroutine_threadsafe(bench.__aexit__(None, None, None), loop).result(20)
+        left = bench.__aexit__(None, None, None)
+        asyncio.run_coroutine_threadsafe(left, loop).result(bound_s)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
