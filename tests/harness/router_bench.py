@@ -27,7 +27,13 @@ from process import incarnation, registry_beat, serving
 from process.errors import BatonError
 from process.serving import channel as channel
 from process.serving import error_from_rpc as error_from_rpc
-from protos import common_pb2, inference_pb2, inference_pb2_grpc
+from protos import (
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    kvstore_pb2,
+    kvstore_pb2_grpc,
+)
 from services.router.app import Router
 from services.router.config import RouterLimits, RouterSettings, RouterTimes
 from services.router.fakes.decode import FakeDecode
@@ -183,6 +189,30 @@ class Bench:
     async def generate(self, request: Any, **options: Any) -> list[Any]:
         """All messages of one request."""
         return [m async for m in self.stub.Generate(request, timeout=BOUND_S, **options)]
+
+
+class LeaseStore(kvstore_pb2_grpc.KvStoreServicer):
+    """A store that only hears which leases are given back."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.released: list[str] = []
+
+    async def Release(self, request: Any, context: Any) -> Any:
+        self.released += request.lease_ids
+        return kvstore_pb2.ReleaseReply(num_released=len(request.lease_ids))
+
+
+@asynccontextmanager
+async def lease_store() -> AsyncIterator[LeaseStore]:
+    store = LeaseStore()
+    server, store.address = await serving.listen(
+        "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
+    )
+    try:
+        yield store
+    finally:
+        await server.stop(None)
 
 
 class Looks:

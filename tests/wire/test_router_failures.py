@@ -15,7 +15,7 @@ import pytest
 from baton.client import Client
 from process import registry_beat, serving
 from process.errors import BatonError, DeadlineExceeded, InvalidArgument, NoCapacity, Unavailable
-from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
+from protos import inference_pb2
 from services.router import registry
 from services.router.admission_settings import AdmissionSettings
 from services.router.app import Router
@@ -31,6 +31,7 @@ from tests.harness.router_bench import (
     Looks,
     expected_ids,
     fake_model,
+    lease_store,
     request,
     rest_of,
     running,
@@ -453,26 +454,11 @@ async def test_a_busy_port_is_one_clear_error() -> None:
         await second.stop()
 
 
-class _Store(kvstore_pb2_grpc.KvStoreServicer):
-    """Only hears which leases are given back."""
-
-    def __init__(self) -> None:
-        self.released: list[str] = []
-
-    async def Release(self, request: Any, context: Any) -> Any:
-        self.released += request.lease_ids
-        return kvstore_pb2.ReleaseReply(num_released=len(request.lease_ids))
-
-
 async def test_a_handle_that_nobody_takes_over_is_given_back() -> None:
     """A stop in the first token's text: the prefill worker could not know, its leases are ours."""
-    store = _Store()
-    server, address = await serving.listen(
-        "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
-    )
-    try:
+    async with lease_store() as store:
         async with running() as bench:
-            bench.prefill.store_address = address
+            bench.prefill.store_address = store.address
             prompt = TOKENIZER.encode("hello")
             first = expected_ids(bench, prompt, 3, 1)
             stop = {"stop": [TOKENIZER.decode(first)], "seed": 3, "max_tokens": 9}
@@ -483,8 +469,6 @@ async def test_a_handle_that_nobody_takes_over_is_given_back() -> None:
             # Taken over: the decode worker's business.
             await bench.generate(request(sampling=SHORT))
         assert not store.released
-    finally:
-        await server.stop(None)
 
 
 async def test_a_request_whose_prefill_worker_went_silent_says_what_it_waits_for() -> None:

@@ -18,7 +18,7 @@ import pytest
 from kvstore import block_hash
 from process import serving
 from process.errors import FailedPrecondition, NoCapacity, Unavailable
-from protos import common_pb2, inference_pb2, kvstore_pb2, kvstore_pb2_grpc
+from protos import common_pb2, inference_pb2
 from services.router import flow
 from services.router.config import RouterTimes
 from services.router.fakes.decode import FakeDecode
@@ -32,6 +32,7 @@ from tests.harness.router_bench import (
     Bench,
     Looks,
     fake_model,
+    lease_store,
     request,
     rest_of,
     running,
@@ -193,10 +194,6 @@ LONG = "abcdefghijkl" * 10
 @pytest.mark.parametrize("what", ["lapsed", "short", "empty"])
 async def test_a_handle_that_leaves_much_to_compute_is_not_used(what: str) -> None:
     """A prefill worker computes the rest, as of a new request; the leases are given back."""
-    store = _Store()
-    server, address = await serving.listen(
-        "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
-    )
     fields = {
         "lapsed": {"deadline_unix_ms": _unix_ms(-1.0)},
         "short": {"num_tokens": 80, "block_size": 16, "deadline_unix_ms": _unix_ms(60.0)},
@@ -204,11 +201,11 @@ async def test_a_handle_that_leaves_much_to_compute_is_not_used(what: str) -> No
     }[what]
 
     async def leave(worker: FakeDecode) -> None:
-        worker.store_address = address
+        worker.store_address = store.address
         _with_handles(worker, **fields)
         worker.move_all()
 
-    try:
+    async with lease_store() as store:
         async with running(num_decode=2, short_prefill_tokens=30) as bench:
             asked = request(text=LONG, sampling={"max_tokens": 12, "seed": SEED})
             messages = await _moved(bench, asked, 5, leave)
@@ -222,8 +219,6 @@ async def test_a_handle_that_leaves_much_to_compute_is_not_used(what: str) -> No
             (recomputed,) = messages[-1].provenance.legs[2].recomputed
             assert recomputed.reason == "moved"
             await until(lambda: "lease-moved" in store.released)
-    finally:
-        await server.stop(None)
 
 
 async def test_a_handle_that_leaves_little_to_compute_is_used() -> None:
@@ -549,30 +544,15 @@ async def test_an_answer_that_decode_draws_alone_goes_on(goes: Goes) -> None:
         assert list(told.output_token_ids) == _expected(bench, 5)
 
 
-class _Store(kvstore_pb2_grpc.KvStoreServicer):
-    """Only hears which leases are given back."""
-
-    def __init__(self) -> None:
-        self.released: list[str] = []
-
-    async def Release(self, request: Any, context: Any) -> Any:
-        self.released += request.lease_ids
-        return kvstore_pb2.ReleaseReply(num_released=len(request.lease_ids))
-
-
 @pytest.mark.parametrize("ends", ["cancel", "deadline", "nobody", "overshoot"])
 async def test_a_handle_that_nobody_takes_over_is_given_back(
     ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deadlines = Deadlines(monkeypatch)
-    store = _Store()
-    server, address = await serving.listen(
-        "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
-    )
-    try:
+    async with lease_store() as store:
         times = SHORT_WAITS if ends == "nobody" else {}
         async with running(times=times) as bench:
-            bench.decode.store_address = address
+            bench.decode.store_address = store.address
             bench.decode.pause_at = 4
             call = bench.stub.Generate(_asked(), timeout=BOUND_S)
             worker = await _paused(bench)
@@ -600,8 +580,6 @@ async def test_a_handle_that_nobody_takes_over_is_given_back(
                         await rest_of(call)
             await until(lambda: store.released)
             assert store.released == ["lease-moved"]
-    finally:
-        await server.stop(None)
 
 
 async def test_it_is_counted_and_told() -> None:
