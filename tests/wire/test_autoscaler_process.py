@@ -137,7 +137,7 @@ async def test_nobody_asks_so_nobody_is_there_until_somebody_waits() -> None:
 async def test_without_redis_it_changes_nothing_and_says_so() -> None:
     async with running(least=0) as cluster:
         cluster.redis.kill()
-        cluster.clock.now_s += 1.0  # longer than nobody may have asked
+        cluster.clock.now_s += 1.0  # longer than an idle cluster keeps its workers
         record = await cluster.autoscaler.decide()
         assert not record.decision.is_action
         assert cluster.scaler.num_changes == 0

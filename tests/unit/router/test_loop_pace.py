@@ -39,4 +39,4 @@ async def test_it_sees_the_loop_that_it_runs_on() -> None:
     finally:
         await pace.stop()
     assert pace.pause_s == 0.0
-    assert pace._task is not None and pace._task.done(), "nobody watches any more"
+    assert pace._task is not None and pace._task.done(), "the watch is over"

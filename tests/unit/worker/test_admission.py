@@ -42,7 +42,7 @@ async def give_back(thread: EngineThread, admission: Admission, name: str) -> No
 
 
 async def are_tried(thread: EngineThread, admission: Admission) -> None:
-    """All who wait have been tried since the last one came."""
+    """All requests that wait have been tried since the last one came."""
     await until(lambda: not admission._wake.is_set())
     await thread.call(lambda e: None)
 
