@@ -30,6 +30,9 @@ from process import pulse
 _REDIS_READY = "eady to accept connections"
 """Versions differ in what stands before it."""
 _NUM_LAST_LINES = 12
+_LAST_WORDS_S = 2.0
+"""For what a child that has ended said last to be read. Bounded: a process that it left behind may
+hold its output open."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Child:
     )
     _process: subprocess.Popen[str] | None = None
     _pulse: Pulse | None = None
+    _reader: threading.Thread | None = None
 
     @property
     def pid(self) -> int:
@@ -111,14 +115,19 @@ class Child:
             pipe.started()
             if self._pulse is not pipe:
                 pipe.close()
-        threading.Thread(target=self._read, name=f"log-{self.spec.name}", daemon=True).start()
+        name = f"log-{self.spec.name}"
+        self._reader = threading.Thread(target=self._read, name=name, daemon=True)
+        self._reader.start()
 
     def has_beaten(self) -> bool:
         """Whether it was heard of since this was asked last: see baton/pulse.py."""
         return self._pulse is not None and self._pulse.has_beaten()
 
     def close(self) -> None:
-        """It has ended: what was kept for its pulse is given back. Idempotent."""
+        """It has ended: its log is complete, and what was kept for its pulse is given back.
+        Idempotent."""
+        if self._reader is not None:
+            self._reader.join(_LAST_WORDS_S)
         if self._pulse is not None:
             self._pulse.close()
 

@@ -158,15 +158,13 @@ class Client:
             raise errors.Internal(f"an embedding came in {len(replies)} messages")
         return embedding_from(replies[0])
 
-    async def models(self) -> list[inference_pb2.ModelInfo]:
+    async def models(self, timeout_s: float = _STATUS_TIMEOUT_S) -> list[inference_pb2.ModelInfo]:
         """The models served."""
         request = inference_pb2.ListModelsRequest()
         try:
-            reply = await self._stub.ListModels(
-                request, timeout=_STATUS_TIMEOUT_S, metadata=self._metadata
-            )
+            reply = await self._stub.ListModels(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise self._error(error, "its models", _STATUS_TIMEOUT_S) from None
+            raise self._error(error, "its models", timeout_s) from None
         return list(reply.models)
 
     async def status(
@@ -194,7 +192,9 @@ class Client:
             raise self._error(error, "whether it is ready", timeout_s) from None
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def explain(self, request_id: str = "", tenant: str = "") -> inference_pb2.ExplainReply:
+    async def explain(
+        self, request_id: str = "", tenant: str = "", timeout_s: float = _STATUS_TIMEOUT_S
+    ) -> inference_pb2.ExplainReply:
         """Why a request (empty: the latest one) went to the workers that it went to.
 
         Raises: NotFound when the router does not know it (any more).
@@ -202,10 +202,10 @@ class Client:
         request = inference_pb2.ExplainRequest(request_id=request_id, tenant=tenant)
         try:
             reply: inference_pb2.ExplainReply = await self._stub.Explain(
-                request, timeout=_STATUS_TIMEOUT_S, metadata=self._metadata
+                request, timeout=timeout_s, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
-            raise self._error(error, "why it chose its workers", _STATUS_TIMEOUT_S) from None
+            raise self._error(error, "why it chose its workers", timeout_s) from None
         return reply
 
     async def load_adapter(
@@ -353,9 +353,9 @@ class SyncClient:
         """As `Client.embed`."""
         return self._run(self._client.embed(prompt, **options))
 
-    def models(self) -> list[inference_pb2.ModelInfo]:
+    def models(self, timeout_s: float = _STATUS_TIMEOUT_S) -> list[inference_pb2.ModelInfo]:
         """As `Client.models`."""
-        return self._run(self._client.models())
+        return self._run(self._client.models(timeout_s))
 
     def status(
         self,
@@ -369,9 +369,11 @@ class SyncClient:
         """As `Client.is_ready`."""
         return self._run(self._client.is_ready(timeout_s))
 
-    def explain(self, request_id: str = "", tenant: str = "") -> inference_pb2.ExplainReply:
+    def explain(
+        self, request_id: str = "", tenant: str = "", timeout_s: float = _STATUS_TIMEOUT_S
+    ) -> inference_pb2.ExplainReply:
         """As `Client.explain`."""
-        return self._run(self._client.explain(request_id, tenant))
+        return self._run(self._client.explain(request_id, tenant, timeout_s))
 
     def load_adapter(
         self, request: inference_pb2.LoadClusterAdapterRequest, *, timeout_s: float

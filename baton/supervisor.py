@@ -65,13 +65,20 @@ class _Command:
 class Supervisor:
     """The children of one cluster and the thread that owns them."""
 
-    def __init__(self, log_dir: Path, on_event: OnEvent, max_silence_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        on_event: OnEvent,
+        max_silence_s: float = math.inf,
+        stop_timeout_s: float = STOP_TIMEOUT_S,
+    ) -> None:
         """`on_event` is called from the supervisor's thread and must not block; what it raises is
         logged the first time, and the children are looked after all the same."""
         self._log_dir = log_dir
         self._on_event = on_event
         self._on_event_failed = False
         self._max_silence_s = max_silence_s
+        self._stop_timeout_s = stop_timeout_s
         self._listened_s = time.monotonic()
         self._inbox: queue.Queue[Said | Exited | _Command | None] = queue.Queue()
         self._parts: dict[str, Part] = {}
@@ -176,18 +183,18 @@ class Supervisor:
             return
         self._stopping = True
         drains_s = sum(part.spec.drain_s for part in list(self._parts.values()))
-        bound_s = 2 * STOP_TIMEOUT_S * (len(order) + 1) + drains_s
+        bound_s = 2 * self._stop_timeout_s * (len(order) + 1) + drains_s
         with contextlib.suppress(ClusterError):
             self._do(lambda: self._stop_all(order), timeout_s=bound_s)
         self.kill_all()
         self._inbox.put(None)
-        self._thread.join(STOP_TIMEOUT_S)
+        self._thread.join(self._stop_timeout_s)
 
     def _end_orphans(self) -> None:
         """Of a thread that ended too early; they got SIGKILL from the kernel or get it now."""
         self.kill_all()
         for part in self._parts.values():
-            part.child.wait(STOP_TIMEOUT_S)
+            part.child.wait(self._stop_timeout_s)
             part.state = State.STOPPED
 
     def kill_all(self) -> None:
@@ -394,7 +401,7 @@ class Supervisor:
         part = self._part(name)
         if part.state in _ALIVE:
             part.child.signal(number)
-            self._await_end(part, time.monotonic() + part.spec.drain_s + STOP_TIMEOUT_S)
+            self._await_end(part, time.monotonic() + part.spec.drain_s + self._stop_timeout_s)
             self._show(part, "stopped", f"by {number.name}, on purpose")
         part.state = State.HELD
         return part
@@ -403,7 +410,7 @@ class Supervisor:
         """Of one that was told to end. (A second SIGTERM would have it end at once.)"""
         if not part.child.wait(max(0.0, deadline_s - time.monotonic())):
             part.child.signal(signal.SIGKILL)
-            part.child.wait(STOP_TIMEOUT_S)
+            part.child.wait(self._stop_timeout_s)
 
     def _stop_all(self, order: Sequence[Sequence[str]]) -> None:
         for kinds in order:
@@ -413,7 +420,7 @@ class Supervisor:
                     part.child.signal(signal.SIGTERM)
             now_s = time.monotonic()
             for part in group:
-                self._await_end(part, now_s + part.spec.drain_s + STOP_TIMEOUT_S)
+                self._await_end(part, now_s + part.spec.drain_s + self._stop_timeout_s)
                 part.state = State.STOPPED
                 part.child.close()
                 self._show(part, "stopped")

@@ -53,6 +53,7 @@ class StoreWatch:
         settings: KvStoreSettings,
         clock: Clock,
         on_gone: Callable[[], None],
+        slice_s: float = SLICE_S,
     ) -> None:
         """on_gone: called after workers may have gone; must not raise."""
         self.integrity_error = ""
@@ -61,6 +62,7 @@ class StoreWatch:
         self._settings = settings
         self._clock = clock
         self._on_gone = on_gone
+        self._slice_s = slice_s
         self._broken = ""  # a law that did not hold in use
         self._num_calls = 0
         self._num_beats = 0  # heartbeats: that the store heard of changes, but no work
@@ -100,7 +102,7 @@ class StoreWatch:
         store = self._memory.store
         self._in_use(lambda: store.lapse(self._clock()))
         state, steps = self._state(), store.checks()
-        slice_end_s = time.monotonic() + SLICE_S
+        slice_end_s = time.monotonic() + self._slice_s
         try:
             while next(itertools.islice(steps, _STEPS - 1, None), _END) is not _END:
                 if time.monotonic() < slice_end_s:
@@ -108,7 +110,7 @@ class StoreWatch:
                 await asyncio.sleep(0)
                 if self._state() != state or time.monotonic() >= until_s:
                     return False
-                slice_end_s = time.monotonic() + SLICE_S
+                slice_end_s = time.monotonic() + self._slice_s
         except RuntimeError:  # a table changed while it was iterated over
             return False
         except IntegrityError:

@@ -26,9 +26,16 @@ at any time: it waits for nothing and changes nothing."""
 class Health:
     """See the module."""
 
-    def __init__(self, why: str = "starting", clock: Callable[[], float] = time.monotonic) -> None:
-        """`why`: the reason that is given until there is a check."""
+    def __init__(
+        self,
+        why: str = "starting",
+        clock: Callable[[], float] = time.monotonic,
+        turn_s: float = _TURN_S,
+    ) -> None:
+        """`why`: the reason that is given until there is a check. turn_s: between two turns of the
+        loop that are noted."""
         self._clock = clock
+        self._turn_s = turn_s
         self._why = why
         self._check: Check | None = None
         self._turned_at_s: float | None = None
@@ -40,7 +47,7 @@ class Health:
 
         def turn() -> None:
             self._turned_at_s = self._clock()
-            self._turn = loop.call_later(_TURN_S, turn)
+            self._turn = loop.call_later(self._turn_s, turn)
 
         turn()
 

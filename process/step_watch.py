@@ -24,15 +24,18 @@ class StepWatch:
         what: that did not end, for the one line.
     """
 
-    def __init__(self, timeout_s: float, what: str) -> None:
+    def __init__(
+        self, timeout_s: float, what: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.is_on = timeout_s > 0.0
         self._timeout_s = timeout_s
         self._what = what
+        self._clock = clock
         self._since_s: float | None = None
 
     def begin(self) -> None:
         """A step begins; the one before has ended."""
-        self._since_s = time.monotonic()
+        self._since_s = self._clock()
 
     def end(self) -> None:
         """The step is over, and there is none."""
@@ -42,7 +45,7 @@ class StepWatch:
     def age_s(self) -> float:
         """Seconds since the step under way began; 0: there is none. Any thread."""
         since_s = self._since_s
-        return 0.0 if since_s is None else time.monotonic() - since_s
+        return 0.0 if since_s is None else self._clock() - since_s
 
     @property
     def is_late(self) -> bool:

@@ -29,19 +29,24 @@ def start_task(
     return task
 
 
-async def end_tasks(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
+async def end_tasks(
+    tasks: Iterable[asyncio.Task[Any] | None],
+    *,
+    again_s: float = _AGAIN_S,
+    give_up_s: float = _GIVE_UP_S,
+) -> None:
     """Cancel the tasks and see them to their end; what they end with is theirs to report.
 
     A single cancel is a wish that can be lost: before Python 3.12 `asyncio.wait_for` swallows one
     that arrives in the turn in which its own work is done, and libraries use it. So it is repeated.
     """
     left = {task for task in tasks if task is not None and not task.done()}
-    for _ in range(round(_GIVE_UP_S / _AGAIN_S)):
+    for _ in range(round(give_up_s / again_s)):
         if not left:
             return
         for task in left:
             task.cancel()
-        _, left = await asyncio.wait(left, timeout=_AGAIN_S)
+        _, left = await asyncio.wait(left, timeout=again_s)
     names = sorted(task.get_name() for task in left)
     if names:
         logs.event(logger, "tasks_not_ended", level=logging.ERROR, tasks=names)

@@ -47,12 +47,16 @@ class ProcessRanks:
 
     Args:
         timeout_s: longest wait for another rank.
+        part_s: for NCCL to part from ranks.
     """
 
-    def __init__(self, grid: Grid, rank: int, device: str, timeout_s: float) -> None:
+    def __init__(
+        self, grid: Grid, rank: int, device: str, timeout_s: float, *, part_s: float = _PART_S
+    ) -> None:
         self.place = grid.place(rank)
         self._device = torch.device(device)
         self._timeout = timedelta(seconds=timeout_s)
+        self._part_s = part_s
         self._shares: Any = None
         self._stages: Any = None
         self._is_aborted = False
@@ -180,7 +184,7 @@ class ProcessRanks:
         """Let the groups go, graphs being gone before; bounded. The thread that computes;
         idempotent."""
         self.abort()
-        ends_s = time.monotonic() + _PART_S
+        ends_s = time.monotonic() + self._part_s
         for thread in self._parting:
             thread.join(max(0.0, ends_s - time.monotonic()))
         self._shares = self._stages = None

@@ -94,7 +94,14 @@ class PageFile:
         self._file_id = file_id
 
     @classmethod
-    def open(cls, path: Path, layout: PageLayout, told: Callable[[str], None]) -> PageFile:
+    def open(
+        cls,
+        path: Path,
+        layout: PageLayout,
+        told: Callable[[str], None],
+        *,
+        lock_wait_s: float = _LOCK_WAIT_S,
+    ) -> PageFile:
         """Open or make the file, with all of its room taken. Blocks; call it in a thread.
 
         Args: told: called with the reason when what was there cannot be used and is cleared.
@@ -103,7 +110,7 @@ class PageFile:
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _lock(fd, path)
+            _lock(fd, path, lock_wait_s)
             found = os.pread(fd, _FILE.size + _SUM.size, 0)
             why = _why_not(found, layout, os.fstat(fd).st_size)
             if why is None:
@@ -246,8 +253,8 @@ def _why_not(found: bytes, layout: PageLayout, num_bytes: int) -> str | None:
     )
 
 
-def _lock(fd: int, path: Path) -> None:
-    give_up_s = time.monotonic() + _LOCK_WAIT_S
+def _lock(fd: int, path: Path, wait_s: float) -> None:
+    give_up_s = time.monotonic() + wait_s
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

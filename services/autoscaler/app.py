@@ -15,7 +15,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import grpc.aio
@@ -63,8 +63,14 @@ logger = logging.getLogger(__name__)
 class Autoscaler:
     """See the module."""
 
-    def __init__(self, settings: AutoscalerSettings, scaler: Scaler | None = None) -> None:
-        """scaler: instead of the one that `settings` name, to be closed with this one.
+    def __init__(
+        self,
+        settings: AutoscalerSettings,
+        scaler: Scaler | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """scaler: instead of the one that `settings` name, to be closed with this one. clock: of
+        what it observes, decides and leads by.
 
         Raises: SettingsError where what the settings name cannot be made.
         """
@@ -72,6 +78,7 @@ class Autoscaler:
         self.address = ""
         """host:port of its services; known once started."""
         self._settings = settings
+        self._clock = clock
         self._identity = Identity.of(settings.tls, PeerRole.AUTOSCALER)
         self._redis = redis_client.connect(
             settings.redis_url, settings.look_timeout_s, settings.redis
@@ -79,7 +86,10 @@ class Autoscaler:
         self._leadership: Leadership = Alone()
         self._scaler = scaler or self._make_scaler()
         self._flips = Flips(
-            Dialer(self._identity), timeout_s=settings.flip_timeout_s, on_end=self._on_flip_end
+            Dialer(self._identity),
+            timeout_s=settings.flip_timeout_s,
+            on_end=self._on_flip_end,
+            clock=clock,
         )
         self._acting = Acting(
             self._scaler,
@@ -113,6 +123,7 @@ class Autoscaler:
             api,
             kubernetes,
             self.autoscaler_id,
+            clock=self._clock,
             on_change=self._on_leadership,
             publish=self._to_publish,
         )
@@ -169,7 +180,7 @@ class Autoscaler:
 
     async def decide(self) -> Record:
         """One look, one plan, one action."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         registry, problems = await self._look()
         self._observing.take(registry, now_s)
         flipping = self._flips.under_way

@@ -50,10 +50,13 @@ async def serving_drafts(
     about: About,
     settings: DraftSettings,
     metrics: MetricsServer | None = None,
+    join_s: float = JOIN_S,
 ) -> AsyncIterator[DraftWorker]:
     """Guess with `drafter`, which is this worker's from now on, until the body ends.
 
-    Args: metrics: that shows what is counted; its owner starts and stops it.
+    Args:
+        metrics: that shows what is counted; its owner starts and stops it.
+        join_s: for a guess under way to end, at the end.
     Raises: Unavailable when the port is taken; SettingsError for a certificate of another role.
     """
     limits = settings.limits
@@ -95,6 +98,6 @@ async def serving_drafts(
             worker.is_draining = True
             await server.stop(limits.drain_s)
     finally:
-        if not await worker.thread.stop(JOIN_S):
+        if not await worker.thread.stop(join_s):
             # The process ends all the same: it is a daemon thread.
-            logs.event(logger, "guessing_goes_on", level=logging.ERROR, waited_s=JOIN_S)
+            logs.event(logger, "guessing_goes_on", level=logging.ERROR, waited_s=join_s)

@@ -198,7 +198,9 @@ class AdapterChanges:
                 read = adapter_wishes.parse(raw, [])
                 for name, known in snapshot.wishes.items():
                     newest = adapter_wishes.merged({name: known}, read, time.time()).get(name)
-                    if newest is None:
+                    if newest is None or newest.version != known.version:
+                        # This router follows the one before still: it would go on using what is
+                        # dropped here, and write back what is forgotten. The next look knows it.
                         continue
                     used = users(newest, self._use.of(name), others)
                     wanted = adapter_wishes.without_old(newest, used)

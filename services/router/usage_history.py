@@ -1,8 +1,8 @@
 """What a router's requests did of late, interval by interval: hit rates, tokens, latencies over
 time.
 
-Differences of the request log's totals, taken every INTERVAL_S and kept for NUM_POINTS intervals:
-what a page shows that was opened just now. One asyncio loop.
+Differences of the request log's totals, taken every interval and kept for NUM_POINTS of them: what
+a page shows that was opened just now. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ class UsageHistory:
         levels: Callable[[], tuple[int, int]],
         *,
         wall_ns: Callable[[], int] = time.time_ns,
+        interval_s: float = INTERVAL_S,
     ) -> None:
         """levels: requests in flight here, and requests that wait at workers, now."""
         self._totals = totals
         self._levels = levels
         self._wall_ns = wall_ns
+        self._interval_s = interval_s
         self._before = deepcopy(totals())
         self._points: deque[inference_pb2.UsagePoint] = deque(maxlen=NUM_POINTS)
         self._task: asyncio.Task[None] | None = None
@@ -79,5 +81,5 @@ class UsageHistory:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(INTERVAL_S)
+            await asyncio.sleep(self._interval_s)
             self.take_point()

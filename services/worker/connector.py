@@ -33,7 +33,7 @@ from kvstore.errors import (
 )
 from kvstore.lending.told import NO_WORD, Word
 from process import logs
-from process.deadline import Deadline
+from process.deadline import Clock, Deadline
 from process.errors import (
     BatonError,
     DeadlineExceeded,
@@ -88,14 +88,18 @@ class StoreConnector:
         *,
         on_room: Callable[[], None] = lambda: None,
         on_attached: Callable[[StoreClient], None] = lambda client: None,
+        min_backoff_s: float = MIN_BACKOFF_S,
+        clock: Clock = time.monotonic,
     ) -> None:
         """on_room: told when quarantined blocks may be used again. on_attached: of every new
-        client."""
+        client. min_backoff_s: before the second try of a row to attach."""
         self._target = target
         self._thread = thread
         self._limits = limits
         self._on_room = on_room
         self._on_attached = on_attached
+        self._min_backoff_s = min_backoff_s
+        self._clock = clock
         self.on_other_suspect: Callable[[StoreClient, BatonError], None] = _nobody
         """Told of failed calls of clients that are another's: those of other nodes' stores."""
         self._client: StoreClient | None = None
@@ -287,14 +291,14 @@ class StoreConnector:
     # ---- the keeper
 
     async def _keep_attached(self, target: StoreTarget) -> None:
-        backoff_s = MIN_BACKOFF_S
+        backoff_s = self._min_backoff_s
         while True:
             client = await self._try_attach(target)
             if client is not None:
-                attached_at_s = time.monotonic()
+                attached_at_s = self._clock()
                 await self._use(client)
-                if time.monotonic() - attached_at_s >= STEADY_S:
-                    backoff_s = MIN_BACKOFF_S
+                if self._clock() - attached_at_s >= STEADY_S:
+                    backoff_s = self._min_backoff_s
                     continue
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)

@@ -75,18 +75,20 @@ class EngineThread:
         step_timeout_s: float = 0.0,
         wait_for_kernels: Callable[[], None] = lambda: None,
         log: StepLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             step_timeout_s: 0: a step or job may take as long as it likes.
             wait_for_kernels: returns when the device has done all that the engine gave it.
             log: is told of every job and step.
+            clock: that steps are timed by.
         """
         self._engine = engine
         self._wait_for_kernels = wait_for_kernels
         self._log = log
         self._idle_check_s = idle_check_s
-        self._watch = StepWatch(step_timeout_s, "the engine's step")
+        self._watch = StepWatch(step_timeout_s, "the engine's step", clock)
         self._watching: asyncio.Task[None] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._late: deque[_Job | None] = deque()  # taken from it, and not run yet

@@ -54,6 +54,7 @@ class Links:
         floor_bytes_per_s: float,
         *,
         on_room: Callable[[], None] = lambda: None,
+        again_s: float = AGAIN_S,
     ) -> None:
         """floor_bytes_per_s: the operator's, 0: none. on_room: told when the engine has its blocks
         back."""
@@ -61,6 +62,7 @@ class Links:
         self._num_blocks = num_blocks_wanted(block_bytes)
         self._floor_bytes_per_s = floor_bytes_per_s
         self._on_room = on_room
+        self._again_s = again_s
         self._links: dict[tuple[str, str], Link] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
@@ -121,7 +123,9 @@ class Links:
             is_fault,
         )
         if self._note(link) and client.broken is None and not self._is_stopped:
-            timer = asyncio.get_running_loop().call_later(AGAIN_S, self._measure_again, client)
+            timer = asyncio.get_running_loop().call_later(
+                self._again_s, self._measure_again, client
+            )
             self._again[link.node_id, link.transport] = timer
 
     async def _rates(self, client: StoreClient, budget_s: float) -> Rates:

@@ -1,5 +1,5 @@
-"""An autoscaler with everything real but the workers: Redis, its services over gRPC, its metrics
-over HTTP; beats of routers and workers are written as they write them.
+"""An autoscaler with everything real but the workers and its clock: Redis, its services over gRPC,
+its metrics over HTTP; beats of routers and workers are written as they write them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.autoscaler.config import AutoscalerSettings
 from services.autoscaler.fake_scaler import FakeScaler
 from services.autoscaler.limits import Pace, PlanSettings, PoolLimits, ScaleLimits
 from tests.harness.redis_server import RedisServer
-from tests.harness.waiting import until
+from tests.harness.waiting import Clock, until
 
 QUICK = Pace(
     window_s=1.0,
@@ -84,9 +84,15 @@ class Cluster:
     """What an autoscaler sees, and it."""
 
     def __init__(
-        self, redis: RedisServer, autoscaler: Autoscaler, scaler: FakeScaler | None = None
+        self,
+        redis: RedisServer,
+        autoscaler: Autoscaler,
+        scaler: FakeScaler | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        """clock: the autoscaler's; None: it has a real one."""
         self.redis = redis
+        self.clock = clock or Clock()
         self.autoscaler = autoscaler
         self.scaler = scaler or FakeScaler()
         self.workers: dict[str, Worker] = {}
@@ -109,6 +115,8 @@ class Cluster:
         return worker
 
     async def decide(self) -> Any:
+        """0.05 s after the last time, by the test's clock."""
+        self.clock.now_s += 0.05
         await self.beat()
         return await self.autoscaler.decide()
 
@@ -116,7 +124,8 @@ class Cluster:
         text = json_format.MessageToJson(status, indent=None)
         await self.client.hset(registry_beat.entries_key(kind), entry_id, text)
         key = registry_beat.beat_key(kind, entry_id)
-        await self.client.set(key, status.incarnation, px=registry_beat.BEAT_TTL_MS)
+        # A minute: it is new for that long, however slow the test is.
+        await self.client.set(key, status.incarnation, px=60_000)
 
     async def stop(self) -> None:
         await self.autoscaler.stop()
@@ -147,9 +156,9 @@ async def running(prefill: int = 1, decode: int = 1, **changes: Any) -> AsyncIte
     redis = RedisServer()
     await redis.start()
     try:
-        scaler = FakeScaler(prefill, decode)
-        autoscaler = Autoscaler(settings_for(redis, **changes), scaler)
-        cluster = Cluster(redis, autoscaler, scaler)
+        scaler, clock = FakeScaler(prefill, decode), Clock()
+        autoscaler = Autoscaler(settings_for(redis, **changes), scaler, clock)
+        cluster = Cluster(redis, autoscaler, scaler, clock)
         for _ in range(prefill):
             await cluster.add("prefill")
         for _ in range(decode):

@@ -78,7 +78,7 @@ class FakeQueue:
 
     def close(self) -> None:
         self._jobs.put(None)
-        self._thread.join(10)
+        self._thread.join(30)
         assert not self._thread.is_alive(), "closed while something was under way"
 
     def _give(self, moves: list[tuple[int, int, int]], copies: Copies) -> None:

@@ -22,6 +22,7 @@ from engine.step_output import StepOutput
 from kvstore import block_hash
 from process.errors import Internal
 from services.worker.engine_thread import EngineThread
+from tests.harness.waiting import WAIT_S
 
 BLOCK_SIZE = 4
 GATE_S = 60.0
@@ -108,14 +109,14 @@ async def running(
     on_step: Callable[[StepOutput], None] = lambda output: None,
     on_failure: Callable[[Internal], None] = lambda error: None,
     idle_check_s: float = 0.01,
-    step_timeout_s: float = 0.0,
+    **options: Any,
 ) -> AsyncIterator[EngineThread]:
     """The engine on its thread; stopped at the end, and its laws checked when it is healthy."""
-    thread = EngineThread(engine, idle_check_s=idle_check_s, step_timeout_s=step_timeout_s)
+    thread = EngineThread(engine, idle_check_s=idle_check_s, **options)
     thread.start(on_step, on_failure)
     try:
         yield thread
     finally:
-        await thread.stop(5.0)
+        await thread.stop(WAIT_S)
     if thread.failure is None:
         engine.check_integrity()

@@ -27,7 +27,13 @@ from process import incarnation, registry_beat, serving
 from process.errors import BatonError
 from process.serving import channel as channel
 from process.serving import error_from_rpc as error_from_rpc
-from protos import common_pb2, inference_pb2, inference_pb2_grpc
+from protos import (
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    kvstore_pb2,
+    kvstore_pb2_grpc,
+)
 from services.router.app import Router
 from services.router.config import RouterLimits, RouterSettings, RouterTimes
 from services.router.fakes.decode import FakeDecode
@@ -55,6 +61,9 @@ def save_tokenizer(folder: Path) -> None:
 
 BOUND_S = 30.0
 """No wait of a test may take longer; far above what any should take."""
+
+SHORT_WAITS = {"reserve_wait_s": 0.3, "failover_wait_s": 0.3}
+"""Times of a router, for tests that see a request's wait for a worker run out."""
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '' }}{{ m.content }}"
@@ -182,6 +191,30 @@ class Bench:
         return [m async for m in self.stub.Generate(request, timeout=BOUND_S, **options)]
 
 
+class LeaseStore(kvstore_pb2_grpc.KvStoreServicer):
+    """A store that only hears which leases are given back."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.released: list[str] = []
+
+    async def Release(self, request: Any, context: Any) -> Any:
+        self.released += request.lease_ids
+        return kvstore_pb2.ReleaseReply(num_released=len(request.lease_ids))
+
+
+@asynccontextmanager
+async def lease_store() -> AsyncIterator[LeaseStore]:
+    store = LeaseStore()
+    server, store.address = await serving.listen(
+        "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
+    )
+    try:
+        yield store
+    finally:
+        await server.stop(None)
+
+
 class Looks:
     """How often it was looked which workers a request may be given to."""
 
@@ -210,17 +243,13 @@ async def rest_of(call: Any) -> list[Any]:
 
 
 def settings_for(redis_server: RedisServer, **changes: Any) -> RouterSettings:
-    # Those may not run out because the machine is busy. The others are short on purpose, so that
-    # a test sees them run out: one that must not see it names its own.
-    patient = ("connect_timeout_s", "finish_wait_s", "lookup_timeout_s", "redis_timeout_s")
-    times = {
-        **dict.fromkeys((*patient, "status_timeout_s"), BOUND_S),
-        "reserve_wait_s": 0.3,
-        "failover_wait_s": 0.3,
-        "drain_s": 0.2,
-        "lapse_grace_s": 0.5,
-        "suspect_s": 0.5,
-    }
+    # None may run out because the machine is busy: a test that sees one run out names its own.
+    patient = (
+        *("connect_timeout_s", "finish_wait_s", "lookup_timeout_s", "redis_timeout_s"),
+        *("status_timeout_s", "reserve_answer_s", "reserve_wait_s", "failover_wait_s"),
+        *("lapse_grace_s", "drain_s"),
+    )
+    times = {**dict.fromkeys(patient, BOUND_S), "suspect_s": 0.5}
     limits = changes.pop("limits", {})
     return RouterSettings(
         model="fake",
@@ -385,7 +414,7 @@ class Served:
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine where the router runs."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(2 * BOUND_S)
 
 
 @contextlib.contextmanager
@@ -394,12 +423,13 @@ def served(**options: Any) -> Iterator[Served]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="http-bench")
     thread.start()
-    bench = http_bench(**options)
+    bench, bound_s = http_bench(**options), 2 * BOUND_S
     try:
-        entered = asyncio.run_coroutine_threadsafe(bench.__aenter__(), loop).result(20)
+        entered = asyncio.run_coroutine_threadsafe(bench.__aenter__(), loop).result(bound_s)
         yield Served(entered, loop)
-        asyncio.run_coroutine_threadsafe(bench.__aexit__(None, None, None), loop).result(20)
+        left = bench.__aexit__(None, None, None)
+        asyncio.run_coroutine_threadsafe(left, loop).result(bound_s)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(30)
         loop.close()

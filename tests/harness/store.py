@@ -8,7 +8,6 @@ import dataclasses
 import json
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 from protos import kvstore_pb2
 from tests.harness.fake_device import FakeDevice
+from tests.harness.service_process import own_address
 from tests.harness.waiting import within
 
 FINGERPRINT = "ab" * 16
@@ -124,13 +124,7 @@ class StoreProcess:
     """`python -m kvstore` in a process of its own, always on one port."""
 
     def __init__(self, settings: KvStoreSettings) -> None:
-        # An address of loopback that is nobody else's: no other's connection takes the port, not
-        # before the process starts and not while it is dead.
-        host = f"127.{'.'.join(str(secrets.randbelow(254) + 1) for _ in range(3))}"
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port = probe.getsockname()[1]
-        self.settings = dataclasses.replace(settings, listen=f"{host}:{port}")
+        self.settings = dataclasses.replace(settings, listen=own_address())
         self.address = self.settings.listen
         self.process: asyncio.subprocess.Process
 
@@ -187,6 +181,3 @@ async def paused(process: asyncio.subprocess.Process) -> None:
             if all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats):
                 return
             await asyncio.sleep(0.001)
-
-
-NewWorker = Callable[..., Awaitable[Worker]]

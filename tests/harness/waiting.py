@@ -35,6 +35,15 @@ async def until(condition: Callable[[], Any | Awaitable[Any]], timeout_s: float 
             await asyncio.sleep(0.005)
 
 
+async def settled() -> None:
+    """Until nothing on this loop can go on without time, a thread or a peer. For one at a time."""
+    loop: Any = asyncio.get_running_loop()
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.sleep(0)
+        while loop._ready:
+            await asyncio.sleep(0)
+
+
 def block_until(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> None:
     """As `until`, where no loop runs. Raises: TimeoutError."""
     end_s = time.monotonic() + timeout_s

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,11 +38,10 @@ from tests.harness.router_bench import (
     running,
     settings_for,
 )
-from tests.harness.waiting import until
+from tests.harness.waiting import Gate, until
 
 OLD, NEW = "11" * 32, "22" * 32
 SHORT: dict[str, Any] = {"max_tokens": 3}
-PATIENT = {"adapter_s": BOUND_S, "failover_wait_s": BOUND_S}
 
 
 def _workers(bench: Bench) -> list[FakeWorker]:
@@ -86,8 +86,7 @@ async def _following(bench: Bench) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _bench(**options: Any) -> AsyncIterator[Bench]:
-    times = {**PATIENT, **options.pop("times", {})}
-    async with running(times=times, **options) as bench:
+    async with running(**options) as bench:
         for worker in _workers(bench):
             worker.on_loaded = partial(bench.publish, worker)
         yield bench
@@ -95,7 +94,7 @@ async def _bench(**options: Any) -> AsyncIterator[Bench]:
 
 @asynccontextmanager
 async def _second_router(bench: Bench) -> AsyncIterator[Any]:
-    router = Router(settings_for(bench.redis, times=PATIENT), bench.model_for_router)
+    router = Router(settings_for(bench.redis), bench.model_for_router)
     await router.start()
     try:
         async with serving.channel(router.address) as channel:
@@ -193,8 +192,9 @@ async def test_a_worker_that_refuses_is_named_and_nothing_changed() -> None:
 
 
 async def test_a_worker_that_does_not_answer_is_named_and_nothing_changed() -> None:
-    async with _bench(num_decode=2, times={"adapter_s": 0.5}) as bench:
+    async with _bench(num_decode=2) as bench:
         await _load(bench.stub, OLD)
+        _hurry(bench)
         bench.decodes[1].load_gate.close()
         with pytest.raises(Unavailable, match=r"within 0\.5 s .* by d1 .*nothing changed"):
             await _load(bench.stub, NEW)
@@ -205,7 +205,7 @@ async def test_a_worker_that_does_not_answer_is_named_and_nothing_changed() -> N
 
 
 async def test_a_worker_that_dies_meanwhile_is_not_waited_for() -> None:
-    async with _bench(num_decode=2, times={"adapter_s": 2.0}) as bench:
+    async with _bench(num_decode=2) as bench:
         gone = bench.decodes.pop()
         gone.load_gate.close()
         loading = asyncio.create_task(_load(bench.stub, OLD))
@@ -283,8 +283,9 @@ async def test_an_unload_that_waits_lets_requests_end_and_takes_no_new_ones() ->
 
 
 async def test_an_unload_says_who_has_it_still() -> None:
-    async with _bench(times={"adapter_s": 0.5}) as bench:  # where no worker follows
+    async with _bench() as bench:  # where no worker follows
         await _load(bench.stub, OLD)
+        _hurry(bench)
         with pytest.raises(DeadlineExceeded, match="takes no new requests, and is on d0, p0"):
             await _unload(bench.stub)
         with pytest.raises(InvalidArgument, match="'tales' is not loaded"):
@@ -364,7 +365,7 @@ async def test_what_redis_lost_is_written_back() -> None:
 
 
 async def test_a_wished_adapter_is_listed_and_waited_for_while_workers_are_away() -> None:
-    async with http_bench(times=PATIENT) as bench:
+    async with http_bench() as bench:
         for worker in _workers(bench):
             worker.on_loaded = partial(bench.publish, worker)
         await _load(bench.stub, OLD)
@@ -414,6 +415,55 @@ async def test_who_was_unloaded_long_ago_is_forgotten() -> None:
             return not await _wishes(bench)
 
         await until(is_forgotten)
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False])
+async def test_a_router_drops_only_what_it_has_seen(is_forgotten: bool) -> None:
+    """A wish changed between its look at the registry and its tidying: it follows the one before
+    still, with requests, and would write that one back."""
+    async with _bench(times={"poll_interval_s": 3600.0}) as bench:
+        await _load(bench.stub, OLD)
+        before = (await _wishes(bench))["tales"]
+        changed_s = time.time() - (adapter_wishes.FORGET_S + 1 if is_forgotten else 0)
+        wish = adapter_wishes.changed(
+            before,
+            name="tales",
+            model="fake",
+            current=None,
+            loaded=() if is_forgotten else {OLD},
+            now_unix_s=changed_s,
+        )
+        if is_forgotten:
+            del wish.old[:]
+            for worker in _workers(bench):  # where one has it still, it is not forgotten
+                worker.loaded = set()
+                await bench.publish(worker)
+        changes = bench.router._changes
+        await until(lambda: changes._tidying is None or changes._tidying.done())
+        gate = Gate(changes, "_entries")
+        await bench.router._registry.poll()
+        await gate.wait_entered()
+        client = bench.redis.client()
+        try:
+            await client.hset(adapter_wishes.KEY, "tales", adapter_wishes.to_json(wish))
+        finally:
+            await client.aclose()
+        gate.open()
+        await until(lambda: changes._tidying.done())
+        assert (await _wishes(bench))["tales"] == wish
+
+        async def is_dropped() -> bool:
+            await bench.router._registry.poll()
+            there = (await _wishes(bench)).get("tales")
+            return there is None if is_forgotten else there is not None and not there.old
+
+        await until(is_dropped)
+
+
+def _hurry(bench: Bench) -> None:
+    """The next change has half a second."""
+    changes = bench.router._changes
+    changes._times = replace(changes._times, adapter_s=0.5)
 
 
 def _is_known(bench: Bench) -> bool:

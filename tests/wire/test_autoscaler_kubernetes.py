@@ -29,7 +29,7 @@ from tests.harness import kubernetes_server
 from tests.harness.autoscaler_bench import Cluster, settings_for
 from tests.harness.kubernetes_server import NAMESPACE, ApiServer
 from tests.harness.redis_server import RedisServer
-from tests.harness.waiting import Clock, until
+from tests.harness.waiting import WAIT_S, Clock, until
 
 LEASE = kmock.resource("coordination.k8s.io/v1/leases")
 
@@ -485,7 +485,7 @@ async def test_a_whole_autoscaler_wakes_deployments_from_zero_and_lets_its_lease
     redis = RedisServer()
     await redis.start()
     async with kubernetes_server.running(prefill=0, decode=0) as (api, server):
-        kubernetes = kubernetes_server.settings_for(server, lease_s=15.0, renew_s=10.0)
+        kubernetes = kubernetes_server.settings_for(server, lease_s=150.0, renew_s=100.0)
         autoscaler = Autoscaler(
             settings_for(
                 redis, least=0, scaler="kubernetes", kubernetes=kubernetes, autoscaler_id="me"
@@ -500,7 +500,7 @@ async def test_a_whole_autoscaler_wakes_deployments_from_zero_and_lets_its_lease
             assert (api.replicas("prefill"), api.replicas("decode")) == (0, 0)
             cluster.traffic.num_arrived += 1
             cluster.traffic.num_held = 1
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT_S):
                 while not api.replicas("decode"):
                     await cluster.decide()
             assert api.replicas("prefill") >= 1 and api.replicas("decode") >= 1

@@ -56,7 +56,6 @@ async def burst(cluster: Cluster) -> Record:
         cluster.traffic.num_prompt_tokens += 10 * 4000
         cluster.traffic.num_output_tokens += 10 * 400
         cluster.traffic.num_queued = 400
-        await asyncio.sleep(0.05)
         record: Record = await cluster.decide()
         if record.decision.is_action:
             break
@@ -138,7 +137,7 @@ async def test_nobody_asks_so_nobody_is_there_until_somebody_waits() -> None:
 async def test_without_redis_it_changes_nothing_and_says_so() -> None:
     async with running(least=0) as cluster:
         cluster.redis.kill()
-        await asyncio.sleep(0.4)  # longer than nobody may have asked
+        cluster.clock.now_s += 1.0  # longer than an idle cluster keeps its workers
         record = await cluster.autoscaler.decide()
         assert not record.decision.is_action
         assert cluster.scaler.num_changes == 0
@@ -149,7 +148,7 @@ async def test_without_redis_it_changes_nothing_and_says_so() -> None:
 async def test_workers_that_cannot_be_counted_are_left_alone() -> None:
     async with running(least=0) as cluster:
         cluster.scaler.error = ScalerError("no rights")
-        await asyncio.sleep(0.4)
+        cluster.clock.now_s += 1.0
         for _ in range(3):
             record = await cluster.decide()
         assert not record.decision.is_action or record.outcome is Outcome.FAILED
@@ -402,13 +401,12 @@ async def test_a_stream_hears_that_the_last_worker_is_not_wanted() -> None:
         async with serving.channel(cluster.autoscaler.address) as channel:
             stub: Any = externalscaler_pb2_grpc.ExternalScalerStub(channel)
             ref = externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": "decode"})
-            stream = stub.StreamIsActive(ref, timeout=20)
+            stream = stub.StreamIsActive(ref, timeout=BOUND_S)
             assert (await stream.read()).result
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(BOUND_S):
                 while (await cluster.scaler.get({})).decode.wanted:
                     await cluster.decide()
                     cluster.scaler.settle()
-                    await asyncio.sleep(0.02)
             await cluster.decide()
             assert not (await stream.read()).result
             stream.cancel()

@@ -20,6 +20,7 @@ from services.router.fakes.prefill import FakePrefill
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import (
     BOUND_S,
+    SHORT_WAITS,
     Bench,
     HttpBench,
     fake_model,
@@ -107,9 +108,7 @@ async def test_the_first_requests_wait_for_the_first_workers() -> None:
         await until(is_told_too)
 
 
-@pytest.mark.parametrize(
-    "waits", [{"hold_without_workers_s": BOUND_S}, {"times": {"failover_wait_s": BOUND_S}}]
-)
+@pytest.mark.parametrize("waits", [{"hold_without_workers_s": BOUND_S, "times": SHORT_WAITS}, {}])
 async def test_a_model_that_requests_wait_for_is_listed_as_its_last_workers_had_it(
     waits: dict[str, Any],
 ) -> None:
@@ -123,7 +122,9 @@ async def test_a_model_that_requests_wait_for_is_listed_as_its_last_workers_had_
         await bench.router._registry.poll()
         assert not bench.router._registry.snapshot.workers
         assert await bench.stub.ListModels(ask, timeout=BOUND_S) == before
-    async with running() as bench:  # its workers are expected back for `failover_wait_s`
+    async with running(
+        times=SHORT_WAITS
+    ) as bench:  # its workers are expected back for `failover_wait_s`
         client = bench.redis.client()
         await client.delete(registry_beat.entries_key("worker"))
         await client.aclose()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
@@ -25,6 +24,7 @@ from engine.speculation.draft_pages import PageCounts
 from kvstore import block_hash, serve
 from kvstore.config import KvStoreSettings
 from process.metrics import LoopCollector, MetricsServer
+from process.registry_beat import BEAT_TTL_MS
 from process.serving import PLAIN
 from protos import common_pb2
 from services.draft.metrics import DraftCollector
@@ -52,7 +52,7 @@ _ROW = re.compile(r"\| `(\w+)` \| (\w+) \| (.*?) \|")
 
 async def _scrape(address: str) -> dict[str, Family]:
     def get() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as reply:
             assert "text/plain" in reply.headers["Content-Type"]
             return str(reply.read().decode())
 
@@ -144,13 +144,11 @@ def _values(families: dict[str, Family]) -> dict[str, float]:
 
 
 async def test_an_autoscaler() -> None:
-    begun_s = time.monotonic()
     async with autoscaler_bench.running() as cluster:
         before = await _scrape(cluster.autoscaler.metrics_address)
         await cluster.decide()
         after = await _scrape(cluster.autoscaler.metrics_address)
         name = cluster.autoscaler.autoscaler_id
-        all_s = time.monotonic() - begun_s
     exposition.check_grown(before, after)
     _check_documented(after.values())
     found = {
@@ -163,7 +161,8 @@ async def test_an_autoscaler() -> None:
     for role in ("prefill", "decode"):
         for what in ("wanted", "asked", "ready"):
             assert found[f"baton_autoscaler_{what}_workers,{role}"] == 1
-    assert 0 <= found["baton_autoscaler_signal_age_seconds,routers"] < all_s
+    # Of an entry whose beat counts still.
+    assert 0 <= found["baton_autoscaler_signal_age_seconds,routers"] < BEAT_TTL_MS / 1000
 
 
 async def test_a_router() -> None:

@@ -202,10 +202,9 @@ async def test_who_reads_nothing_at_the_end_is_let_go(monkeypatch: pytest.Monkey
             await asyncio.Event().wait()
 
     stalled: Any = Stalled()
-    monkeypatch.setattr(event_stream, "_END_S", 0.02)
     events = event_stream.EventStream(stalled, {}, 60.0)
     monkeypatch.setattr(events, "_response", stalled)
-    await events.end()
+    await events.end(end_s=0.02)
     assert stalled.is_aborted
 
 

@@ -26,9 +26,6 @@ from tests.harness.router_bench import BOUND_S, fake_model, model_for_router, se
 from tests.harness.waiting import until
 
 MAX_STEP_S = 2.0
-PATIENT = dict.fromkeys(
-    ("reserve_wait_s", "reserve_answer_s", "failover_wait_s", "lapse_grace_s"), BOUND_S
-)
 ROLES: dict[str, Any] = {"prefill": PrefillRole, "decode": DecodeRole}
 
 
@@ -61,7 +58,7 @@ async def site() -> AsyncIterator[Site]:
         await redis.start()
         model = model_for_router(fake_model())
         model.served = ServedModel(("fake",), "")
-        router = Router(settings_for(redis, times={**PATIENT, "max_step_s": MAX_STEP_S}), model)
+        router = Router(settings_for(redis, times={"max_step_s": MAX_STEP_S}), model)
         await router.start()
         stack.push_async_callback(router.stop)
         for role, make_role in ROLES.items():

@@ -21,7 +21,7 @@ from services.worker.metrics import WorkerCollector
 from tests.harness.direct_pair import direct
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.prefill_decode_pair import pair
-from tests.harness.router_bench import BOUND_S, request, running
+from tests.harness.router_bench import BOUND_S, SHORT_WAITS, request, running
 from tests.harness.waiting import Gate, until
 
 STORE, DIRECT = common_pb2.HANDOVER_PATH_STORE, common_pb2.HANDOVER_PATH_DIRECT
@@ -31,7 +31,7 @@ async def _scrape(address: str) -> dict[str, float]:
     """Sum of each metric's samples, with its labels but who it is of."""
 
     def get() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as reply:
             return str(reply.read().decode())
 
     found: dict[str, float] = {}
@@ -141,7 +141,7 @@ async def test_workers_say_which_way_the_kv_went(tmp_path: Path) -> None:
 
 async def test_failed_requests_are_told_by_code() -> None:
     """No room (429), no worker (503), no time (504) were one number."""
-    async with running(metrics_listen="127.0.0.1:0") as bench:
+    async with running(metrics_listen="127.0.0.1:0", times=SHORT_WAITS) as bench:
         asked = request(sampling={"max_tokens": 5})
         late = request(sampling={"max_tokens": 5}, budget_ms=300)
         bench.decode.error = NoCapacity("full", retry_after_s=1.0)

@@ -20,6 +20,7 @@ from services.router.model import Model
 from services.router.views import ServedModel
 from tests.harness.router_bench import (
     BOUND_S,
+    SHORT_WAITS,
     TOKENIZER,
     HttpBench,
     http_bench,
@@ -599,7 +600,7 @@ async def test_no_worker_is_a_503_that_says_when_to_come_again() -> None:
 
 @pytest.mark.parametrize("is_chat", [False, True])
 async def test_an_error_in_the_middle_of_a_stream_reaches_the_client(is_chat: bool) -> None:
-    async with http_bench() as bench, client_of(bench) as client:
+    async with http_bench(times=SHORT_WAITS) as bench, client_of(bench) as client:
         bench.decode.pause_at = 3
         stream: Any = await (
             client.chat.completions.create(model="fake", messages=HELLO, max_tokens=20, stream=True)
@@ -624,7 +625,7 @@ async def test_an_error_in_the_middle_of_a_stream_reaches_the_client(is_chat: bo
 
 
 async def test_a_stream_that_waits_gets_comments() -> None:
-    times = {"sse_keep_alive_s": 0.02, "reserve_wait_s": BOUND_S}
+    times = {"sse_keep_alive_s": 0.02}
     body = {"prompt": "x", "max_tokens": 6, "seed": 1, "stream": True}
     async with (
         http_bench(times=times) as bench,
@@ -783,8 +784,7 @@ async def test_the_account_comes_when_it_is_asked_for() -> None:
 
 
 async def test_models_are_listed() -> None:
-    times = {"failover_wait_s": BOUND_S}
-    async with http_bench(times=times) as bench, client_of(bench) as client:
+    async with http_bench() as bench, client_of(bench) as client:
         listed = [model async for model in client.models.list()]
         assert [model.id for model in listed] == ["fake"]
         for worker in (bench.prefills[0], bench.decodes[0]):
@@ -843,7 +843,7 @@ async def test_a_slow_reader_holds_nothing_but_its_own_request_up() -> None:
     """Its tokens are merged where they wait, so few large chunks come instead of many."""
     async with (
         # What is reserved is answered behind the tokens that are on their way.
-        http_bench(model=saying("x" * 3000), times={"reserve_wait_s": 60.0}) as bench,
+        http_bench(model=saying("x" * 3000)) as bench,
         client_of(bench) as client,
         aiohttp.ClientSession() as session,
     ):
@@ -877,7 +877,7 @@ async def test_the_blocking_client_works() -> None:
 
 
 async def test_decode_that_fails_before_the_first_token_is_a_status() -> None:
-    async with http_bench() as bench, client_of(bench) as client:
+    async with http_bench(times=SHORT_WAITS) as bench, client_of(bench) as client:
         bench.decode.error = Unavailable("going away", retry_after_s=4)
         with pytest.raises(openai.InternalServerError) as caught:
             await client.completions.create(model="fake", prompt="x", max_tokens=20, stream=True)

@@ -20,7 +20,7 @@ from services.worker import multiplexed
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.prefill_decode_pair import KEY, WAIT_S, Pair, PrefillCall, pair
 from tests.harness.prefill_nodes import Nodes, SteppedModel, nodes
-from tests.harness.router_bench import BOUND_S, request, rest_of, running
+from tests.harness.router_bench import BOUND_S, SHORT_WAITS, request, rest_of, running
 from tests.harness.waiting import until
 
 PROMPT = prompt_of(30, start=3)
@@ -299,7 +299,7 @@ async def test_a_message_that_cannot_be_read_ends_the_stream_not_the_router() ->
                     message.events.add(key=KEY)  # without news
                 yield message
 
-    async with running(num_prefill=0) as bench:
+    async with running(num_prefill=0, times=SHORT_WAITS) as bench:
         worker = _Garbling("p0", bench.model)
         await bench.add(worker)
         call = bench.stub.Generate(request(sampling={"max_tokens": 2}), timeout=BOUND_S)
@@ -313,7 +313,7 @@ async def test_a_message_that_cannot_be_read_ends_the_stream_not_the_router() ->
 
 async def test_a_worker_that_refuses_connections_is_known_at_once() -> None:
     """Not after the whole time for one attempt: the client may have another worker to go to."""
-    async with running(num_prefill=2, times={"connect_timeout_s": 60.0}) as bench:
+    async with running(num_prefill=2, times={**SHORT_WAITS, "connect_timeout_s": 60.0}) as bench:
         for worker in bench.prefills:
             await worker.stop()
             await until(lambda worker=worker: not bench.router._prefills.is_up(worker.worker_id))

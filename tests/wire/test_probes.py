@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,16 +19,9 @@ import pytest
 
 from process.health import Health
 from services.worker.main import _Progress
+from tests.harness.service_process import own_address
 
 ROOT = Path(__file__).parents[2]
-
-
-def free_address() -> str:
-    """host:port, of an address of loopback that is nobody else's: between this and its use no
-    other's connection can take the port."""
-    host = f"127.{'.'.join(str(secrets.randbelow(254) + 1) for _ in range(3))}"
-    with socket.create_server((host, 0)) as server:
-        return f"{host}:{server.getsockname()[1]}"
 
 
 def ask(address: str, path: str) -> tuple[int, str]:
@@ -49,7 +40,7 @@ class Process:
     """One of ours, and all that its port has said, each answer once."""
 
     def __init__(self, module: str, *options: str) -> None:
-        self.address = free_address()
+        self.address = own_address()
         settings = [f"metrics_listen={self.address}", *options]
         self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(

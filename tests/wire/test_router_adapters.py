@@ -10,6 +10,7 @@ import pytest
 
 from process.errors import BatonError, InvalidArgument, Unavailable
 from tests.harness.router_bench import (
+    SHORT_WAITS,
     Bench,
     error_from_rpc,
     fake_model,
@@ -56,7 +57,7 @@ async def test_only_workers_that_have_it_are_asked() -> None:
 
 
 async def test_what_nobody_has_is_wrong_and_what_only_one_role_has_may_come() -> None:
-    async with running() as bench:
+    async with running(times=SHORT_WAITS) as bench:
         await _load(bench, p0=NEW)
         error = await _refusal(bench, adapter="nothing")
         assert isinstance(error, InvalidArgument) and error.field == "adapter"

@@ -211,7 +211,7 @@ async def site(num_routers: int = 1, num_places: int = 8) -> AsyncIterator[Site]
         for _ in range(num_routers):
             model = model_for_router(fake_model())
             model.served = ServedModel(("fake",), "")
-            routers.append(Router(settings_for(redis, times={"reserve_answer_s": BOUND_S}), model))
+            routers.append(Router(settings_for(redis), model))
             await routers[-1].start()
             stack.push_async_callback(routers[-1].stop)
         workers, prefill_model = [], GatedModel()

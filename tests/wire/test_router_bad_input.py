@@ -22,7 +22,7 @@ GENERATE = "/baton.v1.Inference/Generate"
 async def _refusal(bench: Bench, message: Any) -> InvalidArgument:
     """What the client learns about a message (or raw bytes) that must be refused."""
     data = message if isinstance(message, bytes) else message.SerializeToString()
-    call = bench.channel.unary_stream(GENERATE)(data, timeout=10)
+    call = bench.channel.unary_stream(GENERATE)(data, timeout=30)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
             pass

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.oracle
 
 
 async def test_streams_that_outlast_the_drain_end_with_an_error() -> None:
-    async with http_bench() as bench, aiohttp.ClientSession() as session:
+    async with http_bench(times={"drain_s": 0.2}) as bench, aiohttp.ClientSession() as session:
         bench.decode.token_gate.close()
         bench.decode.token_gate.let_pass(2)
         call = bench.stub.Generate(request(), timeout=BOUND_S)
@@ -37,7 +37,7 @@ async def test_streams_that_outlast_the_drain_end_with_an_error() -> None:
 
 
 async def test_a_stream_that_ends_within_the_drain_is_whole() -> None:
-    async with http_bench(times={"drain_s": BOUND_S}) as bench, aiohttp.ClientSession() as session:
+    async with http_bench() as bench, aiohttp.ClientSession() as session:
         bench.decode.token_gate.close()
         bench.decode.token_gate.let_pass(1)
         body = {"prompt": "hello", "stream": True, "max_tokens": 4}

@@ -18,7 +18,7 @@ import pytest
 from kvstore import block_hash
 from process import serving
 from process.errors import FailedPrecondition, NoCapacity, Unavailable
-from protos import common_pb2, inference_pb2, kvstore_pb2, kvstore_pb2_grpc
+from protos import common_pb2, inference_pb2
 from services.router import flow
 from services.router.config import RouterTimes
 from services.router.fakes.decode import FakeDecode
@@ -27,10 +27,12 @@ from services.router.job import Cluster
 from services.router.probation import Standing
 from tests.harness.router_bench import (
     BOUND_S,
+    SHORT_WAITS,
     TOKENIZER,
     Bench,
     Looks,
     fake_model,
+    lease_store,
     request,
     rest_of,
     running,
@@ -39,7 +41,6 @@ from tests.harness.waiting import Deadlines, until
 
 PROMPT = TOKENIZER.encode("hello")
 SEED = 5
-PATIENT = {"failover_wait_s": 10.0}
 
 
 def _expected(bench: Bench, num_tokens: int, index: int = 0, seed: int = SEED) -> list[int]:
@@ -193,10 +194,6 @@ LONG = "abcdefghijkl" * 10
 @pytest.mark.parametrize("what", ["lapsed", "short", "empty"])
 async def test_a_handle_that_leaves_much_to_compute_is_not_used(what: str) -> None:
     """A prefill worker computes the rest, as of a new request; the leases are given back."""
-    store = _Store()
-    server, address = await serving.listen(
-        "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
-    )
     fields = {
         "lapsed": {"deadline_unix_ms": _unix_ms(-1.0)},
         "short": {"num_tokens": 80, "block_size": 16, "deadline_unix_ms": _unix_ms(60.0)},
@@ -204,11 +201,11 @@ async def test_a_handle_that_leaves_much_to_compute_is_not_used(what: str) -> No
     }[what]
 
     async def leave(worker: FakeDecode) -> None:
-        worker.store_address = address
+        worker.store_address = store.address
         _with_handles(worker, **fields)
         worker.move_all()
 
-    try:
+    async with lease_store() as store:
         async with running(num_decode=2, short_prefill_tokens=30) as bench:
             asked = request(text=LONG, sampling={"max_tokens": 12, "seed": SEED})
             messages = await _moved(bench, asked, 5, leave)
@@ -222,8 +219,6 @@ async def test_a_handle_that_leaves_much_to_compute_is_not_used(what: str) -> No
             (recomputed,) = messages[-1].provenance.legs[2].recomputed
             assert recomputed.reason == "moved"
             await until(lambda: "lease-moved" in store.released)
-    finally:
-        await server.stop(None)
 
 
 async def test_a_handle_that_leaves_little_to_compute_is_used() -> None:
@@ -240,7 +235,7 @@ async def test_a_handle_that_leaves_little_to_compute_is_used() -> None:
 async def test_a_handle_that_lapses_while_a_worker_is_looked_for_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with running(num_decode=2, times=PATIENT) as bench:
+    async with running(num_decode=2) as bench:
         _pause(bench, 4)
         generating = asyncio.create_task(bench.generate(_asked()))
         worker = await _paused(bench)
@@ -275,7 +270,7 @@ async def test_a_worker_that_lacks_something_is_not_the_end() -> None:
 
 async def test_what_no_worker_has_is_the_end_and_stays_a_precondition() -> None:
     """Each is asked once more, not until the time for failover is over."""
-    async with running(num_decode=2, times=PATIENT) as bench:
+    async with running(num_decode=2) as bench:
         _pause(bench, 5)
         generating = asyncio.create_task(bench.generate(_asked()))
         worker = await _paused(bench)
@@ -390,7 +385,7 @@ async def test_tokens_that_did_not_come_are_not_passed_over() -> None:
 
 @pytest.mark.parametrize("goes", GOES)
 async def test_a_stream_waits_for_another_worker_to_come(goes: Goes) -> None:
-    async with running(times=PATIENT) as bench:
+    async with running() as bench:
         _pause(bench, 4)
         generating = asyncio.create_task(bench.generate(_asked()))
         worker = await _paused(bench)
@@ -408,7 +403,7 @@ async def test_a_stream_waits_for_the_only_worker_when_its_heartbeat_is_gone(
     goes: Goes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stream once ended with UNAVAILABLE as soon as the registry had dropped the worker."""
-    async with running(times=PATIENT) as bench:
+    async with running() as bench:
         looks = Looks(monkeypatch)
         _pause(bench, 4)
         generating = asyncio.create_task(bench.generate(_asked()))
@@ -426,7 +421,7 @@ async def test_a_stream_waits_for_the_only_worker_when_its_heartbeat_is_gone(
 
 async def test_a_stream_does_not_go_back_to_a_worker_that_let_it_go() -> None:
     """Not even where it would take it: the router may not have heard yet that it drains."""
-    async with running(times=PATIENT) as bench:
+    async with running() as bench:
         _pause(bench, 4)
         generating = asyncio.create_task(bench.generate(_asked()))
         worker = await _paused(bench)
@@ -440,7 +435,7 @@ async def test_a_stream_does_not_go_back_to_a_worker_that_let_it_go() -> None:
 
 
 async def test_a_stream_waits_for_a_prefill_worker_too() -> None:
-    async with running(num_decode=2, times=PATIENT) as bench:
+    async with running(num_decode=2) as bench:
         _pause(bench, 4)
         generating = asyncio.create_task(bench.generate(_asked()))
         worker = await _paused(bench)
@@ -455,7 +450,7 @@ async def test_a_stream_waits_for_a_prefill_worker_too() -> None:
 
 
 async def test_a_stream_that_no_prefill_worker_takes_up_ends_in_time() -> None:
-    async with running(num_decode=2) as bench:
+    async with running(num_decode=2, times=SHORT_WAITS) as bench:
 
         async def die(worker: FakeDecode) -> None:
             bench.prefill.error = Unavailable("out of order", retry_after_s=1.0)
@@ -469,7 +464,7 @@ async def test_a_stream_that_no_prefill_worker_takes_up_ends_in_time() -> None:
 
 
 async def test_a_stream_waits_for_room() -> None:
-    async with running(num_decode=2, times=PATIENT) as bench:
+    async with running(num_decode=2) as bench:
         _pause(bench, 4)
         generating = asyncio.create_task(bench.generate(_asked()))
         worker = await _paused(bench)
@@ -483,7 +478,7 @@ async def test_a_stream_waits_for_room() -> None:
 
 @pytest.mark.parametrize("goes", GOES)
 async def test_nobody_else_in_time_is_unavailable_with_a_retry_time(goes: Goes) -> None:
-    async with running() as bench:
+    async with running(times=SHORT_WAITS) as bench:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _moved(bench, _asked(), 4, goes)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -506,7 +501,7 @@ async def test_a_request_that_breaks_workers_is_given_up() -> None:
 
 async def test_a_worker_of_another_model_does_not_go_on() -> None:
     """Other weights under the same name: the answer would be another one from there on."""
-    async with running() as bench:
+    async with running(times=SHORT_WAITS) as bench:
         foreign = fake_model(fingerprint="cd" * 32)
         await bench.add(FakePrefill("p9", foreign))
         await bench.add(FakeDecode("d9", foreign))
@@ -549,30 +544,15 @@ async def test_an_answer_that_decode_draws_alone_goes_on(goes: Goes) -> None:
         assert list(told.output_token_ids) == _expected(bench, 5)
 
 
-class _Store(kvstore_pb2_grpc.KvStoreServicer):
-    """Only hears which leases are given back."""
-
-    def __init__(self) -> None:
-        self.released: list[str] = []
-
-    async def Release(self, request: Any, context: Any) -> Any:
-        self.released += request.lease_ids
-        return kvstore_pb2.ReleaseReply(num_released=len(request.lease_ids))
-
-
 @pytest.mark.parametrize("ends", ["cancel", "deadline", "nobody", "overshoot"])
 async def test_a_handle_that_nobody_takes_over_is_given_back(
     ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deadlines = Deadlines(monkeypatch)
-    store = _Store()
-    server, address = await serving.listen(
-        "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
-    )
-    try:
-        times = {} if ends == "nobody" else PATIENT
+    async with lease_store() as store:
+        times = SHORT_WAITS if ends == "nobody" else {}
         async with running(times=times) as bench:
-            bench.decode.store_address = address
+            bench.decode.store_address = store.address
             bench.decode.pause_at = 4
             call = bench.stub.Generate(_asked(), timeout=BOUND_S)
             worker = await _paused(bench)
@@ -600,8 +580,6 @@ async def test_a_handle_that_nobody_takes_over_is_given_back(
                         await rest_of(call)
             await until(lambda: store.released)
             assert store.released == ["lease-moved"]
-    finally:
-        await server.stop(None)
 
 
 async def test_it_is_counted_and_told() -> None:
@@ -623,7 +601,7 @@ async def test_it_is_counted_and_told() -> None:
 async def test_both_workers_go_while_the_prompt_is_computed(goes: Goes) -> None:
     """One node with both of them is lost: the other pair serves. The asking of the second prefill
     worker once forgot that a decode worker is needed."""
-    async with running(num_prefill=2, num_decode=2, times={"failover_wait_s": 2.0}) as bench:
+    async with running(num_prefill=2, num_decode=2) as bench:
         for prefill in bench.prefills:
             prefill.gate.close()
         generating = asyncio.create_task(bench.generate(_asked()))
@@ -678,7 +656,7 @@ async def test_the_second_prefill_worker_is_told_of_the_answers_blocks(
         return found
 
     monkeypatch.setattr(Cluster, "find_prefixes", spy)
-    async with running(num_prefill=2, num_decode=2, times=PATIENT) as bench:
+    async with running(num_prefill=2, num_decode=2) as bench:
 
         async def die(worker: FakeDecode) -> None:
             for prefill in bench.prefills:
@@ -696,7 +674,7 @@ async def test_the_second_prefill_worker_is_told_of_the_answers_blocks(
 async def test_what_a_worker_holds_whose_engine_hangs_goes_on_elsewhere(role: str) -> None:
     """Its process beats and answers, but its step does not end: a request once waited there until
     its budget was spent."""
-    async with running(num_prefill=2, num_decode=2, times=PATIENT) as bench:
+    async with running(num_prefill=2, num_decode=2) as bench:
         workers: Any = bench.prefills if role == "prefill" else bench.decodes
         for worker in workers:
             worker.token_gate.close() if role == "decode" else worker.gate.close()

@@ -12,11 +12,19 @@ import pytest
 
 from process import serving
 from process.errors import Unavailable
-from protos import kvstore_pb2, kvstore_pb2_grpc
 from services.router.decode_stream import DecodeStream
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
-from tests.harness.router_bench import BOUND_S, Bench, expected_ids, request, rest_of, running
+from tests.harness.router_bench import (
+    BOUND_S,
+    SHORT_WAITS,
+    Bench,
+    expected_ids,
+    lease_store,
+    request,
+    rest_of,
+    running,
+)
 from tests.harness.waiting import until
 
 PROMPT = list(range(5, 105))
@@ -200,7 +208,7 @@ async def test_a_decode_worker_that_stopped_reading_gets_the_newest_and_not_all(
 
 
 async def test_a_decode_worker_that_died_is_told_nothing_and_the_error_is_its() -> None:
-    async with running() as bench:
+    async with running(times=SHORT_WAITS) as bench:
         bench.prefill.num_partials, bench.prefill.num_late_partials = 1, 2
         bench.prefill.gate.close()
         call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
@@ -214,26 +222,11 @@ async def test_a_decode_worker_that_died_is_told_nothing_and_the_error_is_its() 
         assert isinstance(error, Unavailable) and "decode worker d0" in str(error)
 
 
-class _Store(kvstore_pb2_grpc.KvStoreServicer):
-    """Only hears which leases are given back."""
-
-    def __init__(self) -> None:
-        self.released: list[str] = []
-
-    async def Release(self, request: Any, context: Any) -> Any:
-        self.released += request.lease_ids
-        return kvstore_pb2.ReleaseReply(num_released=len(request.lease_ids))
-
-
 async def test_a_partial_handle_s_lease_is_never_given_back() -> None:
     """It is the prefill worker's, which may still be writing under it."""
-    store = _Store()
-    server, address = await serving.listen(
-        "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
-    )
-    try:
+    async with lease_store() as store:
         async with _paced() as bench:
-            bench.prefill.store_address = address
+            bench.prefill.store_address = store.address
             bench.prefill.num_partials = 2
             bench.prefill.gate.close()
             call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
@@ -241,8 +234,6 @@ async def test_a_partial_handle_s_lease_is_never_given_back() -> None:
             call.cancel()
             await until(bench.is_idle)
         assert not store.released
-    finally:
-        await server.stop(None)
 
 
 class _HalfHandle(FakePrefill):

@@ -20,6 +20,7 @@ from services.router.fakes.prefill import FakePrefill
 from services.router.routing import Routing
 from tests.harness.router_bench import (
     BOUND_S,
+    SHORT_WAITS,
     TOKENIZER,
     Bench,
     expected_ids,
@@ -238,7 +239,7 @@ async def test_what_decode_has_decides_once_it_is_known() -> None:
 
 
 async def test_a_decode_worker_that_dies_while_it_computes_is_unavailable() -> None:
-    async with running(short_prefill_tokens=1000) as bench:
+    async with running(short_prefill_tokens=1000, times=SHORT_WAITS) as bench:
         bench.decode.token_gate.close()
         call = bench.stub.Generate(_ask(), timeout=BOUND_S)
         await bench.decode.token_gate.reached.wait()

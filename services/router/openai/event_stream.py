@@ -69,12 +69,12 @@ class EventStream:
         finally:
             await end_tasks([commenting])
 
-    async def end(self, last: Mapping[str, Any] | None = None) -> None:
+    async def end(self, last: Mapping[str, Any] | None = None, *, end_s: float = _END_S) -> None:
         """All was said, `last` the last of it. A client that does not take it in time has its
         connection closed: the request's own deadline is no more. Raises: ConnectionError.
         """
         try:
-            async with asyncio.timeout(_END_S):
+            async with asyncio.timeout(end_s):
                 if last is not None:
                     await self.send(last)
                 await self._response.write(b"data: [DONE]\n\n")

@@ -63,16 +63,18 @@ class LivePage:
         explain: Explain,
         is_on_loopback: bool,
         stream_s: float = STREAM_S,
+        write_s: float = WRITE_S,
+        interval_s: float = INTERVAL_S,
     ) -> None:
         """status: of the cluster. authorize: who sent this Authorization header; raises BatonError
         when nobody may. explain: one request's choices; raises NotFound. is_on_loopback: where the
-        port listens.
+        port listens. stream_s, write_s: of one stream, and of one event until it is let go.
         """
         self._snapshots = Snapshots(status)
         self._authorize = authorize
         self._explain = explain
         self._is_on_loopback = is_on_loopback
-        self._stream_s = stream_s
+        self._stream_s, self._write_s, self._interval_s = stream_s, write_s, interval_s
         self._is_ending = asyncio.Event()
         self.num_viewers = 0
 
@@ -120,10 +122,10 @@ class LivePage:
         try:
             while loop.time() < end_s and not self._is_ending.is_set():
                 text, seen_ms = await self._snapshots.text(seen_ms)
-                async with asyncio.timeout(WRITE_S):
+                async with asyncio.timeout(self._write_s):
                     await response.write(f"data: {text}\n\n".encode())
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(INTERVAL_S):
+                    async with asyncio.timeout(self._interval_s):
                         await self._is_ending.wait()
         except (TimeoutError, ConnectionError):
             # The reader is gone, or takes nothing: what is not written yet is thrown away.

@@ -93,7 +93,7 @@ async def _store_at(redis_url: str, access: RedisAccess) -> AsyncIterator[serve.
         await worker.attach(running.address)
         chain = [bytes([1 + n]) * 16 for n in range(NUM_BLOCKS)]
         put = await worker.put(chain, range(NUM_BLOCKS))
-        await worker.client.release([put.lease_id], deadline=Deadline.after(10.0))
+        await worker.client.release([put.lease_id], deadline=Deadline.after(30))
         yield running
         await worker.client.close()
 

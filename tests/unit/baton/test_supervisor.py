@@ -17,10 +17,12 @@ import psutil
 import pytest
 
 from baton import cluster_plan, redis_server
+from baton.child import Child
 from baton.cluster_plan import ProcessSpec
 from baton.errors import ClusterError
 from baton.part import ClusterEvent, State
-from baton.supervisor import Supervisor
+from baton.supervisor import STOP_TIMEOUT_S, Supervisor
+from tests.harness.waiting import WAIT_S, block_until
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -95,8 +97,13 @@ def watcher() -> Watcher:
 
 
 @pytest.fixture
-def supervisor(tmp_path: Path, watcher: Watcher) -> Iterator[Supervisor]:
-    supervisor = Supervisor(tmp_path, watcher)
+def stop_timeout_s() -> float:
+    return STOP_TIMEOUT_S
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, watcher: Watcher, stop_timeout_s: float) -> Iterator[Supervisor]:
+    supervisor = Supervisor(tmp_path, watcher, stop_timeout_s=stop_timeout_s)
     yield supervisor
     supervisor.stop((("store",), ("router",)))
     for info in supervisor.processes().values():
@@ -214,15 +221,13 @@ def test_a_new_spec_counts_from_the_next_life(supervisor: Supervisor) -> None:
     assert supervisor.processes()["a"].address == "127.0.0.1:2"
 
 
-def test_one_that_ignores_sigterm_is_killed_within_the_bound(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("baton.supervisor.STOP_TIMEOUT_S", 0.2)
+@pytest.mark.parametrize("stop_timeout_s", [0.2])
+def test_one_that_ignores_sigterm_is_killed_within_the_bound(supervisor: Supervisor) -> None:
     supervisor.launch([_spec("a", STUBBORN)])
     supervisor.wait_ready(["a"], _soon())
     pid = supervisor.processes()["a"].pid
     supervisor.stop((("store",),))
-    assert not psutil.pid_exists(pid)
+    block_until(lambda: not psutil.pid_exists(pid))
 
 
 DRAINS = """
@@ -236,15 +241,41 @@ print("drained", flush=True)
 """
 
 
-def test_a_part_gets_its_time_to_drain_and_is_told_once(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("baton.supervisor.STOP_TIMEOUT_S", 0.2)
+@pytest.mark.parametrize("stop_timeout_s", [0.2])
+def test_a_part_gets_its_time_to_drain_and_is_told_once(supervisor: Supervisor) -> None:
     supervisor.launch([dataclasses.replace(_spec("a", DRAINS), drain_s=30.0)])
     supervisor.wait_ready(["a"], _soon())
     supervisor.stop((("store",),))
     said = supervisor.processes()["a"].log_path.read_text().splitlines()
     assert said[-2:] == ["told", "drained"]
+
+
+TWO_WORDS = """
+import json, signal
+print(json.dumps({"event": "ready", "address": ""}), flush=True)
+signal.sigwait([signal.SIGTERM])
+print("one\\ntwo", flush=True)
+"""
+
+
+def test_the_last_words_of_a_part_are_in_its_log_when_it_has_stopped(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However busy the thread is that reads them."""
+    understand = Child._understand
+
+    def slowly(child: Child, line: str) -> None:
+        if line == "one":
+            child.wait(WAIT_S)
+            time.sleep(0.2)
+        understand(child, line)
+
+    monkeypatch.setattr(Child, "_understand", slowly)
+    supervisor.launch([_spec("a", TWO_WORDS)])
+    supervisor.wait_ready(["a"], _soon())
+    supervisor.stop((("store",),))
+    said = supervisor.processes()["a"].log_path.read_text().splitlines()
+    assert said[-2:] == ["one", "two"]
 
 
 def test_unknown_parts_are_named(supervisor: Supervisor) -> None:
@@ -279,7 +310,7 @@ def test_a_killed_owner_takes_its_children_along(tmp_path: Path) -> None:
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    child.wait(10)
+    child.wait(30)
 
 
 def test_with_parent_refuses_when_the_parent_is_gone_already() -> None:

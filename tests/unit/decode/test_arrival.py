@@ -15,6 +15,7 @@ from process.errors import Internal
 from services.decode.arrival import Arrival
 from services.decode.intake import Handover, Intake
 from services.worker.provenance import Leg
+from tests.harness.waiting import settled
 
 HANDOVER = Handover(None, ((),), computes_prompt=True)
 
@@ -45,7 +46,7 @@ class Waiting:
         self.task = asyncio.create_task(
             self.arrival.wait(
                 self.intake,
-                Deadline.after(10.0),
+                Deadline.after(30),
                 move=lambda _: None,
                 standing_back=contextlib.nullcontext,
             )
@@ -57,12 +58,12 @@ async def test_what_the_look_raises_is_raised_in_the_requests_own_task(
 ) -> None:
     """Whoever brings the word brings that of all other requests too."""
     waiting = Waiting(monkeypatch, Internal("the test says so"))
-    await asyncio.sleep(0)
+    await settled()
     waiting.arrival.hand_over(HANDOVER)
     assert waiting.num_looks == 1, "where it came in"
     assert await waiting.task is HANDOVER
     with pytest.raises(Internal, match="the test says so"):
-        await waiting.intake.load(HANDOVER, Deadline.after(10.0))
+        await waiting.intake.load(HANDOVER, Deadline.after(30))
     with pytest.raises(Internal, match="the test says so"):
         waiting.intake.look_at(HANDOVER)
     assert waiting.num_looks == 1
@@ -70,11 +71,11 @@ async def test_what_the_look_raises_is_raised_in_the_requests_own_task(
 
 async def test_the_last_word_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = Waiting(monkeypatch)
-    await asyncio.sleep(0)
+    await settled()
     waiting.arrival.hand_over(HANDOVER)
     assert waiting.num_looks == 1
     await waiting.task
-    assert await waiting.intake.load(HANDOVER, Deadline.after(10.0)) == 0
+    assert await waiting.intake.load(HANDOVER, Deadline.after(30)) == 0
     assert waiting.intake.look_at(HANDOVER) == (1, 2) and waiting.num_looks == 1
 
 
@@ -83,7 +84,7 @@ async def test_nobody_looks_for_a_request_that_waits_no_more(
 ) -> None:
     """It was cancelled; the word comes behind that."""
     waiting = Waiting(monkeypatch)
-    await asyncio.sleep(0)
+    await settled()
     waiting.task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting.task

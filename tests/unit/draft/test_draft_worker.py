@@ -27,13 +27,13 @@ from process.settings import SettingsError
 from process.tls import TlsSettings
 from protos import draft_pb2, draft_pb2_grpc
 from services.draft import thread
-from services.draft import worker as worker_module
 from services.draft.config import DraftLimits, DraftSettings
 from services.draft.metrics import DraftCollector
 from services.draft.server import SERVICE
 from services.draft.thread import PIECE_EVERY, DraftThread
 from services.draft.worker import serving_drafts
 from tests.harness import draft_workers as bench
+from tests.harness.waiting import settled
 
 CALL_S = 60.0
 ONE, OTHER = bytes(16), bytes(range(16))
@@ -91,7 +91,7 @@ async def test_what_waits_is_computed_together_but_for_calls_of_one_verifier() -
     b = Bench()
     first = await b.begin()
     calls = [b.call(ONE, _ask(1), _ask(2)), b.call(OTHER, _ask(1)), b.call(ONE, _ask(1))]
-    await asyncio.sleep(0)  # they are queued
+    await settled()  # they are queued
     b.drafter.may.set()
     answers = await asyncio.gather(first, *calls)
     assert [len(one) for one in answers] == [1, 2, 1, 1]
@@ -153,7 +153,7 @@ async def test_where_calls_always_wait_new_texts_are_caught_up_with_all_the_same
     long = b.call(OTHER, _ask(9, [1] * 20))
     # Each is a batch: they are of one verifier.
     calls = [b.call(ONE, _ask(1)) for _ in range(4 * PIECE_EVERY)]
-    await asyncio.sleep(0)  # they are queued
+    await settled()  # they are queued
     b.drafter.may.set()
     await asyncio.gather(first, long, *calls)
     pieces = [place for place, key in enumerate(b.drafter.keys) if key == (OTHER.hex(), 9)]
@@ -170,7 +170,7 @@ async def test_where_calls_always_wait_laws_are_recomputed_all_the_same(
     first = await b.begin()
     b.thread.sessions.num_bytes += 1
     calls = [b.call(ONE, _ask(1)) for _ in range(6)]
-    await asyncio.sleep(0)  # they are queued
+    await settled()  # they are queued
     b.drafter.may.set()
     await first
     found = await asyncio.gather(*calls, return_exceptions=True)
@@ -179,13 +179,10 @@ async def test_where_calls_always_wait_laws_are_recomputed_all_the_same(
     await b.end()
 
 
-async def test_a_thread_that_does_not_end_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(worker_module, "JOIN_S", 0.0)
+async def test_a_thread_that_does_not_end_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     drafter = Held()
     settings = DraftSettings(engine=EngineConfig(model="fake"))
-    async with serving_drafts(drafter, bench.about(), settings) as worker:
+    async with serving_drafts(drafter, bench.about(), settings, join_s=0.0) as worker:
         made = worker.thread.propose(ONE, [_ask(0)], Deadline.after(CALL_S))
         call = asyncio.ensure_future(made)
         assert await asyncio.to_thread(drafter.begun.wait, CALL_S)
@@ -199,7 +196,7 @@ async def test_a_drafter_that_fails_ends_the_worker_and_every_call() -> None:
     b = Bench()
     first = await b.begin()
     second = b.call(OTHER, _ask(1))
-    await asyncio.sleep(0)
+    await settled()
     b.drafter.fails = True
     b.drafter.may.set()
     with pytest.raises(Internal, match="guessing has failed"):
@@ -262,7 +259,7 @@ async def test_calls_that_wait_fail_when_it_ends() -> None:
     b = Bench()
     first = await b.begin()
     ending = asyncio.ensure_future(b.thread.stop(CALL_S))
-    await asyncio.sleep(0)
+    await settled()
     with pytest.raises(Unavailable, match="stopping"):
         await b.call(OTHER, _ask(1))
     b.drafter.may.set()

@@ -27,7 +27,7 @@ def test_progress_of_both_is_told_by_the_caller() -> None:
         return "done"
 
     with Background(work, note) as beside:
-        assert half.wait(10)
+        assert half.wait(30)
         telling = beside.telling()
         assert telling is not None
         telling("main", 1, 1)
@@ -80,7 +80,7 @@ def test_a_process_that_ends_does_not_wait_for_it() -> None:
                 beside.result()
 
         threading.Thread(target=load, daemon=True).start()
-        began.wait(10)
+        began.wait(30)
     """
     ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     assert ended.returncode == 0

@@ -11,6 +11,7 @@ from kvstore.lending import followers
 from kvstore.lending.followers import Followers
 from kvstore.lending.loans import LoanTable, Offer
 from process.errors import InvalidArgument, NoCapacity
+from tests.harness.waiting import settled
 
 WAIT_S = 20.0
 FOR_EVER_S = 1e9
@@ -41,8 +42,7 @@ class Place:
             self.lease_id, num_known, 4, budget_s, takes_unsealed=takes_unsealed
         )
         task = asyncio.create_task(rest)
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await settled()
         return task
 
     def check(self) -> None:
@@ -55,8 +55,7 @@ async def test_all_who_wait_hear_of_the_last_block_and_not_before() -> None:
     place = Place()
     one, other = await place.ask(), await place.ask(num_known=0)
     place.loans.lend(offers(9), place.lease_id)
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await settled()
     assert not one.done() and place.followers.num_waiting == 2
     _, (last,) = place.loans.lend(offers(1), place.lease_id)
     told = await asyncio.wait_for(one, WAIT_S)

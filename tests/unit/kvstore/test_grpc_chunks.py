@@ -73,7 +73,7 @@ async def test_only_whole_blocks_arrive(
     chunks: list[kvstore_pb2.ReadChunk], failed: dict[int, str]
 ) -> None:
     view = np.zeros((4, BLOCK_BYTES), dtype=np.uint8)
-    got = await _transport(chunks, view).get("lease", ITEMS, Deadline.after(5))
+    got = await _transport(chunks, view).get("lease", ITEMS, Deadline.after(30))
     assert got.failed == failed
     for index, (row, text) in enumerate([(3, b"abcdefghij"), (1, b"0123456789")]):
         assert (view[row].tobytes() == text) or index in failed
@@ -102,14 +102,14 @@ async def test_a_write_that_ends_before_all_blocks_were_taken_is_none() -> None:
     transport = GrpcTransport(BlockMemory.of(view), rpc, attached)
     items = [PutItem(block_id, frame, 1) for frame, block_id in ((0, 3), (1, 1))]
     with pytest.raises(TransferFailed, match="all blocks"):
-        await transport.put("lease", items, Deadline.after(5))
+        await transport.put("lease", items, Deadline.after(30))
     num_taken = 1
-    assert len(await transport.put("lease", items, Deadline.after(5))) == 2
+    assert len(await transport.put("lease", items, Deadline.after(30))) == 2
 
 
 async def test_a_block_that_was_not_asked_for_ends_the_transfer() -> None:
     view = np.zeros((4, BLOCK_BYTES), dtype=np.uint8)
     chunks = [_chunk(2, 0, b"x"), *WHOLE]
     with pytest.raises(TransferFailed, match="not asked for"):
-        await _transport(chunks, view).get("lease", ITEMS, Deadline.after(5))
+        await _transport(chunks, view).get("lease", ITEMS, Deadline.after(30))
     assert not view.any()

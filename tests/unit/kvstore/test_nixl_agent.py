@@ -103,7 +103,7 @@ asyncio.run(main())
     def end(self) -> None:
         self.process.send_signal(signal.SIGCONT)
         self.process.kill()
-        self.process.communicate(timeout=10)
+        self.process.communicate(timeout=30)
 
 
 @pytest.fixture(params=["default", "tcp"])
@@ -117,7 +117,7 @@ def tls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 async def agent() -> AsyncIterator[NixlAgent]:
     agent = await NixlAgent.start(f"test-{secrets.token_hex(8)}", "lo", Deadline.after(30))
     yield agent
-    assert await agent.close(Deadline.after(10))
+    assert await agent.close(Deadline.after(30))
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ async def test_bytes_arrive_whole_and_in_place(agent: NixlAgent, peer: _Peer) ->
     runs = [(own.address, peer.region.address, 20 * MIB)]  # two pieces
     transfer = agent.write(name, runs, Deadline.after(20), local=own, remote=peer.region)
     assert await transfer.done is None
-    await asyncio.wait_for(transfer.settled, 5)
+    await asyncio.wait_for(transfer.settled, 30)
     assert peer.count(32 * MIB, 5) == 20 * MIB
     assert not await agent.is_gone(name)
 
@@ -154,7 +154,7 @@ async def test_a_deadline_is_not_an_end(agent: NixlAgent, peer: _Peer) -> None:
     first = agent.write(
         name,
         [(own.address, peer.region.address, 64)],
-        Deadline.after(10),
+        Deadline.after(30),
         local=own,
         remote=peer.region,
     )
@@ -198,8 +198,8 @@ async def test_a_dead_peer_ends_transfers_and_is_known_to_be_gone(
     await asyncio.to_thread(peer.process.wait)
     second = agent.write(name, runs, Deadline.after(20), local=own, remote=peer.region)
     assert isinstance(await second.done, TransferFailed)
-    await asyncio.wait_for(second.settled, 5)
-    async with asyncio.timeout(10):
+    await asyncio.wait_for(second.settled, 30)
+    async with asyncio.timeout(30):
         while not await agent.is_gone(name):
             await asyncio.sleep(0.01)
     await agent.remove_peer(name)
@@ -212,7 +212,7 @@ async def test_a_peer_that_died_before_the_first_transfer_is_gone(
     name = await agent.add_peer(peer.metadata)
     peer.process.kill()
     await asyncio.to_thread(peer.process.wait)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not await agent.is_gone(name):
             await asyncio.sleep(0.01)
 
@@ -247,7 +247,7 @@ def test_a_nap_ends_however_short_it_is() -> None:
 
 async def test_a_closed_agent_says_so() -> None:
     agent = await NixlAgent.start(f"test-{secrets.token_hex(8)}", "lo", Deadline.after(30))
-    assert await agent.close(Deadline.after(10))
+    assert await agent.close(Deadline.after(30))
     with pytest.raises(TransferFailed, match="closed"):
         await agent.add_peer(b"")
     region = Region(0, 1)
@@ -261,7 +261,7 @@ async def test_without_nixl_there_is_a_clear_error(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("kvstore.nixl_library.importlib.import_module", absent)
     with pytest.raises(FailedPrecondition, match="install nixl-cu13"):
-        await NixlAgent.start("x", "lo", Deadline.after(10))
+        await NixlAgent.start("x", "lo", Deadline.after(30))
 
 
 def test_the_environment_is_settled_before_nixl_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

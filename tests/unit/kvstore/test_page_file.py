@@ -164,12 +164,11 @@ def test_a_file_that_became_shorter_loses_pages_not_the_process(tmp_path: Path) 
     assert not pages.read(0, _page(0).checksum, into)  # a descriptor that is gone, too
 
 
-def test_two_stores_never_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.tiers.page_file._LOCK_WAIT_S", 0.0)
+def test_two_stores_never_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a.baton-pages"
     pages = PageFile.open(path, LAYOUT, _quiet)
     with pytest.raises(FailedPrecondition, match="node_id"):
-        PageFile.open(path, LAYOUT, _quiet)
+        PageFile.open(path, LAYOUT, _quiet, lock_wait_s=0.0)
     pages.close()
     PageFile.open(path, LAYOUT, _quiet).close()
 

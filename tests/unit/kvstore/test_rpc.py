@@ -39,7 +39,7 @@ async def test_a_call_cut_by_close_is_unavailable(tmp_path: Path) -> None:
     await method.began.wait()
     method.future.cancel()  # what closing the channel does to its calls
     with pytest.raises(Unavailable, match="there"):
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 30)
 
 
 async def test_a_cancel_of_the_caller_stays_one() -> None:
@@ -60,7 +60,7 @@ async def test_rests_on_one_connection_leave_one_watch_of_it(
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     rpc = StoreRpc(f"127.0.0.1:{port}")
-    await asyncio.wait_for(rpc._channel.channel_ready(), 5)
+    await asyncio.wait_for(rpc._channel.channel_ready(), 30)
     num_watches = 0
     watch = rpc._channel.wait_for_state_change
 
@@ -76,7 +76,7 @@ async def test_rests_on_one_connection_leave_one_watch_of_it(
         assert num_watches == 1
         resting = asyncio.create_task(rpc.rest(60))
         await server.stop(0)
-        await asyncio.wait_for(resting, 10)  # the connection is lost
+        await asyncio.wait_for(resting, 30)  # the connection is lost
     finally:
         await server.stop(0)
         await rpc.close()

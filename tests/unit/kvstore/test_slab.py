@@ -135,11 +135,11 @@ def test_the_lock_of_a_worker_ends_with_its_process(folder: Path) -> None:
         assert store.is_locked(ATTACHMENT)
         assert not store.is_locked("cd" * 16)
         child.kill()
-        child.wait(timeout=10)
+        child.wait(timeout=30)
         assert not store.is_locked(ATTACHMENT)
     finally:
         child.kill()
-        child.communicate(timeout=10)
+        child.communicate(timeout=30)
     worker = Slab.open(store.path, LIFE)
     worker.lock_byte(ATTACHMENT)
     assert store.is_locked(ATTACHMENT)

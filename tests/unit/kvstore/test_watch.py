@@ -9,9 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from kvstore import watch
 from kvstore.config import KvStoreSettings
 from kvstore.watch import StoreWatch
 from tests.unit.kvstore.test_store import _Bench as Bench
@@ -28,13 +25,9 @@ def full_bench() -> Bench:
 
 def watch_of(bench: Bench, tmp_path: Path) -> StoreWatch:
     memory: Any = SimpleNamespace(store=bench.store)
-    return StoreWatch(memory, KvStoreSettings(slab_dir=str(tmp_path)), lambda: 0.0, lambda: None)
-
-
-@pytest.fixture(autouse=True)
-def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn of the loop after each 64 steps, however fast the machine is."""
-    monkeypatch.setattr(watch, "SLICE_S", 0.0)
+    settings = KvStoreSettings(slab_dir=str(tmp_path))
+    # A turn of the loop after each 64 steps, however fast the machine is.
+    return StoreWatch(memory, settings, lambda: 0.0, lambda: None, slice_s=0.0)
 
 
 async def test_calls_are_served_in_the_middle_of_a_check(tmp_path: Path) -> None:

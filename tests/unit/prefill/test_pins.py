@@ -48,9 +48,7 @@ def pin(store: FakeStore, lease_id: str) -> Pin:
 async def pinning(ttl_s: float = 5.0) -> AsyncIterator[tuple[Pins, StoreConnector]]:
     async with running(fake_engine(num_blocks=64)) as thread:
         connector = StoreConnector(None, thread, WorkerLimits())
-        pins = Pins(
-            connector, ttl_s=lambda: ttl_s, renew_budget_s=5.0, deadline=Deadline.after(5.0)
-        )
+        pins = Pins(connector, ttl_s=lambda: ttl_s, renew_budget_s=5.0, deadline=Deadline.after(30))
         yield pins, connector
         pins.release()
         await connector.settle()
@@ -78,16 +76,14 @@ async def test_what_is_kept_is_renewed_until_it_is_handed_over() -> None:
             pins.add(each)
         pins.start_renewing()
         pins.start_renewing()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while store.renewed.count("named") < 3:
                 store.was_renewed.clear()
                 await store.was_renewed.wait()
         assert pins.hand_over({"named"}) == (named,)
         await connector.settle()
         assert store.released == ["unnamed"]
-        num_renewed = len(store.renewed)
-        await asyncio.sleep(0.05)
-        assert len(store.renewed) == num_renewed
+        assert pins._renewing is None
     assert store.released == ["unnamed"]
 
 
@@ -134,7 +130,7 @@ async def test_the_end_comes_in_the_middle_of_a_renewal() -> None:
     async with pinning(ttl_s=0.003) as (pins, connector):
         pins.add(pin(store, "a"))
         pins.start_renewing()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await entered.wait()
         pins.release()
         pins.release()

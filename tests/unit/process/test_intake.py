@@ -10,6 +10,7 @@ import pytest
 
 from process.errors import Internal, InvalidArgument, NoCapacity
 from process.intake import Intake
+from tests.harness.waiting import settled
 
 WAIT_S = 60.0
 
@@ -22,24 +23,18 @@ def impatient() -> Intake:
     return intake
 
 
-async def turn() -> None:
-    """Let everything that can go on do so."""
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
 async def test_who_sends_slowly_leaves_others_theirs() -> None:
     intake = Intake(100, wait_s=WAIT_S)
     await intake.room("noisy", 25).take()
     await intake.room("noisy", 25).take()
     third = asyncio.create_task(intake.room("noisy", 25).take())
-    await turn()
+    await settled()
     assert not third.done() and intake.num_waiting == 1
     # It waits for its own share, and is in nobody's way.
     await intake.room("quiet", 25).take()
     intake.check_integrity()
     third.cancel()
-    await turn()
+    await settled()
     assert intake.num_waiting == 0 and intake.num_bytes == 75
     intake.check_integrity()
 
@@ -54,14 +49,14 @@ async def test_in_the_order_of_coming() -> None:
     async def wait(name: str, num_bytes: int) -> None:
         async with intake.room(name, num_bytes):
             order.append(name)
-            await turn()
+            await settled()
 
     large = asyncio.create_task(wait("large", 50))
-    await turn()
+    await settled()
     small = asyncio.create_task(wait("small", 1))
-    await turn()
+    await settled()
     rooms[0].shrink(10)  # enough for the small one, which came later
-    await turn()
+    await settled()
     assert order == []
     intake.check_integrity()
     rooms[0].release()
@@ -97,7 +92,7 @@ async def _read(intake: Intake, owner: str, num_bytes: int, done: asyncio.Event)
             async with room.reading():
                 await done.wait()
             room.shrink(1)
-            await turn()
+            await settled()
     except NoCapacity as error:
         assert error.retry_after_s
         return "too slow" if "slowly" in str(error) else "no room"
@@ -110,7 +105,7 @@ async def test_one_that_sends_slowly_gives_way_when_others_of_its_host_wait() ->
     never, at_once = asyncio.Event(), asyncio.Event()
     at_once.set()
     slow = [asyncio.create_task(_read(intake, "host", 25, never)) for _ in range(2)]
-    await turn()
+    await settled()
     assert intake.num_bytes == intake.max_owner_bytes
     assert [await _read(intake, "host", 25, at_once) for _ in range(5)] == ["served"] * 5
     # No more than was needed: the other one is read on.
@@ -140,7 +135,7 @@ async def test_who_sends_slowly_is_left_alone_while_nobody_waits_for_its_room() 
     intake._wait_s = 0.01  # where a wait is to be in vain
     arrived = asyncio.Event()
     slow = asyncio.create_task(_read(intake, "slow", 40, arrived))
-    await turn()
+    await settled()
     async with intake.room("busy", 50):  # read, and served
         with pytest.raises(NoCapacity, match="in time"):
             await intake.room("busy", 5).take()

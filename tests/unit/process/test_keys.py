@@ -216,7 +216,7 @@ def test_a_pipe_is_no_key_file_and_nobody_waits_for_its_writer(tmp_path: Path) -
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    thread.join(timeout=10)
+    thread.join(30)
     assert answers == [f"key file {path}: is no file"]
 
 

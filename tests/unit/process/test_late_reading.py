@@ -12,6 +12,7 @@ import pytest
 from process.errors import BatonError, DeadlineExceeded, InvalidArgument, NoCapacity
 from process.intake import Intake
 from process.late_reading import Door
+from tests.harness.waiting import settled
 
 WAIT_S = 60.0
 PATH = "/a.B/C"
@@ -71,13 +72,12 @@ async def test_who_is_refused_for_being_slow_and_reads_nothing_holds_nobody_up()
     refusals = _Refusals(intake)
     method = _method(intake, refusals)
     slow = asyncio.create_task(method(None, _Caller(None)))
-    await asyncio.sleep(0)
+    await settled()
     assert intake.num_bytes == intake.max_owner_bytes
     other = asyncio.create_task(method(None, _Caller(b"here")))
     await refusals.begun.wait()
     assert isinstance(refusals.errors[0], NoCapacity) and not slow.done()
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await settled()
     assert other.done() and await other == b"here"
     intake.check_integrity()
     refusals.may_end.set()
@@ -107,7 +107,7 @@ async def test_whoever_is_refused_holds_no_room(
 async def test_a_call_that_is_cancelled_while_it_is_read_gives_its_room_back() -> None:
     intake = Intake(100, wait_s=WAIT_S)
     call = asyncio.create_task(_method(intake, _Refusals(intake))(None, _Caller(None)))
-    await asyncio.sleep(0)
+    await settled()
     assert intake.num_bytes == 50
     call.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -32,7 +32,7 @@ def test_what_is_collected_is_served_until_the_end() -> None:
     before = threading.active_count()
     server.start("127.0.0.1:0")
     url = f"http://{server.address}/metrics"
-    with urllib.request.urlopen(url, timeout=5) as reply:
+    with urllib.request.urlopen(url, timeout=30) as reply:
         assert b"baton_test_things_total 3.0" in reply.read()
     other = MetricsServer(_One())
     with pytest.raises(Unavailable, match="metrics_listen"):
@@ -50,7 +50,7 @@ def test_a_connection_that_says_no_more_is_closed(monkeypatch: pytest.MonkeyPatc
     server.start("127.0.0.1:0")
     try:
         host, _, port = server.address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
             connection.sendall(b"GET /metrics HTTP/1.1\r\nHost")
             assert connection.recv(1) == b""
     finally:

@@ -72,11 +72,11 @@ async def _over_the_wire(error: BaseException, *, stream: bool) -> errors.BatonE
             stub = kvstore_pb2_grpc.KvStoreStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 if stream:
-                    call = stub.Read(kvstore_pb2.ReadRequest(), timeout=5)
+                    call = stub.Read(kvstore_pb2.ReadRequest(), timeout=30)
                     assert (await call.read()).index == 7
                     await call.read()
                 else:
-                    await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=5)
+                    await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=30)
             return serving.error_from_rpc(caught.value)
     finally:
         await server.stop(0)
@@ -136,7 +136,7 @@ async def test_a_unix_socket_is_its_users_alone_and_replaces_what_a_killed_serve
         assert address == f"unix:{path}" and stat.S_IMODE(path.stat().st_mode) == 0o600
         async with serving.channel(address) as channel:
             stub = kvstore_pb2_grpc.KvStoreStub(channel)
-            reply = await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=10)
+            reply = await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=30)
         assert reply.node_id == "here"
     finally:
         await server.stop(0)
@@ -162,7 +162,7 @@ async def test_a_request_that_cannot_be_read_is_refused_and_ends_nothing(
     try:
         async with serving.channel(address) as channel:
             stub = kvstore_pb2_grpc.KvStoreStub(channel)
-            writing = stub.Write(timeout=5)
+            writing = stub.Write(timeout=30)
             await writing.write(kvstore_pb2.WriteChunk(data=b"1234"))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await _send_raw(channel, method, _NO_MESSAGE)
@@ -179,15 +179,15 @@ async def test_a_request_that_cannot_be_read_is_refused_and_ends_nothing(
 async def _send_raw(channel: grpc.aio.Channel, method: str, data: bytes) -> None:
     path = f"/baton.v1.KvStore/{method}"
     if method == "Write":
-        call = channel.stream_unary(path)(timeout=5)
+        call = channel.stream_unary(path)(timeout=30)
         await call.write(data)
         await call.done_writing()
         await call
     elif method == "Read":
-        async for _ in channel.unary_stream(path)(data, timeout=5):
+        async for _ in channel.unary_stream(path)(data, timeout=30):
             raise AssertionError("it was answered")
     else:
-        await channel.unary_unary(path)(data, timeout=5)
+        await channel.unary_unary(path)(data, timeout=30)
 
 
 def _failed(details: bytes) -> grpc.aio.AioRpcError:

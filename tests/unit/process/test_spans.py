@@ -15,6 +15,7 @@ from process import logs, spans, tasks
 from process.errors import Cancelled, InvalidArgument, Unavailable
 from process.spans import NOBODY, Kind, Recording, SpanData
 from process.trace_context import TraceContext
+from tests.harness.waiting import settled
 
 CONTEXT = TraceContext(0xABC, 0xDEF, True, "vendor=1")
 
@@ -139,7 +140,7 @@ async def test_a_task_that_outlives_its_request_works_for_nobody(ended: list[Spa
 
     with root(ended) as span:
         task = tasks.start_task(linger(), "linger")
-        await asyncio.sleep(0)
+        await settled()
     go.set()
     await task
     assert seen == [span, NOBODY]

@@ -21,25 +21,19 @@ async def _deaf(num_times: int) -> None:
     await asyncio.sleep(3600)
 
 
-async def test_a_lost_cancel_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("process.tasks._AGAIN_S", 0.01)
-    monkeypatch.setattr("process.tasks._GIVE_UP_S", 1.0)
+async def test_a_lost_cancel_is_repeated() -> None:
     tasks = [asyncio.create_task(_deaf(num_times)) for num_times in range(5)]
     await asyncio.sleep(0)
-    await end_tasks([None, *tasks])
+    await end_tasks([None, *tasks], again_s=0.01)
     assert all(task.cancelled() for task in tasks)
     await end_tasks(tasks)  # again: nothing to do
 
 
-async def test_a_task_that_never_ends_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("process.tasks._AGAIN_S", 0.01)
-    monkeypatch.setattr("process.tasks._GIVE_UP_S", 0.05)
+async def test_a_task_that_never_ends_is_named(caplog: pytest.LogCaptureFixture) -> None:
     task = asyncio.create_task(_deaf(20), name="the deaf one")
     await asyncio.sleep(0)
     with caplog.at_level(logging.ERROR):
-        await end_tasks([task])
+        await end_tasks([task], again_s=0.01, give_up_s=0.05)
     assert not task.done()
     assert [record.message for record in caplog.records] == ["tasks_not_ended"]
     while not task.done():

@@ -338,7 +338,7 @@ class _Stuck:
         self.gate = threading.Event()
 
     def export(self, batch: Any) -> Any:
-        self.gate.wait(10)
+        self.gate.wait(30)
         return types.SimpleNamespace(value=0)
 
     def shutdown(self) -> None:

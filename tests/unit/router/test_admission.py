@@ -17,7 +17,7 @@ from process.settings import SettingsError
 from services.router.admission import Admission, Asked, Entry, Ticket
 from services.router.admission_queue import MAX_PATIENCE_S
 from services.router.admission_settings import AdmissionSettings
-from tests.harness.waiting import Clock
+from tests.harness.waiting import Clock, settled
 
 WAIT_S = 10.0
 
@@ -107,8 +107,7 @@ class World:
         await self.settle()
 
     async def settle(self) -> None:
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await settled()
         self.admission.check_integrity()
 
 

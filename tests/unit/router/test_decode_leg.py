@@ -14,6 +14,7 @@ from process.errors import Internal, NoCapacity, Unavailable
 from protos import common_pb2, decode_pb2
 from services.router.decode_leg import ALLOWED, Arrival, DecodeLeg, LegState
 from services.router.sealed_handle import Command, SealedHandle
+from tests.harness.waiting import settled
 
 # Counted from when the tests are collected: a long run must not reach it.
 FAR = Deadline.after(1e6)
@@ -71,7 +72,7 @@ async def test_take_waits() -> None:
     leg.on_event(RESERVED)
     leg.generate(GENERATE)
     taking = asyncio.create_task(leg.take())
-    await asyncio.sleep(0)
+    await settled()
     assert not taking.done()
     leg.on_event(_event(tokens={"token_ids": [1]}))
     assert _ids(await taking) == [1]

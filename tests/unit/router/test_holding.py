@@ -41,7 +41,7 @@ class Bench:
         return asyncio.create_task(wait)
 
     async def held(self, num: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while self.holding.num_held != num:
                 await asyncio.sleep(0.001)
 

@@ -9,6 +9,7 @@ import pytest
 from process.deadline import Deadline
 from process.errors import AlreadyExists, Cancelled, NoCapacity, Unavailable
 from services.router.inflight import InFlight
+from tests.harness.waiting import settled
 
 # Counted from when the tests are collected: a long run must not reach it.
 FAR = Deadline.after(1e6)
@@ -36,11 +37,6 @@ class _Runner:
                     await self.may_end.wait()
 
 
-async def _settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
 async def test_one_after_another() -> None:
     table = _table()
     for _ in range(2):
@@ -58,7 +54,7 @@ async def test_a_repeat_waits_until_the_old_attempt_is_over() -> None:
     await old.running.wait()
     old.may_end.clear()
     new = _Runner(table)
-    await _settle()
+    await settled()
     assert not new.running.is_set()  # the old one is still cleaning up
     table.check_integrity()
     old.may_end.set()
@@ -77,7 +73,7 @@ async def test_a_waiting_attempt_can_be_superseded_too() -> None:
     runners[0].may_end.clear()
     for _ in range(3):
         runners.append(_Runner(table))
-        await _settle()
+        await settled()
         table.check_integrity()
     runners[0].may_end.set()
     await runners[-1].running.wait()
@@ -128,7 +124,7 @@ async def test_a_cancel_from_outside_stays_one() -> None:
     await both.running.wait()
     both.may_end.clear()
     newer = _Runner(table)
-    await _settle()
+    await settled()
     both.task.cancel()
     both.may_end.set()
     with pytest.raises(asyncio.CancelledError):

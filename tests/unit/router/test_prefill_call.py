@@ -14,6 +14,7 @@ from process.errors import BatonError, Internal, NoCapacity, Unavailable
 from protos import common_pb2, prefill_pb2
 from services.router.prefill_call import ALLOWED, CallState, PrefillCall
 from services.router.sealed_handle import PrefillNews, PrefillWord, SealedHandle
+from tests.harness.waiting import settled
 
 CANCELLED, EXHAUSTED = 1, 8
 
@@ -77,7 +78,7 @@ async def test_news_come_in_order_and_partial_handles_at_once() -> None:
 async def test_a_reader_that_waits_is_woken() -> None:
     made = Made()
     reading = asyncio.create_task(made.call.next())
-    await asyncio.sleep(0)
+    await settled()
     made.call.on_word(FIRST)
     assert list((await reading).reply.token_ids) == [9]
 

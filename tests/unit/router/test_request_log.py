@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from services.router.policy import Choice
 from services.router.request_log import MANY, MAX_SPANS, RequestLog
 from services.router.times import StageTimes
 from services.router.usage_history import UsageHistory
-from tests.harness.waiting import Clock
+from tests.harness.waiting import Clock, until
 
 WALL_NS = 1_700_000_000 * 10**9
 
@@ -161,14 +160,10 @@ def test_the_history_is_the_totals_cut_into_intervals(
     }
 
 
-async def test_the_history_takes_points_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage_history, "INTERVAL_S", 0.01)
-    history = UsageHistory(request_log.Totals, lambda: (0, 0))
+async def test_the_history_takes_points_by_itself() -> None:
+    history = UsageHistory(request_log.Totals, lambda: (0, 0), interval_s=0.01)
     history.start()
-    async with asyncio.timeout(5):
-        while len(history.points) < 2:
-            await asyncio.sleep(0.005)
+    await until(lambda: len(history.points) >= 2)
+    task = history._task
     await history.stop()
-    num_points = len(history.points)
-    await asyncio.sleep(0.05)
-    assert len(history.points) == num_points
+    assert task is not None and task.done()

@@ -18,6 +18,7 @@ from protos.common_pb2 import AdapterVersion, AdapterWish
 from services.worker import adapters
 from services.worker.adapters import MAX_NUM_READING, WorkerAdapters
 from tests.harness.gated_engine import fake_engine, running
+from tests.harness.waiting import settled
 
 WAIT_S = 10.0
 
@@ -81,7 +82,7 @@ async def test_what_is_known_follows_the_engine_when_the_caller_is_cancelled(
         thread.post(lambda _: (entered.set(), let_go.wait(WAIT_S)))
         assert await asyncio.to_thread(entered.wait, WAIT_S)
         unloading = asyncio.create_task(known.unload("a"))
-        await asyncio.sleep(0)  # it is in the engine's queue
+        await settled()  # it is in the engine's queue
         unloading.cancel()
         await asyncio.gather(unloading, return_exceptions=True)
         let_go.set()

@@ -18,8 +18,9 @@ from process.errors import DeadlineExceeded, NoCapacity, Unavailable
 from services.worker.admission import Admission
 from services.worker.engine_thread import EngineThread
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
+from tests.harness.waiting import settled, until
 
-SOON = 5.0
+SOON = 30.0
 
 
 @asynccontextmanager
@@ -38,6 +39,12 @@ async def small_worker(
 async def give_back(thread: EngineThread, admission: Admission, name: str) -> None:
     await thread.call(lambda e: e.abort(name))
     admission.room_may_have_come()
+
+
+async def are_tried(thread: EngineThread, admission: Admission) -> None:
+    """All requests that wait have been tried since the last one came."""
+    await until(lambda: not admission._wake.is_set())
+    await thread.call(lambda e: None)
 
 
 def ask(engine: Engine, admission: Admission, name: str, num_tokens: int, timeout_s: float = SOON):
@@ -90,7 +97,7 @@ async def test_a_full_queue_refuses_at_once_with_a_retry_time() -> None:
     async with small_worker(max_waiting=2) as (engine, thread, admission):
         await ask(engine, admission, "holder", 250)
         waiting = [ask(engine, admission, f"r{i}", 100) for i in range(2)]
-        await asyncio.sleep(0)
+        await settled()
         with pytest.raises(NoCapacity) as caught:
             await ask(engine, admission, "one too many", 1)
         assert caught.value.retry_after_s
@@ -105,10 +112,11 @@ async def test_who_leaves_the_head_lets_the_next_one_in(how: str) -> None:
     async with small_worker() as (engine, thread, admission):
         await ask(engine, admission, "holder", 200)
         head = ask(engine, admission, "head", 240, timeout_s=0.05 if how == "deadline" else SOON)
-        await asyncio.sleep(0)
+        await settled()
         small = ask(engine, admission, "small", 8)
         if how == "cancel":
-            await asyncio.sleep(0.02)
+            await until(lambda: admission.num_waiting == 2)
+            await are_tried(thread, admission)
             assert not small.done()
             head.cancel()
         with pytest.raises((DeadlineExceeded, asyncio.CancelledError)):
@@ -137,7 +145,8 @@ async def test_a_failed_engine_refuses_all_who_wait() -> None:
     thread.start(lambda output: None, failed)
     await ask(engine, admission, "holder", 250)
     waiting = [ask(engine, admission, f"r{i}", 100) for i in range(3)]
-    await asyncio.sleep(0.02)
+    await until(lambda: admission.num_waiting == 3)
+    await are_tried(thread, admission)
     thread.post(lambda e: 1 // 0)
     for task in waiting:
         with pytest.raises(Unavailable):

@@ -22,6 +22,7 @@ from services.worker.block_writer import BlockWriter, TailSource
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
 from tests.harness.gated_engine import fake_engine, running
+from tests.harness.waiting import settled, until
 
 SIZE = 4
 
@@ -152,7 +153,7 @@ async def test_a_lease_is_renewed_while_its_prompt_queues_in_the_engine() -> Non
     ref = Block(name_of(0), 7, 2, 0, SIZE)
     store.stored.append(ref.chain_hash)
     async with writing(store, refs=[ref], ttl_s=0.03) as (writer, _):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await store.renewed.wait()
         writer.add(filled(1))
         written = await writer.finish(None)
@@ -163,7 +164,7 @@ async def test_a_lease_that_cannot_be_renewed_ends_the_writing() -> None:
     store = FakeStore()
     store.renew_error = LeaseLapsed("gone")
     async with writing(store, refs=[Block(name_of(0), 7, 2, 0, SIZE)], ttl_s=0.03) as (writer, _):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await store.renewed.wait()
         written = await writer.finish(None)
         assert written.problem == "lease_lapsed"
@@ -176,9 +177,9 @@ async def test_the_tail_is_put_even_when_finish_comes_in_the_middle_of_a_put() -
         writer.add(filled(0))
         await store.entered.wait()
         finish = asyncio.create_task(writer.finish(TailSource("tail", 99, 1)))
-        await asyncio.sleep(0)
+        await settled()
         store.gate.set()
-        written = await asyncio.wait_for(finish, 5)
+        written = await asyncio.wait_for(finish, 30)
     assert (len(written.refs), written.tail is not None) == (1, True)
 
 
@@ -271,8 +272,7 @@ async def test_a_failing_store_is_a_reason_not_an_error(error: BatonError, probl
     async with writing(store) as (writer, _):
         writer.add(filled(0))
         await store.entered.wait()
-        while not store.puts:
-            await asyncio.sleep(0)
+        await until(lambda: store.puts)
         store.error = error
         writer.add(filled(1))
         written = await writer.finish(TailSource("tail", 99, 1))
@@ -305,8 +305,7 @@ async def test_a_cancel_at_any_time_gives_the_lease_back(when: str) -> None:
     store = FakeStore()
     async with writing(store) as (writer, connector):
         writer.add(filled(0))
-        while not store.puts:
-            await asyncio.sleep(0)
+        await until(lambda: store.puts)
         finish: asyncio.Task[Any] | None = None
         if when in ("putting", "finishing"):
             store.entered.clear()
@@ -315,7 +314,7 @@ async def test_a_cancel_at_any_time_gives_the_lease_back(when: str) -> None:
             await store.entered.wait()
         if when == "finishing":
             finish = asyncio.create_task(writer.finish(None))
-            await asyncio.sleep(0)
+            await settled()
             finish.cancel()
         if when == "done":
             await writer.finish(None)

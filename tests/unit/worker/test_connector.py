@@ -31,6 +31,7 @@ from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
 from services.worker.store_target import StoreTarget
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
+from tests.harness.waiting import Clock, until
 
 NUM_ITEMS = 6
 
@@ -113,7 +114,7 @@ async def test_only_what_leads_without_a_gap_is_usable(
     async with reserved() as (_, _, connector, reservation):
         client: Any = FakeClient(GetResult(64, failed))
         loaded = await connector.load(
-            client, "r", "lease", items_of(reservation), Deadline.after(5)
+            client, "r", "lease", items_of(reservation), Deadline.after(30)
         )
         assert (loaded.num_usable, loaded.not_usable) == (num_usable, Counter(not_usable))
 
@@ -131,7 +132,7 @@ async def test_no_failure_of_the_store_is_the_requests(error: BatonError, reason
     async with reserved() as (_, _, connector, reservation):
         client: Any = FakeClient(error)
         loaded = await connector.load(
-            client, "r", "lease", items_of(reservation), Deadline.after(5)
+            client, "r", "lease", items_of(reservation), Deadline.after(30)
         )
         assert (loaded.num_usable, loaded.not_usable) == (0, Counter({reason: NUM_ITEMS}))
 
@@ -162,9 +163,11 @@ async def test_what_may_still_be_written_into_is_out_of_use_until_it_is_settled(
         assert connector.num_in_quarantine == NUM_ITEMS
         await thread.call(lambda e: e.check_integrity())
         settled.set_result(None)
-        async with asyncio.timeout(5):
-            while (await thread.call(lambda e: e.stats())).num_quarantined_blocks:
-                await asyncio.sleep(0)
+
+        async def is_settled() -> bool:
+            return not (await thread.call(lambda e: e.stats())).num_quarantined_blocks
+
+        await until(is_settled)
         assert engine.stats().num_free_blocks == 64
         assert connector.num_in_quarantine == 0
 
@@ -221,7 +224,7 @@ async def test_another_life_behind_the_same_address_is_noticed() -> None:
 
 async def test_a_worker_without_a_store_says_so() -> None:
     async with reserved() as (_, _, connector, _):
-        assert await connector.start(wait_s=5) is False
+        assert await connector.start(wait_s=30) is False
         assert connector.client is None
 
 
@@ -273,7 +276,7 @@ async def test_the_stop_waits_for_leases_that_are_given_back_meanwhile() -> None
 async def test_the_stop_waits_for_nobody_for_ever() -> None:
     async with reserved() as (_, _, connector, _):
         connector.spawn(forever())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await connector.stop(timeout_s=0.01)
 
 
@@ -294,11 +297,9 @@ async def test_a_store_that_greets_well_and_fails_at_work_is_not_met_without_end
         return client
 
     monkeypatch.setattr(module, "attach", attach)
-    monkeypatch.setattr(module, "MIN_BACKOFF_S", 600.0)
-    monkeypatch.setattr(module, "MAX_BACKOFF_S", 600.0)
     target = StoreTarget("a:1", "w", b"i" * 16, "ab", BlockMemory.of(np.zeros((1, 8), "u1")), "shm")
     async with running(fake_engine(num_blocks=64)) as thread:
-        connector = StoreConnector(target, thread, WorkerLimits())
+        connector = StoreConnector(target, thread, WorkerLimits(), min_backoff_s=600.0)
         await connector.start(wait_s=0.05)
         for _ in range(200):
             assert connector.client is None
@@ -317,15 +318,15 @@ async def test_a_store_that_was_good_for_long_is_met_again_at_once(
         return clients[-1]
 
     monkeypatch.setattr(module, "attach", attach)
-    monkeypatch.setattr(module, "MIN_BACKOFF_S", 600.0)
-    monkeypatch.setattr(module, "STEADY_S", 0.0)
     target = StoreTarget("a:1", "w", b"i" * 16, "ab", BlockMemory.of(np.zeros((1, 8), "u1")), "shm")
     async with running(fake_engine(num_blocks=64)) as thread:
-        connector = StoreConnector(target, thread, WorkerLimits())
-        assert await connector.start(wait_s=5)
+        clock = Clock()
+        connector = StoreConnector(target, thread, WorkerLimits(), min_backoff_s=600.0, clock=clock)
+        assert await connector.start(wait_s=30)
+        clock.now_s += module.STEADY_S
         clients[0].broken = "it died"
         assert connector.client is None
-        await connector.wait_attached(Deadline.after(10))
+        await connector.wait_attached(Deadline.after(30))
         assert connector.client is clients[1]
         await connector.stop(timeout_s=1)
 

@@ -19,7 +19,7 @@ from kvstore import block_hash
 from process.settings import SettingsError
 from services.worker.config import WorkerLimits
 from services.worker.draft_pages import StoreDraftPages
-from tests.harness.waiting import until
+from tests.harness.waiting import settled, until
 from tests.unit.worker.staging_bench import WAIT_S, MakeConnector, StalledReads, StoreBench, gated
 
 PAGE_BYTES = 1000
@@ -127,8 +127,7 @@ async def test_puts_stand_back_for_fetches_and_take_half_of_the_rows(
         with pytest.raises(PagesRefused):
             made.pages.put(keys_of(1), b"", pages_of(1), NUM_TOKENS)
         made.pages.check_integrity([fetch])
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await settled()
         assert made.rows.num_free == 2 and made.pages._putting is not None and not puts
         gate.set()
         await until(lambda: made.pages.counts.num_put == 4)

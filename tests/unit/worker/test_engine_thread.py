@@ -5,19 +5,20 @@ failure.
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from engine.errors import RankFailed
 from engine.step_output import StepOutput
-from process import step_watch
 from process.errors import FailedPrecondition, Internal, Unavailable
 from process.step_watch import StepWatch
 from services.worker import engine_thread
 from services.worker.engine_thread import EngineThread
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of, request, running
+from tests.harness.waiting import WAIT_S, Clock, settled, until
 
 
 async def test_call_runs_on_the_engines_thread_and_brings_back_what_it_returns() -> None:
@@ -58,7 +59,7 @@ async def test_jobs_leave_those_who_decode_their_steps(monkeypatch: pytest.Monke
         def begin(_: object) -> None:
             engine.reserve(request(engine, prompt_of(5), max_tokens=40))
             engine.start("r")
-            assert waiting.wait(5)
+            assert waiting.wait(30)
 
         thread.post(begin)
         for _ in range(6):
@@ -82,26 +83,26 @@ async def test_each_step_is_delivered_once_and_in_order() -> None:
             )
         for index in range(5):
             thread.post(lambda e, i=index: e.start(str(i)))
-        async with asyncio.timeout(5):
-            while sum(len(e.token_ids) for o in outputs for e in o.events) < 20:
-                await asyncio.sleep(0)
+        await until(lambda: sum(len(e.token_ids) for o in outputs for e in o.events) >= 20)
         assert [output.step for output in outputs] == list(range(1, len(outputs) + 1))
         assert thread.num_steps == len(outputs)
         assert thread.stats.num_output_tokens == 20
 
 
-async def test_an_idle_engine_is_checked_once_and_then_left_alone() -> None:
-    """Nothing runs in an idle engine: not even a look whether there is work."""
+async def test_an_idle_engine_is_checked_once_and_then_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing runs in an idle engine: its thread waits for a job, and for no time."""
+    waits: list[float | None] = []
+
+    class Jobs(queue.SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            if threading.current_thread().name == "engine":
+                waits.append(timeout)
+            return super().get(block, timeout)
+
+    monkeypatch.setattr(queue, "SimpleQueue", Jobs)
     engine = fake_engine()
-    looks = 0
-    real = engine.has_work
-
-    def has_work() -> bool:
-        nonlocal looks
-        looks += 1
-        return real()
-
-    engine.has_work = has_work  # type: ignore[method-assign]
     checked = threading.Event()
     real_check = engine.check_integrity
 
@@ -111,13 +112,12 @@ async def test_an_idle_engine_is_checked_once_and_then_left_alone() -> None:
 
     engine.check_integrity = check  # type: ignore[method-assign]
     async with running(engine) as thread:
-        await asyncio.to_thread(checked.wait, 5)
-        before = looks
-        await asyncio.sleep(0.1)  # ten idle periods
-        assert (looks, thread.num_idle_checks) == (before, 1)
+        await asyncio.to_thread(checked.wait, 30)
+        await until(lambda: waits[-1] is None)
+        assert thread.num_idle_checks == 1
         checked.clear()
         await thread.call(lambda e: None)
-        await asyncio.to_thread(checked.wait, 5)
+        await asyncio.to_thread(checked.wait, 30)
         assert thread.num_idle_checks == 2
 
 
@@ -128,16 +128,14 @@ async def test_a_step_that_raises_ends_the_steps_but_aborts_still_run() -> None:
         await thread.call(lambda e: e.reserve(request(engine, prompt_of(9))))
         engine._model.forward = _broken_forward  # type: ignore[method-assign]
         await thread.call(lambda e: e.start("r"))
-        async with asyncio.timeout(5):
-            while not failures:
-                await asyncio.sleep(0)
+        await until(lambda: failures)
         assert "the device is on fire" in str(failures[0])
         assert thread.failure is failures[0]
         with pytest.raises(Unavailable, match="engine failed"):
             await thread.call(lambda e: None)
         done = asyncio.Event()
         thread.post(lambda e: e.abort("r"), done.set)
-        await asyncio.wait_for(done.wait(), 5)
+        await asyncio.wait_for(done.wait(), 30)
         assert len(failures) == 1
     engine.check_integrity()
     assert engine.stats().num_referenced_blocks == 0
@@ -157,16 +155,14 @@ async def test_a_step_that_cannot_be_told_is_a_failure() -> None:
     async with running(engine, on_step=on_step, on_failure=failures.append) as thread:
         await thread.call(lambda e: e.reserve(request(engine, prompt_of(9), max_tokens=50)))
         await thread.call(lambda e: e.start("r"))
-        async with asyncio.timeout(5):
-            while not failures:
-                await asyncio.sleep(0)
+        await until(lambda: failures)
         assert "not told: ValueError: the sink is full" in str(failures[0])
         assert thread.failure is failures[0]
         with pytest.raises(Unavailable, match="engine failed"):
             await thread.call(lambda e: None)
         done = asyncio.Event()
         thread.post(lambda e: e.abort("r"), done.set)
-        await asyncio.wait_for(done.wait(), 5)
+        await asyncio.wait_for(done.wait(), 30)
         assert (len(failures), len(outputs)) == (1, 2)
     engine.check_integrity()
     assert engine.stats().num_referenced_blocks == 0
@@ -187,12 +183,12 @@ async def test_calls_under_way_when_the_engine_fails_are_refused() -> None:
 
         model.forward = forward  # type: ignore[assignment,method-assign]
         await thread.call(lambda e: e.start("r"))
-        await asyncio.to_thread(model.is_held.wait, 5)
+        await asyncio.to_thread(model.is_held.wait, 30)
         late = asyncio.create_task(thread.call(lambda e: 1))
-        await asyncio.sleep(0)
+        await settled()
         model.release()
         with pytest.raises(Unavailable, match="engine failed"):
-            await asyncio.wait_for(late, 5)
+            await asyncio.wait_for(late, 30)
         thread.post(lambda e: e.abort("r"))
 
 
@@ -206,9 +202,7 @@ async def test_a_broken_law_is_a_failure(how: str) -> None:
     thread.start(lambda output: None, failures.append)
     if how == "post":
         thread.post(lambda e: _raise(Internal("a block is lost")))
-    async with asyncio.timeout(5):
-        while not failures:
-            await asyncio.sleep(0.001)
+    await until(lambda: failures)
     assert "a block is lost" in str(failures[0])
     await thread.stop(5)
 
@@ -221,23 +215,21 @@ async def test_nobody_hears_of_a_step_or_a_job_before_its_kernels_are_over() -> 
 
     def wait_for_kernels() -> None:
         waits.append(threading.current_thread().name)
-        assert are_over.wait(10)
+        assert are_over.wait(30)
 
     heard: list[StepOutput] = []
     thread = EngineThread(engine, wait_for_kernels=wait_for_kernels)
     thread.start(heard.append, lambda failure: None)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await thread.call(
             lambda e: (e.reserve(request(engine, prompt_of(9), name="r")), e.start("r"))
         )
     job = asyncio.create_task(thread.call(lambda e: e.abort("r")))
-    await asyncio.wait([job], timeout=0.1)
+    await until(lambda: waits)
     assert not job.done() and waits == ["engine"] and not heard
     are_over.set()
-    async with asyncio.timeout(5):
-        await job
-        while not heard:
-            await asyncio.sleep(0.001)
+    await asyncio.wait_for(job, WAIT_S)
+    await until(lambda: heard)
     assert len(waits) >= 2  # after the chunk, and after the job that gives its blocks back
     await thread.stop(5)
 
@@ -248,7 +240,7 @@ async def test_a_draw_has_waited_for_the_kernels() -> None:
     heard: list[StepOutput] = []
     thread = EngineThread(engine, wait_for_kernels=lambda: waits.append(1))
     thread.start(heard.append, lambda failure: None)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await thread.call(
             lambda e: (e.reserve(request(engine, prompt_of(9), name="r")), e.start("r"))
         )
@@ -267,11 +259,11 @@ async def test_a_caller_that_left_does_not_undo_its_job() -> None:
         await thread.call(lambda e: e.reserve(request(engine, prompt_of(9), name="busy")))
         model.hold()
         await thread.call(lambda e: e.start("busy"))
-        await asyncio.to_thread(model.is_held.wait, 5)
+        await asyncio.to_thread(model.is_held.wait, 30)
         wait = asyncio.create_task(
             thread.call(lambda e: e.reserve(request(engine, prompt_of(9, start=2))))
         )
-        await asyncio.sleep(0)
+        await settled()
         wait.cancel()
         thread.post(lambda e: e.abort("r"))
         model.release()
@@ -287,7 +279,7 @@ async def test_stop_waits_for_the_step_and_refuses_the_rest() -> None:
     await thread.call(lambda e: e.reserve(request(engine, prompt_of(9))))
     model.hold()
     await thread.call(lambda e: e.start("r"))
-    await asyncio.to_thread(model.is_held.wait, 5)
+    await asyncio.to_thread(model.is_held.wait, 30)
     with pytest.raises(Unavailable, match="did not end its step"):
         await thread.stop(0.01)
     with pytest.raises(Unavailable, match="stopping"):
@@ -320,9 +312,7 @@ async def test_an_idle_engine_that_lost_a_process_fails_at_once() -> None:
         assert thread.failure is None
         engine._model.check_alive = _gone  # type: ignore[method-assign]
         await asyncio.to_thread(tell)
-        async with asyncio.timeout(5):
-            while not failures:
-                await asyncio.sleep(0.01)
+        await until(lambda: failures)
         assert "rank 1 ended (signal 9)" in str(thread.failure)
 
 
@@ -335,14 +325,15 @@ async def test_a_step_that_does_not_end_is_the_engines_failure() -> None:
     engine = fake_engine(model=model)
     heard: list[Internal] = []
     outputs: list[StepOutput] = []
-    thread = EngineThread(engine, step_timeout_s=0.05)
+    clock = Clock()
+    thread = EngineThread(engine, step_timeout_s=0.05, clock=clock)
     thread.start(outputs.append, heard.append)
     await thread.call(lambda e: engine.reserve(request(engine, prompt_of(5), name="r")))
     model.hold()
     await thread.call(lambda e: e.start("r"))
-    async with asyncio.timeout(10):
-        while not heard:
-            await asyncio.sleep(0.01)
+    await asyncio.to_thread(model.is_held.wait, WAIT_S)
+    clock.now_s += 0.06
+    await until(lambda: heard)
     assert heard == [thread.failure] and thread.is_stuck
     assert "limits.step_timeout_s" in str(heard[0])
     with pytest.raises(Unavailable):
@@ -359,36 +350,33 @@ async def test_a_step_that_does_not_end_is_the_engines_failure() -> None:
 async def test_steps_in_time_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only this test moves: within a step by less than it may take, and by more
     where the engine rests."""
-    clock = SimpleNamespace(now_s=100.0, num_looks=0)
+    clock, num_looks = Clock(), 0
 
     class Watch(StepWatch):
         @property
         def is_late(self) -> bool:
-            clock.num_looks += 1
+            nonlocal num_looks
+            num_looks += 1
             return super().is_late
 
     async def pass_time(seconds: float) -> None:
         """Returns when the watch has looked since."""
         clock.now_s += seconds
-        num_before = clock.num_looks
-        while clock.num_looks < num_before + 2:
-            await asyncio.sleep(0.001)
+        num_wanted = num_looks + 2
+        await until(lambda: num_looks >= num_wanted)
 
-    monkeypatch.setattr(step_watch, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
-    monkeypatch.setattr(step_watch, "WATCH_S", 0.001)
     monkeypatch.setattr(engine_thread, "StepWatch", Watch)
     model = GatedModel()
     engine = fake_engine(model=model)
-    async with asyncio.timeout(30), running(engine, step_timeout_s=2.0) as thread:
+    async with running(engine, step_timeout_s=0.02, clock=clock) as thread:
         await thread.call(lambda e: engine.reserve(request(engine, prompt_of(5), name="r")))
         model.hold()
         thread.post(lambda e: e.start("r"))
-        await asyncio.to_thread(model.is_held.wait, 30)
-        await pass_time(1.9)
+        await asyncio.to_thread(model.is_held.wait, WAIT_S)
+        await pass_time(0.019)
         num_idle_checks = thread.num_idle_checks
         model.release()
-        while thread.num_idle_checks == num_idle_checks:  # until its steps are over
-            await asyncio.sleep(0.001)
-        await pass_time(10.0)
+        await until(lambda: thread.num_idle_checks > num_idle_checks)  # its steps are over
+        await pass_time(1.0)
         assert thread.failure is None and not thread.is_stuck
         assert thread.stats.num_output_tokens == 4

@@ -89,7 +89,7 @@ async def test_a_worker_may_start_and_stop_without_redis(tmp_path: Path) -> None
     beat.start()
     await asyncio.sleep(0)
     assert not beat.is_registered
-    await asyncio.wait_for(beat.stop(), 5)
+    await asyncio.wait_for(beat.stop(), 30)
 
 
 async def test_an_old_life_does_not_remove_its_successor(server: RedisServer) -> None:

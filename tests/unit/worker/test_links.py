@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from services.worker.engine_thread import EngineThread
 from services.worker.links import Links
 from services.worker.status import links_to_proto
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
+from tests.harness.waiting import WAIT_S, until
 
 RATES = Rates(2**20, 4e9, 3e9, 0.001, 8e9)
 
@@ -31,7 +33,7 @@ class FakeClient:
         self.address = f"{node_id}:1"
         self.transport_name = "grpc"
         self.outcomes = list(outcomes)
-        self.entered = asyncio.Event()
+        self.entered, self.released = asyncio.Event(), asyncio.Event()
         self.broken: str | None = None
         self.block_ids: Sequence[int] = ()
 
@@ -40,7 +42,8 @@ class FakeClient:
         self.entered.set()
         outcome = self.outcomes.pop(0)
         if outcome is None:
-            await asyncio.Event().wait()
+            await self.released.wait()
+            outcome = RATES
         if isinstance(outcome, BaseException):
             raise outcome
         assert outcome is not None
@@ -49,15 +52,14 @@ class FakeClient:
 
 @asynccontextmanager
 async def measuring(
-    floor: float = 0.0, num_blocks: int = 256
+    floor: float = 0.0, num_blocks: int = 256, **options: Any
 ) -> AsyncIterator[tuple[Engine, EngineThread, Links, list[int]]]:
     """Links beside an engine; at the end nothing is lent and the laws hold."""
     engine = fake_engine(num_blocks=num_blocks)
     told: list[int] = []
     async with running(engine) as thread:
-        links = Links(
-            thread, engine.kv.layout.block_bytes, floor, on_room=lambda: told.append(len(told))
-        )
+        block_bytes, note = engine.kv.layout.block_bytes, lambda: told.append(len(told))
+        links = Links(thread, block_bytes, floor, on_room=note, **options)
         yield engine, thread, links, told
         await links.stop()
         assert await thread.call(lambda e: e.stats().num_referenced_blocks) == 0
@@ -120,29 +122,20 @@ async def test_a_late_one_is_tried_once_more_and_then_called_degraded() -> None:
         assert verdict.degraded and "2 s" in link.problem and client.outcomes == []
 
 
-async def test_a_bad_moment_does_not_mark_a_link_for_good(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "AGAIN_S", 0.01)
+async def test_a_bad_moment_does_not_mark_a_link_for_good() -> None:
     slow = Rates(2**20, 1e6, 1e6, 0.001, 8e9)
-    async with measuring(floor=1e9) as (_, _, links, _):
+    async with measuring(floor=1e9, again_s=0.01) as (_, _, links, _):
         client: Any = FakeClient(slow, slow, RATES, RATES)
         links.measure_later(client)
         await links.settle()
         assert links.links[0][1].degraded
-        async with asyncio.timeout(10):
-            while links.links[0][1].degraded:
-                await asyncio.sleep(0.005)
-        await asyncio.sleep(0.05)  # a good one is not measured again
-        await links.settle()
+        await until(lambda: not links.links[0][1].degraded)
+        assert not links._again, "a good one is not measured again"
         assert len(client.outcomes) == 1
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
-async def test_what_is_over_is_not_measured_again(
-    monkeypatch: pytest.MonkeyPatch, is_stopped: bool
-) -> None:
-    monkeypatch.setattr(module, "AGAIN_S", 0.01)
+async def test_what_is_over_is_not_measured_again(is_stopped: bool) -> None:
     async with measuring(floor=1e12) as (_, _, links, _):
         client: Any = FakeClient(RATES, RATES)
         client.broken = None if is_stopped else "gone"
@@ -150,45 +143,42 @@ async def test_what_is_over_is_not_measured_again(
         await links.settle()
         if is_stopped:
             await links.stop()
+            (timer,) = links._again.values()
+            assert timer.cancelled()
             links.measure_later(client)
-        await asyncio.sleep(0.05)
+        else:
+            assert not links._again
         await links.settle()
         assert len(client.outcomes) == 1
 
 
-async def test_what_was_measured_is_not_forgotten_for_a_client_that_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_was_measured_is_not_forgotten_for_a_client_that_is_closed() -> None:
     """A degraded link stays one, whatever became of the client: its store is as far as before."""
-    monkeypatch.setattr(module, "AGAIN_S", 0.01)
-    async with measuring(floor=1e12) as (_, _, links, _):
+    async with measuring(floor=1e12, again_s=0.01) as (_, _, links, _):
         client: Any = FakeClient(RATES, Unavailable("this client is closed"))
         links.measure_later(client)
         await links.settle()
         client.broken = "closed"
-        await asyncio.sleep(0.05)
+        await until(lambda: not links._again)  # nothing of a closed client is kept
         await links.settle()
         ((link, verdict),) = links.links
         assert (link.rates, link.problem, verdict.degraded) == (RATES, "", True)
-        assert not links._again, "nothing of a closed client is kept"
 
 
-async def test_a_busy_moment_makes_no_degraded_link_a_good_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_busy_moment_makes_no_degraded_link_a_good_one() -> None:
     """No free blocks to measure with, here or there, say nothing of the link."""
-    monkeypatch.setattr(module, "AGAIN_S", 0.01)
-    async with measuring(floor=1e9) as (_, _, links, _):
+    async with measuring(floor=1e9, again_s=0.01) as (_, _, links, _):
         slow = Rates(2**20, 1e6, 1e6, 0.001, 8e9)
         client: Any = FakeClient(slow, NoCapacity("busy"), NoCapacity("busy"), RATES)
         links.measure_later(client)
-        async with asyncio.timeout(10):
-            while client.outcomes:
-                for link, verdict in links.links:
-                    assert (link.rates, verdict.degraded) == (slow, True)
-                await asyncio.sleep(0.005)
-            while links.links[0][1].degraded:
-                await asyncio.sleep(0.005)
+
+        def is_measured() -> bool:
+            for link, verdict in links.links if client.outcomes else ():
+                assert (link.rates, verdict.degraded) == (slow, True)
+            return not client.outcomes
+
+        await until(is_measured)
+        await until(lambda: not links.links[0][1].degraded)
         assert links.links[0][0].rates == RATES
 
 
@@ -205,7 +195,11 @@ async def test_blocks_that_may_still_be_touched_stay_lent_until_they_are_settled
         await links.settle()
         assert await thread.call(lambda e: e.stats().num_referenced_blocks) == 32
         settled.set_result(None)
-        await asyncio.sleep(0)
+
+        async def are_back() -> bool:
+            return await thread.call(lambda e: e.stats().num_referenced_blocks) == 0
+
+        await until(are_back)
 
 
 async def test_a_measurement_that_is_ended_gives_its_blocks_back() -> None:
@@ -218,21 +212,26 @@ async def test_a_measurement_that_is_ended_gives_its_blocks_back() -> None:
 
 
 async def test_ended_while_the_engine_is_asked_the_blocks_come_back_too() -> None:
-    async with measuring() as (_, _, links, _):
+    may_go_on = threading.Event()
+    async with measuring() as (_, thread, links, _):
+        thread.post(lambda e: may_go_on.wait(WAIT_S))
+        await until(thread._jobs.empty)
         links.measure_later(FakeClient(None))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await until(lambda: not thread._jobs.empty())
         await links.stop()
+        may_go_on.set()
 
 
 async def test_one_at_a_time() -> None:
-    async with measuring() as (_, _, links, _):
+    async with measuring() as (_, thread, links, _):
         first, second = FakeClient(None), FakeClient(RATES, node_id="other")
         links.measure_later(first)  # type: ignore[arg-type]
         links.measure_later(second)  # type: ignore[arg-type]
         await first.entered.wait()
-        await asyncio.sleep(0.01)
+        await thread.call(lambda e: None)  # behind what the second would have asked for
         assert not second.entered.is_set()
+        first.released.set()
+        await second.entered.wait()
 
 
 async def test_a_busy_engine_lends_what_it_has() -> None:

@@ -5,6 +5,7 @@ leases and tails are all given back, whatever happens when.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ from engine.parking import Blocks
 from kvstore.tenancy import POOL
 from process.settings import SettingsError
 from services.worker import parking
-from services.worker.config import WorkerLimits
 from services.worker.parked_put import Stage
 from services.worker.parking import StoreParking
 from tests.harness.waiting import until
@@ -283,13 +283,15 @@ async def test_rows_that_may_still_be_written_into_are_out_of_use_until_it_is_se
 
 
 async def test_who_comes_back_waits_for_rows_but_not_for_ever(tmp_path: Path) -> None:
-    limits = WorkerLimits(attach_budget_s=5.0, transfer_budget_s=0.2)
-    async with lot(tmp_path, num_rows=3, limits=limits) as made:
+    async with lot(tmp_path, num_rows=3) as made:
         for index, key in enumerate(("a", "b")):
             made.parking.put(key, hashes_of(2, index), blocks_of(3, index))
             await made.stored(key)
         assert np.array_equal(await made.fetched("a"), blocks_of(3, 0))
+        limits = made.parking._limits
+        made.parking._limits = replace(limits, transfer_budget_s=0.1)
         assert await made.fetched("b") is None  # a has all rows for longer than that
+        made.parking._limits = limits
         assert made.parking.lost == {"deadline": 1}
         made.parking.drop("b")
         made.parking.drop("a")

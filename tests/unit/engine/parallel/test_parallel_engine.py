@@ -167,11 +167,9 @@ def test_processes_give_the_tokens_of_one(
     assert len(pids) == shares * stages - 1
     many.check_alive()
     os.kill(pids[-1], signal.SIGKILL)
-    began_s = time.monotonic()
     message = _until_step_fails(many)
     assert message.startswith(f"rank {len(pids)} (stage 0, share {shares - 1}), pid {pids[-1]}")
     assert message.endswith("ended (signal 9)") and "\n" not in message
-    assert time.monotonic() - began_s < BOUND_S / 2
     with pytest.raises(RankFailed):
         many.check_alive()
     with pytest.raises(RankFailed):

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -83,10 +82,8 @@ def test_ranks_load_meet_and_stop(make: Make) -> None:
     with processes.step():
         processes.tell(Step(warm_up(3)))
     processes.check()
-    began_s = time.monotonic()
     processes.close()
     processes.close()
-    assert time.monotonic() - began_s < 15.0
     assert not any(map(_is_there, processes.pids))
 
 
@@ -159,9 +156,7 @@ def test_a_rank_that_hears_nothing_is_killed_at_the_end(make: Make) -> None:
     processes = make("deaf")
     processes.wait_ready()
     processes.tell(Meet())
-    began_s = time.monotonic()
     processes.close()
-    assert time.monotonic() - began_s < 20.0
     assert not any(map(_is_there, processes.pids))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,6 @@ from engine.batch import Batch, Span
 from engine.decoder.verify import NUM_TOKENS, verify_logits
 from engine.errors import RankFailed
 from engine.kv.memory import KvMemory
-from engine.parallel import process_ranks
 from engine.parallel.memory import RankMemory, runs
 from engine.parallel.model import ParallelModel
 from engine.parallel.pieces import pieces
@@ -243,8 +241,6 @@ def test_blocks_of_a_prefill_by_several_ranks_are_read_by_one(grid: Grid, seed: 
 
 
 def test_a_rank_that_does_not_come_is_waited_for_within_the_deadline() -> None:
-    began_s = time.monotonic()
-
     def act(rank: int, ranks: ProcessRanks) -> None:
         if rank == 0:
             ranks.add_up(torch.zeros(3))
@@ -252,7 +248,6 @@ def test_a_rank_that_does_not_come_is_waited_for_within_the_deadline() -> None:
     with pytest.raises(RankFailed) as caught:
         run_ranks(Grid(2, 1), act, timeout_s=0.5)
     assert "gone or too late" in str(caught.value) and "\n" not in str(caught.value)
-    assert time.monotonic() - began_s < 15.0
 
 
 def test_after_an_abort_nothing_is_waited_for() -> None:
@@ -279,20 +274,17 @@ class _Group:
         raise RuntimeError("NCCL error: the peer has parted before")
 
 
-def test_an_abort_does_not_wait_for_graphs_and_an_end_waits_a_bounded_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_abort_does_not_wait_for_graphs_and_an_end_waits_a_bounded_time() -> None:
     """Whoever sees a rank die aborts while the graph that waits for it still runs."""
     for graphs_go in (True, False):
-        ranks, group = ProcessRanks(Grid(2, 1), 0, "cuda:0", 1.0), _Group()
+        part_s = 20.0 if graphs_go else 0.05
+        ranks, group = ProcessRanks(Grid(2, 1), 0, "cuda:0", 1.0, part_s=part_s), _Group()
         ranks._shares = group
         ranks.abort()
         ranks.abort()
         assert not group.has_parted
         if graphs_go:
             group.graphs_are_gone.set()
-        else:
-            monkeypatch.setattr(process_ranks, "_PART_S", 0.05)
         ranks.close()
         assert (group.num_aborts, group.has_parted) == (1, graphs_go)
         group.graphs_are_gone.set()
