@@ -19,6 +19,7 @@ import grpc.aio
 
 from engine.request import Request
 from kvstore import block_hash, serve
+from kvstore.block import Block
 from kvstore.config import KvStoreSettings
 from process import keys, serving
 from process.errors import BatonError
@@ -38,11 +39,11 @@ from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
 from services.worker.status import FINISH_REASONS, logprobs_to_proto, traces_to_proto
-from tests.harness.gated_engine import SALT, GatedModel, fake_engine
+from tests.harness.gated_engine import SALT, GatedModel, fake_engine, prompt_of
+from tests.harness.waiting import WAIT_S as WAIT_S
 from tests.harness.waiting import until
+from tests.harness.worker_probe import WorkerProbe
 
-WAIT_S = 30.0
-"""No wait of a test may take longer; far above what any should take."""
 LEASE_TTL_S = 2 * WAIT_S
 """A lease that is lost does not lapse while `check` waits for it."""
 FRAME_BYTES = 4096
@@ -91,6 +92,15 @@ class Pair:
     decode_store: Any
     """The decode worker's home: `store`, or one of its own."""
     has_two_nodes: bool
+    _numbers: Any = field(default_factory=itertools.count)
+
+    @property
+    def at_prefill(self) -> WorkerProbe:
+        return WorkerProbe(self.prefill, self.prefill_model)
+
+    @property
+    def at_decode(self) -> WorkerProbe:
+        return WorkerProbe(self.decode, self.decode_model)
 
     @property
     def prefill_role(self) -> PrefillRole:
@@ -125,6 +135,17 @@ class Pair:
         for worker in (self.prefill, self.decode):
             await until(lambda worker=worker: has_met(worker))
 
+    def flip_bit(self, block: Block) -> None:
+        """In a committed frame, as damage does."""
+        self.store.node.slab.frames[block.frame, 3] ^= 1
+
+    def num_stored(self, tokens: Sequence[int], store: Any = None) -> int:
+        """Full blocks of this text that the store has; no gaps."""
+        catalog = (store or self.store).node.store.catalog
+        found = [catalog.find(each) is not None for each in self.at_decode.hashes(tokens)]
+        assert found == sorted(found, reverse=True), "presence has a gap"
+        return sum(found)
+
     async def store_status(self, store: Any = None) -> kvstore_pb2.GetStatusReply:
         async with serving.channel((store or self.store).address) as channel:
             stub = kvstore_pb2_grpc.KvStoreStub(channel)
@@ -133,6 +154,12 @@ class Pair:
             )
 
     # ---- requests
+
+    def new_prompt(self, num_tokens: int) -> tuple[int, ...]:
+        """One that shares no block with another one of this pair."""
+        number = next(self._numbers)
+        first = (1 + number % 96, 1 + number // 96)
+        return (*first, *prompt_of(num_tokens, start=number))[:num_tokens]
 
     def prefill_request(
         self,
@@ -173,16 +200,19 @@ class Pair:
         max_tokens: int = 8,
         budget_ms: int = int(WAIT_S * 1000),
         tenant: str = "t",
+        tenant_salt: bytes = SALT,
+        has_begun: bool = False,
         **sampling: Any,
     ) -> decode_pb2.ReserveDecode:
         return decode_pb2.ReserveDecode(
             request_id=name,
             tenant=tenant,
-            tenant_salt=SALT,
+            tenant_salt=tenant_salt,
             prompt_token_ids=prompt,
             sampling=sampling_params(max_tokens=max_tokens, **sampling),
             model_fingerprint=self.model.info.fingerprint,
             budget_ms=budget_ms,
+            has_begun=has_begun,
         )
 
     @contextlib.asynccontextmanager
@@ -195,20 +225,41 @@ class Pair:
         finally:
             await stream.close()
 
+    @contextlib.asynccontextmanager
+    async def reserved(
+        self, prompt: Sequence[int], **options: Any
+    ) -> AsyncIterator[tuple[RouterStream, int]]:
+        """A stream of its own, and the key of a request on it that has its room at decode."""
+        async with self.stream() as stream:
+            yield stream, await stream.begin(self.reserve(prompt, **options))
+
     async def generate(
-        self, prompt: Sequence[int], *, name: str = "r", max_tokens: int = 8, **sampling: Any
+        self,
+        prompt: Sequence[int],
+        *,
+        name: str = "r",
+        max_tokens: int = 8,
+        handover: int = common_pb2.HANDOVER_PATH_UNSPECIFIED,
+        **sampling: Any,
     ) -> Answer:
         """As a router does it: reserve, prefill, hand over, collect."""
         options = {"name": name, "max_tokens": max_tokens, **sampling}
-        async with self.stream() as stream:
-            key = await stream.reserve(self.reserve(prompt, **options))
-            assert (await stream.next(key)).WhichOneof("event") == "reserved"
-            reply = await self.run_prefill(prompt, **options)
-            await stream.generate(key, reply)
-            answer = await stream.collect(key)
-        answer.prefill = reply
-        answer.token_ids[:0] = reply.token_ids
-        return answer
+        async with self.reserved(prompt, **options) as (stream, key):
+            reply = await self.run_prefill(prompt, handover=handover, **options)
+            return await stream.answer(key, reply)
+
+    async def forget(self, num_blocks: int = 64) -> None:
+        """Push everything out of the device cache of a prefill worker of so many blocks; the store
+        keeps it."""
+        for _ in range(-(-num_blocks * 4 // 200) + 1):
+            await self.run_prefill(self.new_prompt(200), name="filler", wants_handle=False)
+
+    async def decode_from(
+        self, reply: prefill_pb2.PrefillReply, prompt: Sequence[int], **options: Any
+    ) -> Answer:
+        """What decode makes of prefill's account, which came before it was asked."""
+        async with self.reserved(prompt, **options) as (stream, key):
+            return await stream.answer(key, reply)
 
     async def generate_samples(
         self,
@@ -412,6 +463,44 @@ class RouterStream:
         key = next(_keys)
         await self._write(decode_pb2.DecodeCommand(key=key, reserve=reserve))
         return key
+
+    async def begin(self, reserve: decode_pb2.ReserveDecode, timeout_s: float = WAIT_S) -> int:
+        """Until it has its room. Returns: its key."""
+        key = await self.reserve(reserve)
+        event = await self.next(key, timeout_s)
+        assert event.HasField("reserved"), event
+        return key
+
+    async def answer(self, key: int, reply: prefill_pb2.PrefillReply) -> Answer:
+        """Hand over, and all that comes, the first tokens too."""
+        await self.generate(key, reply)
+        answer = await self.collect(key)
+        answer.prefill = reply
+        answer.token_ids[:0] = reply.token_ids
+        return answer
+
+    async def compute(
+        self, key: int, token_ids: Sequence[int] = (), *, is_told: bool = False
+    ) -> None:
+        """Without a handle: decode computes the prompt, and what was drawn. is_told: it is expected
+        to, so that nothing counts as missing."""
+        command = decode_pb2.GenerateFromHandle(output_token_ids=token_ids, computes_prompt=is_told)
+        await self.generate_from(key, command)
+
+    async def go_on(
+        self,
+        key: int,
+        outputs: Sequence[Sequence[int]],
+        *,
+        handle: common_pb2.KvHandle | None = None,
+        over: Sequence[int] = (),
+        computes_prompt: bool = False,
+    ) -> None:
+        """Samples go on behind these tokens. over: those that are complete."""
+        command = decode_pb2.GenerateFromHandle(handle=handle, computes_prompt=computes_prompt)
+        for index, token_ids in enumerate(outputs):
+            command.outputs.add(token_ids=token_ids, is_over=index in over)
+        await self.generate_from(key, command)
 
     async def generate(self, key: int, reply: prefill_pb2.PrefillReply) -> None:
         handle = reply.handle if reply.HasField("handle") else None

@@ -1,0 +1,314 @@
+"""What a test sees of a running worker, and by what it holds it: states, status, metrics and the
+ways to stores. The one place that knows where in a worker these are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.client import StoreClient
+from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
+from process.deadline import Deadline
+from process.errors import DeadlineExceeded
+from protos import common_pb2
+from services.worker import main
+from services.worker.metrics import WorkerCollector
+from tests.harness.gated_engine import SALT
+from tests.harness.waiting import WAIT_S, Gate, until
+
+_CALLS = {"match": "match", "get": "get_blocks", "put": "put_blocks", "renew": "renew"}
+
+
+@dataclass
+class LateGets:
+    """Transfers that a client has given up, and that may still write."""
+
+    block_ids: list[int] = field(default_factory=list)
+    """Of the worker's cache, which they may write into."""
+    entered: asyncio.Event = field(default_factory=asyncio.Event)
+    settled: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    async def wait_entered(self) -> None:
+        """One is under way."""
+        async with asyncio.timeout(WAIT_S):
+            await self.entered.wait()
+
+    def settle(self) -> None:
+        """Nothing can come any more."""
+        self.settled.set_result(None)
+
+
+class StoreWay:
+    """A worker's way to one store: its calls `match`, `get`, `put` and `renew`, to be watched, held
+    and broken."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self.client: Any = client
+
+    @property
+    def is_broken(self) -> bool:
+        return self.client.broken is not None
+
+    def hold(self, call: str) -> Gate:
+        """Calls wait there until it is opened."""
+        return Gate(self.client, _CALLS[call])
+
+    def watch(self, call: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Arguments and options of each call from here on, as it begins."""
+        seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        async def watched(real: Any, *arguments: Any, **options: Any) -> Any:
+            seen.append((arguments, options))
+            return await real(*arguments, **options)
+
+        self.replace(call, watched)
+        return seen
+
+    def loads(self) -> list[list[bytes]]:
+        """The chain hashes of each load from here on; a tail is b""."""
+        loads: list[list[bytes]] = []
+
+        async def watched(real: Any, lease_id: str, items: Any, *rest: Any, **options: Any) -> Any:
+            loads.append([block.chain_hash for block, _ in items])
+            return await real(lease_id, items, *rest, **options)
+
+        self.replace("get", watched)
+        return loads
+
+    def replace(self, call: str, stand_in: Callable[..., Any]) -> None:
+        """stand_in: called with the real one first, then as it is; see `restore`."""
+        real = getattr(self.client, _CALLS[call])
+
+        async def replaced(*arguments: Any, **options: Any) -> Any:
+            return await stand_in(real, *arguments, **options)
+
+        setattr(self.client, _CALLS[call], replaced)
+
+    def restore(self, call: str) -> None:
+        """As if nothing had been done to this call."""
+        vars(self.client).pop(_CALLS[call], None)
+
+    def fail(self, call: str, *, times: int | None = None) -> None:
+        """It fails as where the wire broke. times: so often; None: until `restore`."""
+        left = times
+
+        async def failing(real: Any, *arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                return await real(*arguments, **options)
+            left = None if left is None else left - 1
+            raise TransferFailed("the wire broke")
+
+        self.replace(call, failing)
+
+    def late_gets(self, *, num_in_time: int = 0) -> LateGets:
+        """From here on no load is over in time. num_in_time: blocks of each that nothing writes
+        into any more."""
+        late = LateGets()
+
+        async def too_late(real: Any, lease_id: str, items: Any, *rest: Any, **options: Any) -> Any:
+            late.entered.set()
+            late.block_ids += [block_id for _, block_id in items[num_in_time:]]
+            quarantine = Quarantine(tuple(late.block_ids), late.settled)
+            raise TransferTimeout("the time ran out", quarantine)
+
+        self.replace("get", too_late)
+        return late
+
+    def uncallable_gets(self) -> LateGets:
+        """From here on a load does not end, and cannot be called back."""
+        late = LateGets()
+
+        async def stalled(real: Any, lease_id: str, items: Any, *rest: Any, **options: Any) -> Any:
+            late.entered.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError as error:
+                late.block_ids += [block_id for _, block_id in items]
+                quarantine = Quarantine(tuple(block_id for _, block_id in items), late.settled)
+                raise TransferCancelled("cancelled", quarantine) from error
+
+        self.replace("get", stalled)
+        return late
+
+    def silence(self, *, answers: asyncio.Event | None = None) -> Callable[[], int]:
+        """Calls wait until `answers`, those that have the time for it. Returns: how many wait."""
+        rpc = self.client._rpc
+        real, heard, num_waiting = rpc.call, answers or asyncio.Event(), 0
+
+        async def call(method: Any, request: Any, deadline: Any, **options: Any) -> Any:
+            nonlocal num_waiting
+            num_waiting += 1
+            try:
+                async with asyncio.timeout(deadline.left_s()):
+                    await heard.wait()
+                return await real(method, request, Deadline.after(WAIT_S), **options)
+            except TimeoutError as error:
+                raise DeadlineExceeded("the store") from error
+            finally:
+                num_waiting -= 1
+
+        rpc.call = call
+        return lambda: num_waiting
+
+    def speak(self) -> None:
+        """After `silence`."""
+        vars(self.client._rpc).pop("call", None)
+
+    async def release(self, lease_ids: Iterable[str]) -> None:
+        await self.client.release(list(lease_ids), deadline=Deadline.after(WAIT_S))
+
+
+class WorkerProbe:
+    """See the module. `model`: the worker's own, which a test may hold."""
+
+    def __init__(self, worker: main.Worker, model: Any = None) -> None:
+        self.worker = worker
+        self.model = model
+
+    @property
+    def _core(self) -> Any:
+        return self.worker.core
+
+    @property
+    def _role(self) -> Any:
+        return self.worker.role
+
+    # ---- look
+
+    def status(self) -> common_pb2.WorkerStatus:
+        """As GetWorkerStatus answers, but for the laws, which ask the engine."""
+        status: common_pb2.WorkerStatus = self._core.status()
+        return status
+
+    async def checked_status(self) -> common_pb2.WorkerStatus:
+        """All of it; the engine must not be held."""
+        status: common_pb2.WorkerStatus = await self._core.checked_status()
+        return status
+
+    async def metrics(self) -> dict[tuple[str, ...], float]:
+        """As /metrics shows them: by name and what labels besides the worker's own."""
+        collector = WorkerCollector(self._core, asyncio.get_running_loop())
+        families = await asyncio.to_thread(lambda: list(collector.collect()))
+        return {
+            (
+                sample.name,
+                *(v for k, v in sample.labels.items() if k not in ("worker_id", "role")),
+            ): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    async def counts(self, name: str) -> dict[str, int]:
+        """Those of a counter that are above zero, by its label; "" where it has none."""
+        return {
+            " ".join(labels): int(value)
+            for (found, *labels), value in (await self.metrics()).items()
+            if found == f"{name}_total" and value
+        }
+
+    async def count(self, name: str) -> int:
+        """Of a counter, over all of its labels."""
+        return sum((await self.counts(name)).values())
+
+    def states(self) -> list[str]:
+        """Of its requests."""
+        return [state.value for state in self._role.worker.states.values()]
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is live."""
+        return self._core.num_live == 0
+
+    @property
+    def is_draining(self) -> bool:
+        return bool(self._core.draining)
+
+    @property
+    def has_failed(self) -> bool:
+        """Its process should end."""
+        return bool(self._core.failed.is_set())
+
+    @property
+    def num_writers_behind(self) -> int:
+        """Of a prefill worker: requests that are over and whose puts are not."""
+        return int(self._role.worker.behind.num_writers)
+
+    @property
+    def not_stored_behind(self) -> dict[str, int]:
+        """Of a prefill worker: blocks that did not get into the store after the handle, by
+        reason."""
+        return dict(self._role.worker.behind.not_stored)
+
+    @property
+    def num_lent_blocks(self) -> int:
+        return int(self._core.lender.num_lent_blocks) if self._core.lender else 0
+
+    @property
+    def num_loans(self) -> int:
+        """Leases on what it lends."""
+        return int(self._core.lender.loans.num_leases) if self._core.lender else 0
+
+    def hashes(self, tokens: Sequence[int]) -> list[bytes]:
+        """Of the full blocks."""
+        found: list[bytes] = self._core.chain(SALT, "").hashes(tuple(tokens))
+        return found
+
+    async def settle(self) -> None:
+        """What it puts and gives back is through."""
+        await self._core.connector.settle()
+
+    async def quarantined(self, num_blocks: int) -> None:
+        """Until so many blocks are out of use."""
+        await until(lambda: self._core.thread.stats.num_quarantined_blocks == num_blocks)
+
+    async def unreferenced(self) -> None:
+        """Until no block is held, nor lent to the measuring of a link; and every law holds."""
+        await until(lambda: self._core.thread.stats.num_referenced_blocks == 0)
+        await self._core.thread.call(lambda engine: engine.check_integrity())
+
+    # ---- hold
+
+    @property
+    def home(self) -> StoreWay:
+        """The way to its own store, which must be there."""
+        assert self.has_store
+        return StoreWay(self._core.connector.client)
+
+    @property
+    def has_store(self) -> bool:
+        """Its own store answers it."""
+        return self._core.connector.client is not None
+
+    async def way_to(self, node_id: str, address: str, incarnation: bytes) -> StoreWay:
+        """The way to another node's store or lender, made and measured if need be. Raises:
+        BatonError."""
+        client = await self._core.remote_stores.client(
+            node_id, address, incarnation, Deadline.after(WAIT_S)
+        )
+        await self._core.links.settle()
+        return StoreWay(client)
+
+    async def way_by(self, handle: common_pb2.KvHandle) -> StoreWay:
+        """To where its first blocks are."""
+        run = handle.runs[0]
+        return await self.way_to(run.node_id, run.store_address, run.store_incarnation)
+
+    def hold_meeting(self) -> Gate:
+        """It comes to no other node's store until it is opened."""
+        return Gate(self._core.remote_stores, "client")
+
+    def release_later(self, *handles: common_pb2.KvHandle) -> None:
+        """Give back the leases of handles, as the holder does, at its own store."""
+        leases = {run.lease_id for handle in handles for run in (*handle.runs, handle.tail)} - {""}
+        connector = self._core.connector
+        connector.release_later(connector.client, sorted(leases))
+
+    def write_late(self, block_ids: Sequence[int]) -> None:
+        """Into its cache, as a transfer does that was given up."""
+        self._core.thread._engine.kv.host_view[list(block_ids)] = 255
