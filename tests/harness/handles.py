@@ -9,7 +9,7 @@ from typing import Any
 
 from kvstore.block import Block
 from kvstore.packed import PackedBlocks
-from protos import common_pb2, decode_pb2
+from protos import common_pb2
 from services.worker import handle as handles
 from tests.harness.prefill_decode_pair import Pair, RouterStream
 
@@ -42,7 +42,10 @@ def partial(p: Pair, handle: common_pb2.KvHandle, num_blocks: int) -> common_pb2
     return early
 
 
-async def prefetch(stream: RouterStream, key: int, handle: common_pb2.KvHandle) -> None:
-    """As the router forwards one."""
-    command = decode_pb2.PrefetchDecode(handle=handle)
-    await stream._write(decode_pb2.DecodeCommand(key=key, prefetch=command))
+def sign(p: Pair, handle: common_pb2.KvHandle) -> None:
+    """As a prefill worker that has the key."""
+    handles.sign(handle, p.prefill.core.handle_keys)
+
+
+prefetch = RouterStream.prefetch
+"""As the router forwards one."""

@@ -17,6 +17,9 @@ from typing import Any
 
 import grpc.aio
 
+from engine.config import EngineConfig
+from engine.fake import FakeModel
+from engine.loop import Engine
 from engine.request import Request
 from kvstore import block_hash, serve
 from kvstore.block import Block
@@ -39,7 +42,7 @@ from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
 from services.worker.status import FINISH_REASONS, logprobs_to_proto, traces_to_proto
-from tests.harness.gated_engine import SALT, GatedModel, fake_engine, prompt_of
+from tests.harness.gated_engine import SALT, GatedModel, Prompts, fake_engine
 from tests.harness.waiting import WAIT_S as WAIT_S
 from tests.harness.waiting import until
 from tests.harness.worker_probe import WorkerProbe
@@ -92,7 +95,7 @@ class Pair:
     decode_store: Any
     """The decode worker's home: `store`, or one of its own."""
     has_two_nodes: bool
-    _numbers: Any = field(default_factory=itertools.count)
+    _prompts: Prompts = field(default_factory=Prompts)
 
     @property
     def at_prefill(self) -> WorkerProbe:
@@ -153,13 +156,25 @@ class Pair:
                 kvstore_pb2.GetStatusRequest(check_integrity=True), timeout=WAIT_S
             )
 
+    async def start_misfit(self) -> None:
+        """One more worker at the store, whose blocks are of another size. Raises: BatonError."""
+        engine = Engine(EngineConfig(block_size=8, num_blocks=64), FakeModel(block_size=8))
+        settings = WorkerSettings(
+            redis_url="",
+            store_address=self.store.address,
+            handle_keys_file=self.prefill.core.settings.handle_keys_file,
+        )
+        await main.start(engine, settings, "prefill", PrefillRole)
+
+    def rotate_keys(self) -> None:
+        """Of handles, as the operator does, while both workers run."""
+        keys.rotate(Path(self.prefill.core.settings.handle_keys_file))
+
     # ---- requests
 
     def new_prompt(self, num_tokens: int) -> tuple[int, ...]:
         """One that shares no block with another one of this pair."""
-        number = next(self._numbers)
-        first = (1 + number % 96, 1 + number // 96)
-        return (*first, *prompt_of(num_tokens, start=number))[:num_tokens]
+        return self._prompts.new(num_tokens)
 
     def prefill_request(
         self,
@@ -541,6 +556,12 @@ class RouterStream:
                 answer.failed = event.failed
         return answer
 
+    async def in_order(self) -> None:
+        """Until the worker has read all commands that were sent before."""
+        key = next(_keys)
+        await self._write(decode_pb2.DecodeCommand(key=key))
+        assert (await self.next(key)).failed.message.startswith("command: ")
+
     async def half_close(self) -> None:
         await self._call.done_writing()
 
@@ -593,13 +614,6 @@ async def pair(
     key_file = slab_dir / "handle.keys"
     if not key_file.exists():
         keys.create(key_file)
-    limits = limits or WorkerLimits(
-        store_wait_s=WAIT_S,
-        lease_ttl_s=LEASE_TTL_S,
-        attach_budget_s=5.0,
-        drain_s=0.2,
-        stop_grace_s=0.05,
-    )
     async with contextlib.AsyncExitStack() as stack:
         store_exit = contextlib.AsyncExitStack()
         settings = KvStoreSettings(
@@ -631,7 +645,7 @@ async def pair(
                     direct_transport=direct_transport,
                     lend_mapped=lend_mapped,
                     handle_keys_file=str(key_file),
-                    limits=limits,
+                    limits=limits or patient(),
                     tracing=tracing or TracingSettings(),
                     engine=engine.config,
                 ),
@@ -662,6 +676,24 @@ async def pair(
                 held.release()
             await stack.aclose()
             await made.store_exit.aclose()
+
+
+def patient(**changes: Any) -> WorkerLimits:
+    """Limits that no busy machine reaches, but for these."""
+    most: dict[str, Any] = {
+        "store_wait_s": WAIT_S,
+        "lease_ttl_s": LEASE_TTL_S,
+        "attach_budget_s": 5.0,
+        "drain_s": 0.2,
+        "stop_grace_s": 0.05,
+    }
+    return WorkerLimits(**most | changes)
+
+
+def error_of(failed: decode_pb2.DecodeFailed | prefill_pb2.PrefillFailed) -> BatonError:
+    """What the last word of a request means."""
+    retry_after_s = failed.retry_after_s if failed.HasField("retry_after_s") else None
+    return serving.error_of_code(failed.code, failed.message, retry_after_s)
 
 
 KEY = 7
@@ -704,9 +736,7 @@ class PrefillCall:
         assert event.key == KEY
         if event.HasField("failed"):
             await self._end()
-            failed = event.failed
-            retry_after_s = failed.retry_after_s if failed.HasField("retry_after_s") else None
-            raise serving.error_of_code(failed.code, failed.message, retry_after_s)
+            raise error_of(event.failed)
         if event.reply.HasField("leg"):
             await self._end()
         return event.reply

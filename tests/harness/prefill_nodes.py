@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
-from engine.batch import Batch
 from engine.loop import Engine
 from kvstore import serve
 from kvstore.block import Block
 from kvstore.client import StoreClient
 from kvstore.config import KvStoreSettings
+from kvstore.transport.base import BlockMemory
 from process import keys, serving
 from process.deadline import Deadline
 from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.prefill.role import PrefillRole
 from services.prefill.worker import PrefillWorker
+from services.worker import handle as handles
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.core import WorkerCore
-from tests.harness.gated_engine import BLOCK_SIZE, GATE_S, SALT, GatedModel, fake_engine, prompt_of
+from tests.harness.gated_engine import BLOCK_SIZE, SALT, GatedModel, Prompts, fake_engine
 from tests.harness.prefill_decode_pair import (
     FRAME_BYTES,
     LEASE_TTL_S,
@@ -39,33 +39,16 @@ from tests.harness.prefill_decode_pair import (
     whole,
 )
 from tests.harness.waiting import until
+from tests.harness.worker_probe import StoreWay, WorkerProbe
 
 
-class SteppedModel(GatedModel):
-    """A fake model that makes a step only when it is allowed one; `release` allows all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._permits = threading.Semaphore(0)
-        self._is_free = False
-
-    def allow(self) -> None:
-        """One step."""
-        self._permits.release()
-
-    def release(self) -> None:
-        super().release()
-        self._is_free = True
-        self.allow()
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        if not self._is_free:
-            assert self._permits.acquire(timeout=GATE_S), "the test never allowed this step"
-        return super().forward(batch)
+def stepped_model() -> GatedModel:
+    """One that makes a step only when it is allowed one."""
+    return GatedModel(is_held=True)
 
 
 @dataclass
-class Node:
+class Node(WorkerProbe):
     """One store and the prefill worker that calls it home."""
 
     name: str
@@ -79,6 +62,10 @@ class Node:
     @property
     def core(self) -> WorkerCore:
         return self.worker.core
+
+    @property
+    def block_bytes(self) -> int:
+        return self.core.layout.block_bytes
 
     @property
     def prefills(self) -> PrefillWorker:
@@ -120,8 +107,17 @@ class Node:
         assert not any(found[num_held:]), "presence has a gap"
         return num_held
 
+    def has_lease(self, lease_id: str) -> bool:
+        """Of its store."""
+        return self.store.node.store.leases.find(lease_id) is not None
+
+    def end_leases(self) -> None:
+        """Its store ends all of them, as where they were renewed too late."""
+        truth = self.store.node.store
+        truth.release([lease.lease_id for lease in truth.leases], now_s=0.0)
+
     def flip_bit(self, block: Block) -> None:
-        """In a committed frame, behind everybody's back."""
+        """In a committed frame, as damage does."""
         self.store.node.slab.frames[block.frame, 3] ^= 1
 
 
@@ -131,6 +127,11 @@ class Nodes:
 
     model: GatedModel
     all: list[Node]
+    _prompts: Prompts = field(default_factory=Prompts)
+
+    def new_prompt(self, num_tokens: int) -> tuple[int, ...]:
+        """One that shares no block with another one."""
+        return self._prompts.new(num_tokens)
 
     def __getitem__(self, index: int) -> Node:
         return self.all[index]
@@ -184,10 +185,8 @@ class Nodes:
         """Push everything out of a worker's device cache; its store keeps it."""
         num_tokens = node.core.model.num_blocks * BLOCK_SIZE - 8
         num_tokens = min(num_tokens, node.core.model.context_window - 8)
-        for start in range(60, 62 + node.core.model.num_blocks * BLOCK_SIZE // num_tokens):
-            await self.run(
-                node, prompt_of(num_tokens, start=start), name=f"f{start}", wants_handle=False
-            )
+        for _ in range(2 + node.core.model.num_blocks * BLOCK_SIZE // num_tokens):
+            await self.run(node, self.new_prompt(num_tokens), name="filler", wants_handle=False)
 
     async def release(self, handle: common_pb2.KvHandle) -> None:
         """As whoever holds a handle gives it back, to the stores that are there."""
@@ -226,16 +225,53 @@ class Nodes:
         await until(is_settled)
 
 
-async def remote_client(node: Node, other: Node) -> StoreClient:
-    """The way of `node` to the store of `other`, made and measured if need be."""
-    client = await node.core.remote_stores.client(
-        other.name,
-        other.settings.listen,
-        other.store.node.incarnation,
-        Deadline.after(WAIT_S),
-    )
-    await node.core.links.settle()
-    return client
+async def way(node: Node, other: Node) -> StoreWay:
+    """Of `node` to the store of `other`, made and measured if need be."""
+    return await node.way_to(other.name, other.settings.listen, other.store.node.incarnation)
+
+
+class Reader:
+    """As a decode worker of that node: verifies handles, and fetches under their lease into its own
+    memory."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def __aenter__(self) -> Reader:
+        self._client = await StoreClient.attach(
+            self._node.settings.listen,
+            worker_id="decode-0",
+            worker_incarnation=bytes(16),
+            fingerprint=self._node.core.model.fingerprint,
+            memory=BlockMemory.of(np.zeros((64, self._node.block_bytes), np.uint8)),
+            transport="shm",
+            timeout_s=WAIT_S,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    async def fetch(self, message: common_pb2.KvHandle) -> int:
+        """Of a handle of one store. Returns: blocks that came and verified."""
+        core = self._node.core
+        handle = handles.from_proto(message, core.handle_keys)
+        handles.check(
+            handle,
+            request_id="r",
+            tenant="t",
+            adapter="",
+            model_fingerprint=core.model.fingerprint,
+            block_size=BLOCK_SIZE,
+        )
+        (run,) = handle.runs
+        got = await self._client.get_blocks(
+            run.lease_id,
+            [(block, index) for index, block in enumerate(run.blocks)],
+            Deadline.after(WAIT_S),
+            incarnation=run.store_incarnation,
+        )
+        return len(run.blocks) - len(got.failed)
 
 
 @contextlib.asynccontextmanager

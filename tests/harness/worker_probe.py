@@ -9,17 +9,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from kvstore.client import StoreClient
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded
 from protos import common_pb2
+from services.prefill import server
 from services.worker import main
 from services.worker.metrics import WorkerCollector
 from tests.harness.gated_engine import SALT
 from tests.harness.waiting import WAIT_S, Gate, until
 
 _CALLS = {"match": "match", "get": "get_blocks", "put": "put_blocks", "renew": "renew"}
+
+
+def leases_of(handle: common_pb2.KvHandle) -> set[str]:
+    return {run.lease_id for run in (*handle.runs, handle.tail)} - {""}
 
 
 @dataclass
@@ -136,7 +143,7 @@ class StoreWay:
         self.replace("get", stalled)
         return late
 
-    def silence(self, *, answers: asyncio.Event | None = None) -> Callable[[], int]:
+    def silence(self, answers: asyncio.Event | None = None) -> Callable[[], int]:
         """Calls wait until `answers`, those that have the time for it. Returns: how many wait."""
         rpc = self.client._rpc
         real, heard, num_waiting = rpc.call, answers or asyncio.Event(), 0
@@ -267,10 +274,19 @@ class WorkerProbe:
         """Until so many blocks are out of use."""
         await until(lambda: self._core.thread.stats.num_quarantined_blocks == num_blocks)
 
-    async def unreferenced(self) -> None:
+    async def unreferenced(self, *, is_engine_dead: bool = False) -> None:
         """Until no block is held, nor lent to the measuring of a link; and every law holds."""
-        await until(lambda: self._core.thread.stats.num_referenced_blocks == 0)
-        await self._core.thread.call(lambda engine: engine.check_integrity())
+        thread = self._core.thread
+        if is_engine_dead:  # its thread does nothing more
+            await until(lambda: thread._engine.stats().num_referenced_blocks == 0)
+            thread._engine.check_integrity()
+            return
+        await until(lambda: thread.stats.num_referenced_blocks == 0)
+        await thread.call(lambda engine: engine.check_integrity())
+
+    async def drain(self) -> bool:
+        """As a worker that is asked to stop begins. Returns: whether all that it had is over."""
+        return bool(await self._core.drain(WAIT_S))
 
     # ---- hold
 
@@ -305,10 +321,44 @@ class WorkerProbe:
 
     def release_later(self, *handles: common_pb2.KvHandle) -> None:
         """Give back the leases of handles, as the holder does, at its own store."""
-        leases = {run.lease_id for handle in handles for run in (*handle.runs, handle.tail)} - {""}
+        leases: set[str] = set().union(*map(leases_of, handles))
         connector = self._core.connector
         connector.release_later(connector.client, sorted(leases))
 
     def write_late(self, block_ids: Sequence[int]) -> None:
         """Into its cache, as a transfer does that was given up."""
         self._core.thread._engine.kv.host_view[list(block_ids)] = 255
+
+
+class HeldWrites:
+    """What prefill workers write to routers stands still, on streams that are opened from here on:
+    as at a router that does not read. `batches`: what was to be written, of which the first
+    waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, from_account: bool = False) -> None:
+        """from_account: what comes before an account is written."""
+        self.batches: list[list[Any]] = []
+        self._from_account = from_account
+        self._may_write, self._is_waiting = asyncio.Event(), asyncio.Event()
+        self._real = server.serve
+        monkeypatch.setattr(server, "serve", self._serve)
+
+    async def wait_held(self) -> None:
+        """A message is to be written, and is not."""
+        async with asyncio.timeout(WAIT_S):
+            await self._is_waiting.wait()
+
+    def open(self) -> None:
+        self._may_write.set()
+
+    async def _serve(
+        self, commands: Any, obey: Any, session: Any, outbox: Any, write: Any, *others: Any
+    ) -> None:
+        async def gated(events: Any) -> None:
+            self.batches.append(events)
+            if not self._from_account or any(event.reply.HasField("leg") for event in events):
+                self._is_waiting.set()
+                await self._may_write.wait()
+            await write(events)
+
+        await self._real(commands, obey, session, outbox, gated, *others)
