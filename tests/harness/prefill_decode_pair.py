@@ -269,6 +269,30 @@ class Pair:
         for _ in range(-(-num_blocks * 4 // 200) + 1):
             await self.run_prefill(self.new_prompt(200), name="filler", wants_handle=False)
 
+    async def generate_together(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int
+    ) -> list[Answer]:
+        """All of them, whose first step at decode is made when all are there."""
+        async with self.stream() as stream:
+            keys = [
+                await stream.begin(self.reserve(prompt, name=f"r{index}", max_tokens=max_tokens))
+                for index, prompt in enumerate(prompts)
+            ]
+            replies = [
+                await self.run_prefill(prompt, name=f"r{index}", max_tokens=max_tokens)
+                for index, prompt in enumerate(prompts)
+            ]
+            self.decode_model.hold()
+            for key, reply in zip(keys, replies, strict=True):
+                await stream.generate(key, reply)
+            await until(lambda: self.at_decode.states() == ["running"] * len(prompts))
+            self.decode_model.release()
+            answers = [await stream.collect(key) for key in keys]
+        for answer, reply in zip(answers, replies, strict=True):
+            answer.prefill = reply
+            answer.token_ids[:0] = reply.token_ids
+        return answers
+
     async def decode_from(
         self, reply: prefill_pb2.PrefillReply, prompt: Sequence[int], **options: Any
     ) -> Answer:
@@ -573,6 +597,34 @@ class RouterStream:
     async def close(self) -> None:
         self._call.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
+
+
+class PrefillStream:
+    """A router's end of a stream of several prompts: commands out, events in as messages."""
+
+    def __init__(self, stub: Any) -> None:
+        self.call = stub.Stream()
+
+    async def send(self, key: int, **command: Any) -> None:
+        await self.call.write(prefill_pb2.PrefillCommand(key=key, **command))
+
+    async def read(self) -> list[prefill_pb2.PrefillEvent]:
+        """One message."""
+        async with asyncio.timeout(WAIT_S):
+            message = await self.call.read()
+        assert isinstance(message, prefill_pb2.PrefillEvents)
+        return list(message.events)
+
+    async def until_over(self, keys: set[int]) -> dict[int, list[prefill_pb2.PrefillEvent]]:
+        """All that comes until each of `keys` has had its last word."""
+        events: dict[int, list[prefill_pb2.PrefillEvent]] = {key: [] for key in keys}
+        left = set(keys)
+        while left:
+            for event in await self.read():
+                events[event.key].append(event)
+                if event.HasField("failed") or event.reply.HasField("leg"):
+                    left.remove(event.key)
+        return events
 
 
 def sampling_params(

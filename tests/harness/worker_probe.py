@@ -201,27 +201,22 @@ class WorkerProbe:
     async def metrics(self) -> dict[tuple[str, ...], float]:
         """As /metrics shows them: by name and what labels besides the worker's own."""
         collector = WorkerCollector(self._core, asyncio.get_running_loop())
-        families = await asyncio.to_thread(lambda: list(collector.collect()))
-        return {
-            (
-                sample.name,
-                *(v for k, v in sample.labels.items() if k not in ("worker_id", "role")),
-            ): sample.value
-            for family in families
-            for sample in family.samples
-        }
+        return _by_name(await asyncio.to_thread(lambda: list(collector.collect())))
 
-    async def counts(self, name: str) -> dict[str, int]:
-        """Those of a counter that are above zero, by its label; "" where it has none."""
+    def counts(self, name: str) -> dict[str, int]:
+        """Those of one of the worker's own counters that are above zero, by its labels; "" where it
+        has none. The engine is not asked: it may be held."""
+        collector: Any = WorkerCollector(self._core, asyncio.get_running_loop())
+        collector._snapshot = lambda: None
         return {
             " ".join(labels): int(value)
-            for (found, *labels), value in (await self.metrics()).items()
+            for (found, *labels), value in _by_name(collector.collect()).items()
             if found == f"{name}_total" and value
         }
 
-    async def count(self, name: str) -> int:
+    def count(self, name: str) -> int:
         """Of a counter, over all of its labels."""
-        return sum((await self.counts(name)).values())
+        return sum(self.counts(name).values())
 
     def states(self) -> list[str]:
         """Of its requests."""
@@ -328,6 +323,17 @@ class WorkerProbe:
     def write_late(self, block_ids: Sequence[int]) -> None:
         """Into its cache, as a transfer does that was given up."""
         self._core.thread._engine.kv.host_view[list(block_ids)] = 255
+
+
+def _by_name(families: Iterable[Any]) -> dict[tuple[str, ...], float]:
+    return {
+        (
+            sample.name,
+            *(v for k, v in sample.labels.items() if k not in ("worker_id", "role")),
+        ): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
 class HeldWrites:

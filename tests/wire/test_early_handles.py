@@ -236,16 +236,13 @@ async def _failed_early(p: Pair, before: dict[str, int], reason: str) -> None:
     """Until one more early pull has failed, for this reason."""
     expected = before | {reason: before.get(reason, 0) + 1}
 
-    async def has_failed() -> bool:
-        return await p.at_decode.counts("baton_kv_early_pulls_failed") == expected
-
-    await until(has_failed)
+    await until(lambda: p.at_decode.counts("baton_kv_early_pulls_failed") == expected)
 
 
 async def test_the_final_handle_loads_only_the_rest(p: Pair, loads: list[list[bytes]]) -> None:
     prompt = p.new_prompt(30)
-    before = await p.at_decode.count("baton_kv_early_tokens")
-    failed = await p.at_decode.count("baton_kv_early_pulls_failed")
+    before = p.at_decode.count("baton_kv_early_tokens")
+    failed = p.at_decode.count("baton_kv_early_pulls_failed")
     reply = await p.run_prefill(prompt)
     async with p.reserved(prompt) as (stream, key):
         hashes = [block.chain_hash for block in blocks_of(reply.handle.runs[0])]
@@ -260,8 +257,8 @@ async def test_the_final_handle_loads_only_the_rest(p: Pair, loads: list[list[by
     assert answer.leg.num_tokens_early == 20
     assert [count.num_tokens for count in answer.leg.from_store] == [30]
     assert answer.leg.num_tokens_computed == 0 and answer.recomputed == {}
-    assert await p.at_decode.count("baton_kv_early_tokens") == before + 20
-    assert await p.at_decode.count("baton_kv_early_pulls_failed") == failed
+    assert p.at_decode.count("baton_kv_early_tokens") == before + 20
+    assert p.at_decode.count("baton_kv_early_pulls_failed") == failed
     await p.check()
 
 
@@ -349,7 +346,7 @@ async def test_a_partial_handle_as_the_last_word_hands_over_no_lease(p: Pair) ->
 
 async def test_an_early_pull_that_fails_is_tried_again_by_the_final_handle(p: Pair) -> None:
     prompt = p.new_prompt(30)
-    home, before = p.at_decode.home, await p.at_decode.counts("baton_kv_early_pulls_failed")
+    home, before = p.at_decode.home, p.at_decode.counts("baton_kv_early_pulls_failed")
     reply = await p.run_prefill(prompt)
     async with p.reserved(prompt) as (stream, key):
         home.fail("get", times=1)
@@ -367,7 +364,7 @@ async def test_a_bad_block_ends_an_early_pull_and_the_final_one_at_the_same_plac
     p: Pair,
 ) -> None:
     prompt = p.new_prompt(30)
-    before = await p.at_decode.counts("baton_kv_early_pulls_failed")
+    before = p.at_decode.counts("baton_kv_early_pulls_failed")
     reply = await p.run_prefill(prompt)
     p.flip_bit(blocks_of(reply.handle.runs[0])[3])
     async with p.reserved(prompt) as (stream, key):
@@ -481,7 +478,7 @@ async def test_a_partial_handle_is_checked_like_any(
 ) -> None:
     """What is refused costs nothing: the final handle is looked at by itself."""
     prompt = p.new_prompt(30)
-    before = await p.at_decode.counts("baton_kv_early_pulls_failed")
+    before = p.at_decode.counts("baton_kv_early_pulls_failed")
     reply = await p.run_prefill(prompt)
     async with p.reserved(prompt) as (stream, key):
         early = partial(p, reply.handle, 5)

@@ -136,13 +136,13 @@ CASES: list[tuple[Spoil, str, int]] = [
 async def test_spoiled_blocks_are_computed_again_and_counted(
     p: Pair, spoil: Spoil, reason: str, num_blocks: int
 ) -> None:
-    before = await p.at_decode.counts("baton_kv_recomputed_blocks")
+    before = p.at_decode.counts("baton_kv_recomputed_blocks")
     answer = await generate_spoiled(p, spoil)
     assert answer.recomputed == {reason: num_blocks}
     num_usable = (NUM_BLOCKS - num_blocks) * 4
     assert answer.leg.num_tokens_computed == NUM_TOKENS - num_usable
     before[reason] = before.get(reason, 0) + num_blocks
-    assert await p.at_decode.counts("baton_kv_recomputed_blocks") == before
+    assert p.at_decode.counts("baton_kv_recomputed_blocks") == before
 
 
 @pytest.mark.parametrize("spoil", [unknown_lease, no_lease])
