@@ -15,6 +15,7 @@ import torch
 
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.fake import HIDDEN_SIZE as HIDDEN_SIZE
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Request, Sampling

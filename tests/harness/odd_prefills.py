@@ -56,3 +56,13 @@ class Garbling(FakePrefill):
             if self.garbles:
                 message.events.add(key=7)
             yield message
+
+
+class LeavesOut(FakePrefill):
+    """None of whose messages tells the first of its log probabilities of the prompt."""
+
+    async def Stream(self, commands: Any, context: Context) -> Any:
+        async for message in super().Stream(commands, context):
+            for event in message.events:
+                del event.reply.prompt_logprobs[:1]
+            yield message

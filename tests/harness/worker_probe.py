@@ -237,6 +237,11 @@ class WorkerProbe:
         return bool(self._core.failed.is_set())
 
     @property
+    def num_in_line(self) -> int:
+        """Of a decode worker: requests that wait for a place in its steps."""
+        return int(self._role.worker.num_in_line)
+
+    @property
     def num_writers_behind(self) -> int:
         """Of a prefill worker: requests that are over and whose puts are not."""
         return int(self._role.worker.behind.num_writers)
@@ -323,6 +328,23 @@ class WorkerProbe:
     def write_late(self, block_ids: Sequence[int]) -> None:
         """Into its cache, as a transfer does that was given up."""
         self._core.thread._engine.kv.host_view[list(block_ids)] = 255
+
+
+class Beats:
+    """Stands for a worker's heartbeat: what the registry would have been told, in order."""
+
+    def __init__(self, worker: WorkerProbe) -> None:
+        self._worker = worker
+        self.told: list[str] = []
+        life: Any = worker.worker._life
+        life.heartbeat = self
+
+    def beat_now(self) -> None:
+        self.told.append("draining" if self._worker.is_draining else "serving")
+
+    async def stop(self) -> None:
+        num_live, num_lent = self._worker.worker.core.num_live, self._worker.num_lent_blocks
+        self.told.append(f"gone, {num_live} live, {num_lent} lent")
 
 
 def _by_name(families: Iterable[Any]) -> dict[tuple[str, ...], float]:
