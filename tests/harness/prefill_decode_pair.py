@@ -387,8 +387,9 @@ class Pair:
             await until(lambda worker=worker: worker.core.num_live == 0)
             stub: Any = self.prefill_stub if worker is self.prefill else self.decode_stub
             await until(partial(self._is_idle, stub))
-        assert not self.prefill_role.worker.states
-        assert not self.decode_role.worker.states
+        assert not self.at_prefill.states() and not self.at_decode.states()
+        await until(lambda: self.at_prefill.num_writers_behind == 0)
+        await until(lambda: self.at_prefill.num_lent_blocks == self.at_prefill.num_loans == 0)
         if self.store is not None:
             await self.check_store(leases)
         if self.has_two_nodes:
@@ -498,8 +499,9 @@ class RouterStream:
         async with self._writing:  # gRPC takes one write at a time
             await self._call.write(command)
 
-    async def reserve(self, reserve: decode_pb2.ReserveDecode) -> int:
-        key = next(_keys)
+    async def reserve(self, reserve: decode_pb2.ReserveDecode, *, under: int | None = None) -> int:
+        """Returns: its key, which is a new one but for `under`."""
+        key = next(_keys) if under is None else under
         await self._write(decode_pb2.DecodeCommand(key=key, reserve=reserve))
         return key
 

@@ -315,6 +315,10 @@ class WorkerProbe:
         run = handle.runs[0]
         return await self.way_to(run.node_id, run.store_address, run.store_incarnation)
 
+    def hold_sealing(self) -> Gate:
+        """It lends no prompt until it is opened."""
+        return Gate(self._core.lender, "seal")
+
     def hold_meeting(self) -> Gate:
         """It comes to no other node's store until it is opened."""
         return Gate(self._core.remote_stores, "client")
