@@ -166,6 +166,18 @@ class Pair:
         )
         await main.start(engine, settings, "prefill", PrefillRole)
 
+    @contextlib.asynccontextmanager
+    async def next_prefill_life(self) -> AsyncIterator[None]:
+        """A prefill worker of the same name at the same address; the first one was stopped."""
+        settings = dataclasses.replace(self.prefill.core.settings, listen=self.prefill.address)
+        worker = await main.start(fake_engine(), settings, "prefill", PrefillRole)
+        try:
+            async with serving.channel(worker.address) as channel:
+                self.prefill, self.prefill_stub = worker, prefill_pb2_grpc.PrefillStub(channel)
+                yield
+        finally:
+            await worker.stop()
+
     def rotate_keys(self) -> None:
         """Of handles, as the operator does, while both workers run."""
         keys.rotate(Path(self.prefill.core.settings.handle_keys_file))
@@ -197,6 +209,12 @@ class Pair:
             wants_handle=wants_handle,
             handover=handover,
         )
+
+    @contextlib.asynccontextmanager
+    async def own_prefill_stub(self) -> AsyncIterator[prefill_pb2_grpc.PrefillStub]:
+        """Over a connection of its own, which ends with the body."""
+        async with serving.channel(self.prefill.address) as channel:
+            yield prefill_pb2_grpc.PrefillStub(channel)
 
     async def run_prefill(
         self, prompt: Sequence[int], *, timeout_s: float = WAIT_S, **options: Any
@@ -307,6 +325,7 @@ class Pair:
         name: str = "r",
         max_tokens: int = 8,
         loses_handle: bool = False,
+        handover: int = common_pb2.HANDOVER_PATH_UNSPECIFIED,
         **sampling: Any,
     ) -> dict[int, Sample]:
         """`generate` of several samples, each on its own."""
@@ -315,9 +334,8 @@ class Pair:
         async with self.stream() as stream:
             key = await stream.reserve(self.reserve(prompt, **options))
             assert (await stream.next(key)).WhichOneof("event") == "reserved"
-            call = PrefillCall(
-                self.prefill_stub, self.prefill_request(prompt, **options), timeout_s=WAIT_S
-            )
+            ask = self.prefill_request(prompt, handover=handover, **options)
+            call = PrefillCall(self.prefill_stub, ask, timeout_s=WAIT_S)
             *firsts, account = await spoken(call)
             for first in firsts:
                 if not first.beam_start:
@@ -331,7 +349,7 @@ class Pair:
                 leases = {run.lease_id for run in (*account.handle.runs, account.handle.tail)}
                 connector.release_later(connector.client, sorted(leases - {""}))
                 account.ClearField("handle")
-            await stream.generate_from(key, handover(account, firsts))
+            await stream.generate_from(key, command_of(account, firsts))
             while True:
                 event = await stream.next(key)
                 kind = event.WhichOneof("event")
@@ -438,7 +456,7 @@ class Sample:
             self.score = part.score if part.HasField("score") else None
 
 
-def handover(
+def command_of(
     account: prefill_pb2.PrefillReply, firsts: Sequence[prefill_pb2.PrefillReply]
 ) -> decode_pb2.GenerateFromHandle:
     """As the router makes it of a prefill worker's messages."""
@@ -454,6 +472,9 @@ def handover(
     for first in firsts:
         command.outputs.add(token_ids=first.token_ids, is_over=bool(first.finish_reason))
     return command
+
+
+handover = command_of
 
 
 @dataclass
@@ -738,6 +759,7 @@ def patient(**changes: Any) -> WorkerLimits:
         "store_wait_s": WAIT_S,
         "lease_ttl_s": LEASE_TTL_S,
         "attach_budget_s": 5.0,
+        "link_budget_s": WAIT_S,
         "drain_s": 0.2,
         "stop_grace_s": 0.05,
     }
@@ -772,6 +794,7 @@ class PrefillCall:
         if timeout_s is not None:
             request.budget_ms = int(timeout_s * 1000)
         request.traceparent = traceparent
+        self.prompt = tuple(request.prompt_token_ids)
         self._bound_s = (timeout_s or 0.0) + _MARGIN_S
         self._stream = stub.Stream()
         self._commands: asyncio.Queue[prefill_pb2.PrefillCommand] = asyncio.Queue()

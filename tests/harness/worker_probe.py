@@ -14,7 +14,7 @@ import pytest
 from kvstore.client import StoreClient
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from process.deadline import Deadline
-from process.errors import DeadlineExceeded
+from process.errors import BatonError, DeadlineExceeded
 from protos import common_pb2
 from services.prefill import server
 from services.worker import main
@@ -270,6 +270,11 @@ class WorkerProbe:
         """What it puts and gives back is through."""
         await self._core.connector.settle()
 
+    async def links(self) -> list[common_pb2.LinkStatus]:
+        """What was measured of its ways, once that is over."""
+        await self._core.links.settle()
+        return list(self.status().links)
+
     async def quarantined(self, num_blocks: int) -> None:
         """Until so many blocks are out of use."""
         await until(lambda: self._core.thread.stats.num_quarantined_blocks == num_blocks)
@@ -314,6 +319,67 @@ class WorkerProbe:
         """To where its first blocks are."""
         run = handle.runs[0]
         return await self.way_to(run.node_id, run.store_address, run.store_incarnation)
+
+    async def can_reach(self, handle: common_pb2.KvHandle) -> bool:
+        """It has a way to where the handle's blocks are, or makes one."""
+        try:
+            await self.way_by(handle)
+        except BatonError:
+            return False
+        return True
+
+    def watch_reservations(self) -> list[str]:
+        """Request ids whose blocks the engine was asked for, in order."""
+        engine, asked = self._core.thread._engine, []
+        reserve = engine.reserve
+
+        def watched(request: Any) -> Any:
+            reservation = reserve(request)
+            asked.append(request.request_id.partition("#")[0])
+            return reservation
+
+        engine.reserve = watched
+        return asked
+
+    def release_loan(self, lease_id: str) -> None:
+        """As decode gives back what was lent to it."""
+        self._core.lender.release(lease_id)
+
+    def break_sealing(self, *, is_released: bool = False) -> None:
+        """Lending a prompt fails; or its lease is released before it is sealed."""
+        lender = self._core.lender
+        real = lender.seal
+
+        async def troubled(lease_id: str) -> Any:
+            if not is_released:
+                raise TransferFailed("the test says so")
+            sealed = await real(lease_id)
+            lender.release(lease_id)
+            return sealed
+
+        lender.seal = troubled
+
+    def mend_sealing(self) -> None:
+        vars(self._core.lender).pop("seal", None)
+
+    def flip_bit(self, block_id: int) -> None:
+        """In its cache, as damage does."""
+        self._core.lender.lender.memory.view[block_id, 5] ^= 1
+
+    @property
+    def num_blocks_ever_lent(self) -> int:
+        return int(self._core.lender.loans.counters.num_blocks_lent)
+
+    @property
+    def num_bytes_lent(self) -> int:
+        """So many were read of what it lent."""
+        return int(self._core.lender.loans.counters.num_bytes_read)
+
+    def num_blocks_read(self, key: int) -> int:
+        """Of a decode worker: blocks that were copied for the request under this key."""
+        requests = self._role.worker._requests.values()
+        (request,) = [request for request in requests if request.key == key]
+        return int(request._leg.num_bytes_read // self._core.layout.block_bytes)
 
     def hold_sealing(self) -> Gate:
         """It lends no prompt until it is opened."""
