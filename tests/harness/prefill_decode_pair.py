@@ -106,6 +106,11 @@ class Pair:
         return WorkerProbe(self.decode, self.decode_model)
 
     @property
+    def node_id(self) -> str:
+        """Of the prefill worker's store."""
+        return str(self.store.node.node_id)
+
+    @property
     def prefill_role(self) -> PrefillRole:
         assert isinstance(self.prefill.role, PrefillRole)
         return self.prefill.role
@@ -141,6 +146,11 @@ class Pair:
     def flip_bit(self, block: Block) -> None:
         """In a committed frame, as damage does."""
         self.store.node.slab.frames[block.frame, 3] ^= 1
+
+    def lose_chain(self, tokens: Sequence[int], store: Any) -> None:
+        """That store forgets all blocks of this text."""
+        found = store.node.store.catalog.find(self.at_decode.hashes(tokens)[0])
+        store.node.store.places.lose([found])
 
     def num_stored(self, tokens: Sequence[int], store: Any = None) -> int:
         """Full blocks of this text that the store has; no gaps."""

@@ -27,14 +27,14 @@ from services.prefill.role import PrefillRole
 from services.prefill.worker import PrefillWorker
 from services.worker import handle as handles
 from services.worker import main
-from services.worker.config import WorkerLimits, WorkerSettings
+from services.worker.config import WorkerSettings
 from services.worker.core import WorkerCore
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, GatedModel, Prompts, fake_engine
 from tests.harness.prefill_decode_pair import (
     FRAME_BYTES,
-    LEASE_TTL_S,
     WAIT_S,
     PrefillCall,
+    patient,
     sampling_params,
     whole,
 )
@@ -116,6 +116,12 @@ class Node(WorkerProbe):
         truth = self.store.node.store
         truth.release([lease.lease_id for lease in truth.leases], now_s=0.0)
 
+    async def renew_pins(self) -> int:
+        """As its only request does from time to time. Returns: how many of its leases live."""
+        (job,) = self.prefills._jobs.values()
+        await job.pins.renew()
+        return len(job.pins.held)
+
     def flip_bit(self, block: Block) -> None:
         """In a committed frame, as damage does."""
         self.store.node.slab.frames[block.frame, 3] ^= 1
@@ -177,9 +183,11 @@ class Nodes:
         assert num_lost * BLOCK_SIZE <= leg.num_tokens_computed
         return reply
 
-    def hashes(self, node: Node, prompt: Sequence[int]) -> list[bytes]:
-        """Of the prompt's full blocks."""
-        return node.core.chain(SALT, "").hashes(tuple(prompt))
+    async def restart_store(self, node: Node) -> None:
+        """A new life of a store that was killed, which all workers come to without a back-off."""
+        await node.start_store()
+        for each in self.all:
+            await each.forget_ways()
 
     async def forget(self, node: Node) -> None:
         """Push everything out of a worker's device cache; its store keeps it."""
@@ -289,13 +297,6 @@ async def nodes(
     """Start all of them; at the end stop them."""
     key_file = folder / "handle.keys"
     keys.create(key_file)
-    limits = {
-        "store_wait_s": WAIT_S,
-        "lease_ttl_s": LEASE_TTL_S,
-        "attach_budget_s": 5.0,
-        "drain_s": 0.2,
-        **limits,
-    }
     made = Nodes(GatedModel(), [])
     async with contextlib.AsyncExitStack() as stack:
         for index in range(num_nodes):
@@ -318,7 +319,7 @@ async def nodes(
                     store_address=store.address,
                     remote_transport=remote_transport,
                     handle_keys_file=str(key_file),
-                    limits=WorkerLimits(**limits),
+                    limits=patient(**limits),
                 ),
                 "prefill",
                 PrefillRole,

@@ -13,11 +13,14 @@ import pytest
 
 from kvstore.client import StoreClient
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
+from kvstore.transport.base import GetResult
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded
 from protos import common_pb2
-from services.prefill import server
-from services.worker import main
+from services.decode import server as decode_server
+from services.prefill import server as prefill_server
+from services.worker import main, stores
+from services.worker.connector import StoreConnector
 from services.worker.metrics import WorkerCollector
 from tests.harness.gated_engine import SALT
 from tests.harness.waiting import WAIT_S, Gate, until
@@ -142,6 +145,20 @@ class StoreWay:
 
         self.replace("get", stalled)
         return late
+
+    def miss_get(self, number: int) -> list[int]:
+        """The blocks of that load from here on, counted from 1, do not come in time, and nothing
+        writes into their places. Returns: how many blocks each load asked for."""
+        sizes: list[int] = []
+
+        async def missing(real: Any, lease_id: str, items: Any, *rest: Any, **options: Any) -> Any:
+            sizes.append(len(items))
+            if len(sizes) == number:
+                return GetResult(0, dict.fromkeys(range(len(items)), "deadline"))
+            return await real(lease_id, items, *rest, **options)
+
+        self.replace("get", missing)
+        return sizes
 
     def silence(self, answers: asyncio.Event | None = None) -> Callable[[], int]:
         """Calls wait until `answers`, those that have the time for it. Returns: how many wait."""
@@ -320,6 +337,14 @@ class WorkerProbe:
         run = handle.runs[0]
         return await self.way_to(run.node_id, run.store_address, run.store_incarnation)
 
+    async def forget_ways(self) -> None:
+        """As if it had met no other node's store, nor been refused by one."""
+        remote = self._core.remote_stores
+        for peer in remote._peers.values():
+            peer.drop()
+        remote._peers.clear()
+        await remote.settle()
+
     async def can_reach(self, handle: common_pb2.KvHandle) -> bool:
         """It has a way to where the handle's blocks are, or makes one."""
         try:
@@ -385,6 +410,10 @@ class WorkerProbe:
         """It lends no prompt until it is opened."""
         return Gate(self._core.lender, "seal")
 
+    def hold_attaching(self) -> Gate:
+        """No worker of this process comes to another node's store that it has not met."""
+        return Gate(stores, "attach")
+
     def hold_meeting(self) -> Gate:
         """It comes to no other node's store until it is opened."""
         return Gate(self._core.remote_stores, "client")
@@ -394,6 +423,18 @@ class WorkerProbe:
         leases: set[str] = set().union(*map(leases_of, handles))
         connector = self._core.connector
         connector.release_later(connector.client, sorted(leases))
+
+    def stall_store(self) -> None:
+        """Its own store is slow, whatever its own look at it finds; until `wake_store`."""
+        self._core.connector.__class__ = _StalledConnector
+
+    def wake_store(self) -> None:
+        self._core.connector.__class__ = StoreConnector
+
+    @property
+    def why_not_ready(self) -> str:
+        """As its readiness probe is answered; "": ready."""
+        return self.worker.why_not_ready()
 
     def write_late(self, block_ids: Sequence[int]) -> None:
         """Into its cache, as a transfer does that was given up."""
@@ -417,6 +458,10 @@ class Beats:
         self.told.append(f"gone, {num_live} live, {num_lent} lent")
 
 
+class _StalledConnector(StoreConnector):
+    _is_stalled = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
+
+
 def _by_name(families: Iterable[Any]) -> dict[tuple[str, ...], float]:
     return {
         (
@@ -429,17 +474,24 @@ def _by_name(families: Iterable[Any]) -> dict[tuple[str, ...], float]:
 
 
 class HeldWrites:
-    """What prefill workers write to routers stands still, on streams that are opened from here on:
-    as at a router that does not read. `batches`: what was to be written, of which the first
+    """What workers of a role write to routers stands still, on streams that are opened from here
+    on: as at a router that does not read. `batches`: what was to be written, of which the first
     waits."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, from_account: bool = False) -> None:
-        """from_account: what comes before an account is written."""
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        role: str = "prefill",
+        *,
+        until: Callable[[Any], bool] = lambda event: True,
+    ) -> None:
+        """until: what comes before a message with such an event is written."""
         self.batches: list[list[Any]] = []
-        self._from_account = from_account
+        self._until = until
         self._may_write, self._is_waiting = asyncio.Event(), asyncio.Event()
-        self._real = server.serve
-        monkeypatch.setattr(server, "serve", self._serve)
+        module = {"prefill": prefill_server, "decode": decode_server}[role]
+        self._real = module.serve
+        monkeypatch.setattr(module, "serve", self._serve)
 
     async def wait_held(self) -> None:
         """A message is to be written, and is not."""
@@ -454,9 +506,14 @@ class HeldWrites:
     ) -> None:
         async def gated(events: Any) -> None:
             self.batches.append(events)
-            if not self._from_account or any(event.reply.HasField("leg") for event in events):
+            if any(map(self._until, events)):
                 self._is_waiting.set()
                 await self._may_write.wait()
             await write(events)
 
         await self._real(commands, obey, session, outbox, gated, *others)
+
+
+def is_account(event: Any) -> bool:
+    """A prefill worker's last word of a prompt."""
+    return bool(event.reply.HasField("leg"))

@@ -27,7 +27,7 @@ from tests.harness.prefill_decode_pair import (
     whole,
 )
 from tests.harness.waiting import until
-from tests.harness.worker_probe import HeldWrites
+from tests.harness.worker_probe import HeldWrites, is_account
 
 pytestmark = [pytest.mark.oracle, pytest.mark.asyncio(loop_scope="module")]
 
@@ -390,7 +390,7 @@ async def test_a_handle_that_never_reached_the_router_is_taken_back_and_its_prom
     """The stream breaks while the account waits to be written: what the puts behind still read
     stays lent until they are over, and the store loses no block of it."""
     prompt, before = p.new_prompt(NUM_TOKENS), p.at_prefill.not_stored_behind
-    writes, gate = HeldWrites(monkeypatch, from_account=True), p.at_prefill.home.hold("put")
+    writes, gate = HeldWrites(monkeypatch, until=is_account), p.at_prefill.home.hold("put")
     ask = p.prefill_request(prompt, handover=DIRECT)
     # The lease would live longer than any wait here.
     call = PrefillCall(p.prefill_stub, ask, timeout_s=6 * WAIT_S)

@@ -20,7 +20,7 @@ from tests.harness.handles import blocks_of, partial, sign
 from tests.harness.prefill_decode_pair import WAIT_S, Pair, PrefillCall, handover, pair, spoken
 from tests.harness.prefill_nodes import Node, Nodes, Reader, nodes, stepped_model
 from tests.harness.waiting import Deadlines, until
-from tests.harness.worker_probe import HeldWrites, leases_of
+from tests.harness.worker_probe import HeldWrites, is_account, leases_of
 
 pytestmark = [pytest.mark.oracle, pytest.mark.asyncio(loop_scope="module")]
 
@@ -202,7 +202,7 @@ async def test_handles_over_two_stores(tmp_path: Path, monkeypatch: pytest.Monke
         await n.run(n[1], prompt[:40], name="fill", wants_handle=False)
         await n.run(n[0], prompt[:20], name="fill", wants_handle=False)
         hints = [n[0].hint(0, 5), n[1].hint(5, 5)]
-        writes = HeldWrites(monkeypatch, from_account=True)
+        writes = HeldWrites(monkeypatch, until=is_account)
         # The leases would live longer than the check waits.
         call = PrefillCall(n[0].stub, n.request(prompt, hints), timeout_s=6 * WAIT_S)
         told = (await call.read()).handle
