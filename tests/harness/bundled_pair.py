@@ -209,6 +209,11 @@ def _translated() -> Iterator[None]:
         raise serving.error_from_rpc(error) from error
 
 
+def bundled_engine(index: int = 0) -> Engine:
+    """Of the bundled model, alone; whoever makes one closes it."""
+    return load_engine(EngineConfig(model=MODEL, device="cpu", kv_bytes=8 * 1024 * 1024))
+
+
 def alone(engine: Engine, prompt: Sequence[int] = PROMPT, **sampling: Any) -> list[Sample]:
     """What one engine gives that serves the whole request by itself."""
     params = sampling_params(**sampling)

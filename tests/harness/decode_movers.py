@@ -18,6 +18,7 @@ from unittest import mock
 import grpc
 
 from engine.loop import Engine
+from engine.plain_ahead import AheadModel
 from kvstore import serve
 from kvstore.config import KvStoreSettings
 from process import keys, serving
@@ -26,7 +27,8 @@ from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.role import DecodeRole
 from services.worker import engine_thread, main
 from services.worker.config import WorkerLimits, WorkerSettings
-from tests.harness.gated_engine import SALT, Prompts, fake_engine
+from tests.harness.bundled_pair import alone as alone_engine
+from tests.harness.gated_engine import SALT, GatedModel, Prompts, fake_engine
 from tests.harness.prefill_decode_pair import (
     WAIT_S,
     RouterStream,
@@ -144,6 +146,38 @@ class Movers:
         self.stay(0)
         assert moved.HasField("handle")
         return moved, sample
+
+    async def hand_over(
+        self, index: int, key: int, moved: decode_pb2.DecodeMoved, samples: Sequence[Sample]
+    ) -> None:
+        """What came so far, and the handle, to a request that has its room there."""
+        await self.streams[index].generate_from(key, going_on(moved, samples))
+
+    def alone(self, prompt: Sequence[int], **sampling: Any) -> list[list[int]]:
+        """The tokens of each sample of one engine that serves the whole request."""
+        return [sample.token_ids for sample in alone_engine(fake_engine(), prompt, **sampling)]
+
+    # ---- the store
+
+    @property
+    def node_id(self) -> str:
+        return str(self.store.node.node_id)
+
+    @property
+    def is_store_draining(self) -> bool:
+        return bool(self.store.node.is_draining)
+
+    async def drain_store(self, by_s: float) -> bool:
+        """As its signal begins it. Returns: whether all leases were given back by then."""
+        return bool(await self.store.node.drain(Deadline.after(by_s)))
+
+    async def pin_one(self, ttl_s: float) -> None:
+        """A lease on one of its blocks that nothing gives back."""
+        client = self.workers[0].core.connector.client
+        assert client is not None
+        hashes = list(self.store.node.present())[:1]
+        assert hashes
+        await client.match(hashes, pin=True, ttl_s=ttl_s, deadline=Deadline.after(WAIT_S))
 
     async def go_on(
         self,
@@ -271,6 +305,18 @@ def going_on(
     for sample in samples:
         command.outputs.add(token_ids=sample.token_ids, is_over=bool(sample.finish_reason))
     return command
+
+
+def fake_engines(*, preemption: str, is_ahead: bool) -> Callable[[int], Engine]:
+    """Small ones, for `movers`. is_ahead: they launch ahead, and compute as late as may be."""
+
+    def make(index: int) -> Engine:
+        model: Any = GatedModel()
+        if is_ahead:
+            model = AheadModel(model, is_late=True)
+        return fake_engine(model=model, preemption=preemption, num_blocks=120)
+
+    return make
 
 
 @contextlib.asynccontextmanager

@@ -125,6 +125,11 @@ class Deadlines:
                 await asyncio.sleep(0.001)
         _end(self._scopes[task][0])
 
+    def of(self, worker: WorkerProbe, key: int) -> Callable[[], Awaitable[None]]:
+        """`end_decode` for later, when the worker may have let go of the request."""
+        task = task_of(worker.worker.role.worker, key)
+        return lambda: self.end(task)
+
     async def end_decode(self, worker: WorkerProbe, key: int) -> None:
         """That of the request under this key of a stream of this decode worker."""
         await self.end(task_of(worker.worker.role.worker, key))

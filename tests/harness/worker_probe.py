@@ -424,6 +424,20 @@ class WorkerProbe:
         connector = self._core.connector
         connector.release_later(connector.client, sorted(leases))
 
+    async def put_one(self) -> int:
+        """One block and a tail into its store. Returns: how many of both were not stored."""
+        client = self._core.connector.client
+        put = await client.put_blocks(
+            None, b"", [(bytes(16), 0)], ("t", 1, 2), 5.0, Deadline.after(WAIT_S), num_tokens=4
+        )
+        assert len(put.refs) + (put.tail is not None) + put.not_stored == 2
+        await client.release([put.lease_id], deadline=Deadline.after(WAIT_S))
+        return int(put.not_stored)
+
+    async def ask_engine(self) -> None:
+        """Raises: Unavailable where it has none any more."""
+        await self._core.thread.call(lambda engine: engine.stats())
+
     def stall_store(self) -> None:
         """Its own store is slow, whatever its own look at it finds; until `wake_store`."""
         self._core.connector.__class__ = _StalledConnector
