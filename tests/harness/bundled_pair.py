@@ -7,12 +7,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from engine.config import EngineConfig
@@ -36,6 +35,7 @@ from tests.harness.prefill_decode_pair import (
     handover,
     sampling_params,
 )
+from tests.harness.worker_probe import translated
 
 MODEL = "baton-5m-draft"
 WAIT_S = 20.0
@@ -62,13 +62,13 @@ class Workers:
     async def load_at(self, index: int, name: str, folder: Path) -> str:
         """On prefill (0) or decode (1)."""
         request = common_pb2.LoadAdapterRequest(name=name, folder=str(folder))
-        with _translated():
+        with translated():
             reply = await self.stubs[index].LoadAdapter(request, timeout=WAIT_S)
         return str(reply.adapter.digest)
 
     async def unload_at(self, index: int, name: str) -> None:
         request = common_pb2.UnloadAdapterRequest(name=name)
-        with _translated():
+        with translated():
             await self.stubs[index].UnloadAdapter(request, timeout=WAIT_S)
 
     async def statuses(self) -> list[common_pb2.WorkerStatus]:
@@ -198,15 +198,6 @@ class Workers:
     async def check(self) -> None:
         """Every law of both workers holds."""
         await self.statuses()
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """What gRPC says, as our errors."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise serving.error_from_rpc(error) from error
 
 
 def bundled_engine(index: int = 0) -> Engine:

@@ -367,3 +367,14 @@ async def movers(
             streams.append(RouterStream(stubs[-1].Stream()))
             stack.push_async_callback(streams[-1].close)
         yield Movers(store, workers, stubs, streams)
+
+
+@contextlib.asynccontextmanager
+async def lone_decode() -> AsyncIterator[WorkerProbe]:
+    """A decode worker without a store."""
+    settings = WorkerSettings(worker_id="w", redis_url="", limits=patient())
+    worker = await main.start(fake_engine(), settings, "decode", DecodeRole)
+    try:
+        yield WorkerProbe(worker)
+    finally:
+        await worker.stop()

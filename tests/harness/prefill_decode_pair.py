@@ -177,6 +177,19 @@ class Pair:
         await main.start(engine, settings, "prefill", PrefillRole)
 
     @contextlib.asynccontextmanager
+    async def swapped(self) -> AsyncIterator[None]:
+        """Each worker is called by the role that it has now, after both changed theirs."""
+        self.prefill, self.decode = self.decode, self.prefill
+        self.prefill_model, self.decode_model = self.decode_model, self.prefill_model
+        async with (
+            serving.channel(self.prefill.address) as one,
+            serving.channel(self.decode.address) as two,
+        ):
+            self.prefill_stub = prefill_pb2_grpc.PrefillStub(one)
+            self.decode_stub = decode_pb2_grpc.DecodeStub(two)
+            yield
+
+    @contextlib.asynccontextmanager
     async def next_prefill_life(self) -> AsyncIterator[None]:
         """A prefill worker of the same name at the same address; the first one was stopped."""
         settings = dataclasses.replace(self.prefill.core.settings, listen=self.prefill.address)

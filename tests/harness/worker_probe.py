@@ -5,18 +5,27 @@ ways to stores. The one place that knows where in a worker these are.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from kvstore.client import StoreClient
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from kvstore.transport.base import GetResult
+from process import serving
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded
-from protos import common_pb2
+from protos import (
+    common_pb2,
+    decode_pb2_grpc,
+    prefill_pb2_grpc,
+    worker_control_pb2,
+    worker_control_pb2_grpc,
+)
 from services.decode import server as decode_server
 from services.prefill import server as prefill_server
 from services.worker import main, stores
@@ -306,6 +315,30 @@ class WorkerProbe:
         await until(lambda: thread.stats.num_referenced_blocks == 0)
         await thread.call(lambda engine: engine.check_integrity())
 
+    async def status_as(self, role: str) -> common_pb2.WorkerStatus:
+        """Asked for by the service of that role. Raises: BatonError."""
+        made = {"prefill": prefill_pb2_grpc.PrefillStub, "decode": decode_pb2_grpc.DecodeStub}
+        async with serving.channel(self.worker.address) as channel:
+            stub: Any = made[role](channel)
+            with translated():
+                asked = common_pb2.GetWorkerStatusRequest()
+                status: common_pb2.WorkerStatus = await stub.GetWorkerStatus(asked, timeout=WAIT_S)
+        return status
+
+    async def set_role(self, role: str) -> worker_control_pb2.SetRoleReply:
+        """As an operator does. Raises: BatonError."""
+        async with serving.channel(self.worker.address) as channel:
+            stub: Any = worker_control_pb2_grpc.WorkerControlStub(channel)
+            with translated():
+                asked = worker_control_pb2.SetRoleRequest(role=role)
+                reply: worker_control_pb2.SetRoleReply = await stub.SetRole(asked, timeout=WAIT_S)
+        return reply
+
+    @property
+    def memory(self) -> Any:
+        """Its engine's cache as transports see it."""
+        return self._core.memory
+
     async def drain(self) -> bool:
         """As a worker that is asked to stop begins. Returns: whether all that it had is over."""
         return bool(await self._core.drain(WAIT_S))
@@ -470,6 +503,15 @@ class Beats:
     async def stop(self) -> None:
         num_live, num_lent = self._worker.worker.core.num_live, self._worker.num_lent_blocks
         self.told.append(f"gone, {num_live} live, {num_lent} lent")
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """What gRPC says, as our errors."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise serving.error_from_rpc(error) from error
 
 
 class _StalledConnector(StoreConnector):
