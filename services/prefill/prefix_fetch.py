@@ -38,9 +38,6 @@ from services.worker.provenance import FINGERPRINT, Leg
 
 logger = logging.getLogger(__name__)
 
-BATCH_BYTES = 64 * 1024 * 1024
-"""Blocks are fetched in batches of so many bytes. Guessed: far above what a call costs."""
-
 
 @dataclass(frozen=True)
 class FetchAsk:
@@ -174,7 +171,7 @@ class PrefixFetch:
         """Copy what `pin` has beyond the blocks that are there, batch by batch: what came before
         the time ran out is used. What cannot be used is pinned no more."""
         end = min(len(pin.refs), self._num_wanted)
-        batch_blocks = max(1, BATCH_BYTES // self._core.layout.block_bytes)
+        batch_blocks = max(1, self._core.limits.fetch_batch_bytes // self._core.layout.block_bytes)
         while self.num_blocks < end:
             first, batch_end = self.num_blocks, min(self.num_blocks + batch_blocks, end)
             loaded = await self._load_batch(pin, first, batch_end, deadline)

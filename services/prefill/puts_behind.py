@@ -2,7 +2,7 @@
 blocks.
 
 Life of one: `follow` a writer whose request is over -> the blocks are read by whoever has the
-handle, or YIELD_S is over, or there are no last puts -> they begin -> they end, or `put_budget_s`
+handle, or `yield_s` is over, or there are no last puts -> they begin -> they end, or `put_budget_s`
 is over, which cancels them -> its lease is given back, and the blocks that it read may go. What was
 not stored then is counted, and computed again by somebody some day.
 
@@ -27,15 +27,13 @@ from services.worker.block_writer import BlockWriter
 
 logger = logging.getLogger(__name__)
 
-YIELD_S = 0.05
-"""The last puts wait no longer for whoever reads: decode answers to a client and asks this process
-for its word on the blocks, and nobody waits for the store. Guessed: ten times what that takes."""
-
 
 class PutsBehind:
     """See the module."""
 
-    def __init__(self, put_budget_s: float) -> None:
+    def __init__(self, put_budget_s: float, yield_s: float) -> None:
+        """yield_s: the last puts wait no longer for whoever reads."""
+        self._yield_s = yield_s
         self._put_budget_s = put_budget_s
         self._tasks: set[asyncio.Task[None]] = set()
         self.not_stored: Counter[str] = Counter()
@@ -94,7 +92,7 @@ class PutsBehind:
         try:
             async with asyncio.timeout(self._put_budget_s):
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(YIELD_S, self._put_budget_s / 4)):
+                    async with asyncio.timeout(min(self._yield_s, self._put_budget_s / 4)):
                         await is_read.wait()
                 writer.add(last_filled)
                 problem = (await writer.finish(None)).problem

@@ -72,7 +72,7 @@ class PrefillWorker:
         self._jobs: dict[str, PrefillJob] = {}
         self._admission = Admission(core.thread, max_waiting=core.limits.max_waiting_requests)
         self._handover = Handover(core)
-        self.behind = PutsBehind(core.limits.put_budget_s)
+        self.behind = PutsBehind(core.limits.put_budget_s, core.limits.put_yield_s)
         """Of requests that are over."""
         core.on_room = self._admission.room_may_have_come
         core.num_queued_tokens = self._num_queued_tokens

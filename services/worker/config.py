@@ -45,6 +45,19 @@ class WorkerLimits:
     put_budget_s: float = 5.0
     """Time for storing one batch of blocks; after it the handle covers what was stored before."""
 
+    put_yield_s: float = 0.05
+    """How long the last blocks of a prompt that is lent wait to be stored, for decode to read them
+    first: it answers to a client, and nothing waits for the store. Guessed: ten times what that
+    takes."""
+
+    fetch_batch_bytes: int = 64 * 1024 * 1024
+    """A prefill worker fetches a prefix from a store in batches of so many bytes; what came before
+    the time ran out is used. Guessed: far above what a call costs."""
+
+    link_budget_s: float = 2.0
+    """Time of the second measurement of the way to a store, after a first that was late: the first
+    transfer also makes connections, and a starting machine is busy."""
+
     attach_budget_s: float = 3.0
     """Time of one attempt to attach to the store."""
 
@@ -91,10 +104,13 @@ class WorkerLimits:
             "lease_ttl_s",
             "transfer_budget_s",
             "put_budget_s",
+            "fetch_batch_bytes",
+            "link_budget_s",
         ):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name}: must be above 0")
         for name in (
+            "put_yield_s",
             "attach_budget_s",
             "store_wait_s",
             "drain_s",

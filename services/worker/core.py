@@ -127,6 +127,7 @@ class WorkerCore:
             self.thread,
             self.layout.block_bytes,
             settings.link_floor_bytes_per_s,
+            second_budget_s=settings.limits.link_budget_s,
             on_room=lambda: self.on_room(),
         )
         """What was measured of the ways to stores."""

@@ -29,11 +29,7 @@ from services.worker.engine_thread import EngineThread
 logger = logging.getLogger(__name__)
 
 BUDGET_S = 0.5
-"""Time of one measurement."""
-
-PATIENT_BUDGET_S = 2.0
-"""Of the second one, after a first that was late: the first transfer also makes connections, and a
-starting machine is busy."""
+"""Time of the first measurement."""
 
 LEND_BUDGET_S = 5.0
 """For the engine to lend blocks: longer than a step should take."""
@@ -53,14 +49,17 @@ class Links:
         block_bytes: int,
         floor_bytes_per_s: float,
         *,
+        second_budget_s: float = 2.0,
         on_room: Callable[[], None] = lambda: None,
         again_s: float = AGAIN_S,
     ) -> None:
-        """floor_bytes_per_s: the operator's, 0: none. on_room: told when the engine has its blocks
+        """floor_bytes_per_s: the operator's, 0: none. second_budget_s: time of a measurement after
+        a first that was late. on_room: told when the engine has its blocks
         back."""
         self._thread = thread
         self._num_blocks = num_blocks_wanted(block_bytes)
         self._floor_bytes_per_s = floor_bytes_per_s
+        self._budgets_s = (BUDGET_S, second_budget_s)
         self._on_room = on_room
         self._again_s = again_s
         self._links: dict[tuple[str, str], Link] = {}
@@ -104,7 +103,7 @@ class Links:
     async def _measure(self, client: StoreClient) -> None:
         async with self._turn:
             rates, problem, is_fault = None, "", False
-            for budget_s in (BUDGET_S, PATIENT_BUDGET_S):
+            for budget_s in self._budgets_s:
                 try:
                     rates, problem, is_fault = await self._rates(client, budget_s), "", False
                 except (DeadlineExceeded, TransferTimeout) as error:

@@ -35,9 +35,12 @@ from tests.harness.prefill_decode_pair import (
     handover,
     sampling_params,
 )
+from tests.harness.worker_probe import translated
 
 MODEL = "baton-5m-draft"
 WAIT_S = 20.0
+PATIENCE_S = 90.0
+"""The first grammar of a worker starts a process."""
 PROMPT = tuple(range(40, 61))
 NUM_TOKENS = 8
 
@@ -49,13 +52,87 @@ class Workers:
     prefill: main.Worker
     decode: main.Worker
     stubs: tuple[Any, Any]
+    reference: Engine | None = None
+    """One engine alone, once it was asked."""
 
     async def load(self, name: str, folder: Path) -> list[str]:
-        """At run time, on both. Returns: the digests they say."""
+        """At run time, on both. Returns: the digests they say. Raises: BatonError."""
+        return [await self.load_at(index, name, folder) for index in range(2)]
+
+    async def load_at(self, index: int, name: str, folder: Path) -> str:
+        """On prefill (0) or decode (1)."""
         request = common_pb2.LoadAdapterRequest(name=name, folder=str(folder))
-        return [
-            (await stub.LoadAdapter(request, timeout=WAIT_S)).adapter.digest for stub in self.stubs
-        ]
+        with translated():
+            reply = await self.stubs[index].LoadAdapter(request, timeout=WAIT_S)
+        return str(reply.adapter.digest)
+
+    async def unload_at(self, index: int, name: str) -> None:
+        request = common_pb2.UnloadAdapterRequest(name=name)
+        with translated():
+            await self.stubs[index].UnloadAdapter(request, timeout=WAIT_S)
+
+    async def statuses(self) -> list[common_pb2.WorkerStatus]:
+        """Of prefill and decode; every law holds."""
+        request = common_pb2.GetWorkerStatusRequest()
+        found = [await stub.GetWorkerStatus(request, timeout=WAIT_S) for stub in self.stubs]
+        assert all(status.integrity_error == "" for status in found)
+        return found
+
+    async def alone(self, prompt: Sequence[int] = PROMPT, **sampling: Any) -> list[Sample]:
+        """See the function of this name. Not on the loop: what is under way there has deadlines."""
+        if self.reference is None:
+            self.reference = await asyncio.to_thread(load_engine, self.prefill.core.settings.engine)
+        return await asyncio.to_thread(alone, self.reference, prompt, **sampling)
+
+    async def ask_prefill(
+        self,
+        name: str,
+        drawn: Sequence[int] = (),
+        *,
+        adapter: str = "",
+        digest: str = "",
+        **sampling: Any,
+    ) -> list[prefill_pb2.PrefillReply]:
+        """First tokens behind those that others drew, and the account. Raises: BatonError."""
+        fields = self.fields(PROMPT, name, adapter, digest, **sampling)
+        request = prefill_pb2.PrefillRequest(wants_handle=True, output_token_ids=drawn, **fields)
+        return await PrefillCall(self.stubs[0], request, timeout_s=PATIENCE_S).answer()
+
+    async def ask_decode(
+        self,
+        name: str,
+        outputs: Sequence[Sequence[int]] = ((),),
+        *,
+        handle: common_pb2.KvHandle | None = None,
+        over: Sequence[int] = (),
+        **sampling: Any,
+    ) -> tuple[dict[int, Sample], decode_pb2.DecodeFinished]:
+        """What decode draws behind these tokens, by sample, and its last word. Without a handle it
+        computes the prompt. over: samples that are complete."""
+        fields = self.fields(PROMPT, name, "", "", **sampling)
+        samples: dict[int, Sample] = {}
+        stream = RouterStream(self.stubs[1].Stream())
+        try:
+            reserve = decode_pb2.ReserveDecode(budget_ms=int(PATIENCE_S * 1000), **fields)
+            key = await stream.begin(reserve, PATIENCE_S)
+            if len(outputs) > 1:
+                await stream.go_on(
+                    key, outputs, handle=handle, over=over, computes_prompt=handle is None
+                )
+            else:
+                command = decode_pb2.GenerateFromHandle(
+                    handle=handle, output_token_ids=outputs[0], computes_prompt=handle is None
+                )
+                await stream.generate_from(key, command)
+            while True:
+                event = await stream.next(key, PATIENCE_S)
+                assert event.WhichOneof("event") in ("tokens", "finished"), event
+                part = event.finished if event.HasField("finished") else event.tokens
+                samples.setdefault(part.sample_index, Sample()).add(part)
+                if event.HasField("finished"):
+                    return samples, event.finished
+        finally:
+            await stream.close()
 
     def fields(
         self, prompt: Sequence[int], name: str, adapter: str, digest: str, **sampling: Any
@@ -120,9 +197,12 @@ class Workers:
 
     async def check(self) -> None:
         """Every law of both workers holds."""
-        for stub in self.stubs:
-            status = await stub.GetWorkerStatus(common_pb2.GetWorkerStatusRequest(), timeout=WAIT_S)
-            assert status.integrity_error == ""
+        await self.statuses()
+
+
+def bundled_engine(index: int = 0) -> Engine:
+    """Of the bundled model, alone; whoever makes one closes it."""
+    return load_engine(EngineConfig(model=MODEL, device="cpu", kv_bytes=8 * 1024 * 1024))
 
 
 def alone(engine: Engine, prompt: Sequence[int] = PROMPT, **sampling: Any) -> list[Sample]:
@@ -192,4 +272,7 @@ async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
             prefill_pb2_grpc.PrefillStub(channels[0]),
             decode_pb2_grpc.DecodeStub(channels[1]),
         )
-        yield Workers(made[0], made[1], stubs)
+        both = Workers(made[0], made[1], stubs)
+        yield both
+        if both.reference is not None:
+            both.reference.close()

@@ -18,6 +18,7 @@ from unittest import mock
 import grpc
 
 from engine.loop import Engine
+from engine.plain_ahead import AheadModel
 from kvstore import serve
 from kvstore.config import KvStoreSettings
 from process import keys, serving
@@ -26,16 +27,17 @@ from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.role import DecodeRole
 from services.worker import engine_thread, main
 from services.worker.config import WorkerLimits, WorkerSettings
-from services.worker.connector import StoreConnector
-from tests.harness.gated_engine import SALT, fake_engine
+from tests.harness.bundled_pair import alone as alone_engine
+from tests.harness.gated_engine import SALT, GatedModel, Prompts, fake_engine
 from tests.harness.prefill_decode_pair import (
-    LEASE_TTL_S,
     WAIT_S,
     RouterStream,
     Sample,
+    patient,
     sampling_params,
 )
 from tests.harness.waiting import until
+from tests.harness.worker_probe import WorkerProbe
 
 LEAVE_S = 30.0
 NEXT_S = 45.0
@@ -64,18 +66,30 @@ class Movers:
     stubs: list[Any]
     streams: list[RouterStream]
 
+    _prompts: Prompts = field(default_factory=Prompts)
+
+    def new_prompt(self, num_tokens: int) -> tuple[int, ...]:
+        """One that shares no block with another one."""
+        return self._prompts.new(num_tokens)
+
     def engine(self, index: int) -> Any:
         return self.workers[index].core.thread._engine
 
+    def at(self, index: int) -> WorkerProbe:
+        return WorkerProbe(self.workers[index], self.engine(index)._model)
+
     def states(self, index: int) -> list[str]:
-        role = self.workers[index].role
-        assert isinstance(role, DecodeRole)
-        return [state.value for state in role.worker.states.values()]
+        return self.at(index).states()
 
     def leave(self, index: int, by_s: float = LEAVE_S) -> None:
         """As a worker begins to drain."""
         self.workers[index].core.draining = True
         self.workers[index].role.leave(Deadline.after(by_s))
+
+    def shorten(self, index: int, by_s: float) -> None:
+        """The time in which its only request, which moves, must be gone."""
+        (request,) = self.workers[index].role.worker._requests.values()
+        request._departure._set_alarm(Deadline.after(by_s))
 
     def stay(self, index: int) -> None:
         """It drained enough."""
@@ -103,6 +117,86 @@ class Movers:
         assert (await stream.next(key)).HasField("reserved")
         await stream.generate_from(key, alone(options.get("n", 1)))
         return key
+
+    async def reopen(self, index: int) -> None:
+        """A new stream to that worker."""
+        await self.streams[index].close()
+        self.streams[index] = RouterStream(self.stubs[index].Stream())
+
+    async def last_word(self, index: int, key: int, sample: Sample) -> decode_pb2.DecodeEvent:
+        """The event that ends the leg; tokens before it go to the sample."""
+        while True:
+            event = await self.streams[index].next(key)
+            if not event.HasField("tokens") and not event.HasField("reserved"):
+                return event
+            if event.HasField("tokens"):
+                sample.add(event.tokens)
+
+    async def moved(
+        self, prompt: Sequence[int], *, num_steps: int = 4, **sampling: Any
+    ) -> tuple[decode_pb2.DecodeMoved, Sample]:
+        """A request that worker 0 had to leave in the middle of its answer, and what it told."""
+        sample, model = Sample(), self.at(0).model
+        model.hold_at(num_steps + 1)
+        key = await self.begin(0, prompt, **sampling)
+        await until(model.is_held.is_set)
+        release_when_taken_out(self, 0)
+        self.leave(0)
+        moved = (await self.last_word(0, key, sample)).moved
+        self.stay(0)
+        assert moved.HasField("handle")
+        return moved, sample
+
+    async def hand_over(
+        self, index: int, key: int, moved: decode_pb2.DecodeMoved, samples: Sequence[Sample]
+    ) -> None:
+        """What came so far, and the handle, to a request that has its room there."""
+        await self.streams[index].generate_from(key, going_on(moved, samples))
+
+    def alone(self, prompt: Sequence[int], **sampling: Any) -> list[list[int]]:
+        """The tokens of each sample of one engine that serves the whole request."""
+        return [sample.token_ids for sample in alone_engine(fake_engine(), prompt, **sampling)]
+
+    # ---- the store
+
+    @property
+    def node_id(self) -> str:
+        return str(self.store.node.node_id)
+
+    @property
+    def is_store_draining(self) -> bool:
+        return bool(self.store.node.is_draining)
+
+    async def drain_store(self, by_s: float) -> bool:
+        """As its signal begins it. Returns: whether all leases were given back by then."""
+        return bool(await self.store.node.drain(Deadline.after(by_s)))
+
+    async def pin_one(self, ttl_s: float) -> None:
+        """A lease on one of its blocks that nothing gives back."""
+        client = self.workers[0].core.connector.client
+        assert client is not None
+        hashes = list(self.store.node.present())[:1]
+        assert hashes
+        await client.match(hashes, pin=True, ttl_s=ttl_s, deadline=Deadline.after(WAIT_S))
+
+    async def go_on(
+        self,
+        index: int,
+        moved: decode_pb2.DecodeMoved,
+        samples: Sequence[Sample],
+        prompt: Sequence[int],
+        **sampling: Any,
+    ) -> decode_pb2.DecodeFinished:
+        """There, to the end; what comes goes to the samples. Returns: the last word."""
+        stream = self.streams[index]
+        key = await stream.begin(self.reserve(prompt, "r", **sampling))
+        await stream.generate_from(key, going_on(moved, samples))
+        while True:
+            event = await stream.next(key)
+            part = event.finished if event.HasField("finished") else event.tokens
+            samples[part.sample_index].add(part)
+            if event.HasField("finished"):
+                return event.finished
 
     async def follow(
         self,
@@ -169,27 +263,6 @@ class Movers:
         return status is None or (len(status.leases) == 0 and status.num_pinned() == 0)
 
 
-class StalledConnector(StoreConnector):
-    """One whose store is slow, whatever its own look at it finds."""
-
-    _is_stalled = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
-
-
-def hold_at(model: Any, num_forwards: int) -> None:
-    """That forward pass from now on waits for `release`."""
-    real, left = model.forward, num_forwards
-
-    def forward(batch: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            model.hold()
-            model.forward = real
-        return real(batch)
-
-    model.forward = forward
-
-
 def release_when_taken_out(m: Movers, index: int) -> None:
     """The step in which the model is held there ends when the engine has been asked for all that
     run and leave, and not before: they might go on to their last tokens meanwhile."""
@@ -234,6 +307,18 @@ def going_on(
     return command
 
 
+def fake_engines(*, preemption: str, is_ahead: bool) -> Callable[[int], Engine]:
+    """Small ones, for `movers`. is_ahead: they launch ahead, and compute as late as may be."""
+
+    def make(index: int) -> Engine:
+        model: Any = GatedModel()
+        if is_ahead:
+            model = AheadModel(model, is_late=True)
+        return fake_engine(model=model, preemption=preemption, num_blocks=120)
+
+    return make
+
+
 @contextlib.asynccontextmanager
 async def movers(
     slab_dir: Path,
@@ -249,13 +334,7 @@ async def movers(
     However busy the machine is, an engine hears of all that waits between two steps: tests count
     the steps that are made.
     """
-    limits = limits or WorkerLimits(
-        store_wait_s=WAIT_S,
-        lease_ttl_s=LEASE_TTL_S,
-        attach_budget_s=5.0,
-        drain_s=0.2,
-        stop_grace_s=0.05,
-    )
+    limits = limits or patient()
     key_file = slab_dir / "handle.keys"
     keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
@@ -288,3 +367,14 @@ async def movers(
             streams.append(RouterStream(stubs[-1].Stream()))
             stack.push_async_callback(streams[-1].close)
         yield Movers(store, workers, stubs, streams)
+
+
+@contextlib.asynccontextmanager
+async def lone_decode() -> AsyncIterator[WorkerProbe]:
+    """A decode worker without a store."""
+    settings = WorkerSettings(worker_id="w", redis_url="", limits=patient())
+    worker = await main.start(fake_engine(), settings, "decode", DecodeRole)
+    try:
+        yield WorkerProbe(worker)
+    finally:
+        await worker.stop()

@@ -13,24 +13,26 @@ from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig
 from kvstore.lending.told import Told
 from kvstore.transport.base import BlockMemory
+from process import keys
 from protos import common_pb2, prefill_pb2
 from services.decode.states import DecodeState
 from services.worker import store_target
-from services.worker.config import WorkerLimits
-from tests.harness.decode_movers import hold_at
+from services.worker.config import WorkerSettings
+from services.worker.core import WorkerCore
+from services.worker.identity import Identity
 from tests.harness.fake_device import FakeDevice
-from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from tests.harness.gated_engine import BLOCK_SIZE, fake_engine, prompt_of
 from tests.harness.handles import partial, prefetch
 from tests.harness.prefill_decode_pair import (
-    LEASE_TTL_S,
     WAIT_S,
-    Answer,
     Pair,
     PrefillCall,
     RouterStream,
     pair,
+    patient,
     whole,
 )
 from tests.harness.waiting import until
@@ -39,38 +41,6 @@ DIRECT = common_pb2.HANDOVER_PATH_DIRECT
 STORE = common_pb2.HANDOVER_PATH_STORE
 PROMPT = prompt_of(30, start=3)
 FULL = len(PROMPT) // BLOCK_SIZE
-
-
-@contextlib.asynccontextmanager
-async def direct(folder: Path, **options: Any) -> AsyncIterator[Pair]:
-    """A pair that has met: what lends blocks to be measured with has them back."""
-    async with pair(folder, **options) as p:
-        yield p
-        await all_back(p)
-
-
-async def all_back(p: Pair) -> None:
-    """No block is lent or held, and every law holds."""
-    await until(lambda: p.prefill_role.worker.behind.num_writers == 0)
-    lender = p.prefill.core.lender
-    if lender is not None:
-        await until(lambda: lender.num_lent_blocks == lender.loans.num_leases == 0)
-    await p.check()
-
-
-async def generate(
-    p: Pair, prompt: Any, *, name: str = "r", handover: int = DIRECT, max_tokens: int = 8
-) -> Answer:
-    """As a router does it that has chosen the direct way."""
-    async with p.stream() as stream:
-        key = await stream.reserve(p.reserve(prompt, name=name, max_tokens=max_tokens))
-        assert (await stream.next(key)).WhichOneof("event") == "reserved"
-        reply = await p.run_prefill(prompt, name=name, handover=handover, max_tokens=max_tokens)
-        await stream.generate(key, reply)
-        answer = await stream.collect(key)
-    answer.prefill = reply
-    answer.token_ids[:0] = reply.token_ids
-    return answer
 
 
 def on_devices(monkeypatch: pytest.MonkeyPatch) -> list[FakeDevice]:
@@ -85,6 +55,19 @@ def on_devices(monkeypatch: pytest.MonkeyPatch) -> list[FakeDevice]:
     monkeypatch.setattr(store_target, "block_memory", block_memory)
     monkeypatch.setattr(store_target, "check_transports", lambda *_: None)
     return devices
+
+
+def lender_of(folder: Path, role: str, *, has_store: bool = True, preemption: str = "never") -> str:
+    """The node id under which such a worker would lend; "": it does not."""
+    key_file = folder / "handle.keys"
+    keys.create(key_file)
+    settings = WorkerSettings(
+        store_address="127.0.0.1:1" if has_store else "",
+        handle_keys_file=str(key_file),
+        engine=EngineConfig(preemption=preemption),
+    )
+    core = WorkerCore(fake_engine(preemption=preemption), settings, Identity.new(role, "w"))
+    return core.status().lender_node_id
 
 
 NUM_BLOCKS = -(-len(PROMPT) // BLOCK_SIZE)
@@ -165,19 +148,11 @@ async def ahead(
     folder: Path, *, num_told: int = CHUNK // BLOCK_SIZE, **options: Any
 ) -> AsyncIterator[Ahead]:
     """num_told: blocks of the first chunk that decode is told of."""
-    limits = WorkerLimits(
-        store_wait_s=WAIT_S,
-        lease_ttl_s=LEASE_TTL_S,
-        attach_budget_s=WAIT_S,
-        transfer_budget_s=WAIT_S,
-        put_budget_s=WAIT_S,
-        drain_s=0.2,
-        stop_grace_s=0.05,
-    )
+    limits = patient(attach_budget_s=WAIT_S, transfer_budget_s=WAIT_S, put_budget_s=WAIT_S)
     async with pair(folder, chunk=CHUNK, limits=limits, **options) as p, p.stream() as stream:
         key = await stream.reserve(p.reserve(PROMPT, budget_ms=int(10 * WAIT_S * 1000)))
         await stream.next(key)
-        hold_at(p.prefill_model, 2)
+        p.prefill_model.hold_at(2)
         ask = p.prefill_request(PROMPT, handover=DIRECT)
         call = PrefillCall(p.prefill_stub, ask, timeout_s=WAIT_S)
         async with asyncio.timeout(WAIT_S):
@@ -191,6 +166,4 @@ async def ahead(
         p.prefill_model.release()
         call.vanish()
         await until(lambda: made.num_waiting == 0)
-        await until(lambda: p.prefill_role.worker.behind.num_writers == 0)
-        await until(lambda: made.lender.num_lent_blocks == made.lender.loans.num_leases == 0)
         await p.check()

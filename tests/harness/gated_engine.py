@@ -5,6 +5,7 @@ made of.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.fake import HIDDEN_SIZE as HIDDEN_SIZE
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Request, Sampling
@@ -35,24 +37,53 @@ class GatedModel(FakeModel):
     state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_held: bool = False) -> None:
+        """is_held: from the start."""
         super().__init__(block_size=BLOCK_SIZE)
-        self._gate = threading.Event()
-        self._gate.set()
+        self._changed = threading.Condition()
+        self._is_free = not is_held
+        self._num_allowed = self._num_releases = 0
         self.is_held = threading.Event()
+        """A forward pass waits."""
 
     def hold(self) -> None:
-        """The next forward pass waits for `release`."""
-        self.is_held.clear()
-        self._gate.clear()
+        """The next forward pass waits for `release` or `allow`."""
+        self.hold_at(1)
+
+    def hold_at(self, num_forwards: int) -> None:
+        """That forward pass from now on waits."""
+        with self._changed:
+            self.is_held.clear()
+            self._is_free, self._num_allowed = False, num_forwards - 1
+
+    def allow(self, num_forwards: int = 1) -> None:
+        """So many pass, with one that waits; the next one waits again."""
+        with self._changed:
+            self.is_held.clear()
+            self._num_allowed += num_forwards
+            self._changed.notify_all()
 
     def release(self) -> None:
-        self._gate.set()
+        """All pass."""
+        with self._changed:
+            self._is_free, self._num_releases = True, self._num_releases + 1
+            self._changed.notify_all()
+
+    def break_down(self) -> None:
+        """The next step raises, as where the device is gone."""
+        self._memory = None
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        if not self._gate.is_set():
-            self.is_held.set()
-            assert self._gate.wait(GATE_S), "the test never released the model"
+        with self._changed:
+            seen = self._num_releases
+            if not self._is_free and not self._num_allowed:
+                self.is_held.set()
+            may_go = self._changed.wait_for(
+                lambda: self._is_free or self._num_releases != seen or self._num_allowed, GATE_S
+            )
+            assert may_go, "the test never released the model"
+            if not self._is_free and self._num_releases == seen:
+                self._num_allowed -= 1
         return super().forward(batch)
 
 
@@ -100,6 +131,18 @@ def request(
 def prompt_of(num_tokens: int, start: int = 1) -> tuple[int, ...]:
     """Token ids within the fake vocabulary, never EOS."""
     return tuple(1 + (start * 31 + i * 7) % 96 for i in range(num_tokens))
+
+
+class Prompts:
+    """Prompts that share no block with one another."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def new(self, num_tokens: int) -> tuple[int, ...]:
+        number = next(self._numbers)
+        first = (1 + number % 96, 1 + number // 96)
+        return (*first, *prompt_of(num_tokens, start=number))[:num_tokens]
 
 
 @contextlib.asynccontextmanager

@@ -17,8 +17,12 @@ from typing import Any
 
 import grpc.aio
 
+from engine.config import EngineConfig
+from engine.fake import FakeModel
+from engine.loop import Engine
 from engine.request import Request
 from kvstore import block_hash, serve
+from kvstore.block import Block
 from kvstore.config import KvStoreSettings
 from process import keys, serving
 from process.errors import BatonError
@@ -38,11 +42,11 @@ from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
 from services.worker.status import FINISH_REASONS, logprobs_to_proto, traces_to_proto
-from tests.harness.gated_engine import SALT, GatedModel, fake_engine
+from tests.harness.gated_engine import SALT, GatedModel, Prompts, fake_engine
+from tests.harness.waiting import WAIT_S as WAIT_S
 from tests.harness.waiting import until
+from tests.harness.worker_probe import WorkerProbe
 
-WAIT_S = 30.0
-"""No wait of a test may take longer; far above what any should take."""
 LEASE_TTL_S = 2 * WAIT_S
 """A lease that is lost does not lapse while `check` waits for it."""
 FRAME_BYTES = 4096
@@ -91,6 +95,20 @@ class Pair:
     decode_store: Any
     """The decode worker's home: `store`, or one of its own."""
     has_two_nodes: bool
+    _prompts: Prompts = field(default_factory=Prompts)
+
+    @property
+    def at_prefill(self) -> WorkerProbe:
+        return WorkerProbe(self.prefill, self.prefill_model)
+
+    @property
+    def at_decode(self) -> WorkerProbe:
+        return WorkerProbe(self.decode, self.decode_model)
+
+    @property
+    def node_id(self) -> str:
+        """Of the prefill worker's store."""
+        return str(self.store.node.node_id)
 
     @property
     def prefill_role(self) -> PrefillRole:
@@ -125,6 +143,22 @@ class Pair:
         for worker in (self.prefill, self.decode):
             await until(lambda worker=worker: has_met(worker))
 
+    def flip_bit(self, block: Block) -> None:
+        """In a committed frame, as damage does."""
+        self.store.node.slab.frames[block.frame, 3] ^= 1
+
+    def lose_chain(self, tokens: Sequence[int], store: Any) -> None:
+        """That store forgets all blocks of this text."""
+        found = store.node.store.catalog.find(self.at_decode.hashes(tokens)[0])
+        store.node.store.places.lose([found])
+
+    def num_stored(self, tokens: Sequence[int], store: Any = None) -> int:
+        """Full blocks of this text that the store has; no gaps."""
+        catalog = (store or self.store).node.store.catalog
+        found = [catalog.find(each) is not None for each in self.at_decode.hashes(tokens)]
+        assert found == sorted(found, reverse=True), "presence has a gap"
+        return sum(found)
+
     async def store_status(self, store: Any = None) -> kvstore_pb2.GetStatusReply:
         async with serving.channel((store or self.store).address) as channel:
             stub = kvstore_pb2_grpc.KvStoreStub(channel)
@@ -132,7 +166,50 @@ class Pair:
                 kvstore_pb2.GetStatusRequest(check_integrity=True), timeout=WAIT_S
             )
 
+    async def start_misfit(self) -> None:
+        """One more worker at the store, whose blocks are of another size. Raises: BatonError."""
+        engine = Engine(EngineConfig(block_size=8, num_blocks=64), FakeModel(block_size=8))
+        settings = WorkerSettings(
+            redis_url="",
+            store_address=self.store.address,
+            handle_keys_file=self.prefill.core.settings.handle_keys_file,
+        )
+        await main.start(engine, settings, "prefill", PrefillRole)
+
+    @contextlib.asynccontextmanager
+    async def swapped(self) -> AsyncIterator[None]:
+        """Each worker is called by the role that it has now, after both changed theirs."""
+        self.prefill, self.decode = self.decode, self.prefill
+        self.prefill_model, self.decode_model = self.decode_model, self.prefill_model
+        async with (
+            serving.channel(self.prefill.address) as one,
+            serving.channel(self.decode.address) as two,
+        ):
+            self.prefill_stub = prefill_pb2_grpc.PrefillStub(one)
+            self.decode_stub = decode_pb2_grpc.DecodeStub(two)
+            yield
+
+    @contextlib.asynccontextmanager
+    async def next_prefill_life(self) -> AsyncIterator[None]:
+        """A prefill worker of the same name at the same address; the first one was stopped."""
+        settings = dataclasses.replace(self.prefill.core.settings, listen=self.prefill.address)
+        worker = await main.start(fake_engine(), settings, "prefill", PrefillRole)
+        try:
+            async with serving.channel(worker.address) as channel:
+                self.prefill, self.prefill_stub = worker, prefill_pb2_grpc.PrefillStub(channel)
+                yield
+        finally:
+            await worker.stop()
+
+    def rotate_keys(self) -> None:
+        """Of handles, as the operator does, while both workers run."""
+        keys.rotate(Path(self.prefill.core.settings.handle_keys_file))
+
     # ---- requests
+
+    def new_prompt(self, num_tokens: int) -> tuple[int, ...]:
+        """One that shares no block with another one of this pair."""
+        return self._prompts.new(num_tokens)
 
     def prefill_request(
         self,
@@ -156,6 +233,12 @@ class Pair:
             handover=handover,
         )
 
+    @contextlib.asynccontextmanager
+    async def own_prefill_stub(self) -> AsyncIterator[prefill_pb2_grpc.PrefillStub]:
+        """Over a connection of its own, which ends with the body."""
+        async with serving.channel(self.prefill.address) as channel:
+            yield prefill_pb2_grpc.PrefillStub(channel)
+
     async def run_prefill(
         self, prompt: Sequence[int], *, timeout_s: float = WAIT_S, **options: Any
     ) -> prefill_pb2.PrefillReply:
@@ -173,16 +256,19 @@ class Pair:
         max_tokens: int = 8,
         budget_ms: int = int(WAIT_S * 1000),
         tenant: str = "t",
+        tenant_salt: bytes = SALT,
+        has_begun: bool = False,
         **sampling: Any,
     ) -> decode_pb2.ReserveDecode:
         return decode_pb2.ReserveDecode(
             request_id=name,
             tenant=tenant,
-            tenant_salt=SALT,
+            tenant_salt=tenant_salt,
             prompt_token_ids=prompt,
             sampling=sampling_params(max_tokens=max_tokens, **sampling),
             model_fingerprint=self.model.info.fingerprint,
             budget_ms=budget_ms,
+            has_begun=has_begun,
         )
 
     @contextlib.asynccontextmanager
@@ -195,20 +281,65 @@ class Pair:
         finally:
             await stream.close()
 
+    @contextlib.asynccontextmanager
+    async def reserved(
+        self, prompt: Sequence[int], **options: Any
+    ) -> AsyncIterator[tuple[RouterStream, int]]:
+        """A stream of its own, and the key of a request on it that has its room at decode."""
+        async with self.stream() as stream:
+            yield stream, await stream.begin(self.reserve(prompt, **options))
+
     async def generate(
-        self, prompt: Sequence[int], *, name: str = "r", max_tokens: int = 8, **sampling: Any
+        self,
+        prompt: Sequence[int],
+        *,
+        name: str = "r",
+        max_tokens: int = 8,
+        handover: int = common_pb2.HANDOVER_PATH_UNSPECIFIED,
+        **sampling: Any,
     ) -> Answer:
         """As a router does it: reserve, prefill, hand over, collect."""
         options = {"name": name, "max_tokens": max_tokens, **sampling}
+        async with self.reserved(prompt, **options) as (stream, key):
+            reply = await self.run_prefill(prompt, handover=handover, **options)
+            return await stream.answer(key, reply)
+
+    async def forget(self, num_blocks: int = 64) -> None:
+        """Push everything out of the device cache of a prefill worker of so many blocks; the store
+        keeps it."""
+        for _ in range(-(-num_blocks * 4 // 200)):
+            await self.run_prefill(self.new_prompt(200), name="filler", wants_handle=False)
+
+    async def generate_together(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int
+    ) -> list[Answer]:
+        """All of them, whose first step at decode is made when all are there."""
         async with self.stream() as stream:
-            key = await stream.reserve(self.reserve(prompt, **options))
-            assert (await stream.next(key)).WhichOneof("event") == "reserved"
-            reply = await self.run_prefill(prompt, **options)
-            await stream.generate(key, reply)
-            answer = await stream.collect(key)
-        answer.prefill = reply
-        answer.token_ids[:0] = reply.token_ids
-        return answer
+            keys = [
+                await stream.begin(self.reserve(prompt, name=f"r{index}", max_tokens=max_tokens))
+                for index, prompt in enumerate(prompts)
+            ]
+            replies = [
+                await self.run_prefill(prompt, name=f"r{index}", max_tokens=max_tokens)
+                for index, prompt in enumerate(prompts)
+            ]
+            self.decode_model.hold()
+            for key, reply in zip(keys, replies, strict=True):
+                await stream.generate(key, reply)
+            await until(lambda: self.at_decode.states() == ["running"] * len(prompts))
+            self.decode_model.release()
+            answers = [await stream.collect(key) for key in keys]
+        for answer, reply in zip(answers, replies, strict=True):
+            answer.prefill = reply
+            answer.token_ids[:0] = reply.token_ids
+        return answers
+
+    async def decode_from(
+        self, reply: prefill_pb2.PrefillReply, prompt: Sequence[int], **options: Any
+    ) -> Answer:
+        """What decode makes of prefill's account, which came before it was asked."""
+        async with self.reserved(prompt, **options) as (stream, key):
+            return await stream.answer(key, reply)
 
     async def generate_samples(
         self,
@@ -217,6 +348,7 @@ class Pair:
         name: str = "r",
         max_tokens: int = 8,
         loses_handle: bool = False,
+        handover: int = common_pb2.HANDOVER_PATH_UNSPECIFIED,
         **sampling: Any,
     ) -> dict[int, Sample]:
         """`generate` of several samples, each on its own."""
@@ -225,9 +357,8 @@ class Pair:
         async with self.stream() as stream:
             key = await stream.reserve(self.reserve(prompt, **options))
             assert (await stream.next(key)).WhichOneof("event") == "reserved"
-            call = PrefillCall(
-                self.prefill_stub, self.prefill_request(prompt, **options), timeout_s=WAIT_S
-            )
+            ask = self.prefill_request(prompt, handover=handover, **options)
+            call = PrefillCall(self.prefill_stub, ask, timeout_s=WAIT_S)
             *firsts, account = await spoken(call)
             for first in firsts:
                 if not first.beam_start:
@@ -241,7 +372,7 @@ class Pair:
                 leases = {run.lease_id for run in (*account.handle.runs, account.handle.tail)}
                 connector.release_later(connector.client, sorted(leases - {""}))
                 account.ClearField("handle")
-            await stream.generate_from(key, handover(account, firsts))
+            await stream.generate_from(key, command_of(account, firsts))
             while True:
                 event = await stream.next(key)
                 kind = event.WhichOneof("event")
@@ -297,8 +428,9 @@ class Pair:
             await until(lambda worker=worker: worker.core.num_live == 0)
             stub: Any = self.prefill_stub if worker is self.prefill else self.decode_stub
             await until(partial(self._is_idle, stub))
-        assert not self.prefill_role.worker.states
-        assert not self.decode_role.worker.states
+        assert not self.at_prefill.states() and not self.at_decode.states()
+        await until(lambda: self.at_prefill.num_writers_behind == 0)
+        await until(lambda: self.at_prefill.num_lent_blocks == self.at_prefill.num_loans == 0)
         if self.store is not None:
             await self.check_store(leases)
         if self.has_two_nodes:
@@ -347,7 +479,7 @@ class Sample:
             self.score = part.score if part.HasField("score") else None
 
 
-def handover(
+def command_of(
     account: prefill_pb2.PrefillReply, firsts: Sequence[prefill_pb2.PrefillReply]
 ) -> decode_pb2.GenerateFromHandle:
     """As the router makes it of a prefill worker's messages."""
@@ -363,6 +495,9 @@ def handover(
     for first in firsts:
         command.outputs.add(token_ids=first.token_ids, is_over=bool(first.finish_reason))
     return command
+
+
+handover = command_of
 
 
 @dataclass
@@ -408,10 +543,49 @@ class RouterStream:
         async with self._writing:  # gRPC takes one write at a time
             await self._call.write(command)
 
-    async def reserve(self, reserve: decode_pb2.ReserveDecode) -> int:
-        key = next(_keys)
+    async def reserve(self, reserve: decode_pb2.ReserveDecode, *, under: int | None = None) -> int:
+        """Returns: its key, which is a new one but for `under`."""
+        key = next(_keys) if under is None else under
         await self._write(decode_pb2.DecodeCommand(key=key, reserve=reserve))
         return key
+
+    async def begin(self, reserve: decode_pb2.ReserveDecode, timeout_s: float = WAIT_S) -> int:
+        """Until it has its room. Returns: its key."""
+        key = await self.reserve(reserve)
+        event = await self.next(key, timeout_s)
+        assert event.HasField("reserved"), event
+        return key
+
+    async def answer(self, key: int, reply: prefill_pb2.PrefillReply) -> Answer:
+        """Hand over, and all that comes, the first tokens too."""
+        await self.generate(key, reply)
+        answer = await self.collect(key)
+        answer.prefill = reply
+        answer.token_ids[:0] = reply.token_ids
+        return answer
+
+    async def compute(
+        self, key: int, token_ids: Sequence[int] = (), *, is_told: bool = False
+    ) -> None:
+        """Without a handle: decode computes the prompt, and what was drawn. is_told: it is expected
+        to, so that nothing counts as missing."""
+        command = decode_pb2.GenerateFromHandle(output_token_ids=token_ids, computes_prompt=is_told)
+        await self.generate_from(key, command)
+
+    async def go_on(
+        self,
+        key: int,
+        outputs: Sequence[Sequence[int]],
+        *,
+        handle: common_pb2.KvHandle | None = None,
+        over: Sequence[int] = (),
+        computes_prompt: bool = False,
+    ) -> None:
+        """Samples go on behind these tokens. over: those that are complete."""
+        command = decode_pb2.GenerateFromHandle(handle=handle, computes_prompt=computes_prompt)
+        for index, token_ids in enumerate(outputs):
+            command.outputs.add(token_ids=token_ids, is_over=index in over)
+        await self.generate_from(key, command)
 
     async def generate(self, key: int, reply: prefill_pb2.PrefillReply) -> None:
         handle = reply.handle if reply.HasField("handle") else None
@@ -452,6 +626,12 @@ class RouterStream:
                 answer.failed = event.failed
         return answer
 
+    async def in_order(self) -> None:
+        """Until the worker has read all commands that were sent before."""
+        key = next(_keys)
+        await self._write(decode_pb2.DecodeCommand(key=key))
+        assert (await self.next(key)).failed.message.startswith("command: ")
+
     async def half_close(self) -> None:
         await self._call.done_writing()
 
@@ -463,6 +643,34 @@ class RouterStream:
     async def close(self) -> None:
         self._call.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
+
+
+class PrefillStream:
+    """A router's end of a stream of several prompts: commands out, events in as messages."""
+
+    def __init__(self, stub: Any) -> None:
+        self.call = stub.Stream()
+
+    async def send(self, key: int, **command: Any) -> None:
+        await self.call.write(prefill_pb2.PrefillCommand(key=key, **command))
+
+    async def read(self) -> list[prefill_pb2.PrefillEvent]:
+        """One message."""
+        async with asyncio.timeout(WAIT_S):
+            message = await self.call.read()
+        assert isinstance(message, prefill_pb2.PrefillEvents)
+        return list(message.events)
+
+    async def until_over(self, keys: set[int]) -> dict[int, list[prefill_pb2.PrefillEvent]]:
+        """All that comes until each of `keys` has had its last word."""
+        events: dict[int, list[prefill_pb2.PrefillEvent]] = {key: [] for key in keys}
+        left = set(keys)
+        while left:
+            for event in await self.read():
+                events[event.key].append(event)
+                if event.HasField("failed") or event.reply.HasField("leg"):
+                    left.remove(event.key)
+        return events
 
 
 def sampling_params(
@@ -504,13 +712,6 @@ async def pair(
     key_file = slab_dir / "handle.keys"
     if not key_file.exists():
         keys.create(key_file)
-    limits = limits or WorkerLimits(
-        store_wait_s=WAIT_S,
-        lease_ttl_s=LEASE_TTL_S,
-        attach_budget_s=5.0,
-        drain_s=0.2,
-        stop_grace_s=0.05,
-    )
     async with contextlib.AsyncExitStack() as stack:
         store_exit = contextlib.AsyncExitStack()
         settings = KvStoreSettings(
@@ -542,7 +743,7 @@ async def pair(
                     direct_transport=direct_transport,
                     lend_mapped=lend_mapped,
                     handle_keys_file=str(key_file),
-                    limits=limits,
+                    limits=limits or patient(),
                     tracing=tracing or TracingSettings(),
                     engine=engine.config,
                 ),
@@ -575,6 +776,25 @@ async def pair(
             await made.store_exit.aclose()
 
 
+def patient(**changes: Any) -> WorkerLimits:
+    """Limits that no busy machine reaches, but for these."""
+    most: dict[str, Any] = {
+        "store_wait_s": WAIT_S,
+        "lease_ttl_s": LEASE_TTL_S,
+        "attach_budget_s": 5.0,
+        "link_budget_s": WAIT_S,
+        "drain_s": 0.2,
+        "stop_grace_s": 0.05,
+    }
+    return WorkerLimits(**most | changes)
+
+
+def error_of(failed: decode_pb2.DecodeFailed | prefill_pb2.PrefillFailed) -> BatonError:
+    """What the last word of a request means."""
+    retry_after_s = failed.retry_after_s if failed.HasField("retry_after_s") else None
+    return serving.error_of_code(failed.code, failed.message, retry_after_s)
+
+
 KEY = 7
 _MARGIN_S = 20.0
 """A worker that says nothing for so long beyond a request's own time is stuck."""
@@ -597,6 +817,7 @@ class PrefillCall:
         if timeout_s is not None:
             request.budget_ms = int(timeout_s * 1000)
         request.traceparent = traceparent
+        self.prompt = tuple(request.prompt_token_ids)
         self._bound_s = (timeout_s or 0.0) + _MARGIN_S
         self._stream = stub.Stream()
         self._commands: asyncio.Queue[prefill_pb2.PrefillCommand] = asyncio.Queue()
@@ -615,9 +836,7 @@ class PrefillCall:
         assert event.key == KEY
         if event.HasField("failed"):
             await self._end()
-            failed = event.failed
-            retry_after_s = failed.retry_after_s if failed.HasField("retry_after_s") else None
-            raise serving.error_of_code(failed.code, failed.message, retry_after_s)
+            raise error_of(event.failed)
         if event.reply.HasField("leg"):
             await self._end()
         return event.reply

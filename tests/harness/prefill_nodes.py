@@ -7,65 +7,48 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
-from engine.batch import Batch
 from engine.loop import Engine
 from kvstore import serve
 from kvstore.block import Block
 from kvstore.client import StoreClient
 from kvstore.config import KvStoreSettings
+from kvstore.transport.base import BlockMemory
 from process import keys, serving
 from process.deadline import Deadline
 from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.prefill.role import PrefillRole
 from services.prefill.worker import PrefillWorker
+from services.worker import handle as handles
 from services.worker import main
-from services.worker.config import WorkerLimits, WorkerSettings
+from services.worker.config import WorkerSettings
 from services.worker.core import WorkerCore
-from tests.harness.gated_engine import BLOCK_SIZE, GATE_S, SALT, GatedModel, fake_engine, prompt_of
+from tests.harness.gated_engine import BLOCK_SIZE, SALT, GatedModel, Prompts, fake_engine
 from tests.harness.prefill_decode_pair import (
     FRAME_BYTES,
-    LEASE_TTL_S,
     WAIT_S,
     PrefillCall,
+    patient,
     sampling_params,
     whole,
 )
 from tests.harness.waiting import until
+from tests.harness.worker_probe import StoreWay, WorkerProbe
 
 
-class SteppedModel(GatedModel):
-    """A fake model that makes a step only when it is allowed one; `release` allows all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._permits = threading.Semaphore(0)
-        self._is_free = False
-
-    def allow(self) -> None:
-        """One step."""
-        self._permits.release()
-
-    def release(self) -> None:
-        super().release()
-        self._is_free = True
-        self.allow()
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        if not self._is_free:
-            assert self._permits.acquire(timeout=GATE_S), "the test never allowed this step"
-        return super().forward(batch)
+def stepped_model() -> GatedModel:
+    """One that makes a step only when it is allowed one."""
+    return GatedModel(is_held=True)
 
 
 @dataclass
-class Node:
+class Node(WorkerProbe):
     """One store and the prefill worker that calls it home."""
 
     name: str
@@ -79,6 +62,10 @@ class Node:
     @property
     def core(self) -> WorkerCore:
         return self.worker.core
+
+    @property
+    def block_bytes(self) -> int:
+        return self.core.layout.block_bytes
 
     @property
     def prefills(self) -> PrefillWorker:
@@ -120,8 +107,23 @@ class Node:
         assert not any(found[num_held:]), "presence has a gap"
         return num_held
 
+    def has_lease(self, lease_id: str) -> bool:
+        """Of its store."""
+        return self.store.node.store.leases.find(lease_id) is not None
+
+    def end_leases(self) -> None:
+        """Its store ends all of them, as where they were renewed too late."""
+        truth = self.store.node.store
+        truth.release([lease.lease_id for lease in truth.leases], now_s=0.0)
+
+    async def renew_pins(self) -> int:
+        """As its only request does from time to time. Returns: how many of its leases live."""
+        (job,) = self.prefills._jobs.values()
+        await job.pins.renew()
+        return len(job.pins.held)
+
     def flip_bit(self, block: Block) -> None:
-        """In a committed frame, behind everybody's back."""
+        """In a committed frame, as damage does."""
         self.store.node.slab.frames[block.frame, 3] ^= 1
 
 
@@ -131,6 +133,11 @@ class Nodes:
 
     model: GatedModel
     all: list[Node]
+    _prompts: Prompts = field(default_factory=Prompts)
+
+    def new_prompt(self, num_tokens: int) -> tuple[int, ...]:
+        """One that shares no block with another one."""
+        return self._prompts.new(num_tokens)
 
     def __getitem__(self, index: int) -> Node:
         return self.all[index]
@@ -176,18 +183,18 @@ class Nodes:
         assert num_lost * BLOCK_SIZE <= leg.num_tokens_computed
         return reply
 
-    def hashes(self, node: Node, prompt: Sequence[int]) -> list[bytes]:
-        """Of the prompt's full blocks."""
-        return node.core.chain(SALT, "").hashes(tuple(prompt))
+    async def restart_store(self, node: Node) -> None:
+        """A new life of a store that was killed, which all workers come to without a back-off."""
+        await node.start_store()
+        for each in self.all:
+            await each.forget_ways()
 
     async def forget(self, node: Node) -> None:
         """Push everything out of a worker's device cache; its store keeps it."""
         num_tokens = node.core.model.num_blocks * BLOCK_SIZE - 8
         num_tokens = min(num_tokens, node.core.model.context_window - 8)
-        for start in range(60, 62 + node.core.model.num_blocks * BLOCK_SIZE // num_tokens):
-            await self.run(
-                node, prompt_of(num_tokens, start=start), name=f"f{start}", wants_handle=False
-            )
+        for _ in range(-(-node.core.model.num_blocks * BLOCK_SIZE // num_tokens)):
+            await self.run(node, self.new_prompt(num_tokens), name="filler", wants_handle=False)
 
     async def release(self, handle: common_pb2.KvHandle) -> None:
         """As whoever holds a handle gives it back, to the stores that are there."""
@@ -226,16 +233,53 @@ class Nodes:
         await until(is_settled)
 
 
-async def remote_client(node: Node, other: Node) -> StoreClient:
-    """The way of `node` to the store of `other`, made and measured if need be."""
-    client = await node.core.remote_stores.client(
-        other.name,
-        other.settings.listen,
-        other.store.node.incarnation,
-        Deadline.after(WAIT_S),
-    )
-    await node.core.links.settle()
-    return client
+async def way(node: Node, other: Node) -> StoreWay:
+    """Of `node` to the store of `other`, made and measured if need be."""
+    return await node.way_to(other.name, other.settings.listen, other.store.node.incarnation)
+
+
+class Reader:
+    """As a decode worker of that node: verifies handles, and fetches under their lease into its own
+    memory."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def __aenter__(self) -> Reader:
+        self._client = await StoreClient.attach(
+            self._node.settings.listen,
+            worker_id="decode-0",
+            worker_incarnation=bytes(16),
+            fingerprint=self._node.core.model.fingerprint,
+            memory=BlockMemory.of(np.zeros((64, self._node.block_bytes), np.uint8)),
+            transport="shm",
+            timeout_s=WAIT_S,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    async def fetch(self, message: common_pb2.KvHandle) -> int:
+        """Of a handle of one store. Returns: blocks that came and verified."""
+        core = self._node.core
+        handle = handles.from_proto(message, core.handle_keys)
+        handles.check(
+            handle,
+            request_id="r",
+            tenant="t",
+            adapter="",
+            model_fingerprint=core.model.fingerprint,
+            block_size=BLOCK_SIZE,
+        )
+        (run,) = handle.runs
+        got = await self._client.get_blocks(
+            run.lease_id,
+            [(block, index) for index, block in enumerate(run.blocks)],
+            Deadline.after(WAIT_S),
+            incarnation=run.store_incarnation,
+        )
+        return len(run.blocks) - len(got.failed)
 
 
 @contextlib.asynccontextmanager
@@ -253,13 +297,6 @@ async def nodes(
     """Start all of them; at the end stop them."""
     key_file = folder / "handle.keys"
     keys.create(key_file)
-    limits = {
-        "store_wait_s": WAIT_S,
-        "lease_ttl_s": LEASE_TTL_S,
-        "attach_budget_s": 5.0,
-        "drain_s": 0.2,
-        **limits,
-    }
     made = Nodes(GatedModel(), [])
     async with contextlib.AsyncExitStack() as stack:
         for index in range(num_nodes):
@@ -282,7 +319,7 @@ async def nodes(
                     store_address=store.address,
                     remote_transport=remote_transport,
                     handle_keys_file=str(key_file),
-                    limits=WorkerLimits(**limits),
+                    limits=patient(**limits),
                 ),
                 "prefill",
                 PrefillRole,

@@ -84,6 +84,16 @@ class Bench:
         self.stub: Any
         self._is_stopping = False
 
+    def watch_releases(self) -> list[Any]:
+        """Handles whose leases the router gives back from here on, instead of giving them back."""
+        released: list[Any] = []
+        self.router._prefills._give_back = released.append
+        return released
+
+    def is_up(self, prefill: FakePrefill) -> bool:
+        """The router's stream to that worker is."""
+        return self.router._prefills.is_up(prefill.worker_id)
+
     @property
     def prefill(self) -> FakePrefill:
         return self.prefills[0]

@@ -18,6 +18,7 @@ from process.deadline import Deadline
 
 if TYPE_CHECKING:
     from services.decode.worker import DecodeWorker
+    from tests.harness.worker_probe import WorkerProbe
 
 WAIT_S = 30.0
 """No wait of a test may take longer; far above what any should take."""
@@ -93,6 +94,12 @@ class Gate:
         async with asyncio.timeout(WAIT_S):
             await self.entered.wait()
 
+    @classmethod
+    def open_all(cls) -> None:
+        """Every one that is closed."""
+        for gate in list(cls.closed):
+            gate.open()
+
     def open(self) -> None:
         """Let those that wait and all that come go on; idempotent."""
         if self in Gate.closed:
@@ -126,6 +133,19 @@ class Deadlines:
             while task not in self._scopes:
                 await asyncio.sleep(0.001)
         _end(self._scopes[task][0])
+
+    def of(self, worker: WorkerProbe, key: int) -> Callable[[], Awaitable[None]]:
+        """`end_decode` for later, when the worker may have let go of the request."""
+        task = task_of(worker.worker.role.worker, key)
+        return lambda: self.end(task)
+
+    async def end_decode(self, worker: WorkerProbe, key: int) -> None:
+        """That of the request under this key of a stream of this decode worker."""
+        await self.end(task_of(worker.worker.role.worker, key))
+
+    def end_prefill(self, key: int = 7) -> None:
+        """That of the last request to begin under this key; by default a PrefillCall's."""
+        self.end_newest(f"prefill {key}")
 
     def end_newest(self, name: str) -> None:
         """That of the last task of this name to begin."""

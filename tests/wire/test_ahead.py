@@ -26,7 +26,6 @@ from protos import common_pb2, kvstore_pb2
 from services.decode import ahead as decode_ahead
 from services.decode.states import DecodeState
 from services.worker import handle as handles
-from services.worker import links
 from services.worker.connector import StoreConnector
 from services.worker.handle_maker import HandleMaker
 from services.worker.provenance import FINGERPRINT
@@ -123,7 +122,6 @@ async def test_over_a_mapping_what_was_promised_to_stay_is_not_asked_about(
     """Between workers whose caches lie on devices: the last blocks come while nobody has said their
     checksums, and no question is behind their copy."""
     on_devices(monkeypatch)
-    monkeypatch.setattr(links, "PATIENT_BUDGET_S", WAIT_S)
     monkeypatch.setattr(client, "HOLD_S", FOR_EVER_S)
     monkeypatch.setattr(reader_holds, "MAX_HOLD_S", FOR_EVER_S)
     async with ahead(tmp_path, direct_transport="cuda_ipc", lend_mapped=True) as a:

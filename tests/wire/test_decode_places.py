@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from protos import decode_pb2
 from tests.harness.gated_engine import prompt_of
 from tests.harness.prefill_decode_pair import Pair, RouterStream, pair
 
@@ -33,7 +32,6 @@ async def _end(stream: RouterStream, key: int) -> None:
 
 async def test_places_are_given_in_order_and_none_begins_without(tmp_path: Path) -> None:
     async with pair(tmp_path) as p:
-        worker = p.decode_role.worker
         async with p.stream() as stream:
             held = [await _reserve(p, stream, number) for number in range(NUM_PLACES)]
             for key in held:
@@ -43,7 +41,7 @@ async def test_places_are_given_in_order_and_none_begins_without(tmp_path: Path)
             last = await _reserve(p, stream, 13)
             for key in (one, three, last):
                 assert await _kind(stream, key) == "queued"
-            assert (worker.num_free_places, worker.num_in_line) == (0, 3)
+            assert (p.at_decode.status().num_free_places, p.at_decode.num_in_line) == (0, 3)
             await _end(stream, held.pop())
             assert await _kind(stream, one) == "reserved"
             for _ in range(2):
@@ -51,14 +49,14 @@ async def test_places_are_given_in_order_and_none_begins_without(tmp_path: Path)
             # Two are free, the next in line needs three, and none passes it.
             newcomer = await _reserve(p, stream, 14)
             assert await _kind(stream, newcomer) == "queued"
-            assert worker.num_in_line == 3
+            assert p.at_decode.num_in_line == 3
             await _end(stream, held.pop())
             assert await _kind(stream, three) == "reserved"
             # What leaves the line holds up none behind it.
             await _end(stream, last)
             await _end(stream, three)
             assert await _kind(stream, newcomer) == "reserved"
-            assert worker.num_in_line == 0
+            assert p.at_decode.num_in_line == 0
         await p.check()
 
 
@@ -73,12 +71,9 @@ async def test_an_answer_that_has_begun_has_blocks_at_once_and_the_next_place(
         assert await _kind(stream, waiting) == "queued"
         prompt = prompt_of(9, start=12)
         first = p.expected(prompt, 8)[:1]
-        begun = p.reserve(prompt, name="begun", max_tokens=8)
-        begun.has_begun = True
-        moved = await stream.reserve(begun)
+        moved = await stream.reserve(p.reserve(prompt, name="begun", has_begun=True))
         assert await _kind(stream, moved) == "reserved"
-        command = decode_pb2.GenerateFromHandle(output_token_ids=first, computes_prompt=True)
-        await stream.generate_from(moved, command)
+        await stream.compute(moved, first, is_told=True)
         await _end(stream, held[0])
         answer = await stream.collect(moved)
         assert first + answer.token_ids == p.expected(prompt, 8)

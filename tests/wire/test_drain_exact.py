@@ -1,10 +1,11 @@
-"""Streams move from decode worker to decode worker at random moments, and nobody can tell by the
-tokens: real workers on real gRPC, with a model whose tokens show each wrong byte, and with the
+"""Streams move from decode worker to decode worker at random moments, and the tokens do not show
+it: real workers on real gRPC, with a model whose tokens show each wrong byte, and with the
 small bundled one."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,23 +13,10 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.loop import Engine, load_engine
-from engine.plain_ahead import AheadModel
-from process.tasks import end_tasks
-from protos import common_pb2
-from tests.harness import bundled_pair
-from tests.harness.decode_movers import (
-    LEAVE_S,
-    Movers,
-    Told,
-    going_on,
-    hold_at,
-    movers,
-    release_when_taken_out,
-)
-from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of
-from tests.harness.prefill_decode_pair import WAIT_S, Sample
+from tests.harness.bundled_pair import alone, bundled_engine
+from tests.harness.decode_movers import LEAVE_S, Movers, Told, fake_engines, movers
+from tests.harness.gated_engine import GatedModel, prompt_of
+from tests.harness.prefill_decode_pair import WAIT_S
 from tests.harness.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_compile_process")
@@ -64,7 +52,9 @@ async def drained_meanwhile(
     told = await asyncio.gather(*(m.follow(prompt, on_tokens, **ask) for prompt, ask in asks))
     if draining.done():
         draining.result()  # its error
-    await end_tasks([draining])
+    draining.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await draining
     for index in range(2):
         m.stay(index)
     return told
@@ -108,14 +98,7 @@ async def test_moved_streams_draw_what_they_would_have_drawn(
 ) -> None:
     """60 rounds of 6 requests."""
     rng = random.Random(seed)
-
-    def make_engine(index: int) -> Engine:
-        model: Any = GatedModel()
-        if is_ahead:
-            model = AheadModel(model, is_late=True)
-        return fake_engine(model=model, preemption=preemption, num_blocks=120)
-
-    fake = GatedModel()
+    fake, make_engine = GatedModel(), fake_engines(preemption=preemption, is_ahead=is_ahead)
     num_moved = num_whole = 0  # of those that had drawn something
     async with movers(tmp_path, make_engine=make_engine) as m:
         round_ = 0
@@ -156,10 +139,9 @@ async def test_a_real_model_goes_on_exactly_with_every_kind_of_parameter(
 ) -> None:
     """20 rounds of all kinds at once, against one engine alone."""
     rng = random.Random(seed)
-    config = EngineConfig(model=bundled_pair.MODEL, device="cpu", kv_bytes=8 * 1024 * 1024)
-    reference = load_engine(config)
+    reference = bundled_engine()
     num_moved = 0
-    async with movers(tmp_path, make_engine=lambda index: load_engine(config)) as m:
+    async with movers(tmp_path, make_engine=bundled_engine) as m:
         round_ = 0
         while round_ < scale(20) or num_moved < scale(20) * 4:
             assert round_ < 20 * scale(20), num_moved
@@ -172,7 +154,7 @@ async def test_a_real_model_goes_on_exactly_with_every_kind_of_parameter(
             told = await drained_meanwhile(m, rng, asks)
             for one, (prompt, ask) in zip(told, asks, strict=True):
                 # Not on the loop: what is under way there has deadlines.
-                (expected,) = await asyncio.to_thread(bundled_pair.alone, reference, prompt, **ask)
+                (expected,) = await asyncio.to_thread(alone, reference, prompt, **ask)
                 assert one.sample.token_ids == expected.token_ids, (round_, ask)
                 assert one.sample.finish_reason == expected.finish_reason, (round_, ask)
                 num_tokens = len(one.sample.token_ids)
@@ -182,60 +164,3 @@ async def test_a_real_model_goes_on_exactly_with_every_kind_of_parameter(
                 check_legs(one, prompt)
             await m.check()
     reference.close()
-
-
-async def test_another_node_fetches_what_the_leaving_worker_stored(tmp_path: Path) -> None:
-    async with movers(tmp_path, has_two_nodes=True) as m:
-        prompt = list(prompt_of(30))
-        model = m.engine(0)._model
-        model.hold()
-        following = [asyncio.create_task(m.follow(prompt, max_tokens=60)) for _ in range(3)]
-        await until(lambda: m.states(0) == ["running"] * 3)
-        await until(model.is_held.is_set)
-        model.is_held.clear()
-        hold_at(model, 10)
-        model.release()
-        await until(model.is_held.is_set)
-        release_when_taken_out(m, 0)
-        m.leave(0)
-        for one in await asyncio.gather(*following):
-            assert one.sample.token_ids == GatedModel().generate(prompt, 60)
-            assert [moved.HasField("handle") for moved in one.moved] == [True]
-            check_legs(one, prompt)
-            (source, *_) = one.legs[1].from_store or [common_pb2.TierCount(node_id="")]
-            assert source.node_id != "other"
-        m.stay(0)
-        await m.check()
-
-
-async def test_several_samples_move_without_their_kv_and_go_on_exactly(tmp_path: Path) -> None:
-    """Each was told how far it had come; what is computed again is counted."""
-    async with movers(tmp_path) as m:
-        prompt = prompt_of(30)
-        options = {"n": 3, "temperature": 1.0, "max_tokens": 30}
-        model = m.engine(0)._model
-        hold_at(model, 6)
-        key = await m.begin(0, prompt, **options)
-        samples = [Sample() for _ in range(3)]
-        await until(model.is_held.is_set)
-        m.leave(0)
-        while not (event := await m.streams[0].next(key)).HasField("moved"):
-            samples[event.tokens.sample_index].add(event.tokens)
-        model.release()  # not before: it might come to its end
-        moved = event.moved
-        assert list(moved.num_output_tokens) == [len(one.token_ids) for one in samples]
-        assert not moved.HasField("handle") and moved.reason == "several_samples"
-        stream = m.streams[1]
-        key = await stream.reserve(m.reserve(prompt, "r", **options))
-        await stream.next(key)
-        await stream.generate_from(key, going_on(moved, samples))
-        while True:
-            event = await stream.next(key)
-            part = event.finished if event.HasField("finished") else event.tokens
-            samples[part.sample_index].add(part)
-            if event.HasField("finished"):
-                break
-        expected = bundled_pair.alone(fake_engine(), prompt, **options)
-        assert [one.token_ids for one in samples] == [one.token_ids for one in expected]
-        assert {r.reason: r.num_blocks for r in event.finished.leg.recomputed} == {"missing": 8}
-        await m.check()

@@ -11,57 +11,39 @@ import pytest
 
 from process.errors import Unavailable
 from protos import common_pb2
-from services.worker.config import WorkerLimits
 from tests.harness.gated_engine import prompt_of
-from tests.harness.prefill_decode_pair import WAIT_S, Pair, PrefillCall, pair, whole
-from tests.harness.waiting import Gate, until
+from tests.harness.prefill_decode_pair import WAIT_S, Pair, PrefillCall, pair, patient, whole
+from tests.harness.waiting import until
+from tests.harness.worker_probe import Beats
+
+pytestmark = pytest.mark.oracle
 
 PROMPT = prompt_of(30, start=3)
 LONG = prompt_of(200, start=3)
-LIMITS = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=60.0)
-
-
-class Beats:
-    """Stands for a heartbeat: what the registry would have been told, in order."""
-
-    def __init__(self, p: Pair) -> None:
-        self._p = p
-        self.told: list[str] = []
-        p.prefill._life.heartbeat = self  # type: ignore[assignment]
-
-    def beat_now(self) -> None:
-        self.told.append("draining" if self._p.prefill.core.status().draining else "serving")
-
-    async def stop(self) -> None:
-        lent = self._p.prefill.core.status().num_lent_blocks
-        self.told.append(f"gone, {self._p.prefill.core.num_live} live, {lent} lent")
+DIRECT = common_pb2.HANDOVER_PATH_DIRECT
 
 
 async def decoded(
     p: Pair, reply: Any, prompt: tuple[int, ...] = PROMPT, name: str = "r"
 ) -> list[int]:
     """All tokens, of a handle that must be of use."""
-    async with p.stream() as stream:
-        key = await stream.reserve(p.reserve(prompt, name=name))
-        await stream.next(key)
-        await stream.generate(key, reply)
-        answer = await stream.collect(key)
+    answer = await p.decode_from(reply, prompt, name=name)
     assert answer.leg.num_tokens_computed == 0 and not answer.recomputed
-    return [*reply.token_ids, *answer.token_ids]
+    return answer.token_ids
 
 
 async def test_what_was_taken_in_is_answered_and_what_is_new_is_not(tmp_path: Path) -> None:
-    async with pair(tmp_path, limits=LIMITS, prefill_blocks=64) as p:
-        beats = Beats(p)
+    async with pair(tmp_path, limits=patient(drain_s=60.0), prefill_blocks=64) as p:
+        beats = Beats(p.at_prefill)
         p.prefill_model.hold()
         calls = {}
         for name in ("running", "queued"):  # the second waits for the first one's blocks
             request = p.prefill_request(LONG, name=name)
             calls[name] = PrefillCall(p.prefill_stub, request, timeout_s=WAIT_S)
-            await until(lambda: len(p.prefill_role.worker.states) == len(calls))
+            await until(lambda: len(p.at_prefill.states()) == len(calls))
         await until(p.prefill_model.is_held.is_set)
         stopping = asyncio.create_task(p.prefill.stop())
-        await until(lambda: p.prefill.core.draining)
+        await until(lambda: p.at_prefill.is_draining)
         assert beats.told == ["draining"]
         with pytest.raises(Unavailable, match="draining") as refused:
             await p.run_prefill(PROMPT, name="new")
@@ -78,17 +60,13 @@ async def test_what_was_taken_in_is_answered_and_what_is_new_is_not(tmp_path: Pa
 async def test_lent_blocks_are_waited_for_as_long_as_there_is_time(
     tmp_path: Path, is_taken: bool
 ) -> None:
-    limits = WorkerLimits(
-        store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=60.0 if is_taken else 0.3
-    )
-    async with pair(tmp_path, limits=limits) as p:
-        beats = Beats(p)
-        reply = await p.run_prefill(PROMPT, handover=common_pb2.HANDOVER_PATH_DIRECT)
+    async with pair(tmp_path, limits=patient(drain_s=60.0 if is_taken else 0.3)) as p:
+        beats = Beats(p.at_prefill)
+        reply = await p.run_prefill(PROMPT, handover=DIRECT)
         stopping = asyncio.create_task(p.prefill.stop())
-        await until(lambda: p.prefill.core.draining)
+        await until(lambda: p.at_prefill.is_draining)
         if is_taken:
-            await asyncio.sleep(0.1)
-            assert not stopping.done() and beats.told == ["draining"]
+            assert beats.told == ["draining"]
             assert await decoded(p, reply) == p.expected(PROMPT, 8)
         await stopping
         num_lent = 0 if is_taken else 8
@@ -96,14 +74,14 @@ async def test_lent_blocks_are_waited_for_as_long_as_there_is_time(
 
 
 async def test_blocks_behind_the_answer_are_stored_before_it_ends(tmp_path: Path) -> None:
-    async with pair(tmp_path, limits=LIMITS) as p:
-        gate = Gate(p.prefill.core.connector.client, "put_blocks")
-        reply = await p.run_prefill(PROMPT, handover=common_pb2.HANDOVER_PATH_DIRECT)
+    async with pair(tmp_path, limits=patient(drain_s=60.0)) as p:
+        gate = p.at_prefill.home.hold("put")
+        reply = await p.run_prefill(PROMPT, handover=DIRECT)
         assert reply.leg.num_blocks_behind == 7
         stopping = asyncio.create_task(p.prefill.stop())
-        await until(lambda: p.prefill.core.draining)
+        await until(lambda: p.at_prefill.is_draining)
         assert await decoded(p, reply) == p.expected(PROMPT, 8)
         gate.open()
         await stopping
-        assert not p.prefill_role.worker.behind.not_stored
-        assert len(p.store.node.present()) >= 7
+        assert not p.at_prefill.not_stored_behind
+        assert p.num_stored(PROMPT) == 7

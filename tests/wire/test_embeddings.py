@@ -9,12 +9,13 @@ import grpc.aio
 import pytest
 import torch
 
-from engine.fake import HIDDEN_SIZE
 from process.errors import InvalidArgument
-from tests.harness.gated_engine import prompt_of
+from tests.harness.gated_engine import HIDDEN_SIZE, prompt_of
 from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, pair, whole
 from tests.harness.router_bench import BOUND_S, TOKENIZER, request, rest_of, running
 from tests.harness.waiting import until
+
+pytestmark = pytest.mark.oracle
 
 
 async def test_the_router_passes_it_on_with_its_account() -> None:

@@ -18,7 +18,6 @@ from process.metrics import MetricsServer
 from protos import common_pb2, inference_pb2
 from services.worker.main import Worker
 from services.worker.metrics import WorkerCollector
-from tests.harness.direct_pair import direct
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.prefill_decode_pair import pair
 from tests.harness.router_bench import BOUND_S, SHORT_WAITS, request, running
@@ -188,7 +187,7 @@ async def test_nobody_listens_unless_told_to() -> None:
 async def test_a_put_that_write_back_tries_again_is_no_failed_transfer(tmp_path: Path) -> None:
     """The prompt's blocks, which the answer's follow, are not in the store yet: the answer's are
     refused at first, then put behind them."""
-    async with direct(tmp_path) as p, p.stream() as stream, _scraping(p.decode) as decode:
+    async with pair(tmp_path) as p, p.stream() as stream, _scraping(p.decode) as decode:
         gate = Gate(p.prefill.core.connector.client, "put_blocks")
         prompt = prompt_of(4 * BLOCK_SIZE + 1)
         key = await stream.reserve(p.reserve(prompt, max_tokens=20))

@@ -4,95 +4,70 @@ and come back, and no token is another.
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from protos import common_pb2
-from services.decode.states import DecodeState
-from services.worker.metrics import WorkerCollector
-from services.worker.parking import StoreParking
 from tests.harness.gated_engine import prompt_of
 from tests.harness.prefill_decode_pair import Pair, pair
-from tests.harness.waiting import until
 
 NUM_REQUESTS = 5
 NUM_TOKENS = 60
-LABELS = ("direction", "class", "reason", "cause")
 MOST_ROUNDS = 50
 
-
-def parking_of(both: Pair) -> StoreParking:
-    parking = both.decode.core.parking
-    assert parking is not None and both.prefill.core.parking is None
-    return parking
+Shown = dict[tuple[str, ...], float]
+"""What the decode worker's metrics show."""
 
 
-async def shown_by(both: Pair) -> dict[tuple[str, str | None], float]:
-    """The decode worker's metrics by name and the first label that tells samples apart."""
-    collector = WorkerCollector(both.decode.core, asyncio.get_running_loop())
-    families = await asyncio.to_thread(lambda: list(collector.collect()))
-    return {
-        (sample.name, next(filter(None, map(sample.labels.get, LABELS)), None)): sample.value
-        for family in families
-        for sample in family.samples
-    }
+def preemptions(shown: Shown) -> dict[str, float]:
+    """By cause."""
+    found = {name: value for name, value in shown.items() if name[0] == "baton_preemptions_total"}
+    return {cause: value for (_, cause), value in found.items()}
 
 
-async def finish_all(both: Pair) -> dict[str, int]:
-    """Several requests that fit as prompts, but not as they grow. Returns: preemptions by cause."""
+def lost(shown: Shown) -> float:
+    """Requests whose blocks did not come back."""
+    return sum(value for (name, *_), value in shown.items() if name == "baton_parked_lost_total")
+
+
+async def finish_all(p: Pair) -> Shown:
+    """Several requests that fit as prompts, but not as they grow."""
     prompts = [prompt_of(42, start) for start in range(NUM_REQUESTS)]
-    async with both.stream() as stream:
-        keys = []
-        for index, prompt in enumerate(prompts):
-            asked = both.reserve(prompt, name=f"r{index}", max_tokens=NUM_TOKENS)
-            keys.append(await stream.reserve(asked))
-            assert (await stream.next(keys[-1])).WhichOneof("event") == "reserved"
-        both.decode_model.hold()  # so that they run together
-        replies = []
-        for index, (key, prompt) in enumerate(zip(keys, prompts, strict=True)):
-            reply = await both.run_prefill(prompt, name=f"r{index}", max_tokens=NUM_TOKENS)
-            await stream.generate(key, reply)
-            replies.append(reply)
-        all_run = [DecodeState.RUNNING] * NUM_REQUESTS
-        await until(lambda: [*both.decode_role.worker.states.values()] == all_run)
-        both.decode_model.release()
-        for key, prompt, reply in zip(keys, prompts, replies, strict=True):
-            answer = await stream.collect(key)
-            assert answer.failed is None
-            token_ids = [*reply.token_ids, *answer.token_ids]
-            assert token_ids == both.expected(prompt, NUM_TOKENS)
-            assert answer.finished is not None
-            assert answer.finished.finish_reason == common_pb2.FINISH_REASON_LENGTH
-    return dict(both.decode.core.thread.stats.num_preemptions)
+    for prompt, answer in zip(
+        prompts, await p.generate_together(prompts, max_tokens=NUM_TOKENS), strict=True
+    ):
+        assert answer.token_ids == p.expected(prompt, NUM_TOKENS)
+        assert answer.finished is not None
+        assert answer.finished.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    return await p.at_decode.metrics()
+
+
+def assert_no_row_is_taken(shown: Shown) -> None:
+    rows = {label: shown["baton_parking_rows", label] for label in ("free", "taken", "quarantined")}
+    assert rows == {"free": 64, "taken": 0, "quarantined": 0}
 
 
 @pytest.mark.parametrize("transport", ["shm", "nixl", "grpc"])
 async def test_a_small_cache_swaps_through_the_store_to_the_same_tokens(
     transport: str, tmp_path: Path
 ) -> None:
-    async with pair(
-        tmp_path, transport=transport, decode_blocks=64, decode_preemption="swap"
-    ) as both:
-        causes = await finish_all(both)
-        parking = parking_of(both)
-        assert causes["swap"] > 0 and not parking.lost and "lost" not in causes
-        assert parking.num_bytes_stored > 0
-        assert parking.num_bytes_fetched > 0
-        await both.check()
-        status = await both.store_status()
+    async with pair(tmp_path, transport=transport, decode_blocks=64, decode_preemption="swap") as p:
+        causes = preemptions(await finish_all(p))
+        assert causes["swap"] > 0 and not causes.get("lost")
+        await p.check()
+        shown = await p.at_decode.metrics()
+        assert lost(shown) == 0
+        num_out = shown["baton_parked_bytes_total", "out"]
+        assert num_out > 0 and shown["baton_parked_bytes_total", "back"] > 0
+        status = await p.store_status()
         assert {row.tenant for row in status.tenants} == {"t"}, "charged to the requests' tenant"
         num_handed_over = NUM_REQUESTS * (10 + 1) * status.frame_bytes
-        num_back = both.decode.core.counts.num_blocks_written_back * status.frame_bytes
+        num_back = p.at_decode.count("baton_kv_written_back_blocks") * status.frame_bytes
         # A block that is parked and written back at the same moment is stored once, counted twice.
-        most = num_handed_over + parking.num_bytes_stored + num_back
-        assert most - min(parking.num_bytes_stored, num_back) <= status.num_bytes_written <= most
-        assert parking.staging.num_rows == {"free": 64, "taken": 0, "quarantined": 0}
-        shown = await shown_by(both)
-        assert shown["baton_parked_bytes_total", "out"] == parking.num_bytes_stored
-        assert shown["baton_parked_bytes_total", "back"] == parking.num_bytes_fetched
-        assert shown["baton_parking_rows", "free"] == 64
+        most = num_handed_over + num_out + num_back
+        assert most - min(num_out, num_back) <= status.num_bytes_written <= most
+        assert_no_row_is_taken(shown)
 
 
 async def test_a_full_share_of_the_store_computes_again_to_the_same_tokens(tmp_path: Path) -> None:
@@ -104,32 +79,30 @@ async def test_a_full_share_of_the_store_computes_again_to_the_same_tokens(tmp_p
         tenant_shares=("t=0.1",),
         decode_blocks=64,
         decode_preemption="swap",
-    ) as both:
+    ) as p:
         for index in range(8):  # of ten full blocks each, in 64 frames
             prompt = prompt_of(42, 100 + index)
-            answer = await both.generate(prompt, name=f"o{index}", tenant="other")
+            answer = await p.generate(prompt, name=f"o{index}", tenant="other")
             assert answer.failed is None
         for _ in range(MOST_ROUNDS):  # what is wanted back before the store was asked is still here
-            await finish_all(both)
-            shown = await shown_by(both)
+            shown = await finish_all(p)
             if shown.get(("baton_parked_lost_total", "no_room"), 0) > 0:
                 break
         assert shown["baton_parked_lost_total", "no_room"] > 0
-        num_lost = sum(parking_of(both).lost.values())
-        assert shown["baton_preemptions_total", "lost"] == num_lost
-        await both.check()
-        (row,) = [row for row in (await both.store_status()).tenants if row.tenant == "t"]
+        assert preemptions(shown)["lost"] == lost(shown)
+        await p.check()
+        (row,) = [row for row in (await p.store_status()).tenants if row.tenant == "t"]
         assert row.num_blocks <= row.num_blocks_guaranteed == 6
 
 
 async def test_without_its_store_a_small_cache_computes_again_to_the_same_tokens(
     tmp_path: Path,
 ) -> None:
-    async with pair(tmp_path, decode_blocks=64, decode_preemption="swap") as both:
-        await both.kill_store()
-        causes = await finish_all(both)
-        parking = parking_of(both)
+    async with pair(tmp_path, decode_blocks=64, decode_preemption="swap") as p:
+        await p.kill_store()
+        shown = await finish_all(p)
+        causes = preemptions(shown)
         assert sum(causes.values()) > 0
-        assert causes.get("lost", 0) == sum(parking.lost.values())
-        await both.check()
-        assert parking.staging.num_rows == {"free": 64, "taken": 0, "quarantined": 0}
+        assert causes.get("lost", 0) == lost(shown)
+        await p.check()
+        assert_no_row_is_taken(await p.at_decode.metrics())

@@ -1,39 +1,55 @@
 """A prefix that lies at another node's store is fetched from there, verified, and copied home; what
-does not come is computed and counted by reason. With real stores over the gRPC transport.
+does not come is computed and counted by reason. A request that is cancelled, out of time, or loses
+that store meanwhile leaves nothing held at any node. With real stores over the gRPC transport.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
-from kvstore.errors import Quarantine, TransferTimeout
-from kvstore.transport.base import GetResult
-from process.deadline import Deadline
-from process.errors import InvalidArgument
-from protos import common_pb2, prefill_pb2
-from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
+from process.errors import Cancelled, DeadlineExceeded, InvalidArgument
+from protos import common_pb2
+from tests.harness.gated_engine import BLOCK_SIZE, GatedModel, prompt_of
 from tests.harness.handles import blocks_of
 from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, whole
-from tests.harness.prefill_nodes import Node, Nodes, nodes, remote_client
-from tests.harness.waiting import until
+from tests.harness.prefill_nodes import Node, Nodes, nodes, way
+from tests.harness.waiting import Deadlines, Gate, until
 
-PROMPT = prompt_of(42, start=3)
+pytestmark = [pytest.mark.oracle, pytest.mark.asyncio(loop_scope="module")]
+
+NUM_TOKENS = 42
 NUM_FULL = 10
 
 
-def tokens_by_node(reply: prefill_pb2.PrefillReply) -> dict[str, int]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def n(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Nodes]:
+    """Three nodes."""
+    async with nodes(tmp_path_factory.mktemp("nodes"), num_nodes=3) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cold(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Nodes]:
+    """Three that leave a prefix where it is."""
+    folder = tmp_path_factory.mktemp("cold")
+    async with nodes(folder, num_nodes=3, replicate_after_hits=100) as made:
+        yield made
+
+
+def tokens_by_node(reply: Any) -> dict[str, int]:
     counts = {count.node_id: count.num_tokens for count in reply.leg.from_store}
     return {node_id: num_tokens for node_id, num_tokens in counts.items() if num_tokens}
 
 
-def recomputed(reply: prefill_pb2.PrefillReply) -> dict[str, int]:
+def recomputed(reply: Any) -> dict[str, int]:
     return {count.reason: count.num_blocks for count in reply.leg.recomputed}
 
 
@@ -42,81 +58,83 @@ def shape(handle: common_pb2.KvHandle) -> list[tuple[str, int, int]]:
     return [(run.node_id, run.first_block, len(blocks_of(run))) for run in handle.runs]
 
 
-async def fill(n: Nodes, node: Node, num_tokens: int = len(PROMPT)) -> prefill_pb2.PrefillReply:
-    """Have `node` compute and store so much of the prompt, and keep none of it on its device."""
-    reply = await n.run(node, PROMPT[:num_tokens], name="fill", wants_handle=False)
+async def fill(n: Nodes, node: Node, prompt: tuple[int, ...]) -> Any:
+    """Have `node` compute and store a prompt, and keep none of it on its device."""
+    reply = await n.run(node, prompt, name="fill", wants_handle=False)
     await n.forget(node)
     return reply
 
 
-async def test_the_second_node_s_hit_comes_from_the_first_node_s_store(tmp_path: Path) -> None:
-    async with nodes(tmp_path) as n:
-        await fill(n, n[0])
-        reply = await n.run(n[1], PROMPT, [n[0].hint(0, NUM_FULL)])
-        assert tokens_by_node(reply) == {"store-0": NUM_FULL * BLOCK_SIZE}
-        assert reply.leg.num_bytes_read == NUM_FULL * n[1].core.layout.block_bytes
-        assert reply.leg.num_tokens_computed == 2
-        assert recomputed(reply) == {}
-        # A copy lies at home now, and that is what is handed over.
-        assert shape(reply.handle) == [("store-1", 0, NUM_FULL)]
-        assert reply.handle.tail.node_id == "store-1"
-        assert n[1].holds(n.hashes(n[1], PROMPT)) == NUM_FULL
-        await n.release(reply.handle)
-        await n.check()
-        await n.forget(n[1])
-        await n[0].kill_store()
-        again = await n.run(n[1], PROMPT, name="again", wants_handle=False)
-        assert tokens_by_node(again) == {"store-1": NUM_FULL * BLOCK_SIZE}
-        await n.check()
+async def test_the_second_node_s_hit_comes_from_the_first_node_s_store(n: Nodes) -> None:
+    prompt = n.new_prompt(NUM_TOKENS)
+    await fill(n, n[0], prompt)
+    reply = await n.run(n[1], prompt, [n[0].hint(0, NUM_FULL)])
+    assert tokens_by_node(reply) == {"store-0": NUM_FULL * BLOCK_SIZE}
+    assert reply.leg.num_bytes_read == NUM_FULL * n[1].block_bytes
+    assert reply.leg.num_tokens_computed == 2
+    assert recomputed(reply) == {}
+    # A copy lies at home now, and that is what is handed over.
+    assert shape(reply.handle) == [("store-1", 0, NUM_FULL)]
+    assert reply.handle.tail.node_id == "store-1"
+    assert n[1].holds(n[1].hashes(prompt)) == NUM_FULL
+    await n.release(reply.handle)
+    await n.check()
+    await n.forget(n[1])
+    await n[0].kill_store()
+    again = await n.run(n[1], prompt, name="again", wants_handle=False)
+    assert tokens_by_node(again) == {"store-1": NUM_FULL * BLOCK_SIZE}
+    await n.check()
+    await n.restart_store(n[0])
 
 
-async def test_device_then_home_then_the_other_node(tmp_path: Path) -> None:
+async def test_device_then_home_then_the_other_node(n: Nodes) -> None:
     """Each gives what the ones before it have not, and no byte is moved twice."""
-    async with nodes(tmp_path) as n:
-        await fill(n, n[0])
-        await fill(n, n[1], 6 * BLOCK_SIZE)
-        await n.run(n[1], PROMPT[:13], name="short", wants_handle=False)  # three blocks on device
-        hints = [n[1].hint(0, 6), n[0].hint(6, NUM_FULL - 6)]
-        reply = await n.run(n[1], PROMPT, hints)
-        assert reply.leg.num_tokens_local == 3 * BLOCK_SIZE
-        assert tokens_by_node(reply) == {"store-1": 3 * BLOCK_SIZE, "store-0": 4 * BLOCK_SIZE}
-        block_bytes = n[1].core.layout.block_bytes
-        assert reply.leg.num_bytes_read == 7 * block_bytes
-        assert reply.leg.transport == "grpc, shm"
-        by_node = {count.node_id: count.transport for count in reply.leg.from_store}
-        assert by_node == {"store-1": "shm", "store-0": "grpc"}
-        moved = {each.transport: each for each in reply.leg.transports}
-        assert moved["shm"].num_bytes_read == 3 * block_bytes
-        assert moved["grpc"].num_bytes_read == 4 * block_bytes
-        assert moved["shm"].num_bytes_written == reply.leg.num_bytes_written > 0
-        assert moved["grpc"].num_bytes_written == 0
-        assert shape(reply.handle) == [("store-1", 0, NUM_FULL)]
-        await n.release(reply.handle)
-        await n.check()
+    prompt = n.new_prompt(NUM_TOKENS)
+    await fill(n, n[0], prompt)
+    await fill(n, n[1], prompt[: 6 * BLOCK_SIZE])
+    await n.run(n[1], prompt[:13], name="short", wants_handle=False)  # three blocks on device
+    hints = [n[1].hint(0, 6), n[0].hint(6, NUM_FULL - 6)]
+    reply = await n.run(n[1], prompt, hints)
+    assert reply.leg.num_tokens_local == 3 * BLOCK_SIZE
+    assert tokens_by_node(reply) == {"store-1": 3 * BLOCK_SIZE, "store-0": 4 * BLOCK_SIZE}
+    block_bytes = n[1].block_bytes
+    assert reply.leg.num_bytes_read == 7 * block_bytes
+    assert reply.leg.transport == "grpc, shm"
+    by_node = {count.node_id: count.transport for count in reply.leg.from_store}
+    assert by_node == {"store-1": "shm", "store-0": "grpc"}
+    moved = {each.transport: each for each in reply.leg.transports}
+    assert moved["shm"].num_bytes_read == 3 * block_bytes
+    assert moved["grpc"].num_bytes_read == 4 * block_bytes
+    assert moved["shm"].num_bytes_written == reply.leg.num_bytes_written > 0
+    assert moved["grpc"].num_bytes_written == 0
+    assert shape(reply.handle) == [("store-1", 0, NUM_FULL)]
+    await n.release(reply.handle)
+    await n.check()
 
 
-async def test_a_prefix_over_three_nodes(tmp_path: Path) -> None:
-    async with nodes(tmp_path, num_nodes=3) as n:
-        await fill(n, n[1], 6 * BLOCK_SIZE)
-        await fill(n, n[2])
-        await fill(n, n[0], 3 * BLOCK_SIZE)
-        hints = [n[0].hint(0, 3), n[1].hint(3, 3), n[2].hint(6, 4)]
-        reply = await n.run(n[0], PROMPT, hints)
-        tokens = {"store-0": 3, "store-1": 3, "store-2": 4}
-        assert tokens_by_node(reply) == {name: 4 * count for name, count in tokens.items()}
-        assert n[0].holds(n.hashes(n[0], PROMPT)) == NUM_FULL
-        await n.release(reply.handle)
-        await n.check()
+async def test_a_prefix_over_three_nodes(n: Nodes) -> None:
+    prompt = n.new_prompt(NUM_TOKENS)
+    await fill(n, n[1], prompt[: 6 * BLOCK_SIZE])
+    await fill(n, n[2], prompt)
+    await fill(n, n[0], prompt[: 3 * BLOCK_SIZE])
+    hints = [n[0].hint(0, 3), n[1].hint(3, 3), n[2].hint(6, 4)]
+    reply = await n.run(n[0], prompt, hints)
+    tokens = {"store-0": 3, "store-1": 3, "store-2": 4}
+    assert tokens_by_node(reply) == {name: 4 * count for name, count in tokens.items()}
+    assert n[0].holds(n[0].hashes(prompt)) == NUM_FULL
+    await n.release(reply.handle)
+    await n.check()
 
 
 async def test_a_cold_prefix_stays_where_it_is_and_the_handle_has_two_runs(tmp_path: Path) -> None:
     """Without a copy the blocks behind it go to the store that has their parents."""
     async with nodes(tmp_path, replicate_after_hits=2) as n:
-        longer = PROMPT + prompt_of(20, start=8)
+        prompt = n.new_prompt(NUM_TOKENS)
+        longer = prompt + prompt_of(20, start=8)
         num_longer = len(longer) // BLOCK_SIZE
-        await fill(n, n[0])
-        await fill(n, n[1], 4 * BLOCK_SIZE)
-        hashes = n.hashes(n[1], longer)
+        await fill(n, n[0], prompt)
+        await fill(n, n[1], prompt[: 4 * BLOCK_SIZE])
+        hashes = n[1].hashes(longer)
         hints = [n[1].hint(0, 4), n[0].hint(4, NUM_FULL - 4)]
         for number in range(4):
             reply = await n.run(n[1], longer, hints, name=f"r{number}")
@@ -136,66 +154,61 @@ async def test_a_cold_prefix_stays_where_it_is_and_the_handle_has_two_runs(tmp_p
             await n.forget(n[1])
 
 
-async def test_home_is_away_and_the_other_node_takes_what_comes(tmp_path: Path) -> None:
-    async with nodes(tmp_path) as n:
-        await fill(n, n[0], 6 * BLOCK_SIZE)
-        await n[1].kill_store()
-        await until(lambda: n[1].core.connector.client is None)
-        reply = await n.run(n[1], PROMPT, [n[0].hint(0, 6)])
-        assert tokens_by_node(reply) == {"store-0": 24}
-        assert recomputed(reply) == {"store_unavailable": 4}
-        assert shape(reply.handle) == [("store-0", 0, NUM_FULL)]
-        assert n[0].holds(n.hashes(n[0], PROMPT)) == NUM_FULL
-        await n.release(reply.handle)
-        await n.check()
+async def test_home_is_away_and_the_other_node_takes_what_comes(n: Nodes) -> None:
+    prompt = n.new_prompt(NUM_TOKENS)
+    await fill(n, n[0], prompt[: 6 * BLOCK_SIZE])
+    await n[1].kill_store()
+    await until(lambda: not n[1].has_store)
+    reply = await n.run(n[1], prompt, [n[0].hint(0, 6)])
+    assert tokens_by_node(reply) == {"store-0": 24}
+    assert recomputed(reply) == {"store_unavailable": 4}
+    assert shape(reply.handle) == [("store-0", 0, NUM_FULL)]
+    assert n[0].holds(n[0].hashes(prompt)) == NUM_FULL
+    await n.release(reply.handle)
+    await n.check()
+    await n.restart_store(n[1])
 
 
-async def test_a_worker_that_pulls_from_nobody(tmp_path: Path) -> None:
+async def test_a_worker_that_pulls_from_none(tmp_path: Path) -> None:
     """By its settings: nothing was lost."""
     async with nodes(tmp_path, remote_transport="") as n:
-        await fill(n, n[0])
-        reply = await n.run(n[1], PROMPT, [n[0].hint(0, NUM_FULL)], wants_handle=False)
+        prompt = n.new_prompt(NUM_TOKENS)
+        await fill(n, n[0], prompt)
+        reply = await n.run(n[1], prompt, [n[0].hint(0, NUM_FULL)], wants_handle=False)
         assert (tokens_by_node(reply), recomputed(reply)) == ({}, {})
         await n.check()
 
 
-async def test_the_tenant_is_told_to_the_store(tmp_path: Path) -> None:
-    async with nodes(tmp_path) as n:
-        client = n[0].core.connector.client
-        assert client is not None
-        put, tenants = client.put_blocks, set()
-
-        async def watched(*arguments: object, **options: object) -> object:
-            tenants.add(options["tenant"])
-            return await put(*arguments, **options)  # type: ignore[arg-type]
-
-        client.put_blocks = watched  # type: ignore[assignment, method-assign]
-        await n.run(n[0], PROMPT, wants_handle=False, tenant="blue")
-        assert tenants == {"blue"}
+async def test_the_tenant_is_told_to_the_store(n: Nodes) -> None:
+    home = n[0].home
+    puts = home.watch("put")
+    await n.run(n[0], n.new_prompt(NUM_TOKENS), wants_handle=False, tenant="blue")
+    home.restore("put")
+    assert {options["tenant"] for _, options in puts} == {"blue"}
 
 
 # ---- what goes wrong
 
-Spoil = Callable[[Nodes, prefill_pb2.PrefillReply, common_pb2.PrefixRun], None]
+Spoil = Callable[[Nodes, Any, common_pb2.PrefixRun], None]
 
 
 def flip(index: int) -> Spoil:
     return lambda n, filled, hint: n[0].flip_bit(blocks_of(filled.handle.runs[0])[index])
 
 
-def other_life(n: Nodes, filled: prefill_pb2.PrefillReply, hint: common_pb2.PrefixRun) -> None:
+def other_life(n: Nodes, filled: Any, hint: common_pb2.PrefixRun) -> None:
     hint.store_incarnation = bytes(16)
 
 
-def other_node(n: Nodes, filled: prefill_pb2.PrefillReply, hint: common_pb2.PrefixRun) -> None:
+def other_node(n: Nodes, filled: Any, hint: common_pb2.PrefixRun) -> None:
     hint.node_id = "store-7"
 
 
-def nobody(n: Nodes, filled: prefill_pb2.PrefillReply, hint: common_pb2.PrefixRun) -> None:
+def not_there(n: Nodes, filled: Any, hint: common_pb2.PrefixRun) -> None:
     hint.store_address = "127.0.0.1:1"
 
 
-def too_long(n: Nodes, filled: prefill_pb2.PrefillReply, hint: common_pb2.PrefixRun) -> None:
+def too_long(n: Nodes, filled: Any, hint: common_pb2.PrefixRun) -> None:
     hint.num_blocks = 100  # more than there is
 
 
@@ -207,49 +220,48 @@ def too_long(n: Nodes, filled: prefill_pb2.PrefillReply, hint: common_pb2.Prefix
         (flip(9), 42, 9, {"checksum": 1}),
         (other_life, 42, 0, {"incarnation": 10}),
         (other_node, 42, 0, {"incarnation": 10}),
-        (nobody, 42, 0, {"store_unavailable": 10}),
+        (not_there, 42, 0, {"store_unavailable": 10}),
         (too_long, 27, 6, {"missing": 4}),
     ],
 )
 async def test_what_cannot_be_used_is_computed_and_counted(
-    tmp_path: Path, spoil: Spoil, num_tokens: int, num_loaded: int, reasons: dict[str, int]
+    n: Nodes, spoil: Spoil, num_tokens: int, num_loaded: int, reasons: dict[str, int]
 ) -> None:
-    async with nodes(tmp_path) as n:
-        filled = await n.run(n[0], PROMPT[:num_tokens], name="fill")
-        await n.release(filled.handle)
-        hint = n[0].hint(0, NUM_FULL)
-        spoil(n, filled, hint)
-        reply = await n.run(n[1], PROMPT, [hint])
-        assert sum(tokens_by_node(reply).values()) == num_loaded * BLOCK_SIZE
-        assert recomputed(reply) == reasons
-        assert n[1].holds(n.hashes(n[1], PROMPT)) == NUM_FULL
-        assert shape(reply.handle) == [("store-1", 0, NUM_FULL)]
-        await n.release(reply.handle)
-        await n.check()
+    prompt = n.new_prompt(NUM_TOKENS)
+    filled = await n.run(n[0], prompt[:num_tokens], name="fill")
+    await n.release(filled.handle)
+    hint = n[0].hint(0, NUM_FULL)
+    spoil(n, filled, hint)
+    reply = await n.run(n[1], prompt, [hint])
+    assert sum(tokens_by_node(reply).values()) == num_loaded * BLOCK_SIZE
+    assert recomputed(reply) == reasons
+    assert n[1].holds(n[1].hashes(prompt)) == NUM_FULL
+    assert shape(reply.handle) == [("store-1", 0, NUM_FULL)]
+    await n.release(reply.handle)
+    await n.check()
 
 
 async def test_a_lease_at_home_outlives_a_slow_pull(tmp_path: Path) -> None:
     """What home had stays pinned while another node takes longer than a lease lives."""
     async with nodes(tmp_path, lease_ttl_s=(ttl_s := 4.0)) as n:
-        await fill(n, n[0])
-        await fill(n, n[1], 4 * BLOCK_SIZE)
-        client, home = await remote_client(n[1], n[0]), n[1].core.connector.client
-        assert home is not None
-        renew, match, renewed_s = home.renew, client.match, 0.0
+        prompt = n.new_prompt(NUM_TOKENS)
+        await fill(n, n[0], prompt)
+        await fill(n, n[1], prompt[: 4 * BLOCK_SIZE])
+        far, renewed_s = await way(n[1], n[0]), 0.0
 
-        async def noted(*arguments: Any, **options: Any) -> None:
+        async def noted(renew: Any, *arguments: Any, **options: Any) -> None:
             nonlocal renewed_s
             await renew(*arguments, **options)
             renewed_s = time.monotonic()
 
-        async def slow(*arguments: Any, **options: Any) -> Any:
+        async def slow(match: Any, *arguments: Any, **options: Any) -> Any:
             lapses_s = time.monotonic() + ttl_s
             await until(lambda: renewed_s > lapses_s)  # it would have lapsed
             return await match(*arguments, **options)
 
-        home.renew = noted  # type: ignore[method-assign]
-        client.match = slow  # type: ignore[method-assign]
-        reply = await n.run(n[1], PROMPT, [n[1].hint(0, 4), n[0].hint(4, 6)])
+        n[1].home.replace("renew", noted)
+        far.replace("match", slow)
+        reply = await n.run(n[1], prompt, [n[1].hint(0, 4), n[0].hint(4, 6)])
         assert tokens_by_node(reply) == {"store-1": 16, "store-0": 24}
         assert not reply.leg.not_stored
         assert shape(reply.handle) == [("store-1", 0, NUM_FULL)]
@@ -257,99 +269,74 @@ async def test_a_lease_at_home_outlives_a_slow_pull(tmp_path: Path) -> None:
         await n.check()
 
 
-async def test_home_dies_during_the_pull_and_the_other_node_takes_what_comes(
-    tmp_path: Path,
-) -> None:
-    async with nodes(tmp_path) as n:
-        await fill(n, n[0], 6 * BLOCK_SIZE)
-        home, client = n[1].core.connector.client, await remote_client(n[1], n[0])
-        assert home is not None
-        match = client.match
+async def test_home_dies_during_the_pull_and_the_other_node_takes_what_comes(n: Nodes) -> None:
+    prompt = n.new_prompt(NUM_TOKENS)
+    await fill(n, n[0], prompt[: 6 * BLOCK_SIZE])
+    home, far = n[1].home, await way(n[1], n[0])
 
-        async def meanwhile(*arguments: Any, **options: Any) -> Any:
-            await n[1].kill_store()
-            await until(lambda: home.broken is not None)
-            return await match(*arguments, **options)
+    async def meanwhile(match: Any, *arguments: Any, **options: Any) -> Any:
+        await n[1].kill_store()
+        await until(lambda: home.is_broken)
+        return await match(*arguments, **options)
 
-        client.match = meanwhile  # type: ignore[method-assign]
-        reply = await n.run(n[1], PROMPT, [n[0].hint(0, 6)])
-        assert tokens_by_node(reply) == {"store-0": 24}
-        assert shape(reply.handle) == [("store-0", 0, NUM_FULL)]
-        await n.release(reply.handle)
-        await n.check()
+    far.replace("match", meanwhile)
+    reply = await n.run(n[1], prompt, [n[0].hint(0, 6)])
+    far.restore("match")
+    assert tokens_by_node(reply) == {"store-0": 24}
+    assert shape(reply.handle) == [("store-0", 0, NUM_FULL)]
+    await n.release(reply.handle)
+    await n.check()
+    await n.restart_store(n[1])
 
 
-async def test_what_came_before_the_time_ran_out_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_came_before_the_time_ran_out_is_used(tmp_path: Path) -> None:
     """Batches of three blocks, of which the third is not over in time."""
-    async with nodes(tmp_path) as n:
-        monkeypatch.setattr(
-            "services.prefill.prefix_fetch.BATCH_BYTES", 3 * n[0].core.layout.block_bytes
-        )
-        await fill(n, n[0])
-        client = await remote_client(n[1], n[0])
-        get, batches = client.get_blocks, []
-
-        async def slow(lease_id: str, items: list[Any], deadline: Deadline, **options: Any) -> Any:
-            batches.append(len(items))
-            if len(batches) == 3:
-                return GetResult(0, dict.fromkeys(range(len(items)), "deadline"))
-            return await get(lease_id, items, deadline, **options)
-
-        client.get_blocks = slow  # type: ignore[method-assign]
-        reply = await n.run(n[1], PROMPT, [n[0].hint(0, NUM_FULL)])
+    batch_bytes = 3 * GatedModel().layout.block_bytes
+    async with nodes(tmp_path, fetch_batch_bytes=batch_bytes) as n:
+        prompt = n.new_prompt(NUM_TOKENS)
+        await fill(n, n[0], prompt)
+        batches = (await way(n[1], n[0])).miss_get(3)
+        reply = await n.run(n[1], prompt, [n[0].hint(0, NUM_FULL)])
         assert batches == [3, 3, 3]
         assert tokens_by_node(reply) == {"store-0": 6 * BLOCK_SIZE}
         assert recomputed(reply) == {"deadline": 4}
-        assert n[1].holds(n.hashes(n[1], PROMPT)) == NUM_FULL
+        assert n[1].holds(n[1].hashes(prompt)) == NUM_FULL
         await n.release(reply.handle)
         await n.check()
 
 
-async def test_a_bad_block_at_home_comes_from_the_other_node(tmp_path: Path) -> None:
-    async with nodes(tmp_path) as n:
-        await fill(n, n[0])
-        filled = await n.run(n[1], PROMPT, name="fill")
-        await n.release(filled.handle)
-        await n.forget(n[1])
-        n[1].flip_bit(blocks_of(filled.handle.runs[0])[5])
-        hints = [n[1].hint(0, NUM_FULL), n[0].hint(NUM_FULL, 1)]
-        reply = await n.run(n[1], PROMPT, hints, wants_handle=False)
-        assert tokens_by_node(reply) == {"store-1": 20, "store-0": 20}
-        assert recomputed(reply) == {}
-        await n.check()
+async def test_a_bad_block_at_home_comes_from_the_other_node(n: Nodes) -> None:
+    prompt = n.new_prompt(NUM_TOKENS)
+    await fill(n, n[0], prompt)
+    filled = await n.run(n[1], prompt, name="fill")
+    await n.release(filled.handle)
+    await n.forget(n[1])
+    n[1].flip_bit(blocks_of(filled.handle.runs[0])[5])
+    hints = [n[1].hint(0, NUM_FULL), n[0].hint(NUM_FULL, 1)]
+    reply = await n.run(n[1], prompt, hints, wants_handle=False)
+    assert tokens_by_node(reply) == {"store-1": 20, "store-0": 20}
+    assert recomputed(reply) == {}
+    await n.check()
 
 
-async def test_after_a_transfer_that_ran_out_of_time_nobody_else_writes_there(
+async def test_after_a_transfer_that_ran_out_of_time_no_other_writes_there(
     tmp_path: Path,
 ) -> None:
     """Its blocks may still be written into; a second store's bytes must not go there."""
     # The client of the late store is dropped: what it may have pinned there lapses.
     async with nodes(tmp_path, num_nodes=3, lease_ttl_s=2.0) as n:
+        prompt = n.new_prompt(NUM_TOKENS)
         for node in (n[0], n[2]):
-            await fill(n, node)
-        slow = await remote_client(n[1], n[0])
-        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        taken: list[int] = []
-
-        async def late(lease_id: str, items: object, deadline: object, **options: object) -> object:
-            assert isinstance(items, list)
-            taken.extend(block_id for _, block_id in items)
-            raise TransferTimeout("late", Quarantine(tuple(taken), settled))
-
-        slow.get_blocks = late  # type: ignore[assignment, method-assign]
-        other = await remote_client(n[1], n[2])
-        asked: list[str] = []
-        other.match = lambda *arguments, **options: asked.append("match")  # type: ignore[assignment, method-assign]
-        hints = [n[0].hint(0, 5), n[2].hint(5, 5)]
-        reply = await n.run(n[1], PROMPT, hints)
+            await fill(n, node, prompt)
+        late = (await way(n[1], n[0])).late_gets()
+        asked = (await way(n[1], n[2])).watch("match")
+        reply = await n.run(n[1], prompt, [n[0].hint(0, 5), n[2].hint(5, 5)])
         assert recomputed(reply) == {"deadline": 10}
         assert not asked
-        stats = n[1].core.thread.stats
-        assert stats.num_quarantined_blocks == len(taken) == NUM_FULL
-        settled.set_result(None)
-        await until(lambda: n[1].core.thread.stats.num_quarantined_blocks == 0)
+        await n[1].quarantined(NUM_FULL)
+        assert len(late.block_ids) == NUM_FULL
+        late.settle()
+        await n[1].quarantined(0)
         await n.release(reply.handle)
         await n.check()
 
@@ -365,14 +352,14 @@ async def test_after_a_transfer_that_ran_out_of_time_nobody_else_writes_there(
     ],
 )
 async def test_hints_that_no_router_makes_are_refused_by_name(
-    tmp_path: Path, change: Callable[[list[common_pb2.PrefixRun]], None]
+    n: Nodes, change: Callable[[list[common_pb2.PrefixRun]], None]
 ) -> None:
-    async with nodes(tmp_path) as n:
-        hints = [n[1].hint(0, 6), n[0].hint(6, 4)]
-        change(hints)
-        with pytest.raises(InvalidArgument) as caught:
-            await whole(PrefillCall(n[1].stub, n.request(PROMPT, hints), timeout_s=WAIT_S))
-        assert caught.value.field == "hints"
+    prompt = n.new_prompt(NUM_TOKENS)
+    hints = [n[1].hint(0, 6), n[0].hint(6, 4)]
+    change(hints)
+    with pytest.raises(InvalidArgument) as caught:
+        await whole(PrefillCall(n[1].stub, n.request(prompt, hints), timeout_s=WAIT_S))
+    assert caught.value.field == "hints"
 
 
 async def test_any_prefix_anywhere_gives_the_same_answer(
@@ -386,7 +373,7 @@ async def test_any_prefix_anywhere_gives_the_same_answer(
     async with nodes(tmp_path, num_nodes=3, replicate_after_hits=1, num_frames=96) as n:
         for number in range(scale(400)):
             prompt = prompt_of(rng.randint(5, 90), start=100 + number)
-            hashes = n.hashes(n[0], prompt)
+            hashes = n[0].hashes(prompt)
             for node in rng.sample(n.all, rng.randint(0, 2)):
                 part = prompt[: rng.randint(1, len(prompt))]
                 await n.run(node, part, name=f"fill{number}", wants_handle=False)
@@ -399,7 +386,7 @@ async def test_any_prefix_anywhere_gives_the_same_answer(
                     end = claimed
             if rng.random() < 0.2:
                 await n.forget(where)
-                await where.core.connector.settle()  # what is still pinned takes room
+                await where.settle()  # what is still pinned takes room
             partials: list[common_pb2.KvHandle] = []
             reply = await n.run(where, prompt, hints, name=f"r{number}", partials=partials)
             for node in n.all:
@@ -407,3 +394,173 @@ async def test_any_prefix_anywhere_gives_the_same_answer(
             assert reply.handle.num_tokens == len(prompt), reply.leg
             await n.release(reply.handle)
         await n.check()
+
+
+# ---- in each state
+
+STATES = {
+    "attaching": "fetching",
+    "matching": "fetching",
+    "copying": "fetching",
+    "computing": "computing",
+    "storing": "storing",
+}
+
+
+@contextlib.asynccontextmanager
+async def held_in(n: Nodes, state: str) -> AsyncIterator[PrefillCall]:
+    """A call at node 1 whose prefix comes from node 0, and that stays in `state` there. `storing`
+    and `computing` come with the policy that leaves the prefix where it is.
+    """
+    prompt = n.new_prompt(NUM_TOKENS)
+    await n.run(n[0], prompt[: 7 * BLOCK_SIZE], name="fill", wants_handle=False)
+    gate: Gate | None = None
+    if state == "attaching":
+        await n[1].forget_ways()
+        gate = n[1].hold_attaching()
+    else:
+        far = await way(n[1], n[0])
+        if state == "computing":
+            n[1].model.hold()
+        else:
+            gate = far.hold({"matching": "match", "copying": "get", "storing": "put"}[state])
+    call = PrefillCall(n[1].stub, n.request(prompt, [n[0].hint(0, 7)]), timeout_s=WAIT_S)
+    try:
+        if gate is not None:
+            await gate.wait_entered()
+        await until(lambda: STATES[state] in n[1].states())
+        yield call
+    finally:
+        n[1].model.release()
+        if gate is not None:
+            gate.open()
+        call.vanish()
+
+
+async def assert_served(n: Nodes) -> None:
+    """Both nodes are as good as new."""
+    await n.check()
+    for node in n.all[:2]:
+        reply = await n.run(node, n.new_prompt(35), name="after")
+        await n.release(reply.handle)
+    await n.check()
+
+
+def _with_policy_of(state: str, n: Nodes, cold: Nodes) -> Nodes:
+    return cold if state in ("computing", "storing") else n
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_cancel_in_each_state_leaves_nothing(n: Nodes, cold: Nodes, state: str) -> None:
+    n = _with_policy_of(state, n, cold)
+    async with held_in(n, state) as call:
+        call.cancel()
+        assert isinstance(await call.error(), Cancelled)
+        if state != "computing":  # there the abort comes after the step that is held
+            await until(lambda: not n[1].states())
+    await assert_served(n)
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_the_deadline_ends_it_in_each_state(
+    n: Nodes, cold: Nodes, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines, n = Deadlines(monkeypatch), _with_policy_of(state, n, cold)
+    async with held_in(n, state) as call:
+        deadlines.end_prefill()
+        with pytest.raises(DeadlineExceeded):
+            await whole(call)
+    await assert_served(n)
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_the_other_node_s_store_dies_in_each_state_and_the_answer_still_comes(
+    n: Nodes, cold: Nodes, state: str
+) -> None:
+    n = _with_policy_of(state, n, cold)
+    async with held_in(n, state) as call:
+        await n[0].kill_store()
+        n[1].model.release()
+        Gate.open_all()
+        reply = await whole(call)
+    assert list(reply.token_ids) == n.model.generate(call.prompt, 1)
+    leg = reply.leg
+    num_from_store = sum(count.num_tokens for count in leg.from_store)
+    assert leg.num_tokens_computed + leg.num_tokens_local + num_from_store == NUM_TOKENS
+    reasons = {count.reason for count in (*leg.recomputed, *leg.not_stored)}
+    assert reasons <= {"store_unavailable", "transport"}
+    assert reasons, "it was counted"
+    await n.release(reply.handle)
+    await n.check()
+    await n.restart_store(n[0])
+    await assert_served(n)
+
+
+async def test_a_silent_store_costs_its_budget_and_not_the_request(tmp_path: Path) -> None:
+    async with nodes(tmp_path, transfer_budget_s=0.3) as n:
+        prompt = n.new_prompt(NUM_TOKENS)
+        await n.run(n[0], prompt, name="fill", wants_handle=False)
+        far = await way(n[1], n[0])
+        far.silence()
+        reply = await n.run(n[1], prompt, [n[0].hint(0, 10)])
+        far.speak()
+        assert recomputed(reply) == {"deadline": 10}
+        await n.release(reply.handle)
+        await n.check()
+
+
+async def test_a_cancel_while_bytes_come_keeps_their_blocks_out_of_use_until_none_can_come(
+    n: Nodes,
+) -> None:
+    """A transfer of another node's store that cannot be called back."""
+    prompt = n.new_prompt(NUM_TOKENS)
+    await n.run(n[0], prompt, name="fill", wants_handle=False)
+    far = await way(n[1], n[0])
+    late = far.uncallable_gets()
+    call = PrefillCall(n[1].stub, n.request(prompt, [n[0].hint(0, 10)]), timeout_s=WAIT_S)
+    await late.wait_entered()
+    call.cancel()
+    await until(lambda: not n[1].states())
+    await n[1].quarantined(10)
+    await n[1].unreferenced()
+    late.settle()
+    await n[1].quarantined(0)
+    far.restore("get")
+    await n.check()
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+@pytest.mark.parametrize("where", ["home", "other", "both", "home is gone"])
+async def test_a_lease_that_ends_during_the_pull_costs_no_answer(
+    n: Nodes, cold: Nodes, where: str, is_copied: bool
+) -> None:
+    """Renewed too late, or the store ended it: what was copied under it is here, and is stored."""
+    n = n if is_copied else cold
+    prompt = n.new_prompt(NUM_TOKENS)
+    for node, num_blocks in ((n[0], 7), (n[1], 4), (n[2], 10)):
+        await fill(n, node, prompt[: num_blocks * BLOCK_SIZE])
+    await way(n[1], n[0])
+    last = await way(n[1], n[2])
+    ended = {"other": [n[0]], "both": [n[1], n[0]]}.get(where, [n[1]])
+
+    async def meanwhile(match: Any, *arguments: Any, **options: Any) -> Any:
+        matched = await match(*arguments, **options)
+        if where == "home is gone":
+            home = n[1].home
+            await n[1].kill_store()
+            await until(lambda: home.is_broken)
+        else:
+            for node in ended:
+                node.end_leases()
+        assert await n[1].renew_pins() == 2 - len(ended)
+        return matched
+
+    last.replace("match", meanwhile)
+    reply = await n.run(n[1], prompt, [n[1].hint(0, 4), n[0].hint(4, 3), n[2].hint(7, 3)])
+    last.restore("match")
+    assert reply.leg.num_tokens_computed == 2 and not reply.leg.not_stored
+    assert reply.handle.num_tokens == len(prompt)
+    await n.release(reply.handle)
+    await n.check()
+    if where == "home is gone":
+        await n.restart_store(n[1])

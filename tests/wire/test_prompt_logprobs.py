@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from process.errors import InvalidArgument
-from services.router.fakes.model import prompt_logprobs
 from tests.harness.gated_engine import prompt_of
+from tests.harness.odd_prefills import LeavesOut
 from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, handover, pair, spoken
 from tests.harness.router_bench import (
     BOUND_S,
@@ -28,6 +28,8 @@ from tests.harness.router_bench import (
     running,
     saying,
 )
+
+pytestmark = pytest.mark.oracle
 
 
 async def _ask(bench: HttpBench, **body: Any) -> tuple[int, Any]:
@@ -177,12 +179,11 @@ async def test_another_prefill_worker_tells_the_rest_when_one_dies() -> None:
     assert sum(len(message.token_ids) for message in messages) == 3
 
 
-async def test_a_worker_that_leaves_some_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = prompt_logprobs([5], 0)
-    monkeypatch.setattr("services.router.fakes.prefill.prompt_logprobs", lambda *_: one)
-    async with running() as bench:
+async def test_a_worker_that_leaves_some_out_is_an_error() -> None:
+    async with running(num_prefill=0) as bench:
+        await bench.add(LeavesOut("p0", bench.model))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await bench.generate(request(text="hello", prompt_logprobs=1))
+            await bench.generate(request(text="<|user|>hello, you", prompt_logprobs=1))
         assert caught.value.code() is grpc.StatusCode.INTERNAL
 
 

@@ -12,7 +12,6 @@ import pytest
 from engine.step_output import FilledBlock
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.packed import PackedBlocks
-from services.prefill import puts_behind
 from services.prefill.puts_behind import PutsBehind
 
 NUM_BLOCKS = 3
@@ -50,13 +49,11 @@ class FakeWriter:
     ids=["nothing more is stored", "all is stored", "the last step filled none"],
 )
 async def test_who_has_no_put_to_begin_waits_for_no_reader(
-    monkeypatch: pytest.MonkeyPatch,
     num_stored: int,
     problem: str | None,
     last: Sequence[FilledBlock],
     not_stored: dict[str, int],
 ) -> None:
-    monkeypatch.setattr(puts_behind, "YIELD_S", 1e9)
     freed: list[int] = []
     loans = LoanTable(NUM_BLOCKS, 4096, 1e9, freed.extend)
     offers = [Offer(index, HASHES[index], index, 4) for index in range(NUM_BLOCKS)]
@@ -65,7 +62,7 @@ async def test_who_has_no_put_to_begin_waits_for_no_reader(
         refs=PackedBlocks.of(blocks), lease_id=lease_id, lender=SimpleNamespace(loans=loans)
     )
     writer: Any = FakeWriter(num_stored, problem)
-    behind = PutsBehind(put_budget_s=1e10)
+    behind = PutsBehind(put_budget_s=1e10, yield_s=1e9)
     behind.follow(writer, lent, last)
     await asyncio.wait_for(behind.settle(), WAIT_S)
     assert writer.is_cancelled and behind.not_stored == not_stored

@@ -1,0 +1,90 @@
+"""Ends of requests that only an error of ours, or a moment that no message can be made to meet,
+brings about: what is held is given back all the same. Reaches inside.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from process.deadline import Deadline
+from process.errors import Cancelled, NotFound
+from protos import common_pb2
+from services.decode.intake import Handover
+from services.prefill.handover import PrefillAnswer
+from services.prefill.job import Firsts
+from services.prefill.pins import Pins
+from services.worker import handle as handles
+from services.worker import request_spans
+from tests.harness.decode_movers import going_on, movers
+from tests.harness.gated_engine import prompt_of
+from tests.harness.prefill_decode_pair import WAIT_S, pair
+from tests.harness.waiting import until
+
+PROMPT = prompt_of(30, start=3)
+
+
+class Deaf:
+    async def show_firsts(self, firsts: Firsts) -> None: ...
+    async def show_partial(self, handle: handles.Handle) -> None: ...
+
+
+async def test_an_end_that_fails_in_part_still_gives_back_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Exception):
+        pass
+
+    def broken(*_: object) -> None:
+        raise Broken
+
+    def deaf(answer: PrefillAnswer) -> None:
+        raise Cancelled("the stream is gone")
+
+    async with pair(tmp_path) as p:
+        worker, lender = p.prefill_role.worker, p.prefill.core.lender
+        assert lender is not None
+        request = p.prefill_request(PROMPT, handover=common_pb2.HANDOVER_PATH_DIRECT)
+        ask = p.prefill_role._servicer._ask(request)
+        with monkeypatch.context() as patched, pytest.raises(Broken):
+            patched.setattr(Pins, "hand_over", broken)
+            await worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), deaf)
+        assert lender.loans.num_leases == 0
+        await p.check()
+        told: list[PrefillAnswer] = []
+        with monkeypatch.context() as patched, pytest.raises(Broken):
+            patched.setattr(request_spans, "tell", broken)
+            await worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), told.append)
+        await until(lambda: not worker.states)
+        told[0].take_back()
+        await p.check()
+
+
+async def test_a_handle_that_comes_when_the_request_has_just_ended_is_refused(
+    tmp_path: Path,
+) -> None:
+    """After its last word, before its stream has forgotten it: so that its leases are given back,
+    as of any that is refused."""
+    async with movers(tmp_path) as m:
+        moved, sample = await m.moved(PROMPT, max_tokens=40)
+        role: Any = m.workers[0].role
+        worker, forget = role.worker, role.worker.forget
+        refused: list[BaseException] = []
+
+        def late(request: Any) -> None:
+            forget(request)
+            handle = role._servicer._handover(going_on(moved, [sample])).handle
+            try:
+                request.hand_over(Handover(handle, ((),)))
+            except NotFound as error:
+                refused.append(error)
+
+        worker.forget = late
+        key = await m.streams[0].begin(m.reserve(PROMPT, "r", max_tokens=40))
+        m.leave(0)
+        assert (await m.streams[0].next(key)).HasField("failed")
+        assert len(refused) == 1
+        worker.forget = forget
+        m.stay(0)
