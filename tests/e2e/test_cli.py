@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -15,6 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton import cli
+from tests.harness import fake_hub, tiny_checkpoint
+from tests.harness.fake_hub import NAME, Hub
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,8 +32,8 @@ NUM_PARTS = 5
 class Up:
     """One `baton up` and the processes that it started."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.environment = _environment(folder)
+    def __init__(self, folder: Path, *options: str, **environment: str) -> None:
+        self.environment = _environment(folder) | environment
         self.process = subprocess.Popen(
             [sys.executable, "-m", "baton.cli", "up", "--port", "0", *options],
             stdout=subprocess.PIPE,
@@ -52,9 +58,18 @@ class Up:
             self.hints += said
         return line
 
-    def baton(self, *arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
-        """Another command of the same user."""
-        return _baton(self.environment, *arguments, said=said)
+    def baton(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Another command of the same user, in this process: Python's start would take longer."""
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            code = cli.main(arguments)
+        return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
     def wait_for_nobody(self) -> None:
         _, alive = psutil.wait_procs(self.children, timeout=STOP_TIMEOUT_S)
@@ -104,7 +119,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 def test_generate_streams_and_proves(up: Up) -> None:
     prompt = "Once upon a time there was a fox who lived in a quiet forest by the sea."
     arguments = ("generate", prompt, "--max-tokens", "24", "--temperature", "0")
-    shown = up.baton(*arguments)
+    shown = _baton(up.environment, *arguments)
     assert (shown.returncode, shown.stderr) == (0, "")
     for word in ("prefill-0", "decode-0", "shm", "float32", "host"):
         assert word in shown.stdout.split()
@@ -137,7 +152,8 @@ def test_token_ids_in_and_out(up: Up) -> None:
 
 def test_chat_from_a_pipe(up: Up) -> None:
     lines = "Tell me a story.\nAnd then?\n/quit\n"
-    chat = up.baton("chat", "--max-tokens", "16", "--temperature", "0", said=lines)
+    asked = ("chat", "--max-tokens", "16", "--temperature", "0")
+    chat = _baton(up.environment, *asked, said=lines)
     assert (chat.returncode, chat.stderr) == (0, "")
     sizes = [int(size) for size in re.findall(r"\[(\d+) prompt tokens", chat.stdout)]
     assert len(sizes) == 2 and sizes[1] > sizes[0] + 16 - 1
@@ -173,12 +189,22 @@ def test_a_busy_port(up: Up) -> None:
     (state,) = (Path(up.environment["XDG_RUNTIME_DIR"]) / "baton").glob("*.json")
     listening = json.loads(state.read_text())
     port = listening["address"].rpartition(":")[2]
-    refused = up.baton("up", "--port", port)
+    refused = _baton(up.environment, "up", "--port", port)
     assert refused.returncode == 1
     assert f"port {port}" in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("part", ["store", "router", "prefill", "decode", "worker"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "worker",
+        # Each says it by the same means: tests/wire/test_router_process.py and others.
+        *(
+            pytest.param(part, marks=pytest.mark.long)
+            for part in ("store", "router", "prefill", "decode")
+        ),
+    ],
+)
 def test_a_wrong_setting_is_the_components_own_line(tmp_path: Path, part: str) -> None:
     refused = _baton(_environment(tmp_path), "up", "--port", "0", "--set", f"{part}.lisen=x")
     assert refused.returncode == 1
@@ -196,6 +222,13 @@ def test_a_broken_checkpoint(tmp_path: Path) -> None:
     assert "no tokenizer.json" in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    tiny_checkpoint.save(tmp_path / "tiny-qwen3")
+    with fake_hub.serve(tmp_path / "tiny-qwen3") as hub:
+        yield hub
+
+
 @pytest.mark.parametrize(
     "number",
     [
@@ -204,13 +237,30 @@ def test_a_broken_checkpoint(tmp_path: Path) -> None:
         pytest.param(signal.SIGHUP, marks=pytest.mark.long),
     ],
 )
-def test_a_clean_stop_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_checkpoint_by_its_hub_name_and_a_clean_stop_that_leaves_nothing(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """`--model <hub name>` works like a bundled one: fetched once, though four processes want it;
+    then it answers, with decode computing nothing."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
     disk = tmp_path / "disk"
     disk.mkdir()
     tier = ("--set", f"store.file_tier_dir={disk}", "--set", "store.file_tier_bytes=100_000_000")
-    up = Up(tmp_path, *tier)
+    home = str(tmp_path / "home")
+    up = Up(tmp_path, "--model", NAME, *tier, HF_ENDPOINT=hub.endpoint, HF_HOME=home)
     try:
-        up.wait_ready()
+        assert NAME in up.wait_ready()
+        asked = ("generate", "x" * 40, "--max-tokens", "8", "--temperature", "0", "--json")
+        answer = up.baton(*asked)
+        assert answer.returncode == 0, answer.stderr
+        value = json.loads(answer.stdout)
+        assert value["provenance"]["model"] == NAME
+        assert value["usage"]["num_prompt_tokens"] == 40
+        prefill, decode = value["provenance"]["legs"]
+        assert (prefill["num_tokens_computed"], decode["num_tokens_computed"]) == (40, 0)
+        assert sorted(hub.gets) == sorted(set(hub.gets)), "each file was fetched once"
+
         assert len(list(disk.glob("baton-cluster-*/store.baton-pages"))) == 1
         up.process.send_signal(number)
         out, err = up.process.communicate(timeout=STOP_TIMEOUT_S)
@@ -258,6 +308,7 @@ def test_a_part_that_dies_comes_back_and_serves(up: Up) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while (answer := up.baton("generate", "hi", "--max-tokens", "4")).returncode != 0:
         assert time.monotonic() < deadline, answer.stderr
+        time.sleep(0.1)
     assert "decode-0" in answer.stdout
 
 

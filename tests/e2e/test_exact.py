@@ -17,6 +17,7 @@ from baton.client import Client, SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion, KvLeg
 from protos import inference_pb2
+from tests.conftest import LONG, SESSION_SEED
 from tests.harness.cluster import (
     BLOCK_SIZE,
     CLUSTERS,
@@ -41,6 +42,13 @@ over_one_transport = pytest.mark.parametrize("cluster", CLUSTERS[:1], indirect=T
 @pytest.fixture(scope="module")
 def reference() -> Oracle:
     return oracle(MODEL)
+
+
+@pytest.fixture(scope="module")
+def greedy(reference: Oracle) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and what is right, over whichever transport."""
+    wanted = prompts(reference, random.Random(SESSION_SEED), 200 if LONG else 16)
+    return wanted, [reference.greedy(prompt, MAX_TOKENS) for prompt in wanted]
 
 
 async def complete_all(
@@ -89,11 +97,10 @@ def split(total: int, rng: random.Random) -> list[int]:
 
 
 async def test_greedy_equals_transformers_with_and_without_a_prefix_hit(
-    cluster: LocalCluster, reference: Oracle, seed: int, scale: Callable[[int], int]
+    cluster: LocalCluster, greedy: tuple[list[list[int]], list[list[int]]], seed: int
 ) -> None:
     rng = random.Random(seed)
-    wanted = prompts(reference, rng, max(20, scale(200)))
-    expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in wanted]
+    wanted, expected = greedy
     for attempt in ("cold", "prefix hit"):
         done = 0
         for size in split(len(wanted), rng):

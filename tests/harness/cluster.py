@@ -28,7 +28,7 @@ from engine.request import Request
 from engine.request import Sampling as Sampling
 from kvstore import block_hash
 from protos import inference_pb2
-from tests.conftest import LONG, SESSION_SEED
+from tests.conftest import LONG, TURN
 from tools.bundled_model import corpus
 
 BLOCK_SIZE = 16
@@ -131,11 +131,11 @@ CHUNK_TOKENS = (512, 48, 37)
 
 def _clusters() -> list[tuple[str, int]]:
     """(transport, chunk) of each cluster: the long run has every transport with both chunks that
-    cut prompts; else each transport has one, which the seed rotates."""
+    cut prompts; else shared memory and one of the others have one, as the seed draws."""
     if LONG:
         return list(itertools.product(TRANSPORTS, CHUNK_TOKENS[1:]))
-    turned = (CHUNK_TOKENS[(SESSION_SEED + place) % 3] for place in range(3))
-    return list(zip(TRANSPORTS, turned, strict=True))
+    drawn = ("shm", TRANSPORTS[1 + TURN % 2])
+    return [(each, CHUNK_TOKENS[(TURN + place) % 3]) for place, each in enumerate(drawn)]
 
 
 CLUSTERS = [
