@@ -25,7 +25,7 @@ from baton.client import Client, SyncClient
 from baton.errors import BatonError, InvalidArgument
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion
-from baton.part import State
+from baton.part import ProcessInfo, State
 from tests.conftest import LONG
 from tests.harness.adapters import merged, save_adapter
 from tests.harness.cluster import Oracle, assert_idle, oracle, prompts
@@ -65,7 +65,11 @@ def pairs(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         transport=request.param,
         # What a dead router or decode worker leaves (handles, an adapter that was prepared) is soon
         # forgotten.
-        overrides=("worker.limits.lease_ttl_s=5.0", "router.times.adapter_s=30.0"),
+        overrides=(
+            "worker.limits.lease_ttl_s=5.0",
+            "router.times.adapter_s=30.0",
+            "router.times.max_step_s=10",
+        ),
     )
     with LocalCluster(config) as running:
         yield running
@@ -226,10 +230,52 @@ async def test_a_stream_leaves_a_decode_worker_that_is_stopped(
     await asyncio.to_thread(assert_idle, pairs)
 
 
+@pytest.mark.parametrize("pairs", ["shm"], indirect=True)
 async def test_a_frozen_decode_worker_is_named_and_started_again(
+    pairs: LocalCluster, seed: int
+) -> None:
+    """Its stream goes on at the other one, token for token."""
+    await asyncio.to_thread(pairs.wait_ready, KILL_BUDGET_S)
+    (ask,) = asks(MODEL, seed, 1, LONG_TOKENS)
+    options = {**ask.options, "timeout_s": KILL_BUDGET_S}
+    tokens: list[int] = []
+    end = None
+    async with Client(pairs.address) as client:
+        stream = client.generate(list(ask.prompt), request_id="frozen", **options)
+        while len(tokens) < 2:  # the first may be the prefill worker's
+            tokens += (await anext(stream)).token_ids
+        victim = (await client.explain("frozen")).decisions[-1].decode_id
+        frozen = pairs.processes[victim]
+        os.kill(frozen.pid, signal.SIGSTOP)
+        await _until_named(pairs, client, frozen)
+        async for chunk in stream:
+            tokens += chunk.token_ids
+            end = chunk.end
+        assert tokens == list(ask.right)
+        assert end is not None and end.provenance is not None
+        lost = [leg.worker_id for leg in end.provenance.legs if leg.ended_by == "worker_lost"]
+        assert lost == [victim], end.provenance.legs
+        async with asyncio.timeout(KILL_BUDGET_S):
+            while pairs.processes[victim].num_restarts == frozen.num_restarts:
+                await asyncio.sleep(0.1)
+        await asyncio.to_thread(pairs.wait_ready, KILL_BUDGET_S)
+        assert not [said for said in (await client.status()).problems if victim in said]
+    await asyncio.to_thread(assert_idle, pairs)
+
+
+async def _until_named(cluster: LocalCluster, client: Client, frozen: ProcessInfo) -> None:
+    """By its heartbeat, before it is started again."""
+    named = f"decode worker {frozen.name} has no heartbeat"
+    while not any(named in each for each in (await client.status()).problems):
+        assert cluster.processes[frozen.name].num_restarts == frozen.num_restarts
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.long
+async def test_a_stream_of_the_only_decode_worker_waits_for_its_next_life(
     lone: LocalCluster, seed: int
 ) -> None:
-    """The only one. Its stream goes on in the next life, token for token."""
+    """It is frozen, named and started again; the stream goes on there, token for token."""
     (ask,) = asks(MODEL, seed, 1, LONG_TOKENS)
     options = {**ask.options, "timeout_s": KILL_BUDGET_S}
     tokens: list[int] = []
@@ -239,10 +285,7 @@ async def test_a_frozen_decode_worker_is_named_and_started_again(
             tokens += (await anext(stream)).token_ids
         frozen = lone.processes["decode-0"]
         os.kill(frozen.pid, signal.SIGSTOP)
-        named = "decode worker decode-0 has no heartbeat"
-        while not any(named in each for each in (await client.status()).problems):
-            assert lone.processes["decode-0"].num_restarts == frozen.num_restarts
-            await asyncio.sleep(0.1)
+        await _until_named(lone, client, frozen)
         async for chunk in stream:
             tokens += chunk.token_ids
         assert tokens == list(ask.right)
@@ -426,10 +469,12 @@ def test_a_change_of_an_adapter_is_whole_or_not_at_all(
     assert_idle(pairs)
 
 
+@pytest.mark.long
 def test_the_next_answer_after_a_kill_of_the_only_decode_worker_is_right(
     lone: LocalCluster,
 ) -> None:
-    """README, "A cluster for your own tests": the next request was refused for 6.5 s once."""
+    """README, "A cluster for your own tests": the next request was refused for 6.5 s once. Every
+    time over the command line: tests/e2e/test_cli.py."""
     with SyncClient(lone.address) as client:
         before = client.complete("Once upon a time", temperature=0.0, timeout_s=KILL_BUDGET_S)
         lone.kill("decode-0")

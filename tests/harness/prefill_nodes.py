@@ -258,6 +258,7 @@ async def nodes(
         "lease_ttl_s": LEASE_TTL_S,
         "attach_budget_s": 5.0,
         "drain_s": 0.2,
+        "stop_grace_s": 0.05,
         **limits,
     }
     made = Nodes(GatedModel(), [])
