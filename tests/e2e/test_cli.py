@@ -107,9 +107,17 @@ def _baton(
     )
 
 
+def _with_disk(folder: Path) -> Up:
+    """A cluster with a file tier."""
+    disk = folder / "disk"
+    disk.mkdir()
+    tier = ("--set", f"store.file_tier_dir={disk}", "--set", "store.file_tier_bytes=100_000_000")
+    return Up(folder, *tier)
+
+
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    started = Up(tmp_path_factory.mktemp("up"))
+    started = _with_disk(tmp_path_factory.mktemp("up"))
     try:
         started.wait_ready()
         yield started
@@ -230,50 +238,19 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.long),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.long),
-    ],
-)
-def test_a_checkpoint_by_its_hub_name_and_a_clean_stop_that_leaves_nothing(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+def test_a_checkpoint_by_its_hub_name(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--model <hub name>` works like a bundled one: fetched once, though four processes want it;
-    then it answers, with decode computing nothing."""
+    """Works like a bundled one, in `baton demo`: fetched once, though four processes want it."""
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    tier = ("--set", f"store.file_tier_dir={disk}", "--set", "store.file_tier_bytes=100_000_000")
-    home = str(tmp_path / "home")
-    up = Up(tmp_path, "--model", NAME, *tier, HF_ENDPOINT=hub.endpoint, HF_HOME=home)
-    try:
-        assert NAME in up.wait_ready()
-        asked = ("generate", "x" * 40, "--max-tokens", "8", "--temperature", "0", "--json")
-        answer = up.baton(*asked)
-        assert answer.returncode == 0, answer.stderr
-        value = json.loads(answer.stdout)
-        assert value["provenance"]["model"] == NAME
-        assert value["usage"]["num_prompt_tokens"] == 40
-        prefill, decode = value["provenance"]["legs"]
-        assert (prefill["num_tokens_computed"], decode["num_tokens_computed"]) == (40, 0)
-        assert sorted(hub.gets) == sorted(set(hub.gets)), "each file was fetched once"
-
-        assert len(list(disk.glob("baton-cluster-*/store.baton-pages"))) == 1
-        up.process.send_signal(number)
-        out, err = up.process.communicate(timeout=STOP_TIMEOUT_S)
-        assert up.process.returncode == 0, err
-        assert "Any user of this machine may use the router's ports" in up.hints
-        assert "only you can connect to the other parts" in up.hints
-        assert "Traceback" not in out + err
-        up.wait_for_nobody()
-        assert not list(tmp_path.glob("baton-cluster-*")) and not list(disk.iterdir())
-        assert up.baton("status").returncode == 1
-    finally:
-        up.end()
+    own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+    asked = ("demo", "--model", NAME, "--prompt", "x" * 40, "--max-tokens", "8")
+    demo = _baton(_environment(tmp_path) | own, *asked)
+    assert demo.returncode == 0, demo.stderr
+    assert "decode computed no prompt token" in demo.stdout
+    assert sorted(hub.gets) == sorted(set(hub.gets)), "each file was fetched once"
+    assert not list(tmp_path.glob("baton-cluster*"))
 
 
 def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
@@ -288,13 +265,6 @@ def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
         up.wait_for_nobody()
     finally:
         up.end()
-
-
-def test_demo(tmp_path: Path) -> None:
-    demo = _baton(_environment(tmp_path), "demo", "--max-tokens", "16")
-    assert demo.returncode == 0, demo.stderr
-    assert "decode computed no prompt token" in demo.stdout
-    assert not list(tmp_path.glob("baton-cluster-*"))
 
 
 def test_a_part_that_dies_comes_back_and_the_next_answer_is_right(up: Up) -> None:
@@ -318,12 +288,49 @@ def test_a_part_that_dies_comes_back_and_the_next_answer_is_right(up: Up) -> Non
     assert leg["worker_id"] == "decode-0"
 
 
-def test_a_killed_baton_up_leaves_no_orphan(up: Up) -> None:
-    """SIGKILL: the kernel ends the children, and the next command does not believe the state. Last,
-    since it ends the cluster of the tests before."""
+@pytest.mark.long
+def test_a_killed_baton_up_leaves_no_orphan(tmp_path: Path) -> None:
+    """SIGKILL: the kernel ends the children, and the next command does not believe the state. Each
+    time: test_supervisor.py and test_run_folder.py of tests/unit/baton."""
+    up = Up(tmp_path)
+    try:
+        up.wait_ready()
+        up.process.kill()
+        up.process.communicate(timeout=STOP_TIMEOUT_S)
+        up.wait_for_nobody()
+        lost = up.baton("status")
+        assert lost.returncode == 1 and "baton up" in lost.stderr
+    finally:
+        up.end()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_other_signals_are_clean_stops(tmp_path: Path, number: signal.Signals) -> None:
+    up = _with_disk(tmp_path)
+    try:
+        up.wait_ready()
+        _stop_cleanly(up, number)
+    finally:
+        up.end()
+
+
+def test_a_clean_stop_leaves_nothing(up: Up) -> None:
+    """Last, since it ends the cluster of the tests before."""
     up.children = psutil.Process(up.process.pid).children(recursive=True)
-    up.process.kill()
-    up.process.communicate(timeout=STOP_TIMEOUT_S)
+    _stop_cleanly(up, signal.SIGTERM)
+
+
+def _stop_cleanly(up: Up, number: signal.Signals) -> None:
+    folder = Path(up.environment["TMPDIR"])
+    disk = folder / "disk"
+    assert len(list(disk.glob("baton-cluster-*/store.baton-pages"))) == 1
+    up.process.send_signal(number)
+    out, err = up.process.communicate(timeout=STOP_TIMEOUT_S)
+    assert up.process.returncode == 0, err
+    assert "Any user of this machine may use the router's ports" in up.hints
+    assert "only you can connect to the other parts" in up.hints
+    assert "Traceback" not in out + err
     up.wait_for_nobody()
-    lost = up.baton("status")
-    assert lost.returncode == 1 and "baton up" in lost.stderr
+    assert not list(folder.glob("baton-cluster-*")) and not list(disk.iterdir())
+    assert up.baton("status").returncode == 1
