@@ -124,6 +124,8 @@ def run_engine(
 
 
 TRANSPORTS = ("shm", "nixl", "grpc")
+DRAWN_TRANSPORT = TRANSPORTS[1 + TURN % 2]
+"""What a cluster has that may have any: by the seed one of those that are not the default."""
 # Most tokens of a step: chunks of a prompt that do (48) and do not (37) divide into blocks, and one
 # that holds most prompts whole.
 CHUNK_TOKENS = (512, 48, 37)
@@ -131,11 +133,10 @@ CHUNK_TOKENS = (512, 48, 37)
 
 def _clusters() -> list[tuple[str, int]]:
     """(transport, chunk) of each cluster: the long run has every transport with both chunks that
-    cut prompts; else shared memory and one of the others have one, as the seed draws."""
+    cut prompts; else shared memory has one, by the seed (the others: DRAWN_TRANSPORT)."""
     if LONG:
         return list(itertools.product(TRANSPORTS, CHUNK_TOKENS[1:]))
-    drawn = ("shm", TRANSPORTS[1 + TURN % 2])
-    return [(each, CHUNK_TOKENS[(TURN + place) % 3]) for place, each in enumerate(drawn)]
+    return [("shm", CHUNK_TOKENS[TURN])]
 
 
 CLUSTERS = [

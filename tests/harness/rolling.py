@@ -22,7 +22,7 @@ from tests.harness.cluster import oracle, prompts, run_engine, single_engine
 NUM_CLIENTS = 8 if LONG else 2
 PAUSE_S = 0.0 if LONG else 0.5
 """Between two requests of one client: parts start sooner where others leave them a core."""
-MAX_TOKENS = 48
+MAX_TOKENS = 48 if LONG else 24
 LONG_TOKENS = 512
 """Of an answer whose worker ends in its middle: finding and signalling that takes a few tokens."""
 BUDGET_S = 60.0
