@@ -19,11 +19,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import hypothesis
 import pytest
+
+T = TypeVar("T")
 
 collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
 
@@ -60,6 +63,15 @@ def _draw_seed() -> int:
 if "BATON_TEST_SEED" not in os.environ:
     os.environ["BATON_TEST_SEED"] = str(_draw_seed())
 SESSION_SEED = int(os.environ["BATON_TEST_SEED"])
+TURN = SEEDS.index(SESSION_SEED) if SESSION_SEED in SEEDS else SESSION_SEED % len(SEEDS)
+
+
+def third(cases: Iterable[T]) -> list[T]:
+    """A third of cases that are alike, and at least one: another for each seed. The long run has
+    all."""
+    found = list(cases)
+    return found if LONG else found[TURN % len(found) :: len(SEEDS)]
+
 
 # What a start keeps of a rehearsal: the run's own, so that no start finds what another code kept.
 if "BATON_TEST_CACHE" not in os.environ:

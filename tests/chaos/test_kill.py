@@ -1,5 +1,6 @@
 """A part dies in the middle, or all are restarted in their turn: no request fails, every stream is
-exact, nothing leaks, and the next lives are met by incarnation."""
+exact, nothing leaks, and the next lives are met by incarnation. An adapter that is loaded, reloaded
+or unloaded meanwhile is so on every worker, or on none, and stays so."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import random
 import signal
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +20,14 @@ from typing import Any
 
 import pytest
 
+from baton import cli
 from baton.client import Client, SyncClient
+from baton.errors import BatonError, InvalidArgument
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion
-from baton.part import State
+from baton.part import ProcessInfo, State
 from tests.conftest import LONG
+from tests.harness.adapters import merged, save_adapter
 from tests.harness.cluster import Oracle, assert_idle, oracle, prompts
 from tests.harness.rolling import LONG_TOKENS, Load, asks
 
@@ -37,9 +42,12 @@ MODEL = ClusterConfig().model
 BUDGET_S = 30.0
 KILL_BUDGET_S = 240.0
 """Of a request whose only decode worker is killed, and starts again beside everything else."""
-NUM_STREAMS = 8
+NUM_STREAMS = 8 if LONG else 5
 MAX_TOKENS = 64
 VICTIMS = ("store", "prefill-0", "prefill-1", "redis", "decode-0")
+ADAPTER_VICTIMS = ("prefill-0", "decode-0", "router", "redis")
+ADAPTER_BUDGET_S = 90.0
+ADAPTER_TOKENS = 12
 # (transport, victim). The other rows of the failure table are tests/wire's each time.
 KILLS = [
     (transport, victim)
@@ -55,8 +63,13 @@ def pairs(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         num_prefill=2,
         num_decode=2,
         transport=request.param,
-        # Handles that nobody comes for (their router or decode worker died) are soon forgotten.
-        overrides=("worker.limits.lease_ttl_s=5.0",),
+        # What a dead router or decode worker leaves (handles, an adapter that was prepared) is soon
+        # forgotten.
+        overrides=(
+            "worker.limits.lease_ttl_s=5.0",
+            "router.times.adapter_s=30.0",
+            "router.times.max_step_s=10",
+        ),
     )
     with LocalCluster(config) as running:
         yield running
@@ -217,10 +230,52 @@ async def test_a_stream_leaves_a_decode_worker_that_is_stopped(
     await asyncio.to_thread(assert_idle, pairs)
 
 
+@pytest.mark.parametrize("pairs", ["shm"], indirect=True)
 async def test_a_frozen_decode_worker_is_named_and_started_again(
+    pairs: LocalCluster, seed: int
+) -> None:
+    """Its stream goes on at the other one, token for token."""
+    await asyncio.to_thread(pairs.wait_ready, KILL_BUDGET_S)
+    (ask,) = asks(MODEL, seed, 1, LONG_TOKENS)
+    options = {**ask.options, "timeout_s": KILL_BUDGET_S}
+    tokens: list[int] = []
+    end = None
+    async with Client(pairs.address) as client:
+        stream = client.generate(list(ask.prompt), request_id="frozen", **options)
+        while len(tokens) < 2:  # the first may be the prefill worker's
+            tokens += (await anext(stream)).token_ids
+        victim = (await client.explain("frozen")).decisions[-1].decode_id
+        frozen = pairs.processes[victim]
+        os.kill(frozen.pid, signal.SIGSTOP)
+        await _until_named(pairs, client, frozen)
+        async for chunk in stream:
+            tokens += chunk.token_ids
+            end = chunk.end
+        assert tokens == list(ask.right)
+        assert end is not None and end.provenance is not None
+        lost = [leg.worker_id for leg in end.provenance.legs if leg.ended_by == "worker_lost"]
+        assert lost == [victim], end.provenance.legs
+        async with asyncio.timeout(KILL_BUDGET_S):
+            while pairs.processes[victim].num_restarts == frozen.num_restarts:
+                await asyncio.sleep(0.1)
+        await asyncio.to_thread(pairs.wait_ready, KILL_BUDGET_S)
+        assert not [said for said in (await client.status()).problems if victim in said]
+    await asyncio.to_thread(assert_idle, pairs)
+
+
+async def _until_named(cluster: LocalCluster, client: Client, frozen: ProcessInfo) -> None:
+    """By its heartbeat, before it is started again."""
+    named = f"decode worker {frozen.name} has no heartbeat"
+    while not any(named in each for each in (await client.status()).problems):
+        assert cluster.processes[frozen.name].num_restarts == frozen.num_restarts
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.long
+async def test_a_stream_of_the_only_decode_worker_waits_for_its_next_life(
     lone: LocalCluster, seed: int
 ) -> None:
-    """The only one. Its stream goes on in the next life, token for token."""
+    """It is frozen, named and started again; the stream goes on there, token for token."""
     (ask,) = asks(MODEL, seed, 1, LONG_TOKENS)
     options = {**ask.options, "timeout_s": KILL_BUDGET_S}
     tokens: list[int] = []
@@ -230,10 +285,7 @@ async def test_a_frozen_decode_worker_is_named_and_started_again(
             tokens += (await anext(stream)).token_ids
         frozen = lone.processes["decode-0"]
         os.kill(frozen.pid, signal.SIGSTOP)
-        named = "decode worker decode-0 has no heartbeat"
-        while not any(named in each for each in (await client.status()).problems):
-            assert lone.processes["decode-0"].num_restarts == frozen.num_restarts
-            await asyncio.sleep(0.1)
+        await _until_named(lone, client, frozen)
         async for chunk in stream:
             tokens += chunk.token_ids
         assert tokens == list(ask.right)
@@ -267,13 +319,15 @@ async def test_killing_a_part_leaves_every_stream_exact(
 
 @pytest.mark.parametrize("pairs", ["shm"], indirect=True)
 async def test_no_request_fails_while_all_parts_are_restarted(
-    pairs: LocalCluster, seed: int, scale: Callable[[int], int]
+    pairs: LocalCluster, seed: int
 ) -> None:
     """As in a rollout of every role at once, and then with fewer workers for a while. The short
-    run only restarts one part of each kind, and a decode worker in the middle of a stream."""
-    waves = [("prefill-0", "decode-0", "router"), ("store",)]
-    waves += [("prefill-1", "decode-1", "router-1")] * LONG
-    load = Load(pairs, asks(MODEL, seed, 60 if LONG else 12), num_wanted=scale(2000))
+    run only restarts one part of each kind, the decode worker in the middle of a stream."""
+    waves = [("prefill-0", "router"), ("store",)]
+    if LONG:
+        waves = [("prefill-0", "decode-0", "router"), ("store",)]
+        waves += [("prefill-1", "decode-1", "router-1")]
+    load = Load(pairs, asks(MODEL, seed, 60 if LONG else 8), num_wanted=2000 if LONG else 20)
     (long,) = asks(MODEL, seed, 1, LONG_TOKENS)
     async with load, asyncio.TaskGroup() as group:
         group.create_task(load.run())
@@ -291,10 +345,136 @@ async def test_no_request_fails_while_all_parts_are_restarted(
     await asyncio.to_thread(assert_idle, pairs)
 
 
+@dataclass(frozen=True)
+class _Change:
+    """A command about the adapter `tales`."""
+
+    command: list[str]
+    took_s: float
+    """Undisturbed."""
+    right: list[int]
+    """What the adapter answers after it; nothing where it is not loaded."""
+
+
+@pytest.fixture(scope="module")
+def prompt(reference: Oracle) -> list[int]:
+    return list(prompts(reference, random.Random(3), 1)[0])
+
+
+@pytest.fixture(scope="module")
+def changes(
+    pairs: LocalCluster,
+    reference: Oracle,
+    prompt: list[int],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[_Change]:
+    """Load, reload with other weights, and unload: nothing is loaded before and after them."""
+    base = tmp_path_factory.mktemp("adapters")
+    folders = [save_adapter(base / str(seed), reference.model, seed) for seed in (1, 2)]
+    commands = [["load", "tales", str(folder)] for folder in folders] + [["unload", "tales"]]
+    answers = [
+        Oracle(reference.path, merged(reference.model, folder), reference.tokenizer).greedy(
+            prompt, ADAPTER_TOKENS
+        )
+        for folder in folders
+    ]
+    assert answers[0] != answers[1]
+    made = []
+    for command, right in zip(commands, [*answers, []], strict=True):
+        began_s = time.monotonic()
+        assert _adapter(pairs, command) == 0
+        made.append(_Change(command, time.monotonic() - began_s, right))
+    return made
+
+
+def _adapter(cluster: LocalCluster, command: list[str]) -> int:
+    return cli.main(["adapter", *command, "--address", cluster.address])
+
+
+def _ask_adapter(cluster: LocalCluster, prompt: list[int]) -> list[int]:
+    """An answer; none: there is no such adapter. Retries while parts are away."""
+    deadline_s = time.monotonic() + ADAPTER_BUDGET_S
+    asked: dict[str, Any] = {"adapter": "tales", "max_tokens": ADAPTER_TOKENS, "temperature": 0.0}
+    while True:
+        try:
+            with SyncClient(cluster.address) as client:
+                return list(client.complete(prompt, timeout_s=BUDGET_S, **asked).token_ids)
+        except InvalidArgument:
+            return []
+        except BatonError:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+
+
+def _wait_alike(cluster: LocalCluster, num_adapters: int) -> None:
+    """Until every worker has the same contents, and so many."""
+    deadline_s = time.monotonic() + ADAPTER_BUDGET_S
+    while True:
+        found = _contents(cluster)
+        if found and all(each == found[0] and len(each) == num_adapters for each in found):
+            return
+        assert time.monotonic() < deadline_s, found
+        time.sleep(0.1)
+
+
+def _contents(cluster: LocalCluster) -> list[set[str]]:
+    """Digests of each worker's adapters; nothing while a part is away."""
+    try:
+        with SyncClient(cluster.address) as client:
+            status = client.status()
+    except BatonError:
+        return []
+    if len(status.workers) < 4 or not status.redis_reachable:
+        return []
+    return [{adapter.digest for adapter in worker.adapters} for worker in status.workers]
+
+
+@pytest.mark.timeout(2300 if LONG else 600)
+@pytest.mark.parametrize("pairs", ["shm"], indirect=True)
+@pytest.mark.parametrize("victim", ADAPTER_VICTIMS)
+def test_a_change_of_an_adapter_is_whole_or_not_at_all(
+    pairs: LocalCluster, changes: list[_Change], prompt: list[int], victim: str, seed: int
+) -> None:
+    """The long run kills each victim 50 times; any other one once, under a change that the seed
+    draws, so that all of them are met."""
+    rng = random.Random(f"{seed}{victim}")
+    first = 0 if LONG else (seed + ADAPTER_VICTIMS.index(victim)) % len(changes)
+    now: list[int] = []
+    for change in changes[:first]:
+        assert _adapter(pairs, change.command) == 0
+        now = change.right
+    num_kills = 50 if LONG else 1
+    num_within = 0
+    for number in range(first, first + num_kills):
+        change = changes[number % len(changes)]
+        codes: list[int] = []
+        thread = threading.Thread(
+            target=lambda codes=codes, change=change: codes.append(_adapter(pairs, change.command))
+        )
+        thread.start()
+        time.sleep(rng.uniform(0.0, change.took_s))
+        num_within += not codes
+        pairs.kill(victim)
+        thread.join(ADAPTER_BUDGET_S)
+        assert codes, f"{change.command} does not end"
+        found = _ask_adapter(pairs, prompt)
+        assert found == change.right or (codes[0] != 0 and found == now)
+        pairs.wait_ready(ADAPTER_BUDGET_S)  # the killed worker's next life counts, too
+        _wait_alike(pairs, int(bool(found)))
+        assert [_ask_adapter(pairs, prompt) for _ in range(4)] == [found] * 4
+        now = found
+    print(f"{victim}: {num_kills} kills, {num_within} before the change had ended")  # noqa: T201
+    if now:
+        assert _adapter(pairs, ["unload", "tales"]) == 0
+    assert_idle(pairs)
+
+
+@pytest.mark.long
 def test_the_next_answer_after_a_kill_of_the_only_decode_worker_is_right(
     lone: LocalCluster,
 ) -> None:
-    """README, "A cluster for your own tests": the next request was refused for 6.5 s once."""
+    """README, "A cluster for your own tests": the next request was refused for 6.5 s once. Every
+    time over the command line: tests/e2e/test_cli.py."""
     with SyncClient(lone.address) as client:
         before = client.complete("Once upon a time", temperature=0.0, timeout_s=KILL_BUDGET_S)
         lone.kill("decode-0")

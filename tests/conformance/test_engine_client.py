@@ -30,8 +30,10 @@ from process.errors import (
     DeadlineExceeded,
     InvalidArgument,
 )
+from tests.conftest import LONG
 from tests.harness.adapters import save_adapter
-from tests.harness.engine_clients import KINDS, AsyncFace, make_client
+from tests.harness.engine_clients import KINDS as ALL_KINDS
+from tests.harness.engine_clients import AsyncFace, make_client
 from tokens.chat_template import ChatTemplate
 from tokens.tokenizer import Tokenizer
 
@@ -39,6 +41,8 @@ MODEL = "baton-5m-draft"
 CONFIG = EngineConfig(
     model=MODEL, num_blocks=160, max_num_running=4, max_num_tokens_per_step=64, num_threads=1
 )
+# One process is several, of which there is one: test_engine_client_ends.py has both each time.
+KINDS = tuple(kind for kind in ALL_KINDS if LONG or kind != "process")
 BOUND_S = 60.0
 """No wait of a test is longer; none should come near it."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,7 +20,7 @@ from kvstore.transport import nixl
 from kvstore.transport.base import GetItems, PutUnsettled
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Unavailable
-from tests.harness.waiting import until, within
+from tests.harness.waiting import Clock, until, within
 
 Chain = Callable[[str, int], list[bytes]]
 NewWorker = Callable[..., Any]
@@ -75,10 +74,20 @@ def tcp_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
 
 
-@pytest.fixture
-def impatient(store_settings: KvStoreSettings) -> KvStoreSettings:
-    """Silence counts as death soon."""
-    return dataclasses.replace(store_settings, attachment_ttl_s=4.0, quarantine_grace_s=0.2)
+def driven(store: serve.RunningStore) -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    """Give the store, which nothing met yet, a clock of the test's own. Returns: a wait for a
+    condition, in which a second passes on that clock between two looks."""
+    clock = Clock()
+    store.node._clock = clock
+
+    async def passes(condition: Callable[[], bool]) -> None:
+        def look() -> bool:
+            clock.now_s += 1.0
+            return condition()
+
+        await until(look)
+
+    return passes
 
 
 # -- the store fails
@@ -288,20 +297,21 @@ async def test_closing_with_a_stalled_transfer_is_bounded_and_still_settles(
 
 @pytest.mark.parametrize("what", ["reserve", "hold"])
 async def test_a_killed_worker_leaks_nothing(
-    impatient: KvStoreSettings,
+    store_settings: KvStoreSettings,
     lone_worker: Callable[[str, str, str], Awaitable[LoneWorker]],
     transport: str,
     what: str,
 ) -> None:
-    async with serve.running(impatient) as running:
+    async with serve.running(store_settings) as running:
+        passes = driven(running)
         worker = await lone_worker(running.address, transport, what)
         truth = running.node.store
         assert truth is not None and len(truth.leases) == 1
         worker.process.kill()
-        await until(lambda: len(truth.leases) == 0 and len(truth.attachments) == 0)
+        await passes(lambda: len(truth.leases) == 0 and len(truth.attachments) == 0)
         num_committed = 3 if what == "hold" else 0  # they stay, unpinned; the tail does not
         free = truth.frames.num_frames - num_committed
-        await until(lambda: truth.frames.count(FrameState.FREE) == free)
+        await passes(lambda: truth.frames.count(FrameState.FREE) == free)
         assert (truth.num_pinned(), truth.num_tails) == (0, 0)
         assert await running.node.check_integrity() == ""
 
@@ -312,18 +322,19 @@ async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
     pause: Pause,
 ) -> None:
     """Its lease lapsed, but it may wake up inside its copy; only its death ends that."""
+    passes = driven(store)
     worker = await lone_worker(store.address, "shm", "reserve")
     truth = store.node.store
     assert truth is not None
     await pause(worker.process)
-    await until(lambda: len(truth.leases) == 0)
+    await passes(lambda: len(truth.leases) == 0)
     assert len(truth.quarantined) == 4
     assert store.node.watch is not None and store.node.watch._task is not None
     await asyncio.wait([store.node.watch._task], timeout=0.5)
     assert len(truth.quarantined) == 4
     assert await store.node.check_integrity() == ""
     worker.process.kill()
-    await until(lambda: len(truth.quarantined) == 0)
+    await passes(lambda: len(truth.quarantined) == 0)
     assert await store.node.check_integrity() == ""
 
 

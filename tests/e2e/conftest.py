@@ -1,20 +1,37 @@
-"""Real clusters for the tests: five real processes on loopback, kept for all tests of a module."""
+"""The clusters of test_answers.py: five real processes on loopback, kept for all its tests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
-from tests.harness.cluster import CLUSTERS, assert_idle
+from tests.harness.adapters import save_adapter
+from tests.harness.cluster import CLUSTERS, assert_idle, oracle
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = oracle(ClusterConfig().model).model
+    return save_adapter(tmp_path_factory.mktemp("adapter") / "a", model, 1)
 
 
 @pytest.fixture(scope="module", params=CLUSTERS)
-def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    """One prefill, one decode worker, KV through the store; every transport in its turn."""
+def cluster(request: pytest.FixtureRequest, adapter: Path) -> Iterator[LocalCluster]:
+    """One prefill, one decode worker, KV through the store; every transport in its turn. Those over
+    shared memory have an adapter, metrics, and a decode worker that guesses: no token of an answer
+    may depend on it, whatever is asked."""
     transport, chunk = request.param
+    more = (
+        f'worker.adapters=["tales={adapter}"]',
+        "worker.metrics_listen=127.0.0.1:0",
+        'decode.engine.speculation.drafters=["ngram"]',
+        'decode.engine.speculation.draft_models=["baton-5m-draft"]',
+        "decode.engine.speculation.always=true",
+    )
     config = ClusterConfig(
         port=0,
         transport=transport,
@@ -23,6 +40,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
             f"worker.engine.max_num_tokens_per_step={chunk}",
             f"worker.engine.max_num_running={min(32, chunk)}",
             'router.tenant_scopes=["a=team", "b=team"]',
+            *(more if transport == "shm" else ()),
         ),
     )
     with LocalCluster(config) as running:

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+from baton import cli
+from tests.harness import fake_hub, tiny_checkpoint
+from tests.harness.fake_hub import NAME, Hub
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
+WAIT_S = 160.0
+"""Of a request whose only decode worker starts again beside everything else."""
 NUM_PARTS = 5
 
 
 class Up:
     """One `baton up` and the processes that it started."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.environment = _environment(folder)
+    def __init__(self, folder: Path, *options: str, **environment: str) -> None:
+        self.environment = _environment(folder) | environment
         self.process = subprocess.Popen(
             [sys.executable, "-m", "baton.cli", "up", "--port", "0", *options],
             stdout=subprocess.PIPE,
@@ -52,9 +59,18 @@ class Up:
             self.hints += said
         return line
 
-    def baton(self, *arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
-        """Another command of the same user."""
-        return _baton(self.environment, *arguments, said=said)
+    def baton(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Another command of the same user, in this process: Python's start would take longer."""
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            code = cli.main(arguments)
+        return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
     def wait_for_nobody(self) -> None:
         _, alive = psutil.wait_procs(self.children, timeout=STOP_TIMEOUT_S)
@@ -91,9 +107,17 @@ def _baton(
     )
 
 
+def _with_disk(folder: Path) -> Up:
+    """A cluster with a file tier."""
+    disk = folder / "disk"
+    disk.mkdir()
+    tier = ("--set", f"store.file_tier_dir={disk}", "--set", "store.file_tier_bytes=100_000_000")
+    return Up(folder, *tier)
+
+
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    started = Up(tmp_path_factory.mktemp("up"))
+    started = _with_disk(tmp_path_factory.mktemp("up"))
     try:
         started.wait_ready()
         yield started
@@ -104,7 +128,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 def test_generate_streams_and_proves(up: Up) -> None:
     prompt = "Once upon a time there was a fox who lived in a quiet forest by the sea."
     arguments = ("generate", prompt, "--max-tokens", "24", "--temperature", "0")
-    shown = up.baton(*arguments)
+    shown = _baton(up.environment, *arguments)
     assert (shown.returncode, shown.stderr) == (0, "")
     for word in ("prefill-0", "decode-0", "shm", "float32", "host"):
         assert word in shown.stdout.split()
@@ -137,7 +161,8 @@ def test_token_ids_in_and_out(up: Up) -> None:
 
 def test_chat_from_a_pipe(up: Up) -> None:
     lines = "Tell me a story.\nAnd then?\n/quit\n"
-    chat = up.baton("chat", "--max-tokens", "16", "--temperature", "0", said=lines)
+    asked = ("chat", "--max-tokens", "16", "--temperature", "0")
+    chat = _baton(up.environment, *asked, said=lines)
     assert (chat.returncode, chat.stderr) == (0, "")
     sizes = [int(size) for size in re.findall(r"\[(\d+) prompt tokens", chat.stdout)]
     assert len(sizes) == 2 and sizes[1] > sizes[0] + 16 - 1
@@ -173,12 +198,22 @@ def test_a_busy_port(up: Up) -> None:
     (state,) = (Path(up.environment["XDG_RUNTIME_DIR"]) / "baton").glob("*.json")
     listening = json.loads(state.read_text())
     port = listening["address"].rpartition(":")[2]
-    refused = up.baton("up", "--port", port)
+    refused = _baton(up.environment, "up", "--port", port)
     assert refused.returncode == 1
     assert f"port {port}" in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("part", ["store", "router", "prefill", "decode", "worker"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "worker",
+        # Each says it by the same means: tests/wire/test_router_process.py and others.
+        *(
+            pytest.param(part, marks=pytest.mark.long)
+            for part in ("store", "router", "prefill", "decode")
+        ),
+    ],
+)
 def test_a_wrong_setting_is_the_components_own_line(tmp_path: Path, part: str) -> None:
     refused = _baton(_environment(tmp_path), "up", "--port", "0", "--set", f"{part}.lisen=x")
     assert refused.returncode == 1
@@ -196,33 +231,26 @@ def test_a_broken_checkpoint(tmp_path: Path) -> None:
     assert "no tokenizer.json" in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.long),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.long),
-    ],
-)
-def test_a_clean_stop_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    tier = ("--set", f"store.file_tier_dir={disk}", "--set", "store.file_tier_bytes=100_000_000")
-    up = Up(tmp_path, *tier)
-    try:
-        up.wait_ready()
-        assert len(list(disk.glob("baton-cluster-*/store.baton-pages"))) == 1
-        up.process.send_signal(number)
-        out, err = up.process.communicate(timeout=STOP_TIMEOUT_S)
-        assert up.process.returncode == 0, err
-        assert "Any user of this machine may use the router's ports" in up.hints
-        assert "only you can connect to the other parts" in up.hints
-        assert "Traceback" not in out + err
-        up.wait_for_nobody()
-        assert not list(tmp_path.glob("baton-cluster-*")) and not list(disk.iterdir())
-        assert up.baton("status").returncode == 1
-    finally:
-        up.end()
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    tiny_checkpoint.save(tmp_path / "tiny-qwen3")
+    with fake_hub.serve(tmp_path / "tiny-qwen3") as hub:
+        yield hub
+
+
+def test_a_checkpoint_by_its_hub_name(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Works like a bundled one, in `baton demo`: fetched once, though four processes want it."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+    asked = ("demo", "--model", NAME, "--prompt", "x" * 40, "--max-tokens", "8")
+    demo = _baton(_environment(tmp_path) | own, *asked)
+    assert demo.returncode == 0, demo.stderr
+    assert "decode computed no prompt token" in demo.stdout
+    assert sorted(hub.gets) == sorted(set(hub.gets)), "each file was fetched once"
+    assert not list(tmp_path.glob("baton-cluster*"))
 
 
 def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
@@ -239,14 +267,11 @@ def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
         up.end()
 
 
-def test_demo(tmp_path: Path) -> None:
-    demo = _baton(_environment(tmp_path), "demo", "--max-tokens", "16")
-    assert demo.returncode == 0, demo.stderr
-    assert "decode computed no prompt token" in demo.stdout
-    assert not list(tmp_path.glob("baton-cluster-*"))
-
-
-def test_a_part_that_dies_comes_back_and_serves(up: Up) -> None:
+def test_a_part_that_dies_comes_back_and_the_next_answer_is_right(up: Up) -> None:
+    """The only decode worker: who asks meanwhile waits for it."""
+    asked = ("generate", "Once upon a time", "--max-tokens", "8", "--temperature", "0")
+    asked += ("--timeout", str(WAIT_S), "--json")
+    before = json.loads(up.baton(*asked).stdout)
     by_line = {" ".join(child.cmdline()): child for child in up.children}
     victim = next(child for line, child in by_line.items() if "services.decode" in line)
     victim.kill()
@@ -255,18 +280,57 @@ def test_a_part_that_dies_comes_back_and_serves(up: Up) -> None:
     while "decode-0 restarting" not in seen:
         seen = up.process.stderr.readline()
         assert seen, "baton up ended"
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while (answer := up.baton("generate", "hi", "--max-tokens", "4")).returncode != 0:
-        assert time.monotonic() < deadline, answer.stderr
-    assert "decode-0" in answer.stdout
+    answer = up.baton(*asked)
+    assert answer.returncode == 0, answer.stderr
+    after = json.loads(answer.stdout)
+    assert after["token_ids"] == before["token_ids"]
+    (leg,) = (leg for leg in after["provenance"]["legs"] if leg["role"] == "decode")
+    assert leg["worker_id"] == "decode-0"
 
 
-def test_a_killed_baton_up_leaves_no_orphan(up: Up) -> None:
-    """SIGKILL: the kernel ends the children, and the next command does not believe the state. Last,
-    since it ends the cluster of the tests before."""
+@pytest.mark.long
+def test_a_killed_baton_up_leaves_no_orphan(tmp_path: Path) -> None:
+    """SIGKILL: the kernel ends the children, and the next command does not believe the state. Each
+    time: test_supervisor.py and test_run_folder.py of tests/unit/baton."""
+    up = Up(tmp_path)
+    try:
+        up.wait_ready()
+        up.process.kill()
+        up.process.communicate(timeout=STOP_TIMEOUT_S)
+        up.wait_for_nobody()
+        lost = up.baton("status")
+        assert lost.returncode == 1 and "baton up" in lost.stderr
+    finally:
+        up.end()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_other_signals_are_clean_stops(tmp_path: Path, number: signal.Signals) -> None:
+    up = _with_disk(tmp_path)
+    try:
+        up.wait_ready()
+        _stop_cleanly(up, number)
+    finally:
+        up.end()
+
+
+def test_a_clean_stop_leaves_nothing(up: Up) -> None:
+    """Last, since it ends the cluster of the tests before."""
     up.children = psutil.Process(up.process.pid).children(recursive=True)
-    up.process.kill()
-    up.process.communicate(timeout=STOP_TIMEOUT_S)
+    _stop_cleanly(up, signal.SIGTERM)
+
+
+def _stop_cleanly(up: Up, number: signal.Signals) -> None:
+    folder = Path(up.environment["TMPDIR"])
+    disk = folder / "disk"
+    assert len(list(disk.glob("baton-cluster-*/store.baton-pages"))) == 1
+    up.process.send_signal(number)
+    out, err = up.process.communicate(timeout=STOP_TIMEOUT_S)
+    assert up.process.returncode == 0, err
+    assert "Any user of this machine may use the router's ports" in up.hints
+    assert "only you can connect to the other parts" in up.hints
+    assert "Traceback" not in out + err
     up.wait_for_nobody()
-    lost = up.baton("status")
-    assert lost.returncode == 1 and "baton up" in lost.stderr
+    assert not list(folder.glob("baton-cluster-*")) and not list(disk.iterdir())
+    assert up.baton("status").returncode == 1

@@ -15,7 +15,9 @@ from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion
 from tests.harness.cluster import assert_idle, oracle, prompts
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+# Every time, in tests/unit/engine/parallel: blocks of one degree that are read by another
+# (test_ranks.py), and ranks in processes of their own (test_parallel_engine.py).
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 MODEL = ClusterConfig().model
 MAX_TOKENS = 24

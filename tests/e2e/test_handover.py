@@ -78,7 +78,7 @@ def long_prompt(reference: Oracle, rng: random.Random) -> list[int]:
 async def test_streams_are_exact_and_come_out_of_the_prefill_workers_cache(
     direct: LocalCluster, reference: Oracle, seed: int, scale: Callable[[int], int]
 ) -> None:
-    wanted = prompts(reference, random.Random(seed), max(12, scale(200)))
+    wanted = prompts(reference, random.Random(seed), max(8, scale(200)))
     expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in wanted]
     gate = asyncio.Semaphore(4)
 

@@ -1,5 +1,5 @@
 """Two models in one cluster: a request is served by the workers of the model that it names, over
-both doors, and nobody's KV meets another model's.
+both doors, and nobody's KV meets another model's. Over NIXL or gRPC, as the seed draws.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion
 from process.errors import InvalidArgument
-from tests.harness.cluster import assert_idle, oracle, prompts
+from tests.harness.cluster import DRAWN_TRANSPORT, assert_idle, oracle, prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -26,7 +26,14 @@ MAX_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(ClusterConfig(port=0, model=MODELS[0], more_models=MODELS[1:])) as running:
+    config = ClusterConfig(
+        port=0,
+        model=MODELS[0],
+        more_models=MODELS[1:],
+        transport=DRAWN_TRANSPORT,
+        handover="store",
+    )
+    with LocalCluster(config) as running:
         yield running
         assert_idle(running)
 
@@ -57,11 +64,17 @@ def test_each_name_is_answered_by_its_own_model(
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(complete, asked * 2))
     fingerprints: dict[str, set[str]] = {model: set() for model in MODELS}
+    num_moved = 0
     for (model, prompt), answer in zip(asked * 2, answers, strict=True):
         assert list(answer.token_ids) == oracle(model).greedy(prompt, MAX_TOKENS), model
         assert answer.provenance.model == model
         fingerprints[model].add(answer.provenance.model_fingerprint)
-        assert {status[leg.worker_id] for leg in answer.provenance.legs} == {model}
+        legs = answer.provenance.legs
+        assert {status[leg.worker_id] for leg in legs} == {model}
+        assert not any(leg.recomputed for leg in legs)
+        assert {leg.transport for leg in legs} <= {DRAWN_TRANSPORT, ""}
+        num_moved += sum(leg.num_tokens_from_store for leg in legs if leg.role == "decode")
+    assert num_moved > 0
     assert [len(found) for found in fingerprints.values()] == [1, 1]
     assert fingerprints[MODELS[0]] != fingerprints[MODELS[1]]
 

@@ -16,10 +16,13 @@ from baton.client import Client, SyncClient
 from baton.local_cluster import START_TIMEOUT_S, LocalCluster
 from baton.messages import Provenance
 from engine.request import Sampling
+from tests.conftest import LONG
 from tests.harness.cluster import oracle, prompts, run_engine, single_engine
 
-NUM_CLIENTS = 8
-MAX_TOKENS = 48
+NUM_CLIENTS = 8 if LONG else 2
+PAUSE_S = 0.0 if LONG else 0.5
+"""Between two requests of one client: parts start sooner where others leave them a core."""
+MAX_TOKENS = 48 if LONG else 24
 LONG_TOKENS = 512
 """Of an answer whose worker ends in its middle: finding and signalling that takes a few tokens."""
 BUDGET_S = 60.0
@@ -163,6 +166,7 @@ class Load:
             assert list(answer.token_ids) == list(ask.right), (number, answer.provenance.legs)
             self.num_right += 1
             self._note_moves(answer.provenance)
+            await asyncio.sleep(PAUSE_S)
 
     def _note_moves(self, provenance: Provenance) -> None:
         self.moves.update(leg.ended_by for leg in provenance.legs if leg.ended_by)

@@ -4,14 +4,22 @@ Triton's interpreter (tests/conftest.py chooses it before anything imports trito
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 
+from tests.conftest import third
+
+T = TypeVar("T")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def some(cases: Iterable[T]) -> list[T]:
+    """All on a GPU; a third by the interpreter, which is slow."""
+    return list(cases) if DEVICE == "cuda" else third(cases)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ outside of a sequence's own positions set to NaN. By splits: shares have a file 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from baton_kernels.rotated_attention import rotate_and_attend
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernels.conftest import DEVICE, block_tables_for, poisoned
+from tests.kernels.conftest import DEVICE, block_tables_for, poisoned, some
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 """Relative, of the whole result: rounding of the weights and of the output."""
@@ -154,8 +155,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), some(itertools.product(SHAPES, [torch.float32, torch.bfloat16])), ids=str
+)
 def test_kernel_is_reference(
     shape: Shape, dtype: torch.dtype, generator: torch.Generator, seed: int
 ) -> None:
@@ -165,16 +167,18 @@ def test_kernel_is_reference(
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"num_splits": 1},
-        {"num_splits": 3},
-        {"num_splits": 9},
-        {"window": 1},
-        {"window": 70, "num_splits": 2},
-        {"softcap": 2.0},
-        {"exact": True},
-        {"exact": True, "window": 33},
-    ],
+    some(
+        [
+            {"num_splits": 1},
+            {"num_splits": 3},
+            {"num_splits": 9},
+            {"window": 1},
+            {"window": 70, "num_splits": 2},
+            {"softcap": 2.0},
+            {"exact": True},
+            {"exact": True, "window": 33},
+        ]
+    ),
     ids=str,
 )
 def test_options(options: dict[str, Any], generator: torch.Generator, seed: int) -> None:
@@ -283,13 +287,15 @@ def test_no_split_is_long_and_none_is_cut_that_was_short(wanted: int, max_positi
 
 @pytest.mark.parametrize(
     ("block_size", "fields"),
-    [
-        (16, (4, 16, 1, 5)),
-        (32, (16, 16, 1, 3)),
-        (16, (8, 32, 2, 3)),
-        (8, (4, 32, 2, 3)),
-        (16, (4, 16, 2, 5, 128, 32, True)),
-    ],
+    some(
+        [
+            (16, (4, 16, 1, 5)),
+            (32, (16, 16, 1, 3)),
+            (16, (8, 32, 2, 3)),
+            (8, (4, 32, 2, 3)),
+            (16, (4, 16, 2, 5, 128, 32, True)),
+        ]
+    ),
     ids=str,
 )
 def test_other_configs(
@@ -313,11 +319,18 @@ def test_sinks(num_splits: int, generator: torch.Generator, seed: int) -> None:
     close(cache.kernel(num_splits=num_splits, **options), cache.truth(**options))
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["block", "token"])
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [(SHAPES[0], torch.bfloat16), (SHAPES[0], torch.float32), (SHAPES[4], torch.bfloat16)],
+    ("shape", "dtype", "kv_dtype", "per_token"),
+    some(
+        (shape, dtype, kv_dtype, per_token)
+        for shape, dtype in (
+            (SHAPES[0], torch.bfloat16),
+            (SHAPES[0], torch.float32),
+            (SHAPES[4], torch.bfloat16),
+        )
+        for kv_dtype in ("int8", "fp8_e4m3")
+        for per_token in (False, True)
+    ),
     ids=str,
 )
 def test_quantized_cache(
@@ -333,8 +346,9 @@ def test_quantized_cache(
     close(cache.kernel(rows, scaling=0.3), cache.truth(rows, scaling=0.3))
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4]], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "num_splits"), some(itertools.product([SHAPES[0], SHAPES[4]], [1, 3])), ids=str
+)
 def test_tails(shape: Shape, num_splits: int, generator: torch.Generator, seed: int) -> None:
     """The newest token's block comes from its slot: what lies in its place quantized is NaN. A
     sequence without a slot is read quantized to its end."""

@@ -12,7 +12,7 @@ import torch
 from baton_kernels.attention import decode_attention, decode_attention_reference, tree_attention
 from baton_kernels.gpu import exact_prefill
 
-from tests.kernels.conftest import DEVICE, poisoned
+from tests.kernels.conftest import DEVICE, poisoned, some
 from tests.kernels.test_attention import Cache, Shape, close
 
 
@@ -34,13 +34,15 @@ def in_chunks(cache: Cache, query: torch.Tensor, cuts: list[int], **options: Any
 
 @pytest.mark.parametrize(
     ("options", "dtype"),
-    [
-        ({}, torch.float32),
-        ({}, torch.bfloat16),
-        ({"window": 300, "softcap": 3.0}, torch.float32),
-        ({"sinks": True}, torch.bfloat16),
-    ],
-    ids=["float32", "bfloat16", "window", "sinks"],
+    some(
+        [
+            ({}, torch.float32),
+            ({}, torch.bfloat16),
+            ({"window": 300, "softcap": 3.0}, torch.float32),
+            ({"sinks": True}, torch.bfloat16),
+        ]
+    ),
+    ids=str,
 )
 def test_decode_is_chunk(
     options: dict[str, Any], dtype: torch.dtype, generator: torch.Generator, seed: int
@@ -107,8 +109,11 @@ def test_a_chain_of_nodes_is_a_chunk(dtype: torch.dtype, generator: torch.Genera
     assert torch.equal(tree, chunk)
 
 
-@pytest.mark.parametrize("what", ["_SERIAL_SHARE", "MAX_PART_BYTES"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("what", "dtype"),
+    some(itertools.product(["_SERIAL_SHARE", "MAX_PART_BYTES"], [torch.float32, torch.bfloat16])),
+    ids=str,
+)
 def test_one_after_the_other_where_sequences_fill_the_device_or_parts_would_be_too_large(
     what: str, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,8 @@ from baton_kernels.prefill_attention import (
     prefill_attention_reference,
 )
 
+from tests.kernels.conftest import some
+
 Tensors = Callable[..., torch.Tensor]
 ROUNDS = torch.cuda.is_available()
 """Triton's interpreter cuts numbers off where the machine rounds them to bfloat16."""
@@ -184,7 +186,8 @@ def test_scores_beyond_the_range_of_exp(randn: Tensors, block_tables: Tensors) -
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 21)]
+    ("dtype", "window"),
+    some([(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 21)]),
 )
 def test_a_row_does_not_depend_on_its_chunk(
     dtype: torch.dtype, window: int | None, randn: Tensors, block_tables: Tensors

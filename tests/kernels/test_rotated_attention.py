@@ -14,7 +14,7 @@ from baton_kernels.gpu import attention_plan
 from baton_kernels.layer_ops import rotate_and_write
 from baton_kernels.rotated_attention import rotate_and_attend
 
-from tests.kernels.conftest import DEVICE, poisoned
+from tests.kernels.conftest import DEVICE, poisoned, some
 from tests.kernels.test_attention import Cache, Shape, close
 
 
@@ -30,13 +30,23 @@ def copied(rows: BlockRows) -> BlockRows:
 )
 @pytest.mark.parametrize(
     ("shape", "norms", "window"),
-    [
-        (Shape(), False, None),
-        (Shape(num_heads=5, num_kv_heads=1, head_dim=32, v_head_dim=32, block_size=16), True, 30),
-        (Shape(num_heads=2, num_kv_heads=2, head_dim=64, v_head_dim=64, block_size=1), True, None),
-        (Shape(num_heads=34, num_kv_heads=2), True, None),  # two launches
-        (Shape(head_dim=24, v_head_dim=24), False, None),  # two launches
-    ],
+    some(
+        [
+            (Shape(), False, None),
+            (
+                Shape(num_heads=5, num_kv_heads=1, head_dim=32, v_head_dim=32, block_size=16),
+                True,
+                30,
+            ),
+            (
+                Shape(num_heads=2, num_kv_heads=2, head_dim=64, v_head_dim=64, block_size=1),
+                True,
+                None,
+            ),
+            (Shape(num_heads=34, num_kv_heads=2), True, None),  # two launches
+            (Shape(head_dim=24, v_head_dim=24), False, None),  # two launches
+        ]
+    ),
     ids=str,
 )
 def test_one_launch_is_two(

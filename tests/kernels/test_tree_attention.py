@@ -3,6 +3,7 @@ against causal attention where a tree is a chain."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from baton_kernels.attention import decode_attention, tree_attention, tree_atten
 from baton_kernels.block_rows import BlockRows
 from baton_kernels.layer_ops import rotate_and_write
 
-from tests.kernels.conftest import DEVICE, poisoned
+from tests.kernels.conftest import DEVICE, poisoned, some
 from tests.kernels.test_attention import SHAPES, Cache, Shape, close
 
 
@@ -89,8 +90,11 @@ class Trees:
         ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[4]], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    some(itertools.product([SHAPES[0], SHAPES[1], SHAPES[4]], [torch.float32, torch.bfloat16])),
+    ids=str,
+)
 def test_kernel_is_reference(
     shape: Shape, dtype: torch.dtype, generator: torch.Generator, seed: int
 ) -> None:
@@ -113,7 +117,7 @@ def test_options(options: dict[str, Any], generator: torch.Generator, seed: int)
     close(trees.kernel(**its), truth)
 
 
-@pytest.mark.parametrize(("num_nodes", "num_padded"), [(17, 24), (33, 40), (33, 64)])
+@pytest.mark.parametrize(("num_nodes", "num_padded"), some([(17, 24), (33, 40), (33, 64)]))
 def test_many_nodes_in_a_launch_for_more(
     num_nodes: int, num_padded: int, generator: torch.Generator, seed: int
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from engine.loop import Engine
 from engine.request import Request, Sampling
-from tests.conftest import LONG, SESSION_SEED
+from tests.conftest import third
 from tests.harness.engines import all_events, block_hash
 from tests.harness.models import VOCAB_SIZE, Tiny
 
@@ -25,8 +25,7 @@ AS_NUMBERS = [("float32", "block"), ("bfloat16", "block")]
 QUANTIZED = [
     (dtype, scale) for dtype in ("int8", "fp8_e4m3") for scale in ("tensor", "block", "token_head")
 ]
-# Each run takes half of the quantized ones, by its seed; the full run all.
-CHOSEN = QUANTIZED if LONG else random.Random(SESSION_SEED).sample(QUANTIZED, 3)
+CHOSEN = third(QUANTIZED)
 NUM_OUTPUT = 24
 LENGTHS = [1, 7, 8, 9, 15, 31, 33, 100]
 """In this order the first six begin together and then outgrow 18 blocks."""

@@ -23,7 +23,7 @@ from services.prefill.role import PrefillRole
 from services.router.admission_settings import AdmissionSettings
 from services.router.app import Router
 from services.router.views import ServedModel
-from services.worker.config import WorkerSettings
+from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.worker import Worker, start
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of
 from tests.harness.redis_server import RedisServer
@@ -220,7 +220,12 @@ async def site(num_routers: int = 1, num_places: int = 8) -> AsyncIterator[Site]
                 engine = fake_engine(num_blocks=4096, model=prefill_model)
             else:
                 engine = fake_engine(num_blocks=4096, chunk=num_places)
-            settings = WorkerSettings(redis_url=redis.url, worker_id=role, engine=engine.config)
+            settings = WorkerSettings(
+                redis_url=redis.url,
+                worker_id=role,
+                engine=engine.config,
+                limits=WorkerLimits(stop_grace_s=0.05),
+            )
             workers.append(await start(engine, settings, role, make_role))
             stack.push_async_callback(workers[-1].stop)
         stubs = []

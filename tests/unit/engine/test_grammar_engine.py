@@ -171,7 +171,7 @@ def test_every_answer_of_the_bundled_model_parses(
         num_blocks=1024,  # ten at once, some of them three samples each
     )
     cases: dict[str, tuple[GrammarSpec, Any, str]] = {}
-    for number in range(max(40, scale(200))):
+    for number in range(max(20, scale(200))):
         schema = random_schema(rng) if number % 2 else None
         pattern = random_regex(rng)
         spec = regex_spec(pattern) if schema is None else schema_spec(schema)

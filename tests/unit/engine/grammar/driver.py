@@ -3,6 +3,7 @@ random grammars whose outputs can be checked without the grammar library."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -63,8 +64,11 @@ class Grammars:
 
 def ids_of(row: torch.Tensor) -> list[int]:
     """The set bits of a mask's row."""
-    bits = np.unpackbits(row.numpy().view(np.uint8), bitorder="little")
-    return [int(index) for index in np.nonzero(bits)[0]]
+    return [int(index) for index in _ids(row)]
+
+
+def _ids(row: torch.Tensor) -> np.ndarray[Any, np.dtype[np.intp]]:
+    return np.flatnonzero(np.unpackbits(row.numpy().view(np.uint8), bitorder="little"))
 
 
 class Output:
@@ -88,20 +92,19 @@ def run(
     """Draw by random logits until the end. After `num_free` tokens they favour what closes."""
     noise = np.random.default_rng(rng.randrange(1 << 32))
     token_bytes = grammars.token_bytes
-    closing = np.array([_closing(data) for data in token_bytes])
-    single = np.array([20.0 if len(data) == 1 else 0.0 for data in token_bytes])
+    closing, single = _favours(token_bytes)
     output: list[int] = []
     num_forced = 0
     while not state.is_complete:
         if len(output) >= max_tokens:
             return Output(output, False, num_forced)
-        allowed = grammars.allowed(state)
-        assert allowed, f"a dead end after {grammars.text(output)!r}: {state.error}"
+        allowed = _ids(grammars.masks([state])[0])
+        assert len(allowed), f"a dead end after {grammars.text(output)!r}: {state.error}"
         logits = noise.gumbel(size=len(token_bytes))
         if len(output) >= num_free:
             logits += closing if rng.random() < 0.5 else single
             logits[END] += 20.0
-        token_id = max(allowed, key=logits.__getitem__)
+        token_id = int(allowed[np.argmax(logits[allowed])])
         if not token_bytes[token_id]:
             assert state.accept(token_id)
             break
@@ -112,6 +115,13 @@ def run(
             output.append(forced)
             num_forced += 1
     return Output(output, True, num_forced)
+
+
+@functools.lru_cache(maxsize=4)
+def _favours(token_bytes: tuple[bytes, ...]) -> tuple[Any, Any]:
+    """[V] each: what is added to the logits of tokens that close, and of single bytes."""
+    closing = np.array([_closing(data) for data in token_bytes])
+    return closing, np.array([20.0 if len(data) == 1 else 0.0 for data in token_bytes])
 
 
 def _closing(data: bytes) -> float:

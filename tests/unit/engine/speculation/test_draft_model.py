@@ -32,6 +32,7 @@ from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY
 from process.settings import SettingsError
+from tests.conftest import third
 from tests.harness.engines import hasher
 from tests.harness.models import FAMILIES, save
 
@@ -64,7 +65,9 @@ def _answers(engine: Engine, **sampling: Any) -> tuple[dict[str, list[int]], int
     return answers, num_steps
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9}, {"temperature": 1.0, "top_p": 0.8}])
+@pytest.mark.parametrize(
+    "sampling", third([{}, {"temperature": 0.9}, {"temperature": 1.0, "top_p": 0.8}])
+)
 def test_the_bundled_pair_gives_the_targets_answers_in_fewer_steps(
     sampling: dict[str, float],
 ) -> None:

@@ -1,27 +1,73 @@
-"""Several nodes on one machine, each with a store of its own: what one node computed is pulled by
-the other, and the keys that sign what travels between them are rotated under load.
+"""A cluster with every kind of part, as several nodes on one machine, each with a store of its own:
+what one node computed is pulled by the other, the keys that sign what travels between them are
+rotated under load, and another user of the machine reaches the router's two client ports alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from baton.client import Client, SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion, KvLeg
 from process import keys
+from process.access import Role
 from tests.harness.cluster import BLOCK_SIZE, Oracle, assert_idle, oracle, prompts
+from tests.wire.test_roles import methods
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 MODEL = ClusterConfig().model
 MAX_TOKENS = 12
+NOBODY = 65534
+ROLES = {
+    "store": Role.KVSTORE,
+    "draft": Role.DRAFT,
+    "prefill": Role.PREFILL,
+    "decode": Role.DECODE,
+    "autoscaler": Role.AUTOSCALER,
+}
+STRANGER = """
+import json, os, socket, sys
+import grpc
+
+asked = json.load(sys.stdin)
+grpc.insecure_channel("127.0.0.1:1").close()  # imports what another user may not be able to read
+os.setgroups([])
+os.setgid(asked["uid"])
+os.setuid(asked["uid"])
+answers = []
+for address, path in asked["calls"]:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.stream_stream(path)(iter((b"",)), timeout=asked["timeout_s"]).next()
+            code = "OK"
+        except StopIteration:
+            code = "OK"
+        except grpc.RpcError as error:
+            code = error.code().name
+    answers.append(code)
+with socket.socket(socket.AF_UNIX) as redis:
+    try:
+        redis.connect(asked["redis"])
+        answers.append("OK")
+    except OSError as error:
+        answers.append(type(error).__name__)
+print(json.dumps(answers))
+"""
+"""Begins as root, which can import everything, and becomes another user before its first call. The
+messages are empty: any answer but UNAVAILABLE says that the method was reached."""
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +88,16 @@ def nodes(log_dir: Path) -> Iterator[LocalCluster]:
         num_prefill=2,
         num_decode=1,
         num_stores=2,
+        num_draft=1,
+        # It is there, and starts nothing for a worker that a test kills.
+        autoscale=True,
         # What is behind the answer is not surely stored yet when a test kills who stores it.
         handover="store",
-        # Else decode brings the prompt to its own node, and nobody needs the other's.
-        overrides=("decode.limits.write_back=false",),
+        overrides=(
+            # Else decode brings the prompt to its own node, and nobody needs the other's.
+            "decode.limits.write_back=false",
+            "autoscaler.interval_s=3600.0",
+        ),
         log_dir=str(log_dir),
     )
     with LocalCluster(config) as running:
@@ -159,3 +211,51 @@ def test_keys_are_for_nobody_else(nodes: LocalCluster, log_dir: Path) -> None:
     assert '"ready"' in logs
     for key in keys.load(path):
         assert key.secret.hex() not in logs
+
+
+def test_only_the_clients_ports_are_open_to_the_machine(nodes: LocalCluster) -> None:
+    listening = {
+        f"{found.laddr.ip.removeprefix('::ffff:')}:{found.laddr.port}"
+        for info in nodes.processes.values()
+        for found in psutil.Process(info.pid).net_connections(kind="inet")
+        if found.status == psutil.CONN_LISTEN
+    }
+    assert listening == {nodes.address, nodes.http_address}
+    sockets = [info.address for info in nodes.processes.values() if info.kind in ROLES]
+    sockets += [nodes.redis_url]
+    assert len(sockets) == 8
+    for address in sockets:
+        path = Path(address.removeprefix("unix:").removeprefix("//"))
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700, path
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+
+
+def test_another_user_can_call_no_part(nodes: LocalCluster) -> None:
+    if os.getuid():
+        pytest.skip("needs root, to become another user")
+    calls = [
+        (info.address, path)
+        for info in nodes.processes.values()
+        if info.kind in ROLES
+        for path, _ in methods(ROLES[info.kind])
+    ]
+    open_to_all = (nodes.address, "/baton.v1.Inference/ListModels")
+    asked = {
+        "uid": NOBODY,
+        "timeout_s": 10.0,
+        "redis": nodes.redis_url.removeprefix("unix://"),
+        "calls": [open_to_all, *calls],
+    }
+    told = subprocess.run(
+        [sys.executable, "-c", STRANGER],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    client, *others, redis = json.loads(told.stdout)
+    assert client == "OK"
+    assert len(others) > 60
+    assert set(others) == {"UNAVAILABLE"}, dict(zip(calls, others, strict=True))
+    assert redis == "PermissionError"

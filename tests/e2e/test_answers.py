@@ -1,15 +1,19 @@
-"""What can be asked beyond a plain answer, through a whole cluster of real processes: samples,
-beams, structured output, adapters, traces, records and metrics; and the openai client, for which
-what comes over HTTP is what comes over gRPC.
+"""What a whole cluster of real processes answers. The first promise: disaggregated == one engine ==
+`transformers`, token for token, over each transport; and the KV really moved. Then, on the first of
+these clusters, all that can be asked beyond a plain answer: samples, beams, structured output,
+adapters, records and metrics; and the openai client, for which what comes over HTTP is what comes
+over gRPC.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
+import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +22,34 @@ import pytest
 import torch
 
 from baton import cli
-from baton.client import SyncClient
+from baton.client import Client, SyncClient
 from baton.errors import InvalidArgument
 from baton.local_cluster import ClusterConfig, LocalCluster
-from protos import common_pb2
+from baton.messages import Completion, KvLeg
+from protos import common_pb2, inference_pb2
+from tests.conftest import LONG, SESSION_SEED
 from tests.harness.adapters import merged, save_adapter
 from tests.harness.beam_search import Search, beam_reference
-from tests.harness.bundled_pair import MODEL, alone
-from tests.harness.cluster import Oracle, assert_idle, oracle, prompts, single_engine
+from tests.harness.bundled_pair import alone
+from tests.harness.cluster import (
+    BLOCK_SIZE,
+    CLUSTERS,
+    Oracle,
+    Sampling,
+    assert_idle,
+    oracle,
+    prompts,
+    run_engine,
+    single_engine,
+)
 
-pytestmark = [pytest.mark.oracle, pytest.mark.e2e, pytest.mark.timeout(600)]
+# The long run takes minutes a test.
+pytestmark = [pytest.mark.oracle, pytest.mark.e2e, pytest.mark.timeout(1200)]
 
+MODEL = ClusterConfig().model
+MAX_TOKENS = 24
+# What no transport changes runs over one.
+over_one_transport = pytest.mark.parametrize("cluster", CLUSTERS[:1], indirect=True)
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"enum": [1, 2, 3]}},
@@ -40,33 +61,253 @@ TALK: Any = [{"role": "user", "content": "Tell me a story about a dog."}]
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_adapter(tmp_path_factory.mktemp("adapter") / "a", oracle(MODEL).model, 1)
+def reference() -> Oracle:
+    return oracle(MODEL)
 
 
 @pytest.fixture(scope="module")
-def cluster(adapter: Path) -> Iterator[LocalCluster]:
-    config = ClusterConfig(
-        port=0,
-        model=MODEL,
-        overrides=(
-            f'worker.adapters=["tales={adapter}"]',
-            "worker.metrics_listen=127.0.0.1:0",
-            # No token of an answer may depend on it, whatever is asked.
-            'decode.engine.speculation.drafters=["ngram"]',
-            'decode.engine.speculation.draft_models=["baton-5m-draft"]',
-            "decode.engine.speculation.always=true",
-        ),
+def greedy(reference: Oracle) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and what is right, over whichever transport."""
+    wanted = prompts(reference, random.Random(SESSION_SEED), 200 if LONG else 16)
+    return wanted, [reference.greedy(prompt, MAX_TOKENS) for prompt in wanted]
+
+
+async def complete_all(
+    address: str,
+    wanted: Sequence[Sequence[int]],
+    concurrency: int,
+    options: Sequence[dict[str, object]] = (),
+) -> list[Completion]:
+    """All prompts, at most `concurrency` at once; answers in their order."""
+    gate = asyncio.Semaphore(concurrency)
+    async with Client(address) as client:
+
+        async def one(index: int) -> Completion:
+            async with gate:
+                extra = options[index] if options else {"temperature": 0.0}
+                return await client.complete(
+                    list(wanted[index]), max_tokens=MAX_TOKENS, timeout_s=120, **extra
+                )
+
+        return list(await asyncio.gather(*(one(index) for index in range(len(wanted)))))
+
+
+def leg(completion: Completion, role: str) -> KvLeg:
+    (found,) = (leg for leg in completion.provenance.legs if leg.role == role)
+    return found
+
+
+def assert_moved(completion: Completion) -> None:
+    """The account sums up, and decode computed nothing of the prompt."""
+    num_prompt = completion.usage.num_prompt_tokens
+    for one in completion.provenance.legs:
+        total = one.num_tokens_computed + one.num_tokens_local + one.num_tokens_from_store
+        assert total == num_prompt, one
+        assert not one.recomputed, one
+    if len(completion.token_ids) > 1:
+        assert leg(completion, "decode").num_tokens_computed == 0
+
+
+def split(total: int, rng: random.Random) -> list[int]:
+    """Random group sizes of 1 to 32 that sum to `total`: how ragged batches come about."""
+    sizes = []
+    while total:
+        sizes.append(min(total, rng.randint(1, 32)))
+        total -= sizes[-1]
+    return sizes
+
+
+async def test_greedy_equals_transformers_with_and_without_a_prefix_hit(
+    cluster: LocalCluster, greedy: tuple[list[list[int]], list[list[int]]], seed: int
+) -> None:
+    rng = random.Random(seed)
+    wanted, expected = greedy
+    for attempt in ("cold", "prefix hit"):
+        done = 0
+        for size in split(len(wanted), rng):
+            group = slice(done, done + size)
+            answers = await complete_all(cluster.address, wanted[group], concurrency=size)
+            for prompt, answer, right in zip(wanted[group], answers, expected[group], strict=True):
+                assert list(answer.token_ids) == right, (attempt, len(prompt), prompt)
+                assert_moved(answer)
+            done += size
+
+
+async def test_sampled_equals_one_engine_whatever_the_batch_around(
+    cluster: LocalCluster, reference: Oracle, seed: int, scale: Callable[[int], int]
+) -> None:
+    rng = random.Random(seed + 1)
+    count = max(12, scale(200))
+    wanted = prompts(reference, rng, count)
+    settings = [
+        {
+            "temperature": rng.choice([0.3, 0.7, 1.0, 1.5]),
+            "top_p": rng.choice([0.5, 0.9, 1.0]),
+            "top_k": rng.choice([0, 5, 40]),
+            "seed": rng.randrange(2**63),
+        }
+        for _ in range(count)
+    ]
+    engine = single_engine(MODEL)
+    expected = []
+    for index, (prompt, one) in enumerate(zip(wanted, settings, strict=True)):
+        sampling = Sampling(max_tokens=MAX_TOKENS, **one)  # type: ignore[arg-type]
+        expected += run_engine(engine, [(prompt, sampling)], prefix_cache=f"{seed}-{index}")
+    answers = await complete_all(cluster.address, wanted, concurrency=8, options=settings)
+    for prompt, answer, right, one in zip(wanted, answers, expected, settings, strict=True):
+        assert list(answer.token_ids) == right, (len(prompt), one)
+        assert answer.seed == one["seed"]
+        assert_moved(answer)
+
+
+def _settled(cluster: LocalCluster) -> inference_pb2.StoreStatus:
+    """The store, idle and no longer counting: blocks of earlier answers are written back late."""
+    deadline = time.monotonic() + 40
+    now = assert_idle(cluster).stores[0]
+    while True:
+        before = now
+        time.sleep(0.5)
+        now = assert_idle(cluster).stores[0]
+        if (now.num_bytes_written, now.num_bytes_read) == (
+            before.num_bytes_written,
+            before.num_bytes_read,
+        ):
+            return now
+        assert time.monotonic() < deadline, "the store goes on counting"
+
+
+@over_one_transport
+def test_the_stores_own_counters_saw_the_bytes(
+    cluster: LocalCluster, client: SyncClient, reference: Oracle, seed: int
+) -> None:
+    rng = random.Random(seed + 2)
+    for length in (5, 16, 33, 90):
+        prompt = [rng.randrange(100, 2000) for _ in range(length)]
+        before = _settled(cluster)
+        answer = client.complete(prompt, max_tokens=4, temperature=0.0, ignore_eos=True)
+        after = _settled(cluster)
+        num_blocks = -(-length // BLOCK_SIZE)  # a tail block travels like a full one
+        assert after.num_bytes_written - before.num_bytes_written == num_blocks * after.frame_bytes
+        # A worker tells of its reads with its next renewal or release: some may be older.
+        num_bytes_read = after.num_bytes_read - before.num_bytes_read
+        assert num_bytes_read >= num_blocks * after.frame_bytes
+        assert num_bytes_read % after.frame_bytes == 0
+        assert leg(answer, "decode").num_bytes_read == num_blocks * after.frame_bytes
+        assert leg(answer, "prefill").num_bytes_written == num_blocks * after.frame_bytes
+        assert answer.provenance.legs[0].transport == cluster.config.transport
+
+
+@over_one_transport
+def test_a_second_prompt_computes_only_what_follows_its_last_full_block(
+    cluster: LocalCluster, client: SyncClient, reference: Oracle, seed: int
+) -> None:
+    rng = random.Random(seed + 3)
+    for length in (1, 15, 16, 17, 32, 33, 100):
+        prompt = [rng.randrange(100, 2000) for _ in range(length)]
+        options = {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}
+        first = client.complete(prompt, **options)
+        second = client.complete(prompt, **options)
+        num_cached = (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert second.token_ids == first.token_ids
+        assert leg(second, "prefill").num_tokens_computed == length - num_cached
+        assert second.usage.num_cached_tokens == num_cached
+        if length == 100:
+            # A new life of the prefill worker has an empty device cache: the store must give it.
+            cluster.restart("prefill-0")
+            cluster.wait_ready(60)
+            third = client.complete(prompt, **options)
+            assert third.token_ids == first.token_ids
+            assert leg(third, "prefill").num_tokens_local == 0
+            assert leg(third, "prefill").num_tokens_from_store == num_cached
+            assert leg(third, "prefill").num_tokens_computed == length - num_cached
+            assert leg(third, "prefill").incarnation != leg(first, "prefill").incarnation
+
+
+@over_one_transport
+def test_the_index_in_redis_knows_what_the_store_holds(
+    cluster: LocalCluster, client: SyncClient, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`baton audit` compares them, hash by hash, once the store has told Redis what is new."""
+
+    def audited() -> dict[str, Any]:
+        assert cli.main(["audit", "--redis", cluster.redis_url, "--json"]) == 0
+        (store,) = json.loads(capsys.readouterr().out)["stores"]
+        assert store["num_missing"] == store["num_false"] == 0
+        found: dict[str, Any] = store
+        return found
+
+    before = audited()
+    prompt = [random.Random(seed + 5).randrange(100, 2000) for _ in range(70)]
+    client.complete(prompt, max_tokens=2, temperature=0.0, ignore_eos=True)
+    deadline = time.monotonic() + 10
+    while audited()["num_right"] < before["num_right"] + 70 // BLOCK_SIZE:
+        assert time.monotonic() < deadline, "the prompt's blocks are not in the index"
+    assert list(client.status().problems) == []
+
+
+@over_one_transport
+def test_one_token_never_touches_decode(
+    cluster: LocalCluster, client: SyncClient, reference: Oracle, seed: int
+) -> None:
+    (prompt,) = prompts(reference, random.Random(seed + 4), 1)
+    (right,) = reference.greedy(prompt, 1)
+    before = {worker.worker_id: worker.num_output_tokens for worker in client.status().workers}
+    by_length = client.complete(prompt, max_tokens=1, temperature=0.0, ignore_eos=True)
+    assert by_length.token_ids == (right,)
+    assert by_length.finish_reason == "length"
+    by_stop = client.complete(
+        prompt, max_tokens=9, temperature=0.0, ignore_eos=True, stop_token_ids=[right]
     )
-    with LocalCluster(config) as running:
-        yield running
-        assert_idle(running)
+    assert by_stop.finish_reason == "stop_token"
+    assert by_stop.stop_token_id == right
+    for answer in (by_length, by_stop):
+        assert [one.role for one in answer.provenance.legs] == ["prefill"]
+    after = {worker.worker_id: worker.num_output_tokens for worker in assert_idle(cluster).workers}
+    assert after["decode-0"] == before["decode-0"]
 
 
-@pytest.fixture
-def client(cluster: LocalCluster) -> Iterator[SyncClient]:
-    with SyncClient(cluster.address) as connected:
-        yield connected
+@over_one_transport
+def test_text_streams_in_pieces_that_join_to_the_whole(
+    client: SyncClient, reference: Oracle
+) -> None:
+    chunks = list(client.generate("Once upon a time", max_tokens=40, temperature=0.0))
+    text = "".join(chunk.text for chunk in chunks)
+    ids = [token for chunk in chunks for token in chunk.token_ids]
+    assert len(chunks) > 3
+    kept = [token for token in ids if token not in reference.eos_token_ids]
+    assert text == reference.tokenizer.decode(kept, skip_special_tokens=True)
+    # A stop string is cut where it begins, and what overshot it is not counted.
+    word = text.split()[4]
+    cut = client.complete("Once upon a time", max_tokens=40, temperature=0.0, stop=[word])
+    assert cut.finish_reason == "stop_string"
+    assert cut.stop_string == word
+    assert cut.text == text[: text.index(word)]
+    assert cut.usage.num_output_tokens == len(cut.token_ids) < len(ids)
+
+
+@over_one_transport
+def test_a_prompt_meets_what_its_own_tenants_left_and_nothing_else(
+    cluster: LocalCluster, client: SyncClient, reference: Oracle, seed: int
+) -> None:
+    """The same prompt from each tenant, twice: a and b share a scope (conftest.py) and hit each
+    other's blocks from the first time on; a tenant called like the scope hits only its own."""
+    rng = random.Random(seed + 6)
+    prompt = [rng.randrange(100, 2000) for _ in range(200)]
+    expected = reference.greedy(prompt, 4)
+    full = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    seen: dict[str, list[int]] = {}
+    for tenant in ("a", "b", "c", "team", "") * 2:
+        answer = client.complete(prompt, max_tokens=4, temperature=0.0, tenant=tenant)
+        assert list(answer.token_ids) == expected
+        num_cached = len(prompt) - leg(answer, "prefill").num_tokens_computed
+        seen.setdefault(tenant, []).append(num_cached)
+    assert seen == {
+        "a": [0, full],
+        "b": [full, full],
+        "c": [0, full],
+        "team": [0, full],
+        "": [0, full],
+    }
 
 
 @pytest.fixture
@@ -77,6 +318,7 @@ def http(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@over_one_transport
 def test_samples_are_those_of_one_engine(
     client: SyncClient, seed: int, scale: Callable[[int], int]
 ) -> None:
@@ -107,6 +349,7 @@ def test_samples_are_those_of_one_engine(
         assert [list(one.token_ids) for one in found] == [one.token_ids for one in expected]
 
 
+@over_one_transport
 def test_stop_strings_end_their_own_sample(client: SyncClient) -> None:
     options: dict[str, Any] = {"n": 4, "max_tokens": 60, "temperature": 1.0, "seed": 3}
     whole = client.complete_samples("Once upon a time", **options)
@@ -117,6 +360,7 @@ def test_stop_strings_end_their_own_sample(client: SyncClient) -> None:
         assert other.finish_reason == ("stop_string" if is_stopped else one.finish_reason)
 
 
+@over_one_transport
 def test_beams_are_those_of_transformers(client: SyncClient) -> None:
     source = oracle(MODEL)
     for index, prompt in enumerate(prompts(source, random.Random(5), 4)):
@@ -132,6 +376,7 @@ def test_beams_are_those_of_transformers(client: SyncClient) -> None:
             assert one.text == source.tokenizer.decode(one.token_ids, skip_special_tokens=True)
 
 
+@over_one_transport
 def test_structured_output(client: SyncClient) -> None:
     options: dict[str, Any] = {"max_tokens": 80, "temperature": 1.0}
     for seed in range(3):
@@ -146,6 +391,7 @@ def test_structured_output(client: SyncClient) -> None:
     assert caught.value.field == "sampling.regex"
 
 
+@over_one_transport
 def test_words_that_are_forbidden_never_come(client: SyncClient) -> None:
     asked: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0}
     plain = client.complete("Once upon a time", **asked)
@@ -154,6 +400,7 @@ def test_words_that_are_forbidden_never_come(client: SyncClient) -> None:
     assert other.token_ids != plain.token_ids
 
 
+@over_one_transport
 def test_an_adapter_is_its_merged_weights(client: SyncClient, adapter: Path) -> None:
     source = oracle(MODEL)
     model = merged(source.model, adapter)
@@ -176,6 +423,7 @@ def test_an_adapter_is_its_merged_weights(client: SyncClient, adapter: Path) -> 
         client.complete("x", adapter="none")
 
 
+@over_one_transport
 def test_an_adapter_comes_and_goes_at_run_time(
     cluster: LocalCluster,
     client: SyncClient,
@@ -199,6 +447,7 @@ def test_an_adapter_comes_and_goes_at_run_time(
     assert "no adapter 'more' is loaded; loaded are: tales" in capsys.readouterr().err
 
 
+@over_one_transport
 def test_a_record_is_replayed(
     cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +468,7 @@ def test_a_record_is_replayed(
 
 
 @pytest.mark.long
+@over_one_transport
 def test_a_record_is_replayed_by_a_cluster_of_its_own(
     cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +485,7 @@ def test_a_record_is_replayed_by_a_cluster_of_its_own(
     assert "abababababababab" in capsys.readouterr().err
 
 
+@over_one_transport
 def test_metrics_are_served_where_status_says(client: SyncClient) -> None:
     client.complete("Once upon a time there was", max_tokens=24, ignore_eos=True)
     workers = client.status().workers
@@ -249,6 +500,7 @@ def test_metrics_are_served_where_status_says(client: SyncClient) -> None:
         assert (float(kept[1]) > 0) == (worker.role == "decode")
 
 
+@over_one_transport
 def test_both_doors_give_the_same_answer(client: SyncClient, http: openai.OpenAI) -> None:
     expected = client.complete(PROMPT, max_tokens=24, seed=7, temperature=1.0)
     stream = http.completions.create(
@@ -268,6 +520,7 @@ def test_both_doors_give_the_same_answer(client: SyncClient, http: openai.OpenAI
     assert account["seed"] == 7
 
 
+@over_one_transport
 def test_a_cached_prompt_shows_in_the_usage(http: openai.OpenAI) -> None:
     prompt = "One day a little girl went to the park with her mom and her dog. " * 4
 
@@ -280,6 +533,7 @@ def test_a_cached_prompt_shows_in_the_usage(http: openai.OpenAI) -> None:
     assert num_cached() >= 32
 
 
+@over_one_transport
 def test_a_schema_holds_and_logprobs_spell_the_text(http: openai.OpenAI) -> None:
     schema = {
         "type": "object",
@@ -312,6 +566,7 @@ def test_a_schema_holds_and_logprobs_spell_the_text(http: openai.OpenAI) -> None
         assert all(len(entry.top_logprobs) == 3 and entry.logprob <= 0 for entry in entries)
 
 
+@over_one_transport
 def test_a_prompts_log_probabilities_are_those_of_transformers(
     client: SyncClient, http: openai.OpenAI
 ) -> None:
@@ -349,6 +604,7 @@ def test_a_prompts_log_probabilities_are_those_of_transformers(
     assert completion.usage.num_output_tokens == 2
 
 
+@over_one_transport
 def test_embeddings_are_of_length_1_and_alike_for_alike_texts(http: openai.OpenAI) -> None:
     texts = ["The dog ran home.", "The dog ran home.", "She gave him a red ball."]
     answer = http.embeddings.create(model=MODEL, input=texts)
@@ -358,6 +614,7 @@ def test_embeddings_are_of_length_1_and_alike_for_alike_texts(http: openai.OpenA
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+@over_one_transport
 def test_the_bundled_model_calls_a_tool_where_a_call_is_forced(
     http: openai.OpenAI, choice: Any
 ) -> None:
