@@ -171,6 +171,16 @@ def test_answers_are_those_that_were_recorded(plain: LLM) -> None:
     check("answers", _answers(plain, list(WORKLOADS)))
 
 
+def test_no_answer_depends_on_steps_that_run_ahead(plain: LLM, adapters: dict[str, Path]) -> None:
+    """Decodes and prompts are launched before the step ahead of them was read, as on a GPU."""
+    kinds = ("greedy", "drawn", "samples", "stops", "grammar", "first")
+    names = [f"{kind}-{index}" for kind in kinds for index in range(2)]
+    with _llm(decoder="own", overlap_prompts=True) as llm:
+        for name, folder in adapters.items():
+            llm.load_adapter(name, folder)
+        assert _answers(llm, names) == _answers(plain, names)
+
+
 def test_no_answer_depends_on_speculation(plain: LLM) -> None:
     names = [name for name in WORKLOADS if name.partition("-")[0] in ("greedy", "drawn", "grammar")]
     speculation = {"drafters": ["ngram"], "draft_models": ["baton-5m-draft"], "always": True}
