@@ -30,6 +30,21 @@ def forge(run: common_pb2.BlockRun, index: int, **changes: Any) -> None:
     set_blocks(run, blocks)
 
 
+def changed(message: Any, changes: dict[str, Any]) -> Any:
+    """Fields of a message set to other values, by their names; of one in it as "sampling.seed"."""
+    for path, value in changes.items():
+        *parents, name = path.split(".")
+        target = message
+        for parent in parents:
+            target = getattr(target, parent)
+        if isinstance(value, list | tuple):
+            target.ClearField(name)
+            getattr(target, name).extend(value)
+        else:
+            setattr(target, name, value)
+    return message
+
+
 def partial(p: Pair, handle: common_pb2.KvHandle, num_blocks: int) -> common_pb2.KvHandle:
     """What was stored when prefill had stored so many full blocks; signed."""
     early = common_pb2.KvHandle()

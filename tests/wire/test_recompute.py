@@ -12,7 +12,7 @@ import pytest
 
 from protos import common_pb2
 from tests.harness.gated_engine import prompt_of
-from tests.harness.handles import blocks_of, forge, set_blocks, sign
+from tests.harness.handles import blocks_of, changed, forge, set_blocks, sign
 from tests.harness.prefill_decode_pair import Answer, Pair, pair
 
 pytestmark = [pytest.mark.oracle, pytest.mark.asyncio(loop_scope="module")]
@@ -163,11 +163,11 @@ FORGED: list[Spoil] = [
     gap,
     shortened,
     no_lease,
-    lambda p, handle: setattr(handle, "deadline_unix_ms", handle.deadline_unix_ms + 1),
-    lambda p, handle: setattr(handle, "nonce", bytes(16)),
-    lambda p, handle: setattr(handle, "is_partial", True),
-    lambda p, handle: setattr(handle, "signature", b""),
-    lambda p, handle: setattr(handle, "key_id", "another"),
+    lambda p, handle: changed(handle, {"deadline_unix_ms": handle.deadline_unix_ms + 1}),
+    lambda p, handle: changed(handle, {"nonce": bytes(16)}),
+    lambda p, handle: changed(handle, {"is_partial": True}),
+    lambda p, handle: changed(handle, {"signature": b""}),
+    lambda p, handle: changed(handle, {"key_id": "another"}),
 ]
 
 

@@ -20,6 +20,7 @@ from process.errors import (
 )
 from protos import common_pb2
 from tests.harness.gated_engine import prompt_of
+from tests.harness.handles import changed
 from tests.harness.prefill_decode_pair import (
     WAIT_S,
     Pair,
@@ -53,20 +54,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sampling.n": 10_000}, "sampling.n"),
     ({"sampling.stop": ["x"]}, "sampling.stop"),
 ]
-
-
-def changed(message: Any, changes: dict[str, Any]) -> Any:
-    for path, value in changes.items():
-        *parents, name = path.split(".")
-        target = message
-        for parent in parents:
-            target = getattr(target, parent)
-        if isinstance(value, list | tuple):
-            target.ClearField(name)
-            getattr(target, name).extend(value)
-        else:
-            setattr(target, name, value)
-    return message
 
 
 async def refusals(p: Pair, changes: dict[str, Any]) -> list[BatonError]:

@@ -62,10 +62,11 @@ async def test_an_end_that_fails_in_part_still_gives_back_the_rest(
         await p.check()
 
 
-async def test_a_handle_that_comes_when_the_request_has_just_ended_gives_its_leases_back(
+async def test_a_handle_that_comes_when_the_request_has_just_ended_is_refused(
     tmp_path: Path,
 ) -> None:
-    """After its last word, before its stream has forgotten it."""
+    """After its last word, before its stream has forgotten it: so that its leases are given back, as
+    of any that is refused."""
     async with movers(tmp_path) as m:
         moved, sample = await m.moved(PROMPT, max_tokens=40)
         role: Any = m.workers[0].role
@@ -87,4 +88,3 @@ async def test_a_handle_that_comes_when_the_request_has_just_ended_gives_its_lea
         assert len(refused) == 1
         worker.forget = forget
         m.stay(0)
-        await m.check()
