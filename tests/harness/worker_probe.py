@@ -193,9 +193,6 @@ class StoreWay:
         """After `silence`."""
         vars(self.client._rpc).pop("call", None)
 
-    async def release(self, lease_ids: Iterable[str]) -> None:
-        await self.client.release(list(lease_ids), deadline=Deadline.after(WAIT_S))
-
 
 class WorkerProbe:
     """See the module. `model`: the worker's own, which a test may hold."""

@@ -223,21 +223,32 @@ def test_clusters_of_tests_take_a_free_port() -> None:
     assert not fixed, "say port=0"
 
 
+WORKER_PROTOS = {
+    f"protos.{name}_pb2{suffix}"
+    for name in ("prefill", "decode", "kvstore", "worker_control")
+    for suffix in ("", "_grpc")
+}
+"""What parts of a cluster say to one another: tests/harness speaks it for tests."""
+
+
 def _reaches_inside(path: Path) -> list[str]:
-    """Lines of a test that know of more than protos, HTTP, the command line, `baton` and what
-    tests/harness gives."""
+    """Lines of a test that know of more than clients' protos, HTTP, the command line, `baton` and
+    what tests/harness gives."""
     allowed = {"tests.harness", "tests.golden.recorded", "tests.conftest", "process.errors"}
     ours = {*PACKAGES, "tests", "benchmarks", "tools"} - {"baton", "protos"}
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-        if isinstance(node, ast.ImportFrom) and node.module == "tests":
-            names = [f"tests.{alias.name}" for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and node.module in ("tests", "protos"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         is_reach = any(
-            name.partition(".")[0] in ours
-            and not any(name == one or name.startswith(f"{one}.") for one in allowed)
+            name in WORKER_PROTOS
+            or (
+                name.partition(".")[0] in ours
+                and not any(name == one or name.startswith(f"{one}.") for one in allowed)
+            )
             for name in names
         )
         if isinstance(node, ast.Attribute):

@@ -65,8 +65,8 @@ async def test_an_end_that_fails_in_part_still_gives_back_the_rest(
 async def test_a_handle_that_comes_when_the_request_has_just_ended_is_refused(
     tmp_path: Path,
 ) -> None:
-    """After its last word, before its stream has forgotten it: so that its leases are given back, as
-    of any that is refused."""
+    """After its last word, before its stream has forgotten it: so that its leases are given back,
+    as of any that is refused."""
     async with movers(tmp_path) as m:
         moved, sample = await m.moved(PROMPT, max_tokens=40)
         role: Any = m.workers[0].role

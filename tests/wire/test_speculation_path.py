@@ -1,6 +1,6 @@
 """Guesses through the whole path: random workloads from a client over router, prefill worker, store
 and decode workers give what one engine gives that has room for all of them and guesses nothing.
-(That this is what plain decoding gives through the same path: test_prefill_decode_exact.py.)
+(That this is what plain decoding gives through the same path: test_exact.py.)
 
 Every kind of drafter, random trees, every kind of parameter, adapters, quantized caches, small ones
 that preempt, chunks, prefix hits, streams that move. `BATON_TEST_SEED` gives the same requests and
