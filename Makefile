@@ -56,7 +56,7 @@ test: check
 	$(TEST_ENVIRONMENT) $(BIN)/pytest $(TEST_OPTIONS)
 
 oracle: $(READY)
-	$(TEST_ENVIRONMENT) $(BIN)/pytest $(TEST_OPTIONS) -m oracle
+	$(TEST_ENVIRONMENT) $(BIN)/pytest $(TEST_OPTIONS) -m oracle $$(grep -rl --include='test_*.py' 'mark[.]oracle' tests)
 
 test-long: check
 	$(TEST_ENVIRONMENT) BATON_TEST_LONG=1 $(BIN)/pytest $(TEST_OPTIONS) -o faulthandler_timeout=2400

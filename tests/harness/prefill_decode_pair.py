@@ -307,7 +307,7 @@ class Pair:
     async def forget(self, num_blocks: int = 64) -> None:
         """Push everything out of the device cache of a prefill worker of so many blocks; the store
         keeps it."""
-        for _ in range(-(-num_blocks * 4 // 200) + 1):
+        for _ in range(-(-num_blocks * 4 // 200)):
             await self.run_prefill(self.new_prompt(200), name="filler", wants_handle=False)
 
     async def generate_together(

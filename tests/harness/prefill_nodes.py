@@ -193,7 +193,7 @@ class Nodes:
         """Push everything out of a worker's device cache; its store keeps it."""
         num_tokens = node.core.model.num_blocks * BLOCK_SIZE - 8
         num_tokens = min(num_tokens, node.core.model.context_window - 8)
-        for _ in range(2 + node.core.model.num_blocks * BLOCK_SIZE // num_tokens):
+        for _ in range(-(-node.core.model.num_blocks * BLOCK_SIZE // num_tokens)):
             await self.run(node, self.new_prompt(num_tokens), name="filler", wants_handle=False)
 
     async def release(self, handle: common_pb2.KvHandle) -> None:

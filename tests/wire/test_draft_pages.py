@@ -20,7 +20,6 @@ from tests.harness.decode_movers import (
     Movers,
     alone,
     going_on,
-    hold_at,
     movers,
     release_when_taken_out,
 )
@@ -131,7 +130,7 @@ async def test_a_stream_that_moves_finds_its_draft_models_kv(tmp_path: Path) -> 
     async with movers(tmp_path, make_engine=make_engine, limits=LIMITS) as m:
         await believe(m, 1)
         model, sample = m.engine(0)._model, Sample()
-        hold_at(model, 6)
+        model.hold_at(6)
         key = await m.begin(0, PROMPT, max_tokens=40)
         await until(model.is_held.is_set)
         release_when_taken_out(m, 0)
