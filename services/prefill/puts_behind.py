@@ -32,7 +32,7 @@ class PutsBehind:
     """See the module."""
 
     def __init__(self, put_budget_s: float, yield_s: float) -> None:
-        """yield_s: the last puts wait no longer for whoever reads."""
+        """yield_s: the last puts wait no longer for the reader."""
         self._yield_s = yield_s
         self._put_budget_s = put_budget_s
         self._tasks: set[asyncio.Task[None]] = set()

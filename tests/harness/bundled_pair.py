@@ -201,7 +201,7 @@ class Workers:
 
 
 def bundled_engine(index: int = 0) -> Engine:
-    """Of the bundled model, alone; whoever makes one closes it."""
+    """Of the bundled model, alone; the caller closes it."""
     return load_engine(EngineConfig(model=MODEL, device="cpu", kv_bytes=8 * 1024 * 1024))
 
 

@@ -52,7 +52,7 @@ def transports(answer: Answer) -> dict[str, str]:
 
 
 async def generate(p: Pair, prompt: Sequence[int], spoil: Spoil | None = None) -> Answer:
-    """A request whose handle may be spoiled by someone who has the key."""
+    """A request whose handle may be spoiled, and is signed again."""
     async with p.reserved(prompt) as (stream, key):
         reply = await p.run_prefill(prompt)
         if spoil is not None:

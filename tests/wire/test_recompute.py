@@ -26,8 +26,8 @@ Spoil = Callable[[Pair, common_pb2.KvHandle], None]
 async def generate_spoiled(
     p: Pair, spoil: Spoil, *, is_signed: bool = True, lapses: bool = False
 ) -> Answer:
-    """A request whose handle (or what it names) is spoiled between prefill and decode; by someone
-    who has the key, or by someone who has not. lapses: nothing gives its lease back."""
+    """A request whose handle (or what it names) is spoiled between prefill and decode, and signed
+    again where `is_signed`. lapses: nothing gives its lease back."""
     prompt = p.new_prompt(NUM_TOKENS)
     async with p.stream() as stream:
         key = await stream.reserve(p.reserve(prompt))

@@ -4,6 +4,7 @@ brings about: what is held is given back all the same. Reaches inside.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,60 @@ from services.prefill.pins import Pins
 from services.worker import handle as handles
 from services.worker import request_spans
 from tests.harness.decode_movers import going_on, movers
-from tests.harness.gated_engine import prompt_of
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.prefill_decode_pair import WAIT_S, pair
 from tests.harness.waiting import until
 
 PROMPT = prompt_of(30, start=3)
+DIRECT = common_pb2.HANDOVER_PATH_DIRECT
 
 
 class Deaf:
     async def show_firsts(self, firsts: Firsts) -> None: ...
     async def show_partial(self, handle: handles.Handle) -> None: ...
+
+
+async def test_a_handle_whose_telling_failed_is_taken_back_and_its_prompt_is_stored(
+    tmp_path: Path,
+) -> None:
+    def tell(answer: PrefillAnswer) -> None:
+        assert answer.handle is not None
+        raise Cancelled("the stream is gone")
+
+    async with pair(tmp_path) as p:
+        ask = p.prefill_role._servicer._ask(p.prefill_request(PROMPT, handover=DIRECT))
+        with pytest.raises(Cancelled):
+            await p.prefill_role.worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), tell)
+        assert p.at_prefill.num_loans == 0 and not p.at_prefill.states()
+        await p.check()
+        assert not p.at_prefill.not_stored_behind
+
+
+async def test_a_stream_that_breaks_as_the_account_is_told_costs_the_store_no_block(
+    tmp_path: Path,
+) -> None:
+    """Its end takes the leases back before anything that the request leaves on the loop has run."""
+    async with pair(tmp_path) as p:
+        ask = p.prefill_role._servicer._ask(p.prefill_request(PROMPT, handover=DIRECT))
+        gate = p.at_prefill.home.hold("put")
+        answers: list[PrefillAnswer] = []
+        num_lent: list[int] = []
+
+        def break_off() -> None:
+            answers[0].take_back()
+            answers[0].take_back()  # again: nothing
+            num_lent.append(p.at_prefill.num_lent_blocks)
+
+        def tell(answer: PrefillAnswer) -> None:
+            answers.append(answer)
+            asyncio.get_running_loop().call_soon(break_off)
+
+        await p.prefill_role.worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), tell)
+        await until(lambda: bool(num_lent))
+        assert p.at_prefill.num_loans == 0 and num_lent == [len(PROMPT) // BLOCK_SIZE]
+        gate.open()
+        await p.check()
+        assert not p.at_prefill.not_stored_behind
 
 
 async def test_an_end_that_fails_in_part_still_gives_back_the_rest(
@@ -46,7 +91,7 @@ async def test_an_end_that_fails_in_part_still_gives_back_the_rest(
     async with pair(tmp_path) as p:
         worker, lender = p.prefill_role.worker, p.prefill.core.lender
         assert lender is not None
-        request = p.prefill_request(PROMPT, handover=common_pb2.HANDOVER_PATH_DIRECT)
+        request = p.prefill_request(PROMPT, handover=DIRECT)
         ask = p.prefill_role._servicer._ask(request)
         with monkeypatch.context() as patched, pytest.raises(Broken):
             patched.setattr(Pins, "hand_over", broken)
