@@ -230,9 +230,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["stay", "leave"])
+@pytest.mark.parametrize("end", ["stay", pytest.param("leave", marks=pytest.mark.long)])
 def test_no_engine_outlives_its_parent(end: str) -> None:
-    """The parent is killed, or just ends without a word."""
+    """The parent is killed, or just ends without a word (then the client is dropped, as above)."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, end, *fake("fine")],
         stdout=subprocess.PIPE,
