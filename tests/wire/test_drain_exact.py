@@ -19,7 +19,7 @@ from tests.harness.gated_engine import GatedModel, prompt_of
 from tests.harness.prefill_decode_pair import WAIT_S
 from tests.harness.waiting import until
 
-pytestmark = pytest.mark.usefixtures("one_compile_process")
+pytestmark = [pytest.mark.oracle, pytest.mark.usefixtures("one_compile_process")]
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
 

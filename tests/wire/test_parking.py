@@ -12,6 +12,8 @@ from protos import common_pb2
 from tests.harness.gated_engine import prompt_of
 from tests.harness.prefill_decode_pair import Pair, pair
 
+pytestmark = pytest.mark.oracle
+
 NUM_REQUESTS = 5
 NUM_TOKENS = 60
 MOST_ROUNDS = 50
