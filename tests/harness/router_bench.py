@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from kvstore import index
+from kvstore import block_hash, index
 from process import incarnation, registry_beat, serving
 from process.serving import channel as channel
 from process.serving import error_from_rpc as error_from_rpc
@@ -33,6 +33,7 @@ from protos import (
     kvstore_pb2,
     kvstore_pb2_grpc,
 )
+from services.router import others_load
 from services.router.admission_settings import AdmissionSettings
 from services.router.app import Router
 from services.router.config import RouterLimits, RouterSettings, RouterTimes
@@ -44,6 +45,7 @@ from services.router.fakes.worker import FakeWorker as FakeWorker
 from services.router.model import Model
 from services.router.routing import Routing
 from services.router.sampling_defaults import SamplingDefaults
+from services.router.tenants import TenantSalts, parse_scopes
 from services.router.views import ServedModel
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_probe import RouterProbe
@@ -163,6 +165,11 @@ class Bench:
         await self.probe.look()
         return life
 
+    def chain(self, token_ids: Sequence[int], tenant: str = "default") -> list[bytes]:
+        """Hashes of the full blocks of these tokens, as the router looks them up."""
+        root = block_hash.root_key(self._salts.of(tenant), self.model.fingerprint)
+        return block_hash.chain(root, token_ids, self.model.block_size)
+
     async def hold(self, node_id: str, life: str, chain_hashes: Sequence[bytes]) -> None:
         """Have the index say that the store holds these blocks."""
         client = self.redis.client()
@@ -174,6 +181,7 @@ class Bench:
 
     async def start_router(self, settings: RouterSettings, *others: Model) -> None:
         """`others`: models served beside the bench's own."""
+        self._salts = TenantSalts(settings.tenant_secret, parse_scopes(settings.tenant_scopes))
         self.router = Router(settings, self.model_for_router, *others)
         self.probe = RouterProbe(self.router)
         await self.router.start()
@@ -231,11 +239,16 @@ class Bench:
 
 
 class LeaseStore(kvstore_pb2_grpc.KvStoreServicer):
-    """A store that only hears which leases are given back."""
+    """A store that only hears which leases are given back, and says how it is."""
 
     def __init__(self) -> None:
         self.address = ""
         self.released: list[str] = []
+        self.status: dict[str, Any] = {}
+        """Fields of its status."""
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        return kvstore_pb2.GetStatusReply(**self.status)
 
     async def Release(self, request: Any, context: Any) -> Any:
         self.released += request.lease_ids
@@ -271,6 +284,11 @@ class Looks:
         """Until it was looked `num` times more. Raises: TimeoutError after BOUND_S."""
         wanted = self._num + num
         await until(lambda: self._num >= wanted)
+
+
+def take_heartbeats_of_any_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the router ever had at a worker may be in the heartbeat that it reads."""
+    monkeypatch.setattr(others_load, "BEAT_AGE_S", 1e9)
 
 
 async def rest_of(call: Any) -> list[Any]:

@@ -241,7 +241,7 @@ async def test_workers_that_read_different_contents_are_told_apart() -> None:
         await bench.decode.stop()
         await bench.decode.start()
         await bench.publish(bench.decode)
-        await until(lambda: bench._has_met(bench.decode))
+        await until(lambda: bench.probe.has_met(bench.decode))
         with pytest.raises(FailedPrecondition, match="different contents in /x/1111"):
             await _load(bench.stub, OLD)
         assert not await _wishes(bench)
@@ -357,7 +357,7 @@ async def test_what_redis_lost_is_written_back() -> None:
             await bench.publish(worker)
 
         async def is_back() -> bool:
-            await bench.router._registry.poll()
+            await bench.probe.look()
             return "tales" in await _wishes(bench)
 
         await until(is_back)
@@ -376,12 +376,12 @@ async def test_a_wished_adapter_is_listed_and_waited_for_while_workers_are_away(
                 ids = [entry["id"] for entry in (await answer.json())["data"]]
         assert ids == ["fake", "tales"]
         waiting = asyncio.create_task(_served(bench.stub))
-        await until(lambda: bench.router._holding.num_held)
+        await until(lambda: bench.probe.num_held)
         for worker in _workers(bench):  # back, without it
             worker.loaded = set()
             await bench.publish(worker)
-        await until(lambda: all(bench._has_met(worker) for worker in _workers(bench)))
-        assert bench.router._holding.num_held and not waiting.done()
+        await until(lambda: all(bench.probe.has_met(worker) for worker in _workers(bench)))
+        assert bench.probe.num_held and not waiting.done()
         for worker in _workers(bench):
             await _follow(bench, worker)
         await waiting
@@ -411,7 +411,7 @@ async def test_who_was_unloaded_long_ago_is_forgotten() -> None:
             await client.aclose()
 
         async def is_forgotten() -> bool:
-            await bench.router._registry.poll()
+            await bench.probe.look()
             return not await _wishes(bench)
 
         await until(is_forgotten)
@@ -441,7 +441,7 @@ async def test_a_router_drops_only_what_it_has_seen(is_forgotten: bool) -> None:
         changes = bench.router._changes
         await until(lambda: changes._tidying is None or changes._tidying.done())
         gate = Gate(changes, "_entries")
-        await bench.router._registry.poll()
+        await bench.probe.look()
         await gate.wait_entered()
         client = bench.redis.client()
         try:
@@ -453,7 +453,7 @@ async def test_a_router_drops_only_what_it_has_seen(is_forgotten: bool) -> None:
         assert (await _wishes(bench))["tales"] == wish
 
         async def is_dropped() -> bool:
-            await bench.router._registry.poll()
+            await bench.probe.look()
             there = (await _wishes(bench)).get("tales")
             return there is None if is_forgotten else there is not None and not there.old
 

@@ -265,7 +265,7 @@ async def test_without_redis_nobody_s_calls_are_given_up() -> None:
         await bench.prefill.gate.reached.wait()
         bench.redis.kill()
         for _ in range(3):  # the first begins a grace, the next one would end it
-            assert not (await bench.router._registry.poll()).is_redis_reachable
+            assert not (await bench.probe.look()).is_redis_reachable
             await asyncio.sleep(0.002)
         bench.prefill.gate.open()
         assert (await rest_of(call))[-1].usage.num_output_tokens == 4
