@@ -26,6 +26,7 @@ from kvstore import block_hash, index
 from process import incarnation, registry_beat, serving
 from process.serving import channel as channel
 from process.serving import error_from_rpc as error_from_rpc
+from process.settings import SettingsError as SettingsError
 from protos import (
     common_pb2,
     inference_pb2,
