@@ -48,6 +48,7 @@ from services.router.routing import Routing
 from services.router.sampling_defaults import SamplingDefaults
 from services.router.tenants import TenantSalts, parse_scopes
 from services.router.views import ServedModel
+from services.worker.heartbeat import Heartbeat
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_probe import RouterProbe
 from tests.harness.small_tokenizers import byte_level
@@ -121,6 +122,27 @@ class Bench:
             await client.aclose()
         if not self._is_stopping:
             await self.probe.look()
+
+    @asynccontextmanager
+    async def beating(self, *workers: FakeWorker) -> AsyncIterator[list[Heartbeat]]:
+        """The workers register as real ones do."""
+        beats = [
+            Heartbeat(
+                self.redis.url,
+                worker_id=worker.worker_id,
+                incarnation=worker.incarnation,
+                status=worker.status,
+            )
+            for worker in workers
+        ]
+        for beat in beats:
+            beat.start()
+        try:
+            await until(lambda: all(beat.is_registered for beat in beats))
+            yield beats
+        finally:
+            for beat in beats:
+                await beat.stop()
 
     async def silence(self, worker: FakeWorker) -> None:
         """The worker has no heartbeat any more."""
