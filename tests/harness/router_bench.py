@@ -34,7 +34,7 @@ from protos import (
     kvstore_pb2,
     kvstore_pb2_grpc,
 )
-from services.router import others_load
+from services.router import http_half_open, others_load, stalled_readers
 from services.router.admission_settings import AdmissionSettings
 from services.router.app import Router
 from services.router.config import RouterLimits, RouterSettings, RouterTimes
@@ -312,6 +312,34 @@ class Looks:
 def take_heartbeats_of_any_age(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the router ever had at a worker may be in the heartbeat that it reads."""
     monkeypatch.setattr(others_load, "BEAT_AGE_S", 1e9)
+
+
+def say_something_after(monkeypatch: pytest.MonkeyPatch, grace_s: float) -> None:
+    """An HTTP client that has ended its direction hears that it is being answered."""
+    monkeypatch.setattr(http_half_open, "_GRACE_S", grace_s)
+
+
+def abort_after(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
+    """What a gRPC client is told last waits so long for it to read."""
+    monkeypatch.setattr(serving, "ABORT_S", wait_s)
+
+
+class ReaderClock:
+    """Stands for `asyncio` in services/router/stalled_readers.py: time passes when a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.timeout = asyncio.timeout
+        monkeypatch.setattr(stalled_readers, "asyncio", self)
+
+    def get_running_loop(self) -> ReaderClock:
+        return self
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay_s, call)
 
 
 async def rest_of(call: Any) -> list[Any]:

@@ -3,13 +3,16 @@ known here alone."""
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
 from process.errors import BatonError
+from process.intake import Intake
 from services.router.app import Router
 from services.router.fakes.prefill import FakePrefill
 from services.router.fakes.worker import FakeWorker
+from services.router.http_connections import HttpConnections
 from services.router.policy import WorkerLoad
 
 
@@ -121,6 +124,43 @@ class RouterProbe:
         released: list[Any] = []
         self.router._prefills._give_back = released.append
         return released
+
+    @property
+    def intake(self) -> Intake:
+        """What it reads of clients' messages."""
+        return self.router._clients.intake
+
+    @property
+    def num_stalled(self) -> int:
+        """gRPC calls that ended because their client read nothing."""
+        return self.router._clients.readers.num_stalled
+
+    def look_at_readers(self) -> None:
+        """As it does now and then."""
+        self.router._clients.readers._look()
+
+    @property
+    def http_paths(self) -> set[tuple[str, str]]:
+        """Method and path of all that is served over HTTP."""
+        routes = self.router._http.routes
+        return {(r.method, r.resource.canonical) for r in routes if r.resource is not None}
+
+    @property
+    def connections(self) -> HttpConnections:
+        """To its HTTP port."""
+        assert self.router._http.connections is not None
+        return self.router._http.connections
+
+    @property
+    def num_connections(self) -> int:
+        """That are open to its HTTP port."""
+        return len(self.connections._open_now())
+
+    def narrow_connection(self) -> None:
+        """The system keeps little of what is written to the only connection of its HTTP port."""
+        (protocol,) = self.connections._open_now()
+        theirs = protocol.transport.get_extra_info("socket")  # type: ignore[attr-defined]
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
     def is_idle(self) -> bool:
         """Nothing is under way, and its laws hold."""
