@@ -67,6 +67,12 @@ class RouterProbe:
         """What each request under way is doing, oldest first."""
         return [record.to_proto().state for record in self.router._log._live]
 
+    @property
+    def num_shown(self) -> int:
+        """Tokens that its only request's client was sent."""
+        (record,) = self.router._log._live
+        return record.num_output_tokens
+
     def age_requests(self, by_s: float) -> None:
         """What each request under way does now has lasted so much longer."""
         for record in self.router._log._live:
