@@ -54,10 +54,16 @@ from tests.harness.router_probe import RouterProbe
 from tests.harness.small_tokenizers import byte_level
 from tests.harness.waiting import until
 from tokens.chat_template import ChatTemplate
+from tokens.token_bytes import TokenBytes
 
 TOKENIZER = byte_level()
 LETTERS = tuple(TOKENIZER.encode(letter)[0] for letter in string.ascii_lowercase)
 EOS = TOKENIZER.find_token_id("<|end|>") or 0
+
+
+def bytes_of(token_id: int) -> bytes:
+    """That a token of the benches' tokenizer stands for."""
+    return TokenBytes(TOKENIZER).of(token_id)
 
 
 def save_tokenizer(folder: Path) -> None:
