@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import replace
 from typing import Any
 
 from process.errors import BatonError
@@ -14,6 +15,7 @@ from services.router.fakes.prefill import FakePrefill
 from services.router.fakes.worker import FakeWorker
 from services.router.http_connections import HttpConnections
 from services.router.policy import WorkerLoad
+from tests.harness.waiting import Gate
 
 
 class RouterProbe:
@@ -56,6 +58,25 @@ class RouterProbe:
     def num_held(self) -> int:
         """Requests that are held until there is a worker."""
         return self.router._holding.num_held
+
+    @property
+    def num_asked(self) -> int:
+        """Requests that have asked to be admitted, ever."""
+        return self.router.desk.admission.counts.num_asked
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait to be admitted."""
+        return self.router.desk.admission.num_waiting
+
+    @property
+    def num_waited(self) -> int:
+        """Requests that had to wait before they were admitted, ever."""
+        return self.router.desk.admission.counts.num_waited
+
+    def has_decode_place(self, model: str) -> bool:
+        """Its decode workers say that one sample more would run."""
+        return self.router.desk.models.find(model).candidates.has_decode_place(0)
 
     @property
     def num_open_legs(self) -> int:
@@ -124,6 +145,31 @@ class RouterProbe:
         """Workers of its only model that get new requests."""
         (model,) = self.router.desk.models
         return [worker.worker_id for worker in model.candidates.usable(role)]
+
+    @property
+    def is_registered(self) -> bool:
+        """Other routers can see it."""
+        return self.router._beat.is_registered
+
+    def knows_adapter(self, name: str) -> bool:
+        """Requests of its only model may name it."""
+        (model,) = self.router.desk.models
+        return name in model.candidates.adapter_names()
+
+    def hurry_adapters(self, within_s: float) -> None:
+        """The next change of an adapter has so much time."""
+        changes = self.router._changes
+        changes._times = replace(changes._times, adapter_s=within_s)
+
+    @property
+    def is_tidying(self) -> bool:
+        """It looks which wishes for adapters can be forgotten."""
+        tidying = self.router._changes._tidying
+        return tidying is not None and not tidying.done()
+
+    def hold_tidying(self) -> Gate:
+        """The next time it has seen the registry, and reads the wishes again."""
+        return Gate(self.router._changes, "_entries")
 
     def watch_releases(self) -> list[Any]:
         """Handles whose leases it gives back from here on, instead of giving them back."""
