@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
+from services.router.fakes.decode import FakeDecode
 from services.router.fakes.prefill import FakePrefill
 from services.router.fakes.worker import Context
+from tests.harness.waiting import until
 
 
 class AccountAtCancel(FakePrefill):
@@ -66,3 +69,53 @@ class LeavesOut(FakePrefill):
             for event in message.events:
                 del event.reply.prompt_logprobs[:1]
             yield message
+
+
+class Paced(FakePrefill):
+    """Sends a partial handle once the decode worker has those before it: of all that wait on its
+    stream only the newest is passed on."""
+
+    decode: FakeDecode
+
+    async def _replies(self, request: Any) -> AsyncIterator[Any]:
+        num_sent = len(self.decode.prefetched)
+        async for reply in super()._replies(request):
+            yield reply
+            if reply.handle.is_partial:
+                num_sent += 1
+                await until(lambda num=num_sent: len(self.decode.prefetched) >= num)
+
+
+class Talkative(FakePrefill):
+    """Sends partial handles that nobody wants."""
+
+    def _partials(self, request: Any, first: int, count: int) -> Any:
+        return [self._partial(request, index) for index in range(first, first + count)]
+
+
+class Long(FakePrefill):
+    """Partial handles of long prompts, told apart by the tokens they cover."""
+
+    def _partial(self, request: Any, index: int) -> Any:
+        reply = super()._partial(request, index)
+        reply.handle.num_tokens = index + 1
+        reply.handle.signature = bytes(400_000)
+        return reply
+
+
+class HalfHandle(FakePrefill):
+    """Ends with a handle that is still partial."""
+
+    def _last(self, request: Any, *, is_over: bool) -> Any:
+        reply = super()._last(request, is_over=is_over)
+        reply.handle.is_partial = True
+        return reply
+
+
+class NoFirst(FakePrefill):
+    """A whole handle where a first token should be."""
+
+    def _partial(self, request: Any, index: int) -> Any:
+        reply = super()._partial(request, index)
+        reply.handle.is_partial = False
+        return reply

@@ -22,11 +22,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from kvstore import index
+from kvstore import block_hash, index
 from process import incarnation, registry_beat, serving
-from process.errors import BatonError
 from process.serving import channel as channel
 from process.serving import error_from_rpc as error_from_rpc
+from process.settings import SettingsError as SettingsError
 from protos import (
     common_pb2,
     inference_pb2,
@@ -34,24 +34,36 @@ from protos import (
     kvstore_pb2,
     kvstore_pb2_grpc,
 )
+from services.router import http_half_open, others_load, stalled_readers
+from services.router.admission_settings import AdmissionSettings
 from services.router.app import Router
 from services.router.config import RouterLimits, RouterSettings, RouterTimes
-from services.router.fakes.decode import FakeDecode
-from services.router.fakes.model import FakeModel
-from services.router.fakes.prefill import FakePrefill
-from services.router.fakes.worker import FakeWorker
+from services.router.fakes.decode import FakeDecode as FakeDecode
+from services.router.fakes.gate import Gate as Gate
+from services.router.fakes.model import FakeModel as FakeModel
+from services.router.fakes.prefill import FakePrefill as FakePrefill
+from services.router.fakes.worker import FakeWorker as FakeWorker
 from services.router.model import Model
 from services.router.routing import Routing
 from services.router.sampling_defaults import SamplingDefaults
+from services.router.tenants import TenantSalts, parse_scopes
 from services.router.views import ServedModel
+from services.worker.heartbeat import Heartbeat
 from tests.harness.redis_server import RedisServer
+from tests.harness.router_probe import RouterProbe
 from tests.harness.small_tokenizers import byte_level
 from tests.harness.waiting import until
 from tokens.chat_template import ChatTemplate
+from tokens.token_bytes import TokenBytes
 
 TOKENIZER = byte_level()
 LETTERS = tuple(TOKENIZER.encode(letter)[0] for letter in string.ascii_lowercase)
 EOS = TOKENIZER.find_token_id("<|end|>") or 0
+
+
+def bytes_of(token_id: int) -> bytes:
+    """That a token of the benches' tokenizer stands for."""
+    return TokenBytes(TOKENIZER).of(token_id)
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -80,19 +92,10 @@ class Bench:
         self.prefills: list[FakePrefill] = []
         self.decodes: list[FakeDecode] = []
         self.router: Router
+        self.probe: RouterProbe
         self.channel: grpc.aio.Channel
         self.stub: Any
         self._is_stopping = False
-
-    def watch_releases(self) -> list[Any]:
-        """Handles whose leases the router gives back from here on, instead of giving them back."""
-        released: list[Any] = []
-        self.router._prefills._give_back = released.append
-        return released
-
-    def is_up(self, prefill: FakePrefill) -> bool:
-        """The router's stream to that worker is."""
-        return self.router._prefills.is_up(prefill.worker_id)
 
     @property
     def prefill(self) -> FakePrefill:
@@ -103,11 +106,6 @@ class Bench:
         return self.decodes[0]
 
     @property
-    def num_open_legs(self) -> int:
-        """Of requests, on streams to decode workers."""
-        return self.router._streams.num_open_legs
-
-    @property
     def model_for_router(self) -> Model:
         return model_for_router(self.model)
 
@@ -116,12 +114,7 @@ class Bench:
         await worker.start()
         (self.prefills if isinstance(worker, FakePrefill) else self.decodes).append(worker)  # type: ignore[arg-type]
         await self.publish(worker)
-        await until(lambda: self._has_met(worker))
-
-    def _has_met(self, worker: FakeWorker) -> bool:
-        role = self.router._prefills if isinstance(worker, FakePrefill) else self.router._streams
-        stream = role._streams.find(worker.worker_id)
-        return stream is not None and stream.incarnation == worker.incarnation and stream.is_up
+        await until(lambda: self.probe.has_met(worker))
 
     async def publish(self, worker: FakeWorker, *, ttl_ms: int = 60_000) -> None:
         """A worker may still do so in the background while the bench ends: then there is no router
@@ -134,16 +127,59 @@ class Bench:
         finally:
             await client.aclose()
         if not self._is_stopping:
-            await self.router._registry.poll()
+            await self.probe.look()
 
-    async def lapse(self, worker: FakeWorker) -> None:
-        """The worker has no heartbeat any more, and the router knows."""
+    @asynccontextmanager
+    async def beating(self, *workers: FakeWorker) -> AsyncIterator[list[Heartbeat]]:
+        """The workers register as real ones do."""
+        beats = [
+            Heartbeat(
+                self.redis.url,
+                worker_id=worker.worker_id,
+                incarnation=worker.incarnation,
+                status=worker.status,
+            )
+            for worker in workers
+        ]
+        for beat in beats:
+            beat.start()
+        try:
+            await until(lambda: all(beat.is_registered for beat in beats))
+            yield beats
+        finally:
+            for beat in beats:
+                await beat.stop()
+
+    async def silence(self, worker: FakeWorker) -> None:
+        """The worker has no heartbeat any more."""
         client = self.redis.client()
         try:
             await client.delete(registry_beat.beat_key("worker", worker.worker_id))
         finally:
             await client.aclose()
-        await self.router._registry.poll()
+
+    async def lapse(self, worker: FakeWorker) -> None:
+        """As `silence`, and the router knows."""
+        await self.silence(worker)
+        await self.probe.look()
+
+    @asynccontextmanager
+    async def starting_decode(self, worker_id: str) -> AsyncIterator[None]:
+        """This decode worker has said that it starts, and the router knows."""
+        entry = {"worker_id": worker_id, "role": "decode", "model": self.model.name}
+        beat = registry_beat.RegistryBeat(
+            self.redis.url,
+            registry_beat.STARTING,
+            entry_id=worker_id,
+            incarnation=incarnation.new().hex(),
+            entry=lambda: json.dumps(entry),
+        )
+        beat.start()
+        try:
+            await until(lambda: self.probe.num_starting)
+            yield
+        finally:
+            await beat.stop()
 
     async def add_store(self, node_id: str, address: str = "127.0.0.1:9") -> str:
         """Register a store that is alive, without a process. Returns: its incarnation (hex)."""
@@ -155,8 +191,13 @@ class Bench:
             await client.set(index.beat_key(node_id), life, px=60_000)
         finally:
             await client.aclose()
-        await self.router._registry.poll()
+        await self.probe.look()
         return life
+
+    def chain(self, token_ids: Sequence[int], tenant: str = "default") -> list[bytes]:
+        """Hashes of the full blocks of these tokens, as the router looks them up."""
+        root = block_hash.root_key(self._salts.of(tenant), self.model.fingerprint)
+        return block_hash.chain(root, token_ids, self.model.block_size)
 
     async def hold(self, node_id: str, life: str, chain_hashes: Sequence[bytes]) -> None:
         """Have the index say that the store holds these blocks."""
@@ -169,18 +210,43 @@ class Bench:
 
     async def start_router(self, settings: RouterSettings, *others: Model) -> None:
         """`others`: models served beside the bench's own."""
+        self._salts = TenantSalts(settings.tenant_secret, parse_scopes(settings.tenant_scopes))
         self.router = Router(settings, self.model_for_router, *others)
+        self.probe = RouterProbe(self.router)
         await self.router.start()
         self.channel = serving.channel(self.router.address)
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
 
-    async def is_idle(self) -> bool:
+    @asynccontextmanager
+    async def another_router(self, **changes: Any) -> AsyncIterator[tuple[RouterProbe, Any]]:
+        """A second router on the same workers, which it has met; on leaving, it may have nothing
+        left over. Yields: it, and a stub."""
+        router = Router(settings_for(self.redis, **changes), self.model_for_router)
+        probe = RouterProbe(router)
         try:
-            self.router.check_integrity(is_idle=True)
-        except BatonError:
-            return False
+            await router.start()
+            async with channel(router.address) as to_it:
+                workers = (*self.prefills, *self.decodes)
+                await until(lambda: all(map(probe.has_met, workers)))
+                yield probe, inference_pb2_grpc.InferenceStub(to_it)
+                await until(probe.is_idle)
+        finally:
+            await router.stop()
+
+    async def status(self, **fields: Any) -> Any:
+        """The cluster's, as clients read it."""
+        asked = inference_pb2.GetClusterStatusRequest(**fields)
+        return await self.stub.GetClusterStatus(asked, timeout=BOUND_S)
+
+    async def explain(self, request_id: str = "", tenant: str = "") -> Any:
+        """Why a request was given to its workers; by default the latest."""
+        asked = inference_pb2.ExplainRequest(request_id=request_id, tenant=tenant)
+        return await self.stub.Explain(asked, timeout=BOUND_S)
+
+    def is_idle(self) -> bool:
         workers_idle = not any(d.num_open for d in self.decodes)
-        return workers_idle and not any(p.num_active for p in self.prefills)
+        prefills_idle = not any(p.num_active for p in self.prefills)
+        return workers_idle and prefills_idle and self.probe.is_idle()
 
     async def stop(self, *, expect_idle: bool = True) -> None:
         """Check the conservation laws, then stop everything."""
@@ -202,11 +268,16 @@ class Bench:
 
 
 class LeaseStore(kvstore_pb2_grpc.KvStoreServicer):
-    """A store that only hears which leases are given back."""
+    """A store that only hears which leases are given back, and says how it is."""
 
     def __init__(self) -> None:
         self.address = ""
         self.released: list[str] = []
+        self.status: dict[str, Any] = {}
+        """Fields of its status."""
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        return kvstore_pb2.GetStatusReply(**self.status)
 
     async def Release(self, request: Any, context: Any) -> Any:
         self.released += request.lease_ids
@@ -244,6 +315,39 @@ class Looks:
         await until(lambda: self._num >= wanted)
 
 
+def take_heartbeats_of_any_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the router ever had at a worker may be in the heartbeat that it reads."""
+    monkeypatch.setattr(others_load, "BEAT_AGE_S", 1e9)
+
+
+def say_something_after(monkeypatch: pytest.MonkeyPatch, grace_s: float) -> None:
+    """An HTTP client that has ended its direction hears that it is being answered."""
+    monkeypatch.setattr(http_half_open, "_GRACE_S", grace_s)
+
+
+def abort_after(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
+    """What a gRPC client is told last waits so long for it to read."""
+    monkeypatch.setattr(serving, "ABORT_S", wait_s)
+
+
+class ReaderClock:
+    """Stands for `asyncio` in services/router/stalled_readers.py: time passes when a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.timeout = asyncio.timeout
+        monkeypatch.setattr(stalled_readers, "asyncio", self)
+
+    def get_running_loop(self) -> ReaderClock:
+        return self
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay_s, call)
+
+
 async def rest_of(call: Any) -> list[Any]:
     """All messages that `call.read` has not given yet."""
     messages = []
@@ -260,12 +364,13 @@ def settings_for(redis_server: RedisServer, **changes: Any) -> RouterSettings:
         *("lapse_grace_s", "drain_s"),
     )
     times = {**dict.fromkeys(patient, BOUND_S), "suspect_s": 0.5}
-    limits = changes.pop("limits", {})
+    limits, admission = changes.pop("limits", {}), changes.pop("admission", {})
     return RouterSettings(
         model="fake",
         redis_url=redis_server.url,
         times=RouterTimes(**{**times, **changes.pop("times", {})}),
         limits=RouterLimits(**limits),
+        admission=AdmissionSettings(**admission),
         **changes,
     )
 
@@ -382,11 +487,6 @@ def saying(text: str) -> ScriptedModel:
 
 class HttpBench(Bench):
     """A bench whose model has the tools' template."""
-
-    @property
-    def num_open_legs(self) -> int:
-        """Of requests, on streams to decode workers."""
-        return self.router._streams.num_open_legs
 
     @property
     def model_for_router(self) -> Model:

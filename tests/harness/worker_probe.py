@@ -265,6 +265,17 @@ class WorkerProbe:
         return int(self._role.worker.num_in_line)
 
     @property
+    def num_free_places(self) -> int:
+        """Of a decode worker: samples more that its steps have room for."""
+        return int(self._role.worker.num_free_places)
+
+    @property
+    def num_in_steps(self) -> int:
+        """Requests that its engine has."""
+        stats = self._core.thread.stats
+        return int(stats.num_waiting + stats.num_running)
+
+    @property
     def num_writers_behind(self) -> int:
         """Of a prefill worker: requests that are over and whose puts are not."""
         return int(self._role.worker.behind.num_writers)

@@ -270,6 +270,7 @@ def _reaches_inside(path: Path) -> list[str]:
         if isinstance(node, ast.Attribute):
             is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+            is_private &= node.attr != "_request_id"  # of openai's client: public all the same
             is_reach = (is_private and not is_own) or node.attr == "setattr"
         if isinstance(node, ast.Name):
             is_reach = node.id == "setattr"

@@ -119,8 +119,7 @@ async def test_a_model_that_requests_wait_for_is_listed_as_its_last_workers_had_
         client: Any = bench.redis.client()
         await client.delete(registry_beat.entries_key("worker"))
         await client.aclose()
-        await bench.router._registry.poll()
-        assert not bench.router._registry.snapshot.workers
+        assert not await bench.probe.look()
         assert await bench.stub.ListModels(ask, timeout=BOUND_S) == before
     async with running(
         times=SHORT_WAITS
@@ -128,7 +127,7 @@ async def test_a_model_that_requests_wait_for_is_listed_as_its_last_workers_had_
         client = bench.redis.client()
         await client.delete(registry_beat.entries_key("worker"))
         await client.aclose()
-        await bench.router._registry.poll()
+        await bench.probe.look()
 
         async def is_gone() -> bool:
             return not (await bench.stub.ListModels(ask, timeout=BOUND_S)).models
@@ -144,7 +143,7 @@ async def test_too_many_are_refused() -> None:
         limits={"max_held_requests": 1},
     ) as bench:
         first = bench.stub.Generate(request(), timeout=BOUND_S)
-        await until(lambda: bench.router._holding.num_held == 1)
+        await until(lambda: bench.probe.num_held == 1)
         with pytest.raises(grpc.aio.AioRpcError) as second:
             await bench.generate(request())
         assert second.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -163,9 +162,9 @@ async def test_too_long_is_refused() -> None:
 async def test_a_client_that_leaves_is_held_no_more() -> None:
     async with running(num_prefill=0, num_decode=0, hold_without_workers_s=BOUND_S) as bench:
         call = bench.stub.Generate(request(), timeout=BOUND_S)
-        await until(lambda: bench.router._holding.num_held == 1)
+        await until(lambda: bench.probe.num_held == 1)
         call.cancel()
-        await until(lambda: bench.router._holding.num_held == 0)
+        await until(lambda: bench.probe.num_held == 0)
 
 
 async def test_without_holding_it_is_refused_at_once() -> None:
@@ -178,23 +177,14 @@ async def test_without_holding_it_is_refused_at_once() -> None:
 async def test_a_router_is_ready_when_each_role_has_a_worker() -> None:
     """Though requests are held for the first workers, and one of them has said that it starts."""
     async with running(num_prefill=0, num_decode=0, hold_without_workers_s=BOUND_S) as bench:
-        starting = registry_beat.RegistryBeat(
-            bench.redis.url,
-            registry_beat.STARTING,
-            entry_id="d0",
-            incarnation="11" * 16,
-            entry=lambda: '{"worker_id": "d0", "role": "decode", "model": "fake"}',
-        )
-        starting.start()
-        await until(lambda: bench.router._registry.snapshot.starting)
-        with pytest.raises(Unavailable, match="no prefill worker serves"):
-            bench.router.desk.ready()
-        await bench.add(FakePrefill("p0", bench.model))
-        await until(lambda: bench.router._prefills.is_up("p0"))
-        with pytest.raises(Unavailable, match="no decode worker serves"):
-            bench.router.desk.ready()
-        await bench.add(FakeDecode("d0", bench.model))
-        await starting.stop()
+        async with bench.starting_decode("d0"):
+            with pytest.raises(Unavailable, match="no prefill worker serves"):
+                bench.router.desk.ready()
+            await bench.add(FakePrefill("p0", bench.model))
+            await until(lambda: bench.probe.is_up("p0"))
+            with pytest.raises(Unavailable, match="no decode worker serves"):
+                bench.router.desk.ready()
+            await bench.add(FakeDecode("d0", bench.model))
         async with Client(bench.router.address) as client:
             await until(client.is_ready)
 
@@ -218,7 +208,7 @@ async def test_a_router_that_never_met_redis_is_not_at_zero() -> None:
                 async with session.get(f"{bench.url}/ready") as response:
                     assert response.status == 200
                 server.kill()
-                await until(lambda: not bench.router._registry.snapshot.is_redis_reachable)
+                await until(lambda: not bench.probe.is_redis_reachable)
                 assert await client.is_ready(), "a Redis that went away is no reason"
                 await server.start()
         finally:
@@ -229,15 +219,6 @@ async def test_a_router_that_never_met_redis_is_not_at_zero() -> None:
 
 async def test_a_router_that_only_expects_a_worker_is_not_ready() -> None:
     async with http_bench(num_decode=0) as bench, aiohttp.ClientSession() as session:
-        starting = registry_beat.RegistryBeat(
-            bench.redis.url,
-            registry_beat.STARTING,
-            entry_id="d0",
-            incarnation="11" * 16,
-            entry=lambda: '{"worker_id": "d0", "role": "decode", "model": "fake"}',
-        )
-        starting.start()
-        await until(lambda: bench.router._registry.snapshot.starting)
-        async with session.get(f"{bench.url}/ready") as response:
-            assert response.status == 503 and "decode" in await response.text()
-        await starting.stop()
+        async with bench.starting_decode("d0"):
+            async with session.get(f"{bench.url}/ready") as response:
+                assert response.status == 503 and "decode" in await response.text()

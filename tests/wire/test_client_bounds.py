@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,26 +17,26 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-import uvloop
-from aiohttp import web
 
-from baton import key_files
-from process import api_keys, serving
 from process.errors import NoCapacity
 from protos import inference_pb2_grpc
-from services.router import stalled_readers
-from services.router.http_connections import HttpConnections
-from services.router.http_server import HttpServer
+from tests.harness.access import add_key
 from tests.harness.router_bench import (
     BOUND_S,
     Bench,
     HttpBench,
+    ReaderClock,
+    abort_after,
+    channel,
+    error_from_rpc,
     http_bench,
     request,
     rest_of,
     running,
 )
 from tests.harness.waiting import until
+
+pytestmark = pytest.mark.oracle
 
 GENERATE = "/baton.v1.Inference/Generate"
 MIB = 1024 * 1024
@@ -52,9 +52,9 @@ async def never() -> AsyncIterator[bytes]:
     yield b""
 
 
-def opened(bench: Bench, channel: grpc.aio.Channel | None = None, **options: Any) -> Any:
+def opened(bench: Bench, to: grpc.aio.Channel | None = None, **options: Any) -> Any:
     """A call of Generate whose message does not come."""
-    return (channel or bench.channel).stream_stream(GENERATE)(never(), **options)
+    return (to or bench.channel).stream_stream(GENERATE)(never(), **options)
 
 
 async def refusal(call: Any) -> grpc.aio.AioRpcError:
@@ -66,12 +66,8 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError:
 
 def new_keys(tmp_path: Path, *tenants: str) -> tuple[Path, list[tuple[str, str]]]:
     """A file with a key of each, and the metadata that they send."""
-    path, headers = tmp_path / "keys.toml", []
-    for tenant in tenants:
-        key, key_id, entry = api_keys.new_key(tenant)
-        key_files.add(path, key_id, entry)
-        headers.append(("authorization", f"Bearer {key}"))
-    return path, headers
+    path = tmp_path / "keys.toml"
+    return path, [("authorization", f"Bearer {add_key(path, tenant)}") for tenant in tenants]
 
 
 @asynccontextmanager
@@ -118,7 +114,7 @@ async def test_over_http_too(tmp_path: Path) -> None:
         asked = posted("/v1/completions", b"{", 1_000_000)
         async with raw(bench.router.http_address, asked) as reader:
             assert (await reader.readline()).startswith(b"HTTP/1.1 401")
-            assert bench.router._clients.intake.num_bytes == 0
+            assert bench.probe.intake.num_bytes == 0
 
 
 # -- while messages are read
@@ -127,7 +123,7 @@ async def test_over_http_too(tmp_path: Path) -> None:
 async def test_a_tenant_that_sends_slowly_leaves_room_for_others(tmp_path: Path) -> None:
     path, (noisy, quiet) = new_keys(tmp_path, "noisy", "quiet")
     async with running(api_keys_file=str(path), limits=SMALL) as bench:
-        intake = bench.router._clients.intake
+        intake = bench.probe.intake
         slow = [opened(bench, metadata=[noisy]) for _ in range(2)]
         await until(lambda: intake.num_bytes == 2 * SMALL["hard_request_bytes"])
         asked = request(sampling={"max_tokens": 2})
@@ -140,7 +136,7 @@ async def test_a_tenant_that_sends_slowly_leaves_room_for_others(tmp_path: Path)
         done, _ = await asyncio.wait(told, return_when=asyncio.FIRST_COMPLETED)
         (error,) = (task.result() for task in done)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert isinstance(found := serving.error_from_rpc(error), NoCapacity)
+        assert isinstance(found := error_from_rpc(error), NoCapacity)
         assert found.retry_after_s and "too slowly" in str(found)
         assert intake.num_recalled == 1
         bench.router.check_integrity()
@@ -154,7 +150,7 @@ async def test_a_tenant_that_sends_slowly_leaves_room_for_others(tmp_path: Path)
 async def test_a_host_that_posts_slowly_leaves_room_for_others_behind_it() -> None:
     """An ingress is one host for all of its callers."""
     async with http_bench(limits=SMALL) as bench:
-        intake = bench.router._clients.intake
+        intake = bench.probe.intake
         asked = posted("/v1/completions", b"{", 1000)
         async with contextlib.AsyncExitStack() as stack:
             address = bench.router.http_address
@@ -178,8 +174,8 @@ async def test_what_was_read_counts_with_what_it_has_until_its_end() -> None:
         bench.prefill.gate.close()
         asked = request(text="hello", sampling={"max_tokens": 1})
         calls = [bench.stub.Generate(asked, timeout=BOUND_S) for _ in range(20)]
-        await until(lambda: bench.router._in_flight.num_attempts == 20)
-        assert bench.router._clients.intake.num_bytes == 20 * asked.ByteSize()
+        await until(lambda: bench.probe.num_requests == 20)
+        assert bench.probe.intake.num_bytes == 20 * asked.ByteSize()
         bench.router.check_integrity()
         bench.prefill.gate.open()
         assert all([await rest_of(call) for call in calls])
@@ -215,8 +211,7 @@ async def test_nor_is_a_body() -> None:
 async def test_one_connection_too_many_is_closed() -> None:
     asked = b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n"
     async with http_bench(limits={"max_connections": 2}) as bench:
-        connections, address = bench.router._http.connections, bench.router.http_address
-        assert connections is not None
+        connections, address = bench.probe.connections, bench.router.http_address
         async with raw(address, asked) as first:
             async with raw(address, asked) as second:
                 for reader in (first, second):
@@ -226,7 +221,7 @@ async def test_one_connection_too_many_is_closed() -> None:
                 assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer
                 body = json.loads(answer.partition(b"\r\n\r\n")[2])
                 assert body["error"]["code"] == "no_capacity" and connections.num_refused == 1
-            await until(lambda: len(connections._open_now()) == 1)
+            await until(lambda: bench.probe.num_connections == 1)
             async with raw(address, asked) as reader:
                 assert (await reader.readline()).startswith(b"HTTP/1.1 200")
 
@@ -235,9 +230,9 @@ async def test_nor_one_of_grpc() -> None:
     check = "/grpc.health.v1.Health/Check"
     async with running(limits={"max_connections": 2}) as bench:
         await bench.channel.unary_unary(check)(b"")
-        async with serving.channel(bench.router.address) as second:
+        async with channel(bench.router.address) as second:
             await second.unary_unary(check)(b"")
-            async with serving.channel(bench.router.address) as third:
+            async with channel(bench.router.address) as third:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await third.unary_unary(check)(b"", timeout=BOUND_S)
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -264,15 +259,15 @@ async def test_a_connection_that_asks_for_nothing_is_closed() -> None:
 async def test_who_takes_nothing_loses_its_request(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "ABORT_S", 0.2)
+    abort_after(monkeypatch, 0.2)
     caplog.set_level(logging.INFO)
     async with running(times={"stall_s": 0.2}) as bench:
-        async with grpc.aio.insecure_channel(bench.router.address, options=NARROW) as channel:
+        async with grpc.aio.insecure_channel(bench.router.address, options=NARROW) as narrow:
             bench.decode.pause_at = 100
             fields = {"request_id": "idle", "sampling": {"max_tokens": 300}}
-            call = inference_pb2_grpc.InferenceStub(channel).Generate(request(**fields))
+            call = inference_pb2_grpc.InferenceStub(narrow).Generate(request(**fields))
             # The decode worker waits for the test: whatever ends the request, it is not its end.
-            await until(lambda: bench.router._clients.readers.num_stalled == 1)
+            await until(lambda: bench.probe.num_stalled == 1)
             await until(lambda: not bench.decode.num_open)
             await until(bench.is_idle)
             bench.router.check_integrity(is_idle=True)
@@ -285,30 +280,12 @@ async def test_who_takes_nothing_loses_its_request(
     assert line.fields["request_id"] == "idle"  # type: ignore[attr-defined]
 
 
-class Clock:
-    """Stands for `asyncio` in services/router/stalled_readers.py: time passes when a test says."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.timeout = asyncio.timeout
-
-    def get_running_loop(self) -> Clock:
-        return self
-
-    def time(self) -> float:
-        return self.now_s
-
-    def call_later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(delay_s, call)
-
-
 async def test_who_reads_slowly_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes twice as long over its answer as one message may, and has all of it."""
-    clock = Clock()
-    monkeypatch.setattr(stalled_readers, "asyncio", clock)
+    clock = ReaderClock(monkeypatch)
     async with running(times={"stall_s": 1000.0}) as bench:
-        async with grpc.aio.insecure_channel(bench.router.address, options=NARROW) as channel:
-            stub = inference_pb2_grpc.InferenceStub(channel)
+        async with grpc.aio.insecure_channel(bench.router.address, options=NARROW) as narrow:
+            stub = inference_pb2_grpc.InferenceStub(narrow)
             call = stub.Generate(request(sampling={"max_tokens": 300}))
             num_tokens = 0
             for num_read in range(20):
@@ -318,8 +295,8 @@ async def test_who_reads_slowly_does_not(monkeypatch: pytest.MonkeyPatch) -> Non
                 assert message is not grpc.aio.EOF
                 num_tokens += len(message.token_ids)
                 clock.now_s += 100.0  # a few messages lie between writer and reader
-                bench.router._clients.readers._look()
-            assert not bench.router._clients.readers.num_stalled
+                bench.probe.look_at_readers()
+            assert not bench.probe.num_stalled
             bench.decode.pause_at = None
             bench.decode.token_gate.open()
             num_tokens += sum(len(message.token_ids) for message in await rest_of(call))
@@ -327,21 +304,17 @@ async def test_who_reads_slowly_does_not(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @asynccontextmanager
-async def deaf(bench: HttpBench, asked: bytes) -> AsyncIterator[HttpConnections]:
+async def deaf(bench: HttpBench, asked: bytes) -> AsyncIterator[None]:
     """A client that asks and reads nothing of the answer; the system keeps little of it either."""
-    connections, address = bench.router._http.connections, bench.router.http_address
-    assert connections is not None
-    host, _, port = address.rpartition(":")
+    host, _, port = bench.router.http_address.rpartition(":")
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect((host, int(port)))
-        await until(connections._open_now)
-        (protocol,) = connections._open_now()
-        theirs = protocol.transport.get_extra_info("socket")  # type: ignore[attr-defined]
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        await until(lambda: bench.probe.num_connections)
+        bench.probe.narrow_connection()
         peer.sendall(asked)
-        yield connections
-    await until(lambda: not connections._open_now())
+        yield
+    await until(lambda: not bench.probe.num_connections)
 
 
 async def test_nor_over_http(caplog: pytest.LogCaptureFixture) -> None:
@@ -350,52 +323,12 @@ async def test_nor_over_http(caplog: pytest.LogCaptureFixture) -> None:
         bench.decode.pause_at = 60  # far more than anything on the way keeps
         sampling = {"max_tokens": 500, "n": 16, "logprobs": 5, "stream": True}
         body = json.dumps({"prompt": "x", **sampling}).encode()
-        async with deaf(bench, posted("/v1/completions", body)) as connections:
-            await until(lambda: connections.num_stalled == 1)
+        async with deaf(bench, posted("/v1/completions", body)):
+            await until(lambda: bench.probe.connections.num_stalled == 1)
             await until(bench.is_idle)
             assert bench.decode.num_cancelled == 1
         # An answer in one piece, whose handler is over: its connection is all that is left.
         asked = b"GET /openapi.json HTTP/1.1\r\nhost: h\r\n\r\n"
-        async with deaf(bench, asked * 5) as connections:
-            await until(lambda: connections.num_stalled == 2)
+        async with deaf(bench, asked * 5):
+            await until(lambda: bench.probe.connections.num_stalled == 2)
     assert [record for record in caplog.records if record.msg == "http_reader_stalled"]
-
-
-def test_all_of_it_on_the_loop_that_routers_run_on() -> None:
-    """uvloop's transports say and do some things otherwise."""
-
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=b"x" * MIB)
-
-    async def both(server: HttpServer) -> None:
-        await server.start("127.0.0.1:0")
-        connections = server.connections
-        assert connections is not None
-        async with raw(server.address, b"") as first:
-            await until(connections._open_now)
-            async with raw(server.address, b"") as reader:
-                assert (await reader.read()).startswith(b"HTTP/1.1 503")
-            assert not first.at_eof()
-        await until(lambda: not connections._open_now())
-        host, _, port = server.address.rpartition(":")
-        with socket.socket() as peer:
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            peer.connect((host, int(port)))
-            peer.sendall(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n" * 20)
-            await until(lambda: connections.num_stalled == 1)
-            await until(lambda: not connections._open_now())
-
-    async def stopped() -> None:
-        server = HttpServer(
-            [lambda app: app.router.add_get("/", answer) and None],
-            max_body_bytes=MIB,
-            drain_s=0.2,
-            max_connections=1,
-            stall_s=0.2,
-        )
-        try:
-            await both(server)
-        finally:
-            await server.stop()
-
-    uvloop.run(stopped())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc.aio
@@ -14,14 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.status_view import failed
 from process.errors import NoCapacity, Unavailable
-from process.metrics import MetricsServer
-from protos import common_pb2, inference_pb2
-from services.worker.main import Worker
-from services.worker.metrics import WorkerCollector
+from protos import common_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.prefill_decode_pair import pair
-from tests.harness.router_bench import BOUND_S, SHORT_WAITS, request, running
-from tests.harness.waiting import Gate, until
+from tests.harness.router_bench import SHORT_WAITS, request, running
+from tests.harness.waiting import until
+
+pytestmark = pytest.mark.oracle
 
 STORE, DIRECT = common_pb2.HANDOVER_PATH_STORE, common_pb2.HANDOVER_PATH_DIRECT
 
@@ -48,93 +45,67 @@ async def _scrape(address: str) -> dict[str, float]:
 async def test_workers_say_what_they_did(tmp_path: Path) -> None:
     async with pair(tmp_path) as p:
         prompt = prompt_of(4 * BLOCK_SIZE + 1)
-        servers = {}
-        for name, worker in (("prefill", p.prefill), ("decode", p.decode)):
-            servers[name] = MetricsServer(WorkerCollector(worker.core, asyncio.get_running_loop()))
-            servers[name].start("127.0.0.1:0")
-        try:
-            for index in range(2):
-                await p.generate(prompt, name=f"r{index}", max_tokens=5)
-            await p.check()
-            prefill = await _scrape(servers["prefill"].address)
-            decode = await _scrape(servers["decode"].address)
-            statuses = [worker.core.status() for worker in (p.prefill, p.decode)]
-        finally:
-            for server in servers.values():
-                await asyncio.to_thread(server.stop)
+        for index in range(2):
+            await p.generate(prompt, name=f"r{index}", max_tokens=5)
+        await p.check()
+        prefill, decode = await p.at_prefill.metrics(), await p.at_decode.metrics()
+        statuses = [worker.status() for worker in (p.at_prefill, p.at_decode)]
     n = len(prompt)
-    assert prefill["baton_up"] == decode["baton_up"] == 1
-    assert prefill["baton_prompt_tokens_total"] == 2 * n
-    assert prefill["baton_prompt_tokens_cached_total"] == n - 1
-    assert prefill["baton_prefix_hit_ratio"] == (n - 1) / (2 * n)
-    assert prefill["baton_output_tokens_total"] == 2
-    assert prefill["baton_requests_ended_total,outcome=finished"] == 2
-    assert "baton_requests_ended_total,outcome=aborted" not in prefill
-    assert prefill["baton_time_to_first_token_seconds_count"] == 2
-    assert prefill["baton_kv_source_tokens_total,source=computed"] == n + 1
-    assert decode["baton_output_tokens_total"] == 8
-    assert decode["baton_samples_finished_total,reason=length"] == 2
+    assert prefill["baton_up",] == decode["baton_up",] == 1
+    assert prefill["baton_prompt_tokens_total",] == 2 * n
+    assert prefill["baton_prompt_tokens_cached_total",] == n - 1
+    assert prefill["baton_prefix_hit_ratio",] == (n - 1) / (2 * n)
+    assert prefill["baton_output_tokens_total",] == 2
+    assert prefill["baton_requests_ended_total", "finished"] == 2
+    assert ("baton_requests_ended_total", "aborted") not in prefill
+    assert prefill["baton_time_to_first_token_seconds_count",] == 2
+    assert prefill["baton_kv_source_tokens_total", "computed"] == n + 1
+    assert decode["baton_output_tokens_total",] == 8
+    assert decode["baton_samples_finished_total", "length"] == 2
     # Of each answer's four tokens here, the first follows nothing that was drawn here.
-    assert decode["baton_inter_token_latency_seconds_count"] == 6
-    assert decode["baton_inter_token_latency_seconds_bucket,le=+Inf"] == 6
-    assert decode["baton_kv_source_tokens_total,source=store"] == n + 1
+    assert decode["baton_inter_token_latency_seconds_count",] == 6
+    assert decode["baton_inter_token_latency_seconds_bucket", "+Inf"] == 6
+    assert decode["baton_kv_source_tokens_total", "store"] == n + 1
     # 17 prompt tokens and four of five drawn: one block more than the prompt's, stored once.
-    assert decode["baton_kv_written_back_blocks_total"] == 1
-    assert decode["baton_kv_early_tokens_total"] == 0
-    assert decode["baton_kv_blocks,class=referenced"] == 0
-    assert sum(v for k, v in decode.items() if k.startswith("baton_kv_blocks,")) == 256
+    assert decode["baton_kv_written_back_blocks_total",] == 1
+    assert decode["baton_kv_early_tokens_total",] == 0
+    assert decode["baton_kv_blocks", "referenced"] == 0
+    assert sum(v for k, v in decode.items() if k[0] == "baton_kv_blocks") == 256
     for status, found in zip(statuses, (prefill, decode), strict=True):
         (link,) = status.links  # measured before the worker served
         assert (link.node_id, link.transport) == (status.store_node_id, "shm")
         assert not link.problem and link.latency_s > 0
-        labels = f"peer={link.node_id},transport=shm"
+        way = (link.node_id, "shm")
         rates = {
-            direction: found[f"baton_link_bytes_per_second,direction={direction},{labels}"]
+            direction: found["baton_link_bytes_per_second", *way, direction]
             for direction in ("write", "read")
         }
         assert rates == {"write": link.write_bytes_per_s, "read": link.read_bytes_per_s}
-        assert found[f"baton_link_latency_seconds,{labels}"] == link.latency_s
-        assert found[f"baton_link_degraded,{labels}"] == link.degraded
-
-
-@asynccontextmanager
-async def _scraping(worker: Worker) -> AsyncIterator[Callable[[], Awaitable[dict[str, float]]]]:
-    server = MetricsServer(WorkerCollector(worker.core, asyncio.get_running_loop()))
-    server.start("127.0.0.1:0")
-    try:
-        yield lambda: _scrape(server.address)
-    finally:
-        await asyncio.to_thread(server.stop)
+        assert found["baton_link_latency_seconds", *way] == link.latency_s
+        assert found["baton_link_degraded", *way] == link.degraded
 
 
 async def test_workers_say_which_way_the_kv_went(tmp_path: Path) -> None:
     """What is lent is shown while it is, and what came that way afterwards."""
-    async with (
-        pair(tmp_path) as p,
-        p.stream() as stream,
-        _scraping(p.prefill) as prefill,
-        _scraping(p.decode) as decode,
-    ):
+    async with pair(tmp_path) as p, p.stream() as stream:
         for name, path in (("a", STORE), ("b", DIRECT)):
             prompt = prompt_of(4 * BLOCK_SIZE + 1, start=path)
             key = await stream.reserve(p.reserve(prompt, name=name, max_tokens=2))
             await stream.next(key)
             reply = await p.run_prefill(prompt, name=name, max_tokens=2, handover=path)
-            num_lent = (await prefill())["baton_kv_lent_blocks"]
+            num_lent = (await p.at_prefill.metrics())["baton_kv_lent_blocks",]
             assert num_lent == (5 if path == DIRECT else 0)  # the tail is one of them
             await stream.generate(key, reply)
             await stream.collect(key)
-        lender = p.prefill.core.lender
-        assert lender is not None
-        await p.decode.core.links.settle()  # which measures with blocks that are lent for it
-        await until(lambda: lender.num_lent_blocks == 0)
-        found = await prefill()
-        assert found["baton_kv_handovers_total,path=store"] == 1
-        assert found["baton_kv_handovers_total,path=direct"] == 1
-        assert found["baton_kv_lent_blocks"] == 0
-        found = await decode()
-        assert found["baton_kv_direct_tokens_total"] == len(prompt)
-        assert "baton_kv_lent_blocks" not in found  # it lends nothing
+        await p.at_decode.links()  # which measures with blocks that are lent for it
+        await until(lambda: p.at_prefill.num_lent_blocks == 0)
+        found = await p.at_prefill.metrics()
+        assert found["baton_kv_handovers_total", "store"] == 1
+        assert found["baton_kv_handovers_total", "direct"] == 1
+        assert found["baton_kv_lent_blocks",] == 0
+        found = await p.at_decode.metrics()
+        assert found["baton_kv_direct_tokens_total",] == len(prompt)
+        assert ("baton_kv_lent_blocks",) not in found  # it lends nothing
         await p.check()
 
 
@@ -155,9 +126,7 @@ async def test_failed_requests_are_told_by_code() -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             await bench.generate(late)
         found = await _scrape(bench.router.metrics_address)
-        status = await bench.stub.GetClusterStatus(
-            inference_pb2.GetClusterStatusRequest(), timeout=BOUND_S
-        )
+        status = await bench.status()
     codes = {"resource_exhausted": 1, "unavailable": 2, "deadline_exceeded": 1}
     for code, num in codes.items():
         assert found[f"baton_router_requests_total,code={code},outcome=failed"] == num
@@ -187,18 +156,18 @@ async def test_nobody_listens_unless_told_to() -> None:
 async def test_a_put_that_write_back_tries_again_is_no_failed_transfer(tmp_path: Path) -> None:
     """The prompt's blocks, which the answer's follow, are not in the store yet: the answer's are
     refused at first, then put behind them."""
-    async with pair(tmp_path) as p, p.stream() as stream, _scraping(p.decode) as decode:
-        gate = Gate(p.prefill.core.connector.client, "put_blocks")
+    async with pair(tmp_path) as p, p.stream() as stream:
+        gate = p.at_prefill.home.hold("put")
         prompt = prompt_of(4 * BLOCK_SIZE + 1)
         key = await stream.reserve(p.reserve(prompt, max_tokens=20))
         await stream.next(key)
         reply = await p.run_prefill(prompt, max_tokens=20, handover=DIRECT)
         await stream.generate(key, reply)
         await stream.collect(key)
-        await p.decode.core.connector.settle()
+        await p.at_decode.settle()
         gate.open()
-        found = await decode()
-    put_again = "baton_transfer_put_again_blocks_total,place=home,transport=shm"
-    assert found[put_again] > 0 and found["baton_kv_written_back_blocks_total"] > 0
-    failed = {k: v for k, v in found.items() if k.startswith("baton_transfer_failed") and v}
+        found = await p.at_decode.metrics()
+    put_again = found["baton_transfer_put_again_blocks_total", "shm", "home"]
+    assert put_again > 0 and found["baton_kv_written_back_blocks_total",] > 0
+    failed = {k: v for k, v in found.items() if k[0].startswith("baton_transfer_failed") and v}
     assert failed == {}

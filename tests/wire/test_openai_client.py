@@ -7,29 +7,28 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 
-from kvstore import block_hash
 from process.errors import NoCapacity, Unavailable
-from services.router import identity
-from services.router.model import Model
-from services.router.views import ServedModel
 from tests.harness.router_bench import (
     BOUND_S,
     SHORT_WAITS,
     TOKENIZER,
     HttpBench,
+    bytes_of,
     http_bench,
     request,
     running,
     saying,
 )
 from tests.harness.waiting import Deadlines, until
-from tokens.token_bytes import TokenBytes
+
+pytestmark = pytest.mark.oracle
 
 TOOLS: Any = [
     {
@@ -231,7 +230,7 @@ async def test_a_completions_logprobs_name_every_token_and_where_it_begins() -> 
             for name, offset in zip(found.tokens, found.text_offset, strict=True):
                 if "\ufffd" not in name:
                     assert text[offset:].startswith(name)
-            spelled = [TokenBytes(TOKENIZER).of(token_id) for token_id in ids]
+            spelled = [bytes_of(token_id) for token_id in ids]
             begins = [len(b"".join(spelled[:i])) for i in range(len(ids))]
             assert found.text_offset == [
                 max(n for n in range(len(text)) if len(text[:n].encode()) <= begin)
@@ -540,8 +539,7 @@ async def test_errors_are_those_that_the_client_knows(monkeypatch: pytest.Monkey
         asking = asyncio.create_task(create(model="fake", messages=HELLO, extra_headers=headers))
         await until(bench.prefill.gate.reached.is_set)
         assert bench.prefill.requests[-1].budget_ms <= 60_000
-        live = bench.router._log._live
-        await until(lambda: any("prefilling" in each.to_proto().state for each in live))
+        await until(lambda: any("prefilling" in state for state in bench.probe.states))
         deadlines.end_all()
         with pytest.raises(openai.InternalServerError) as late:
             await asking
@@ -817,9 +815,7 @@ async def test_running_usage_has_the_cached_tokens_from_the_first_chunk_on() -> 
     """What the router expects the prefill worker to find is told before its account is there."""
     prompt = list(range(5, 105))
     async with http_bench() as bench, client_of(bench) as client:
-        salt = identity.tenant_salt(identity.DEFAULT_TENANT, "")
-        root = block_hash.root_key(salt, bench.model.fingerprint)
-        held = block_hash.chain(root, prompt, bench.model.block_size)[:3]
+        held = bench.chain(prompt)[:3]
         bench.prefill.num_local = num_found = len(held) * bench.model.block_size
         bench.prefill.store_node_id = "n0"
         await bench.publish(bench.prefill)
@@ -913,9 +909,9 @@ async def test_embeddings_come_as_numbers_in_the_order_of_the_inputs() -> None:
 
 class _OfAFolder(HttpBench):
     @property
-    def model_for_router(self) -> Model:
+    def model_for_router(self) -> Any:
         model = super().model_for_router
-        model.served = ServedModel((model.name, "./fake"), model.served.tokenizer_digest)
+        model.served = replace(model.served, names=(model.name, "./fake"))
         return model
 
 

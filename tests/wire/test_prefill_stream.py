@@ -135,7 +135,7 @@ async def test_a_wrong_command_is_told_under_its_key_and_the_stream_goes_on(
 
 async def test_a_handle_that_comes_after_the_cancel_is_given_back() -> None:
     async with running(num_prefill=0) as bench:
-        released = bench.watch_releases()
+        released = bench.probe.watch_releases()
         worker = AccountAtCancel("p0", bench.model)
         await bench.add(worker)
         worker.account_gate.close()
@@ -172,7 +172,7 @@ async def test_a_message_that_cannot_be_read_ends_the_stream_not_the_router() ->
             await rest_of(call)
         assert "cannot be read" in str(error_from_rpc(caught.value))
         worker.garbles = False
-        await until(lambda: bench.is_up(worker))
+        await until(lambda: bench.probe.is_up(worker.worker_id))
         assert await bench.generate(request(sampling={"max_tokens": 2}))
 
 
@@ -181,7 +181,7 @@ async def test_a_worker_that_refuses_connections_is_known_at_once() -> None:
     async with running(num_prefill=2, times={**SHORT_WAITS, "connect_timeout_s": 60.0}) as bench:
         for worker in bench.prefills:
             await worker.stop()
-            await until(lambda worker=worker: not bench.is_up(worker))
+            await until(lambda worker=worker: not bench.probe.is_up(worker.worker_id))
         call = bench.stub.Generate(request(sampling={"max_tokens": 2}), timeout=2 * BOUND_S)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(rest_of(call), BOUND_S)

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-from process.health import Health
-from services.worker.main import _Progress
 from tests.harness.service_process import own_address
 
 ROOT = Path(__file__).parents[2]
@@ -102,14 +100,6 @@ def test_a_worker_lives_while_it_loads_and_is_ready_when_it_serves(started: list
     assert why <= {"loading the model", *told}
     assert {said[1] for said in worker.seen if said[0] == "/livez"} <= {0, 200}
     assert worker.end() == 0
-
-
-def test_probes_are_told_how_far_the_loading_is() -> None:
-    health = Health("loading the model")
-    progress = _Progress(health)
-    for done in (0, 3, 10):
-        progress("weights", done, 10)
-        assert health.why_not_ready() == f"loading the model: weights, {done} of 10"
 
 
 def test_a_router_that_never_met_redis_is_not_ready(started: list[Process]) -> None:

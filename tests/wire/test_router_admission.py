@@ -4,9 +4,6 @@ workers behind it, and with real ones where the two must agree."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +11,21 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton import command_explain, key_files
-from process import api_keys, serving
+from baton import command_explain
 from process.errors import NoCapacity
-from protos import inference_pb2, inference_pb2_grpc
-from services.decode.role import DecodeRole
-from services.prefill.role import PrefillRole
-from services.router.admission_settings import AdmissionSettings
-from services.router.app import Router
-from services.router.views import ServedModel
-from services.worker.config import WorkerLimits, WorkerSettings
-from services.worker.worker import Worker, start
-from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of
-from tests.harness.redis_server import RedisServer
+from protos import inference_pb2
+from tests.harness.access import add_key
+from tests.harness.gated_engine import prompt_of
 from tests.harness.router_bench import (
     BOUND_S,
     Bench,
+    error_from_rpc,
     fake_model,
-    model_for_router,
     request,
     rest_of,
     running,
-    settings_for,
 )
+from tests.harness.router_site import site
 from tests.harness.waiting import until
 
 
@@ -61,10 +50,7 @@ async def hold(bench: Bench, **fields: Any) -> Any:
 
 async def test_keys_decide_who_asks_and_what_may_be_asked(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
-    user, user_id, user_entry = api_keys.new_key("acme", max_priority=2)
-    admin, admin_id, admin_entry = api_keys.new_key("ops", is_admin=True)
-    key_files.add(path, user_id, user_entry)
-    key_files.add(path, admin_id, admin_entry)
+    user, admin = add_key(path, "acme", max_priority=2), add_key(path, "ops", is_admin=True)
     async with running(api_keys_file=str(path)) as bench:
 
         def ask(metadata: Any = (), **fields: Any) -> Any:
@@ -103,15 +89,15 @@ async def test_keys_decide_who_asks_and_what_may_be_asked(tmp_path: Path) -> Non
 
 async def test_a_quiet_tenant_passes_a_noisy_one() -> None:
     model = fake_model(context_window=8192)
-    async with running(model=model, admission=AdmissionSettings(max_active_requests=1)) as bench:
+    async with running(model=model, admission={"max_active_requests": 1}) as bench:
         calls = [await hold(bench, tenant="noisy", text="0" * 4000)]
         for number in range(1, 8):
             noisy = request(tenant="noisy", text=str(number) * 4000, sampling={"max_tokens": 1})
             calls.append(bench.stub.Generate(noisy, timeout=BOUND_S))
-        await until(lambda: bench.router.desk.admission.num_waiting == 7)
+        await until(lambda: bench.probe.num_waiting == 7)
         quiet = request(tenant="quiet", text="q" * 4000, sampling={"max_tokens": 1})
         calls.append(bench.stub.Generate(quiet, timeout=BOUND_S))
-        await until(lambda: bench.router.desk.admission.num_waiting == 8)
+        await until(lambda: bench.probe.num_waiting == 8)
         bench.prefill.gate.open()
         done = await asyncio.gather(*(rest_of(call) for call in calls))
         assert all(messages for messages in done)
@@ -124,35 +110,31 @@ async def test_a_quiet_tenant_passes_a_noisy_one() -> None:
 
 
 async def test_a_full_queue_is_refused_with_a_time_before_any_work() -> None:
-    settings = AdmissionSettings(
-        max_active_requests=1, max_queued_requests=1, max_queued_per_tenant=1
-    )
+    settings = {"max_active_requests": 1, "max_queued_requests": 1, "max_queued_per_tenant": 1}
     async with running(admission=settings) as bench:
         held = await hold(bench)
         waiting = bench.stub.Generate(request(), timeout=BOUND_S)
-        await until(lambda: bench.router.desk.admission.num_waiting == 1)
+        await until(lambda: bench.probe.num_waiting == 1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rest_of(bench.stub.Generate(request(), timeout=BOUND_S))
-        error = serving.error_from_rpc(caught.value)
+        error = error_from_rpc(caught.value)
         assert isinstance(error, NoCapacity) and error.retry_after_s == 1.0
         assert len(bench.prefill.requests) == 1
         # Who gives up while it waits leaves nothing behind.
         waiting.cancel()
-        await until(lambda: bench.router.desk.admission.num_waiting == 0)
+        await until(lambda: bench.probe.num_waiting == 0)
         bench.prefill.gate.open()
         assert await rest_of(held)
-        status = await bench.stub.GetClusterStatus(
-            inference_pb2.GetClusterStatusRequest(num_requests=8), timeout=BOUND_S
-        )
+        status = await bench.status(num_requests=8)
         ends = [(info.outcome, info.code) for info in status.requests]
         assert ("failed", "resource_exhausted") in ends and ("finished", "") in ends
 
 
 async def test_a_repeated_request_takes_its_place_over_while_it_waits() -> None:
-    async with running(admission=AdmissionSettings(max_active_requests=1)) as bench:
+    async with running(admission={"max_active_requests": 1}) as bench:
         held = await hold(bench)
         first = bench.stub.Generate(request(request_id="same"), timeout=BOUND_S)
-        await until(lambda: bench.router.desk.admission.num_waiting == 1)
+        await until(lambda: bench.probe.num_waiting == 1)
         again = bench.stub.Generate(request(request_id="same"), timeout=BOUND_S)
         assert await code_of(first) is grpc.StatusCode.CANCELLED
         bench.prefill.gate.open()
@@ -160,87 +142,20 @@ async def test_a_repeated_request_takes_its_place_over_while_it_waits() -> None:
 
 
 async def test_rates_hold_over_routers_and_go_on_without_redis() -> None:
-    settings = AdmissionSettings(max_requests_per_min=3, rate_timeout_s=BOUND_S)
+    settings = {"max_requests_per_min": 3, "rate_timeout_s": BOUND_S}
     async with running(admission=settings) as bench:
         for _ in range(3):
             assert await bench.generate(request(sampling={"max_tokens": 1}))
         call = bench.stub.Generate(request(), timeout=BOUND_S)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rest_of(call)
-        error = serving.error_from_rpc(caught.value)
+        error = error_from_rpc(caught.value)
         assert isinstance(error, NoCapacity) and 10 < (error.retry_after_s or 0) <= 20
         assert "3 requests a minute" in str(error)
         bench.redis.kill()
         assert await bench.generate(request(sampling={"max_tokens": 1}))
-        status = await bench.stub.GetClusterStatus(
-            inference_pb2.GetClusterStatusRequest(), timeout=BOUND_S
-        )
+        status = await bench.status()
         assert any("rate limits are kept by each router alone" in said for said in status.problems)
-
-
-@dataclass
-class Site:
-    """Routers before a real prefill and a real decode worker."""
-
-    routers: list[Router]
-    stubs: list[Any]
-    prefill_model: GatedModel
-    decode: Worker
-
-    @property
-    def router(self) -> Router:
-        return self.routers[0]
-
-    @property
-    def stub(self) -> Any:
-        return self.stubs[0]
-
-    @property
-    def role(self) -> DecodeRole:
-        assert isinstance(self.decode.role, DecodeRole)
-        return self.decode.role
-
-
-@asynccontextmanager
-async def site(num_routers: int = 1, num_places: int = 8) -> AsyncIterator[Site]:
-    redis = RedisServer()
-    async with AsyncExitStack() as stack:
-        stack.callback(redis.remove)
-        await redis.start()
-        routers = []
-        for _ in range(num_routers):
-            model = model_for_router(fake_model())
-            model.served = ServedModel(("fake",), "")
-            routers.append(Router(settings_for(redis), model))
-            await routers[-1].start()
-            stack.push_async_callback(routers[-1].stop)
-        workers, prefill_model = [], GatedModel()
-        for role, make_role in (("prefill", PrefillRole), ("decode", DecodeRole)):
-            if role == "prefill":
-                engine = fake_engine(num_blocks=4096, model=prefill_model)
-            else:
-                engine = fake_engine(num_blocks=4096, chunk=num_places)
-            settings = WorkerSettings(
-                redis_url=redis.url,
-                worker_id=role,
-                engine=engine.config,
-                limits=WorkerLimits(stop_grace_s=0.05),
-            )
-            workers.append(await start(engine, settings, role, make_role))
-            stack.push_async_callback(workers[-1].stop)
-        stubs = []
-        for router in routers:
-            await until(
-                lambda router=router: (
-                    router._prefills.is_up("prefill") and router._streams.is_up("decode")
-                )
-            )
-            channel = await stack.enter_async_context(serving.channel(router.address))
-            stubs.append(inference_pb2_grpc.InferenceStub(channel))
-        try:
-            yield Site(routers, stubs, prefill_model, workers[1])
-        finally:
-            prefill_model.release()
 
 
 @pytest.mark.parametrize(
@@ -254,42 +169,39 @@ async def test_requests_wait_in_the_queue_instead_of_the_decode_engine(
     """most: requests that may have begun: 8 samples run at once, so that none of them waits for
     another."""
     async with site() as here:
-        admission, worker = here.router.desk.admission, here.role.worker
         order: list[int] = []
 
         async def ask(number: int) -> int:
             message = request(
                 token_ids={"ids": prompt_of(20, start=number)},
-                sampling={"max_tokens": 12, "ignore_eos": True, **sampling},
+                sampling={"max_tokens": 6, "ignore_eos": True, **sampling},
             )
             call, num_tokens = here.stub.Generate(message, timeout=BOUND_S), 0
             while (answer := await call.read()) is not grpc.aio.EOF:
                 if not num_tokens:
                     order.append(number)
-                stats = here.decode.core.thread.stats
-                assert stats.num_waiting + stats.num_running <= most
-                assert worker.num_in_line <= 1
+                assert here.decode.num_in_steps <= most
+                assert here.decode.num_in_line <= 1
                 num_tokens += len(answer.token_ids)
             return num_tokens
 
-        tasks, counts = [], admission.counts
+        tasks: list[asyncio.Task[int]] = []
         here.prefill_model.hold()  # none ends before all have come
         for number in range(16):
             tasks.append(asyncio.create_task(ask(number)))
-            await until(lambda: counts.num_admitted + admission.num_waiting >= len(tasks))
+            await until(lambda: here.router.num_asked == len(tasks))
         here.prefill_model.release()
         done = await asyncio.gather(*tasks)
         # None is lost, and none overtakes more than those that were under way with it.
-        assert all(num_tokens >= 12 for num_tokens in done)
+        assert all(num_tokens >= 6 for num_tokens in done)
         assert all(number <= place + 8 for place, number in enumerate(order))
-        assert admission.counts.num_waited
-        await until(lambda: worker.num_free_places == 8 and not admission.num_active)
-        here.router.check_integrity(is_idle=True)
+        assert here.router.num_waited
+        await until(lambda: here.decode.num_free_places == 8 and here.router.is_idle())
 
 
 async def test_a_full_model_holds_up_neither_others_nor_what_runs() -> None:
     async with running(num_decode=2, others=[fake_model(name="other")]) as bench:
-        admission, (first, second) = bench.router.desk.admission, bench.decodes
+        first, second = bench.decodes
         first.pause_at = second.pause_at = 2
         message = request(model="fake", sampling={"max_tokens": 8, "ignore_eos": True})
         running_call = bench.stub.Generate(message, timeout=BOUND_S)
@@ -300,11 +212,9 @@ async def test_a_full_model_holds_up_neither_others_nor_what_runs() -> None:
             await bench.publish(worker)
         home.pause_at = 3
         home.token_gate.open()  # its next token says so on the stream, too
-        await until(
-            lambda: not bench.router.desk.models.find("fake").candidates.has_decode_place(0)
-        )
+        await until(lambda: not bench.probe.has_decode_place("fake"))
         held = bench.stub.Generate(request(model="fake"), timeout=BOUND_S)
-        await until(lambda: admission.num_waiting == 1)
+        await until(lambda: bench.probe.num_waiting == 1)
         # A request of one token needs no decode worker; another model has none that is full.
         assert await bench.generate(request(model="fake", sampling={"max_tokens": 1}))
         assert (
@@ -316,11 +226,11 @@ async def test_a_full_model_holds_up_neither_others_nor_what_runs() -> None:
         home.move_all()
         await bench.publish(home)
         await until(lambda: twin.num_generating == 1)
-        assert admission.num_waiting == 1
+        assert bench.probe.num_waiting == 1
         twin.pause_at = None
         twin.token_gate.open()
         assert await rest_of(running_call)
-        assert admission.num_waiting == 1
+        assert bench.probe.num_waiting == 1
         # The worker says that there is a place.
         twin.num_free_places = 1
         await bench.publish(twin)
@@ -331,7 +241,6 @@ async def test_two_routers_start_no_more_streams_than_there_are_places() -> None
     """Neither knows what the other has sent: who comes too late waits for its place at the worker,
     before its first token."""
     async with site(num_routers=2) as here:
-        worker = here.role.worker
 
         async def ask(number: int) -> int:
             message = request(
@@ -341,15 +250,13 @@ async def test_two_routers_start_no_more_streams_than_there_are_places() -> None
             call, num_tokens = here.stubs[number % 2].Generate(message, timeout=BOUND_S), 0
             while (answer := await call.read()) is not grpc.aio.EOF:
                 num_tokens += len(answer.token_ids)
-                stats = here.decode.core.thread.stats
-                assert stats.num_waiting + stats.num_running <= 8
+                assert here.decode.num_in_steps <= 8
             return num_tokens
 
         assert set(await asyncio.gather(*map(ask, range(24)))) == {20}
-        await until(lambda: worker.num_free_places == 8)
+        await until(lambda: here.decode.num_free_places == 8)
         for router in here.routers:
-            await until(lambda router=router: not router.desk.admission.num_active)
-            router.check_integrity(is_idle=True)
+            await until(router.is_idle)
 
 
 async def test_no_prompt_is_computed_before_the_decode_worker_has_a_place() -> None:
@@ -357,16 +264,7 @@ async def test_no_prompt_is_computed_before_the_decode_worker_has_a_place() -> N
         bench.decode.place_gate.close()
         call = bench.stub.Generate(request(request_id="r"), timeout=BOUND_S)
 
-        async def is_in_line() -> bool:
-            status = await bench.stub.GetClusterStatus(
-                inference_pb2.GetClusterStatusRequest(num_requests=1), timeout=BOUND_S
-            )
-            return [one.state for one in status.requests] == ["waiting for a decode place"]
-
-        async with asyncio.timeout(BOUND_S):
-            await bench.decode.place_gate.reached.wait()
-            while not await is_in_line():
-                await asyncio.sleep(0)
+        await until(lambda: bench.probe.states == ["waiting for a decode place"])
         assert bench.prefill.requests == []
         gone = bench.stub.Generate(request(), timeout=BOUND_S)
         await until(lambda: bench.decode.num_reserved == 2)
@@ -391,20 +289,14 @@ async def test_a_request_in_line_at_a_worker_that_goes_is_served_by_another() ->
 
 
 async def test_what_a_request_waits_for_and_its_turn_are_explained() -> None:
-    async with running(admission=AdmissionSettings(max_active_requests=1)) as bench:
-
-        async def explain(request_id: str) -> inference_pb2.ExplainReply:
-            asked = inference_pb2.ExplainRequest(request_id=request_id)
-            reply: inference_pb2.ExplainReply = await bench.stub.Explain(asked, timeout=BOUND_S)
-            return reply
-
+    async with running(admission={"max_active_requests": 1}) as bench:
         held = await hold(bench, request_id="held")
         calls = []
         for request_id, budget_ms in (("old", 0), ("new", 0), ("hurried", int(BOUND_S * 1000))):
             message = request(request_id=request_id, budget_ms=budget_ms)
             calls.append(bench.stub.Generate(message, timeout=2 * BOUND_S))
-            await until(lambda: bench.router.desk.admission.num_waiting == len(calls))
-        seen = [await explain(request_id) for request_id in ("hurried", "ol", "new")]
+            await until(lambda: bench.probe.num_waiting == len(calls))
+        seen = [await bench.explain(request_id) for request_id in ("hurried", "ol", "new")]
         assert [one.request_id for one in seen] == ["hurried", "old", "new"]
         standing = [one.admission.standing for one in seen]
         assert [(one.position, one.num_in_line) for one in standing] == [(1, 3), (2, 3), (3, 3)]
@@ -418,7 +310,7 @@ async def test_what_a_request_waits_for_and_its_turn_are_explained() -> None:
         bench.prefill.gate.open()
         for call in (held, *calls):
             assert await rest_of(call)
-        ends = {name: await explain(name) for name in ("held", "hurried", "old", "new")}
+        ends = {name: await bench.explain(name) for name in ("held", "hurried", "old", "new")}
         assert [one.admission.turn for one in ends.values()] == [1, 2, 3, 4]
         assert [one.admission.arrival for one in ends.values()] == [1, 4, 2, 3]
         assert all(
@@ -443,15 +335,14 @@ async def test_first_tokens_come_in_the_order_of_arrival() -> None:
                 if is_first:
                     order.append(number)
                 is_first = False
-                stats = here.decode.core.thread.stats
-                assert stats.num_waiting + stats.num_running <= 1
+                assert here.decode.num_in_steps <= 1
 
-        counts, tasks = here.router.desk.admission.counts, []
+        tasks = []
         here.prefill_model.hold()
         for number in range(20):
             tasks.append(asyncio.create_task(ask(number)))
-            await until(lambda: counts.num_asked == len(tasks))
+            await until(lambda: here.router.num_asked == len(tasks))
         here.prefill_model.release()
         await asyncio.gather(*tasks)
         assert order == list(range(20))
-        assert counts.num_waited
+        assert here.router.num_waited

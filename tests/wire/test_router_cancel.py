@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import aiohttp
 import grpc
 import grpc.aio
 import pytest
-from aiohttp import web
 
-from process import serving
 from protos import inference_pb2_grpc
-from services.router.fakes.gate import Gate
-from tests.harness.router_bench import BOUND_S, Bench, expected_ids, request, rest_of, running
+from tests.harness.router_bench import (
+    BOUND_S,
+    Bench,
+    Gate,
+    expected_ids,
+    request,
+    rest_of,
+    running,
+)
 from tests.harness.waiting import Deadlines, until
+
+pytestmark = pytest.mark.oracle
 
 STATES = ("reserving", "prefilling", "storing", "decoding")
 
@@ -131,7 +137,7 @@ async def test_an_attempt_that_waits_for_its_reader_is_superseded() -> None:
             old = inference_pb2_grpc.InferenceStub(channel).Generate(request(**fields))
             assert await old.read()
             await bench.decode.idle.wait()
-            assert bench.router._in_flight.num_attempts == 1
+            assert bench.probe.num_requests == 1
             messages = await bench.generate(request(**fields))
             assert sum(len(m.token_ids) for m in messages) == 200
             old.cancel()
@@ -172,57 +178,3 @@ async def test_too_many_at_once_are_refused_with_a_retry_time() -> None:
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         bench.prefill.gate.open()
         assert await rest_of(first)
-
-
-def _num_errors(bench: Bench, code: str) -> float:
-    counter = bench.router.metrics._errors.labels(bench.router.router_id, code)
-    return float(counter._value.get())
-
-
-def _is_counted_as_cancelled(bench: Bench) -> None:
-    assert _num_errors(bench, "cancelled") == 1 and not _num_errors(bench, "internal")
-    assert [record.outcome for record in bench.router._log._ended] == ["cancelled"]
-    (traffic,) = bench.router._traffic.to_proto()
-    assert (traffic.num_cancelled, traffic.num_failed) == (1, 0)
-    assert not bench.router.desk.counters.failed
-
-
-async def test_a_write_to_an_http_client_that_has_gone_is_no_internal_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """6 of 600 streams whose client left were counted as internal errors: those that were written
-    before their handler was cancelled."""
-    write, num_written = web.StreamResponse.write, 0
-
-    async def gone_at_the_third(response: web.StreamResponse, data: bytes) -> None:
-        nonlocal num_written
-        num_written += 1
-        if num_written == 3:
-            assert response._req is not None and response._req.transport is not None
-            response._req.transport.abort()
-        await write(response, data)
-
-    monkeypatch.setattr(web.StreamResponse, "write", gone_at_the_third)
-    async with running(http_listen="127.0.0.1:0") as bench:
-        url = f"http://{bench.router.http_address}/v1/completions"
-        body = {"model": "fake", "prompt": "hello", "max_tokens": 40, "stream": True}
-        async with aiohttp.ClientSession() as session:
-            with pytest.raises(aiohttp.ClientError):
-                async with session.post(url, json=body) as response:
-                    await response.read()
-        await until(bench.is_idle)
-        _is_counted_as_cancelled(bench)
-
-
-async def test_a_write_on_a_call_that_is_over_is_no_internal_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def over(context: Any, message: bytes) -> None:
-        raise serving.CallOver("ExecuteBatchError")
-
-    monkeypatch.setattr(serving, "write_first", over)
-    async with running() as bench:
-        with pytest.raises(grpc.aio.AioRpcError):
-            await bench.generate(request())
-        await until(bench.is_idle)
-        _is_counted_as_cancelled(bench)

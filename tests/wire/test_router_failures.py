@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -13,31 +11,25 @@ import grpc.aio
 import pytest
 
 from baton.client import Client
-from process import registry_beat, serving
 from process.errors import BatonError, DeadlineExceeded, InvalidArgument, NoCapacity, Unavailable
-from protos import inference_pb2
-from services.router import registry
-from services.router.admission_settings import AdmissionSettings
-from services.router.app import Router
-from services.router.config import RouterLimits
-from services.router.fakes.decode import FakeDecode
-from services.router.fakes.prefill import FakePrefill
-from services.router.front_desk import FrontDesk
 from tests.harness.router_bench import (
     BOUND_S,
     SHORT_WAITS,
     TOKENIZER,
-    Bench,
+    FakeDecode,
+    FakePrefill,
     Looks,
+    error_from_rpc,
     expected_ids,
     fake_model,
     lease_store,
     request,
     rest_of,
     running,
-    settings_for,
 )
 from tests.harness.waiting import Deadlines, until
+
+pytestmark = pytest.mark.oracle
 
 SHORT = {"max_tokens": 4}
 
@@ -45,13 +37,7 @@ SHORT = {"max_tokens": 4}
 async def _error(call: Any) -> tuple[grpc.StatusCode, BatonError]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await rest_of(call)
-    return caught.value.code(), serving.error_from_rpc(caught.value)
-
-
-async def _status(bench: Bench) -> Any:
-    return await bench.stub.GetClusterStatus(
-        inference_pb2.GetClusterStatusRequest(), timeout=BOUND_S
-    )
+    return caught.value.code(), error_from_rpc(caught.value)
 
 
 async def test_a_prefill_worker_that_dies_is_replaced() -> None:
@@ -246,28 +232,24 @@ async def test_bad_input_is_told_even_without_workers() -> None:
         assert (await _error(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_without_redis_known_workers_still_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "KEEP_S", 0.2)  # from when Redis is back
+async def test_without_redis_known_workers_still_serve() -> None:
     async with running() as bench:
+        bench.probe.remember(for_s=0.2)
         bench.redis.kill()
-        await bench.router._registry.poll()
         messages = await bench.generate(request(text="a prompt of one block", sampling=SHORT))
         assert messages[-1].usage.num_output_tokens == 4
-        status = await _status(bench)
+        status = await bench.status()
         assert not status.redis_reachable
         assert any("Redis is not reachable" in problem for problem in status.problems)
         assert {worker.worker_id for worker in status.workers} == {"p0", "d0"}
         # Back again, empty: now they are gone for real.
         await bench.redis.start()
-        await until(lambda: not bench.router._registry.snapshot.workers)
+        await until(lambda: not bench.probe.worker_ids)
 
 
 async def test_a_lapsed_heartbeat_takes_a_worker_out() -> None:
     async with running(num_prefill=2) as bench:
-        client = bench.redis.client()
-        await client.delete("baton:worker:p0:beat")
-        await client.aclose()
-        await bench.router._registry.poll()
+        await bench.lapse(bench.prefills[0])
         for _ in range(3):
             await bench.generate(request(sampling=SHORT))
         assert not bench.prefills[0].requests and len(bench.prefills[1].requests) == 3
@@ -340,19 +322,10 @@ async def test_a_worker_that_stays_away_is_waited_for_a_bounded_time() -> None:
 async def test_a_request_waits_for_a_worker_that_is_starting() -> None:
     """It has said so in the registry, and no worker of its role was there before."""
     async with running(num_decode=0) as bench:
-        starting = registry_beat.RegistryBeat(
-            bench.redis.url,
-            registry_beat.STARTING,
-            entry_id="d0",
-            incarnation="11" * 16,
-            entry=lambda: '{"worker_id": "d0", "role": "decode", "model": "fake"}',
-        )
-        starting.start()
-        await until(lambda: bench.router._registry.snapshot.starting)
-        asked = asyncio.create_task(bench.generate(request(sampling=SHORT)))
-        await until(lambda: bench.router._holding.num_held == 1)
-        await bench.add(FakeDecode("d0", bench.model))
-        await starting.stop()
+        async with bench.starting_decode("d0"):
+            asked = asyncio.create_task(bench.generate(request(sampling=SHORT)))
+            await until(lambda: bench.probe.num_held == 1)
+            await bench.add(FakeDecode("d0", bench.model))
         assert (await asked)[-1].usage.num_output_tokens == 4
 
 
@@ -362,7 +335,7 @@ async def test_a_budget_that_is_spent_is_said_with_where_it_went(
 ) -> None:
     """Clients read "Stream removed (Deadline Exceeded)": their own clock ended the call first."""
     deadlines = Deadlines(monkeypatch)
-    async with running(admission=AdmissionSettings(max_active_requests=1)) as bench:
+    async with running(admission={"max_active_requests": 1}) as bench:
         bench.decode.token_gate.close()
         if where == "prefilling":
             bench.prefill.gate.close()
@@ -373,10 +346,8 @@ async def test_a_budget_that_is_spent_is_said_with_where_it_went(
         async with Client(bench.router.address) as client:
             asked = client.complete("hello", max_tokens=4, timeout_s=BOUND_S)
             completing = asyncio.create_task(asked)
-            live = bench.router._log._live
-            await until(lambda: where in [attempt.to_proto().state for attempt in live])
-            for attempt in live:
-                attempt._times._clock = lambda: time.monotonic() + 100.0  # type: ignore[union-attr]
+            await until(lambda: where in bench.probe.states)
+            bench.probe.age_requests(100.0)
             deadlines.end_all()
             with pytest.raises(DeadlineExceeded) as caught:
                 await completing
@@ -387,13 +358,6 @@ async def test_a_budget_that_is_spent_is_said_with_where_it_went(
         assert re.match(rf"{spent}; it went to: {where} 1\d\d s", told)
 
 
-def test_a_request_ends_before_its_clients_own_clock() -> None:
-    desk = SimpleNamespace(limits=RouterLimits())
-    for left_s, most_s in ((100.0, 99.75), (1.0, 0.9)):
-        assert FrontDesk.deadline(desk, request(), left_s).left_s() <= most_s  # type: ignore[arg-type]
-    assert FrontDesk.deadline(desk, request(budget_ms=500), 100.0).left_s() > 0.4  # type: ignore[arg-type]
-
-
 async def test_a_lone_worker_that_hangs_without_heartbeat_loses_its_streams() -> None:
     """A stopped process keeps its connection: only the missing heartbeat tells."""
     times = {**SHORT_WAITS, "poll_interval_s": 0.1, "lapse_grace_s": 0.5}
@@ -401,9 +365,7 @@ async def test_a_lone_worker_that_hangs_without_heartbeat_loses_its_streams() ->
         bench.decode.token_gate.close()
         call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
         assert (await call.read()).token_ids
-        client = bench.redis.client()
-        await client.delete("baton:worker:d0:beat")
-        await client.aclose()
+        await bench.silence(bench.decode)
         code, error = await _error(call)
         assert code is grpc.StatusCode.UNAVAILABLE and "heartbeat" in str(error)
 
@@ -416,7 +378,7 @@ async def test_workers_of_another_model_or_tokenizer_are_not_used_and_said() -> 
         for _ in range(3):
             await bench.generate(request(sampling=SHORT))
         assert not bench.prefills[1].requests and not bench.decodes[1].num_reserved
-        problems = (await _status(bench)).problems
+        problems = (await bench.status()).problems
         assert any("px has another tokenizer" in problem for problem in problems)
         assert any("dy serves another model" in problem for problem in problems)
 
@@ -440,18 +402,16 @@ async def test_pairs_that_cannot_exchange_kv_are_not_formed() -> None:
 async def test_a_worker_that_does_not_answer_is_shown_as_last_heard_of() -> None:
     async with running(expect_idle=True) as bench:
         await bench.prefill.stop()
-        status = await _status(bench)
+        status = await bench.status()
         assert {worker.worker_id for worker in status.workers} == {"p0", "d0"}
         assert "p0 does not answer" in status.problems
 
 
 async def test_a_busy_port_is_one_clear_error() -> None:
     async with running() as bench:
-        settings = settings_for(bench.redis, listen=bench.router.address)
-        second = Router(settings, bench.model_for_router)
         with pytest.raises(Unavailable, match="port is taken"):
-            await second.start()
-        await second.stop()
+            async with bench.another_router(listen=bench.router.address):
+                pass
 
 
 async def test_a_handle_that_nobody_takes_over_is_given_back() -> None:
@@ -478,12 +438,7 @@ async def test_a_request_whose_prefill_worker_went_silent_says_what_it_waits_for
         await bench.prefill.gate.reached.wait()
         await bench.lapse(bench.prefill)
 
-        async def says_so() -> bool:
-            asked = inference_pb2.GetClusterStatusRequest(num_requests=1, as_heard=True)
-            (record,) = (await bench.stub.GetClusterStatus(asked)).requests
-            return bool(record.state == "waiting for a prefill worker")
-
-        await until(says_so)
+        await until(lambda: "waiting for a prefill worker" in bench.probe.states)
         call.cancel()
         bench.prefill.gate.open()
 
@@ -491,11 +446,11 @@ async def test_a_request_whose_prefill_worker_went_silent_says_what_it_waits_for
 async def test_a_worker_or_store_without_heartbeat_is_a_problem() -> None:
     async with running(num_decode=2) as bench:
         await bench.add_store("store-0")
-        assert not any("heartbeat" in each for each in (await _status(bench)).problems)
+        assert not any("heartbeat" in each for each in (await bench.status()).problems)
         await bench.lapse(bench.decodes[1])
         client = bench.redis.client()
         await client.delete("baton:store:store-0:beat")
         await client.aclose()
-        problems = (await _status(bench)).problems
+        problems = (await bench.status()).problems
         for name in ("decode worker d1", "store store-0"):
             assert f"{name} has no heartbeat: its process hangs, or was killed" in problems

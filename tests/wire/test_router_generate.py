@@ -170,7 +170,7 @@ async def test_a_slow_reader_gets_fewer_and_larger_messages() -> None:
             bench.decode.token_gate.open()
             async with asyncio.timeout(BOUND_S):
                 await bench.decode.idle.wait()
-            await until(lambda: bench.num_open_legs == 0)
+            await until(lambda: bench.probe.num_open_legs == 0)
             rest = await rest_of(call)
         ids = [i for m in [first, *rest] for i in m.token_ids]
         assert ids == expected_ids(bench, TOKENIZER.encode("hello"), 1, 400)

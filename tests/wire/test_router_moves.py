@@ -8,29 +8,23 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
-from kvstore import block_hash
-from process import serving
 from process.errors import FailedPrecondition, NoCapacity, Unavailable
-from protos import common_pb2, inference_pb2
-from services.router import flow
-from services.router.config import RouterTimes
-from services.router.fakes.decode import FakeDecode
-from services.router.fakes.prefill import FakePrefill
-from services.router.job import Cluster
-from services.router.probation import Standing
+from protos import common_pb2
 from tests.harness.router_bench import (
     BOUND_S,
     SHORT_WAITS,
     TOKENIZER,
     Bench,
+    FakeDecode,
+    FakePrefill,
     Looks,
+    error_from_rpc,
     fake_model,
     lease_store,
     request,
@@ -38,6 +32,8 @@ from tests.harness.router_bench import (
     running,
 )
 from tests.harness.waiting import Deadlines, until
+
+pytestmark = pytest.mark.oracle
 
 PROMPT = TOKENIZER.encode("hello")
 SEED = 5
@@ -90,8 +86,8 @@ async def _paused(bench: Bench) -> FakeDecode:
 
 def _is_paused(worker: FakeDecode) -> bool:
     gate = worker.token_gate
-    is_there = worker._server is not None and worker.num_generating > 0
-    return is_there and gate.reached.is_set() and not gate._open.is_set()
+    is_there = worker.is_alive and worker.num_generating > 0
+    return is_there and gate.reached.is_set() and not gate.is_open
 
 
 async def _moved(
@@ -112,11 +108,11 @@ async def _moved(
 
 def _has_heard(bench: Bench, worker: FakeDecode) -> bool:
     """Whether the router knows all tokens that `worker` has drawn."""
-    (record,) = bench.router._log._live
-    assert record.flow is not None
-    (leg,) = worker._legs
-    drawn = record.flow._samples._drawn  # type: ignore[attr-defined]
-    return all(len(drawn[index]) == len(leg.outputs[index]) for index in leg.open)
+    return all(bench.probe.num_heard(index) == num for index, num in worker.num_drawn.items())
+
+
+def _is_moving(bench: Bench) -> bool:
+    return any("moved" in state for state in bench.probe.states)
 
 
 async def test_a_worker_that_leaves_hands_its_stream_to_another() -> None:
@@ -171,19 +167,6 @@ async def test_without_a_handle_a_prefill_worker_goes_on_first(goes: Goes) -> No
         assert (recomputed.reason, recomputed.num_blocks) == (why, 1)
 
 
-def _with_handles(worker: FakeDecode, **fields: int) -> None:
-    """Those of streams that it moves say so."""
-    make = worker._moved
-
-    def moved(*args: Any, **options: Any) -> Any:
-        message = make(*args, **options)
-        for name, value in fields.items():
-            setattr(message.handle, name, value)
-        return message
-
-    worker._moved = moved  # type: ignore[method-assign]
-
-
 def _unix_ms(left_s: float) -> int:
     return int((time.time() + left_s) * 1000)
 
@@ -202,8 +185,7 @@ async def test_a_handle_that_leaves_much_to_compute_is_not_used(what: str) -> No
 
     async def leave(worker: FakeDecode) -> None:
         worker.store_address = store.address
-        _with_handles(worker, **fields)
-        worker.move_all()
+        worker.move_all(**fields)
 
     async with lease_store() as store:
         async with running(num_decode=2, short_prefill_tokens=30) as bench:
@@ -223,8 +205,7 @@ async def test_a_handle_that_leaves_much_to_compute_is_not_used(what: str) -> No
 
 async def test_a_handle_that_leaves_little_to_compute_is_used() -> None:
     async def leave(worker: FakeDecode) -> None:
-        _with_handles(worker, num_tokens=100, block_size=16, deadline_unix_ms=_unix_ms(60.0))
-        worker.move_all()
+        worker.move_all(num_tokens=100, block_size=16, deadline_unix_ms=_unix_ms(60.0))
 
     async with running(num_decode=2, short_prefill_tokens=30) as bench:
         asked = request(text=LONG, sampling={"max_tokens": 12, "seed": SEED})
@@ -232,20 +213,16 @@ async def test_a_handle_that_leaves_little_to_compute_is_used() -> None:
         assert len(_ids(messages)) == 12 and len(bench.prefill.requests) == 1
 
 
-async def test_a_handle_that_lapses_while_a_worker_is_looked_for_is_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_handle_that_lapses_while_a_worker_is_looked_for_is_not_used() -> None:
     async with running(num_decode=2) as bench:
         _pause(bench, 4)
         generating = asyncio.create_task(bench.generate(_asked()))
         worker = await _paused(bench)
         (other,) = (d for d in bench.decodes if d is not worker)
         other.error = NoCapacity("full", retry_after_s=1.0)
-        _with_handles(worker, deadline_unix_ms=_unix_ms(3600.0))
-        worker.move_all()
-        await until(lambda: other.num_refused >= 2)
-        later_s = time.time() + 7200.0
-        monkeypatch.setattr(flow, "time", SimpleNamespace(time=lambda: later_s))
+        deadline_unix_ms = _unix_ms(1.5)
+        worker.move_all(deadline_unix_ms=deadline_unix_ms)
+        await until(lambda: other.num_refused >= 2 and _unix_ms(0.0) > deadline_unix_ms)
         other.error, other.pause_at = None, -1
         messages = await generating
         assert _ids(messages) == _expected(bench, 12)
@@ -390,8 +367,7 @@ async def test_a_stream_waits_for_another_worker_to_come(goes: Goes) -> None:
         generating = asyncio.create_task(bench.generate(_asked()))
         worker = await _paused(bench)
         await goes(worker)
-        (attempt,) = bench.router._log._live
-        await until(lambda: "moved" in attempt.to_proto().state)
+        await until(lambda: _is_moving(bench))
         await bench.add(FakeDecode("later", bench.model))
         messages = await generating
         assert _ids(messages) == _expected(bench, 12)
@@ -427,8 +403,7 @@ async def test_a_stream_does_not_go_back_to_a_worker_that_let_it_go() -> None:
         worker = await _paused(bench)
         worker.move_all()
         worker.error, worker.pause_at = None, -1
-        (attempt,) = bench.router._log._live
-        await until(lambda: "moved" in attempt.to_proto().state)
+        await until(lambda: _is_moving(bench))
         await bench.add(FakeDecode("later", bench.model))
         assert _legs(await generating)[-1] == ("later", "")
         assert worker.num_reserved == 1
@@ -460,7 +435,7 @@ async def test_a_stream_that_no_prefill_worker_takes_up_ends_in_time() -> None:
             await _moved(bench, _asked(), 4, die)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "no other worker took over: " in str(caught.value.details())
-        assert serving.error_from_rpc(caught.value).retry_after_s is not None
+        assert error_from_rpc(caught.value).retry_after_s is not None
 
 
 async def test_a_stream_waits_for_room() -> None:
@@ -482,7 +457,7 @@ async def test_nobody_else_in_time_is_unavailable_with_a_retry_time(goes: Goes) 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _moved(bench, _asked(), 4, goes)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert serving.error_from_rpc(caught.value).retry_after_s is not None
+        assert error_from_rpc(caught.value).retry_after_s is not None
 
 
 async def test_a_request_that_breaks_workers_is_given_up() -> None:
@@ -524,7 +499,7 @@ async def test_a_worker_that_leaves_while_the_prompt_is_computed() -> None:
         await bench.prefill.gate.reached.wait()
         (worker,) = (d for d in bench.decodes if d.num_reserved)
         worker.move_all()
-        await until(lambda: not bench.router._streams.num_open_legs)
+        await until(lambda: not bench.probe.num_open_legs)
         bench.prefill.gate.open()
         messages = await generating
         assert _ids(messages) == _expected(bench, 12)
@@ -560,14 +535,13 @@ async def test_a_handle_that_nobody_takes_over_is_given_back(
                 # It moves before it hears that the client is gone.
                 worker.read_gate.close()
                 call.cancel()
-                await until(lambda: not bench.router._in_flight.num_attempts)
+                await until(lambda: not bench.probe.num_requests)
                 worker.move_all()
                 worker.read_gate.open()
             else:
                 worker.move_all()
                 if ends != "nobody":
-                    (attempt,) = bench.router._log._live
-                    await until(lambda: "moved" in attempt.to_proto().state)
+                    await until(lambda: _is_moving(bench))
                 if ends == "cancel":
                     call.cancel()
                 elif ends == "deadline":
@@ -585,15 +559,10 @@ async def test_a_handle_that_nobody_takes_over_is_given_back(
 async def test_it_is_counted_and_told() -> None:
     async with running(num_decode=2) as bench:
         await _moved(bench, _asked(), 5, _leave)
-        status = await bench.stub.GetClusterStatus(
-            inference_pb2.GetClusterStatusRequest(num_requests=1), timeout=BOUND_S
-        )
-        (told,) = status.requests
+        (told,) = (await bench.status(num_requests=1)).requests
         assert told.outcome == "finished"
         assert "move" in {span.stage for span in told.spans}
-        explained = await bench.stub.Explain(
-            inference_pb2.ExplainRequest(request_id=told.request_id), timeout=BOUND_S
-        )
+        explained = await bench.explain(told.request_id)
         assert "decode left" in {decision.occasion for decision in explained.decisions}
 
 
@@ -610,7 +579,7 @@ async def test_both_workers_go_while_the_prompt_is_computed(goes: Goes) -> None:
         (other,) = (prefill for prefill in bench.prefills if prefill is not first)
         (decode,) = (worker for worker in bench.decodes if worker.num_reserved)
         await goes(decode)
-        await until(lambda: not bench.router._streams.num_open_legs)
+        await until(lambda: not bench.probe.num_open_legs)
         other.gate.open()
         await first.stop()
         assert _ids(await generating) == _expected(bench, 12)
@@ -639,42 +608,36 @@ async def test_those_who_wait_for_room_do_not_wake_one_another() -> None:
         assert bench.decode.num_refused <= 4 * 13
 
 
-async def test_the_second_prefill_worker_is_told_of_the_answers_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """After a loss the context is prompt and answer, whoever computes it."""
-    looked_up = []
-    find = Cluster.find_prefixes
-
-    async def spy(cluster: Cluster, job: Any, drawn: Sequence[int] = ()) -> Any:
-        looked_up.append(len(drawn))
-        found = await find(cluster, job, drawn)
-        for (fingerprint, size), chain in found.chains.items():
-            root = block_hash.root_key(job.tenant_salt, fingerprint, job.adapter.digest)
-            context = [*job.prompt_token_ids, *drawn]
-            assert len(chain) > 0 and chain == block_hash.chain(root, context, size)
-        return found
-
-    monkeypatch.setattr(Cluster, "find_prefixes", spy)
-    async with running(num_prefill=2, num_decode=2) as bench:
+async def test_the_second_prefill_worker_is_told_of_the_answers_blocks() -> None:
+    """After a loss the context is prompt and answer, whoever computes it and however often it is
+    asked for."""
+    async with running(num_decode=2) as bench:
+        at = 2 * bench.model.block_size - len(PROMPT)
+        bench.prefill.store_node_id = "n0"
+        await bench.publish(bench.prefill)
+        life = await bench.add_store("n0")
+        await bench.hold("n0", life, bench.chain([*PROMPT, *_expected(bench, at)]))
 
         async def die(worker: FakeDecode) -> None:
-            for prefill in bench.prefills:
-                prefill.error = Unavailable("out of order")
+            bench.prefill.error = Unavailable("out of order", retry_after_s=0.0)
             await worker.stop()
-            await until(lambda: len(looked_up) > 3)
-            for prefill in bench.prefills:
-                prefill.error = None
+            await until(lambda: len(bench.prefill.requests) > 3)
+            bench.prefill.error = None
 
-        assert _ids(await _moved(bench, _asked(), 5, die)) == _expected(bench, 12)
-        assert looked_up[0] == 0 and set(looked_up[1:]) == {5}
+        assert _ids(await _moved(bench, _asked(2 * at), at, die)) == _expected(bench, 2 * at)
+        first, *others = (
+            [(hint.node_id, hint.num_blocks) for hint in asked.hints]
+            for asked in bench.prefill.requests
+        )
+        assert first == [] and len(others) >= 3
+        assert all(hints == [("n0", 2)] for hints in others)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_what_a_worker_holds_whose_engine_hangs_goes_on_elsewhere(role: str) -> None:
     """Its process beats and answers, but its step does not end: a request once waited there until
     its budget was spent."""
-    async with running(num_prefill=2, num_decode=2) as bench:
+    async with running(num_prefill=2, num_decode=2, times={"max_step_s": 30.0}) as bench:
         workers: Any = bench.prefills if role == "prefill" else bench.decodes
         for worker in workers:
             worker.token_gate.close() if role == "decode" else worker.gate.close()
@@ -684,21 +647,17 @@ async def test_what_a_worker_holds_whose_engine_hangs_goes_on_elsewhere(role: st
         (hung,) = (worker for worker in workers if getattr(worker, held))
         (other,) = (worker for worker in workers if worker is not hung)
         other.token_gate.open() if role == "decode" else other.gate.open()
-        hung.step_age_s = RouterTimes().max_step_s + 1
+        hung.step_age_s = 31.0
         await bench.publish(hung)
         assert _ids(await generating) == _expected(bench, 12)
-        standing = bench.router._probation.standing(hung.worker_id, hung.incarnation)
-        assert standing is not Standing.TRUSTED
-        status = await bench.stub.GetClusterStatus(
-            inference_pb2.GetClusterStatusRequest(as_heard=True), timeout=BOUND_S
-        )
-        assert any(f"{hung.worker_id} hangs" in problem for problem in status.problems)
+        assert bench.probe.standing(hung) != "trusted"
+        problems = (await bench.status(as_heard=True)).problems
+        assert any(f"{hung.worker_id} hangs" in problem for problem in problems)
         # It gets nothing new, until its step has ended.
-        candidates = bench.router.desk.models.find("").candidates
-        assert [w.worker_id for w in candidates.usable(role)] == [other.worker_id]
+        assert bench.probe.usable(role) == [other.worker_id]
         hung.step_age_s = 0.0
         await bench.publish(hung)
-        assert len(candidates.usable(role)) == 2
+        assert len(bench.probe.usable(role)) == 2
 
 
 async def test_a_lone_worker_in_a_long_step_keeps_its_streams() -> None:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc.aio
 import pytest
 
-from process import serving
 from process.errors import Unavailable
-from services.router.decode_stream import DecodeStream
-from services.router.fakes.decode import FakeDecode
-from services.router.fakes.prefill import FakePrefill
+from tests.harness.odd_prefills import HalfHandle, Long, NoFirst, Paced, Talkative
 from tests.harness.router_bench import (
     BOUND_S,
     SHORT_WAITS,
     Bench,
+    error_from_rpc,
     expected_ids,
     lease_store,
     request,
@@ -27,31 +24,17 @@ from tests.harness.router_bench import (
 )
 from tests.harness.waiting import until
 
+pytestmark = pytest.mark.oracle
+
 PROMPT = list(range(5, 105))
 FIELDS = {"token_ids": {"ids": PROMPT}, "sampling": {"max_tokens": 4, "seed": 3}}
-
-
-class _Paced(FakePrefill):
-    """Sends a partial handle once the decode worker has those before it: of all that wait on its
-    stream only the newest is passed on."""
-
-    decode: FakeDecode
-
-    async def _replies(self, request: Any) -> AsyncIterator[Any]:
-        num_sent = len(self.decode.prefetched)
-        async for reply in super()._replies(request):
-            yield reply
-            if reply.handle.is_partial:
-                num_sent += 1
-                while len(self.decode.prefetched) < num_sent:
-                    await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
 async def _paced(num_prefill: int = 1) -> AsyncIterator[Bench]:
     async with running(num_prefill=0) as bench:
         for index in range(num_prefill):
-            worker = _Paced(f"p{index}", bench.model)
+            worker = Paced(f"p{index}", bench.model)
             worker.decode = bench.decode
             await bench.add(worker)
         yield bench
@@ -111,16 +94,9 @@ async def test_many_samples_have_one_prompt() -> None:
         assert _partials(bench) == [16, 32]
 
 
-class _Talkative(FakePrefill):
-    """Sends partial handles that nobody wants."""
-
-    def _partials(self, request: Any, first: int, count: int) -> Any:
-        return [self._partial(request, index) for index in range(first, first + count)]
-
-
 async def test_without_a_decode_leg_nobody_is_told() -> None:
     async with running(num_prefill=0) as bench:
-        worker = _Talkative("p0", bench.model)
+        worker = Talkative("p0", bench.model)
         worker.num_partials, worker.num_late_partials = 2, 1
         await bench.add(worker)
         messages = await bench.generate(request(sampling={"max_tokens": 1}))
@@ -167,27 +143,10 @@ async def test_both_tries_of_a_prefill_are_passed_on() -> None:
         assert _partials(bench) == [16, 32, 16, 32]
 
 
-class _Long(FakePrefill):
-    """Partial handles of long prompts, told apart by the tokens they cover."""
-
-    def _partial(self, request: Any, index: int) -> Any:
-        reply = super()._partial(request, index)
-        reply.handle.num_tokens = index + 1
-        reply.handle.signature = bytes(400_000)
-        return reply
-
-
-def _newest(stream: DecodeStream) -> int:
-    """Tokens that the partial handle covers which the only leg has sent last."""
-    (leg,) = stream._legs.values()
-    handle = leg._early.handle if leg._early is not None else None
-    return handle.opened().num_tokens if handle is not None else 0
-
-
 async def test_a_decode_worker_that_stopped_reading_gets_the_newest_and_not_all() -> None:
     """What waits for it here is one partial handle of each request, however many were made."""
     async with running(num_prefill=0) as bench:
-        worker = _Long("p0", bench.model)
+        worker = Long("p0", bench.model)
         worker.num_partials = 100
         worker.gate.close()
         await bench.add(worker)
@@ -195,10 +154,8 @@ async def test_a_decode_worker_that_stopped_reading_gets_the_newest_and_not_all(
         bench.decode.read_gate.let_pass(1)  # the reservation
         call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
         await until(lambda: worker.gate.reached.is_set())
-        stream = bench.router._streams._streams.find("d0")
-        assert stream is not None
-        await until(lambda: _newest(stream) == 100)
-        assert stream._outgoing.qsize() == 1
+        await until(lambda: bench.probe.num_tokens_announced("d0") == 100)
+        assert bench.probe.num_unsent("d0") == 1
         bench.decode.read_gate.open()
         await until(lambda: _partials(bench)[-1:] == [100])
         assert len(_partials(bench)) < 50
@@ -214,11 +171,11 @@ async def test_a_decode_worker_that_died_is_told_nothing_and_the_error_is_its() 
         call = bench.stub.Generate(request(**FIELDS), timeout=BOUND_S)
         await until(lambda: bench.decode.prefetched)
         await bench.decode.stop()
-        await until(lambda: not bench.router._streams.is_up("d0"))
+        await until(lambda: not bench.probe.is_up("d0"))
         bench.prefill.gate.open()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rest_of(call)
-        error = serving.error_from_rpc(caught.value)
+        error = error_from_rpc(caught.value)
         assert isinstance(error, Unavailable) and "decode worker d0" in str(error)
 
 
@@ -236,28 +193,10 @@ async def test_a_partial_handle_s_lease_is_never_given_back() -> None:
         assert not store.released
 
 
-class _HalfHandle(FakePrefill):
-    """Ends with a handle that is still partial."""
-
-    def _last(self, request: Any, *, is_over: bool) -> Any:
-        reply = super()._last(request, is_over=is_over)
-        reply.handle.is_partial = True
-        return reply
-
-
-class _NoFirst(FakePrefill):
-    """A whole handle where a first token should be."""
-
-    def _partial(self, request: Any, index: int) -> Any:
-        reply = super()._partial(request, index)
-        reply.handle.is_partial = False
-        return reply
-
-
 async def test_an_account_with_a_partial_handle_is_no_account() -> None:
     """It would hand over leases that are not the worker's to give; decode computes the prompt."""
     async with running(num_prefill=0) as bench:
-        await bench.add(_HalfHandle("p0", bench.model))
+        await bench.add(HalfHandle("p0", bench.model))
         messages = await bench.generate(request(**FIELDS))
         assert [i for m in messages for i in m.token_ids] == expected_ids(bench, PROMPT, 3, 4)
         (told,) = bench.decode.generated
@@ -266,7 +205,7 @@ async def test_an_account_with_a_partial_handle_is_no_account() -> None:
 
 async def test_a_handle_that_is_not_partial_is_no_first_token() -> None:
     async with running(num_prefill=0) as bench:
-        worker = _NoFirst("p0", bench.model)
+        worker = NoFirst("p0", bench.model)
         worker.num_partials = 1
         await bench.add(worker)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -12,27 +12,23 @@ import grpc
 import grpc.aio
 import pytest
 
-from process import serving
 from process.errors import Unavailable
-from process.settings import SettingsError
-from protos import inference_pb2, inference_pb2_grpc
-from services.router.app import Router
-from services.router.fakes.decode import FakeDecode
-from services.router.fakes.model import FakeModel
-from services.router.fakes.prefill import FakePrefill
-from services.router.policy import WorkerLoad
-from services.router.probation import Standing
+from protos import inference_pb2
 from tests.harness.router_bench import (
     BOUND_S,
     Bench,
+    FakeDecode,
+    FakeModel,
+    FakePrefill,
+    SettingsError,
     fake_model,
-    model_for_router,
     request,
     rest_of,
     running,
-    settings_for,
 )
 from tests.harness.waiting import until
+
+pytestmark = pytest.mark.oracle
 
 SHORT: dict[str, Any] = {"max_tokens": 4, "seed": 5}
 
@@ -42,30 +38,6 @@ def _ask(number: int = 0, **fields: Any) -> Any:
     return request(token_ids={"ids": [number + 5] * 60}, sampling=sampling, **fields)
 
 
-def _loads(router: Router) -> dict[str, WorkerLoad]:
-    (model,) = router.desk.models
-    pools = model.candidates.pools()
-    return {load.worker_id: load for load in (*pools.prefill, *pools.decode)}
-
-
-@asynccontextmanager
-async def _second_router(bench: Bench, **changes: Any) -> AsyncIterator[tuple[Router, Any]]:
-    router = Router(settings_for(bench.redis, **changes), bench.model_for_router)
-    await router.start()
-    try:
-        async with serving.channel(router.address) as channel:
-            await until(lambda: all(router._streams.is_up(d.worker_id) for d in bench.decodes))
-            yield router, inference_pb2_grpc.InferenceStub(channel)
-            await until(lambda: _is_idle(router))
-    finally:
-        await router.stop()
-
-
-def _is_idle(router: Router) -> bool:
-    router.check_integrity()
-    return not (router._streams.num_open_legs or router._prefills.num_calls)
-
-
 # ---- several routers
 
 
@@ -73,7 +45,7 @@ async def test_each_router_sees_what_the_other_has_taken() -> None:
     """A worker that one router has filled is left alone by the other, without a refusal."""
     async with (
         running(num_decode=2, times={"poll_interval_s": 0.05}) as bench,
-        _second_router(bench, times={"poll_interval_s": 0.05}) as (other, stub),
+        bench.another_router(times={"poll_interval_s": 0.05}) as (other, stub),
     ):
         first, second = bench.decodes
         for worker in bench.decodes:
@@ -89,8 +61,8 @@ async def test_each_router_sees_what_the_other_has_taken() -> None:
         second.is_draining = False
         for worker in bench.decodes:
             await bench.publish(worker)
-        await until(lambda: _loads(other)["d0"].num_free_blocks == 0)
-        await until(lambda: "d1" in _loads(other))
+        await until(lambda: other.loads()["d0"].num_free_blocks == 0)
+        await until(lambda: "d1" in other.loads())
         more = [stub.Generate(_ask(n), timeout=BOUND_S) for n in range(2)]
         for call in more:
             await call.read()
@@ -108,7 +80,7 @@ async def test_two_routers_at_once_never_take_more_than_there_is() -> None:
     times = {"poll_interval_s": 0.05}
     async with (
         running(num_prefill=2, num_decode=2, times=times) as bench,
-        _second_router(bench, times=times) as (other, stub),
+        bench.another_router(times=times) as (other, stub),
     ):
         for worker in bench.decodes:
             worker.num_blocks = 20  # of five requests
@@ -121,13 +93,13 @@ async def test_two_routers_at_once_never_take_more_than_there_is() -> None:
         for worker in bench.decodes:
             assert worker.most_taken <= worker.num_blocks
             assert worker.num_blocks_taken == 0
-        both = (bench.router, other)
-        await until(lambda: all(_is_idle(router) for router in both))
+        both = (bench.probe, other)
+        await until(lambda: all(router.is_idle() for router in both))
         for worker in (*bench.prefills, *bench.decodes):
             await bench.publish(worker)
-        await other._registry.poll()
+        await other.look()
         for router in both:
-            for load in _loads(router).values():
+            for load in router.loads().values():
                 assert (load.num_requests, load.num_queued_tokens) == (0, 0)
 
 
@@ -142,23 +114,19 @@ async def test_a_prompt_queue_of_another_router_is_seen_and_ones_own_not_twice()
         worker.gate.close()
         call = bench.stub.Generate(_ask(), timeout=BOUND_S)
         await worker.gate.reached.wait()
-        assert _loads(bench.router)["p1"].num_queued_tokens == 60
+        assert bench.probe.loads()["p1"].num_queued_tokens == 60
         worker.num_queued_tokens = 60  # it says what we know
         await bench.publish(worker)
-        assert _loads(bench.router)["p1"].num_queued_tokens == 60
+        assert bench.probe.loads()["p1"].num_queued_tokens == 60
         worker.num_queued_tokens = 1060
         await bench.publish(worker)
-        assert _loads(bench.router)["p1"].num_queued_tokens == 1060
+        assert bench.probe.loads()["p1"].num_queued_tokens == 1060
         worker.gate.open()
         await rest_of(call)
-        assert _loads(bench.router)["p1"].num_queued_tokens == 1000
+        assert bench.probe.loads()["p1"].num_queued_tokens == 1000
 
 
 # ---- workers that failed
-
-
-def _standing(bench: Bench, worker: FakePrefill | FakeDecode) -> Standing:
-    return bench.router._probation.standing(worker.worker_id, worker.incarnation)
 
 
 async def test_a_worker_that_failed_is_probed_and_tried_by_one_request() -> None:
@@ -168,22 +136,22 @@ async def test_a_worker_that_failed_is_probed_and_tried_by_one_request() -> None
         failing.error = Unavailable("not today")
         failing.status_gate.close()
         await bench.generate(_ask())
-        assert _standing(bench, failing) in (Standing.PAUSED, Standing.PROBING)
+        assert bench.probe.standing(failing) in ("paused", "being probed")
         failing.error = None
         failing.status_gate.open()
         num_requests = len(failing.requests)
-        await until(lambda: _standing(bench, failing) is Standing.HALF_OPEN)
+        await until(lambda: bench.probe.standing(failing) == "may be tried")
         failing.gate.close()
         call = bench.stub.Generate(_ask(), timeout=BOUND_S)
         await failing.gate.reached.wait()
-        assert _standing(bench, failing) is Standing.TRIED
+        assert bench.probe.standing(failing) == "being tried"
         # While one tries, all others go elsewhere.
         for _ in range(3):
             await bench.generate(_ask())
         assert len(failing.requests) == num_requests + 1
         failing.gate.open()
         await rest_of(call)
-        assert _standing(bench, failing) is Standing.TRUSTED
+        assert bench.probe.standing(failing) == "trusted"
 
 
 async def test_a_dead_worker_stays_mistrusted_at_growing_pauses() -> None:
@@ -196,8 +164,7 @@ async def test_a_dead_worker_stays_mistrusted_at_growing_pauses() -> None:
         await dead.gate.reached.wait()
         await dead.stop()
         await rest_of(call)
-        records = bench.router._probation._records
-        await until(lambda: records[dead.worker_id].num_failures >= 3)
+        await until(lambda: bench.probe.num_failures(dead) >= 3)
         assert (await bench.generate(_ask()))[-1].usage.num_output_tokens == 4
         (alive,) = (worker for worker in bench.prefills if worker is not dead)
         assert len(alive.requests) == 2
@@ -210,11 +177,11 @@ async def test_a_decode_worker_that_does_not_answer_is_tried_again_later() -> No
         (silent,) = (worker for worker in bench.decodes if worker.num_reserved)
         silent.reserve_gate.close()
         assert (await bench.generate(_ask()))[-1].usage.num_output_tokens == 4
-        assert _standing(bench, silent) is not Standing.TRUSTED
+        assert bench.probe.standing(silent) != "trusted"
         silent.reserve_gate.open()
-        await until(lambda: _standing(bench, silent) is Standing.HALF_OPEN)
+        await until(lambda: bench.probe.standing(silent) == "may be tried")
         await bench.generate(_ask())
-        assert _standing(bench, silent) is Standing.TRUSTED
+        assert bench.probe.standing(silent) == "trusted"
 
 
 async def test_the_third_prefill_worker_serves_when_two_fail() -> None:
@@ -228,7 +195,7 @@ async def test_the_third_prefill_worker_serves_when_two_fail() -> None:
         await bench.publish(others[1])
         messages = await bench.generate(_ask(request_id="r1"))
         assert messages[-1].usage.num_output_tokens == 4
-        explained = await bench.stub.Explain(inference_pb2.ExplainRequest(), timeout=BOUND_S)
+        explained = await bench.explain()
         assert [d.occasion for d in explained.decisions] == [
             "first",
             "prefill failed",
@@ -249,9 +216,7 @@ async def test_a_prefill_worker_that_hangs_without_heartbeat_loses_its_calls() -
         (hung,) = (worker for worker in bench.prefills if worker.num_active)
         (other,) = (worker for worker in bench.prefills if worker is not hung)
         other.gate.open()
-        client = bench.redis.client()
-        await client.delete(f"baton:worker:{hung.worker_id}:beat")
-        await client.aclose()
+        await bench.silence(hung)
         assert (await asyncio.wait_for(reading, BOUND_S)).token_ids
         await rest_of(call)
         assert len(other.requests) == 1
@@ -265,7 +230,8 @@ async def test_without_redis_nobody_s_calls_are_given_up() -> None:
         await bench.prefill.gate.reached.wait()
         bench.redis.kill()
         for _ in range(3):  # the first begins a grace, the next one would end it
-            assert not (await bench.router._registry.poll()).is_redis_reachable
+            await bench.probe.look()
+            assert not bench.probe.is_redis_reachable
             await asyncio.sleep(0.002)
         bench.prefill.gate.open()
         assert (await rest_of(call))[-1].usage.num_output_tokens == 4
@@ -295,10 +261,8 @@ async def test_each_model_has_its_own_workers() -> None:
                 last = messages[-1].provenance
                 assert {leg.worker_id for leg in last.legs} == workers
                 assert last.model == model
-        status = await bench.stub.GetClusterStatus(
-            inference_pb2.GetClusterStatusRequest(), timeout=BOUND_S
-        )
-        assert not [p for p in status.problems if "model" in p or "tokenizer" in p]
+        problems = (await bench.status()).problems
+        assert not [p for p in problems if "model" in p or "tokenizer" in p]
         reply = await bench.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=BOUND_S)
         assert {(m.model, m.model_fingerprint) for m in reply.models} == {
             ("fake", "ab" * 32),
@@ -327,8 +291,6 @@ async def test_a_model_without_workers_does_not_keep_the_other_from_serving() ->
 
 
 async def test_two_models_of_one_name_are_refused() -> None:
-    async with running() as bench:
-        model = model_for_router(bench.model)
-        with pytest.raises(SettingsError, match="'fake' names two of the models"):
-            Router(settings_for(bench.redis), model, model_for_router(bench.model))
-        assert model.served.names == ("fake",)
+    with pytest.raises(SettingsError, match="'fake' names two of the models"):
+        async with running(others=[fake_model()]):
+            pass

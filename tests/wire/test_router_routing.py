@@ -1,47 +1,47 @@
-"""A whole router over fake workers: policies, the why-record, decode workers that compute short
-prompts themselves, and conversations that stay where they are."""
+"""Which workers a request is given to, and why: policies and the why-record, decode workers that
+compute short prompts themselves, conversations that stay where they are, and where a prefix lies
+over several stores, as prefill workers are told. A whole router over fake workers and the real
+index; stores are registered, not run."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
-from process.errors import NoCapacity
-from protos import inference_pb2
-from services.router import others_load
-from services.router.fakes.decode import FakeDecode
-from services.router.fakes.prefill import FakePrefill
-from services.router.routing import Routing
+from process.errors import NoCapacity, Unavailable
 from tests.harness.router_bench import (
     BOUND_S,
     SHORT_WAITS,
     TOKENIZER,
     Bench,
+    FakeDecode,
+    FakePrefill,
     expected_ids,
     fake_model,
+    lease_store,
     request,
     rest_of,
     running,
+    take_heartbeats_of_any_age,
 )
+from tests.harness.waiting import until
+
+pytestmark = pytest.mark.oracle
 
 PROMPT = list(range(5, 105))
+"""Six full blocks and four tokens."""
+SECRET = "hush"
 SHORT: dict[str, Any] = {"max_tokens": 4, "seed": 5}
 
 
 def _ask(prompt: list[int] = PROMPT, **fields: Any) -> Any:
     sampling = {**SHORT, **fields.pop("sampling", {})}
     return request(token_ids={"ids": prompt}, sampling=sampling, **fields)
-
-
-async def _explain(bench: Bench, request_id: str = "", tenant: str = "") -> Any:
-    ask = inference_pb2.ExplainRequest(request_id=request_id, tenant=tenant)
-    return await bench.stub.Explain(ask, timeout=BOUND_S)
 
 
 def _legs(messages: list[Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ async def test_every_choice_is_explained() -> None:
         messages = await bench.generate(_ask(request_id="r1", tenant="a"))
         generated_s = time.perf_counter() - begin_s
         legs = _legs(messages)
-        reply = await _explain(bench, "r1")
+        reply = await bench.explain("r1")
         assert (reply.request_id, reply.tenant, reply.model) == ("r1", "a", "fake")
         (decision,) = reply.decisions
         assert (decision.occasion, decision.policy, decision.unit) == ("first", "joint", "s")
@@ -81,20 +81,20 @@ async def test_the_latest_request_is_explained_without_its_id() -> None:
     async with running() as bench:
         for number in range(3):
             await bench.generate(_ask(request_id=f"r{number}"))
-        assert (await _explain(bench)).request_id == "r2"
-        assert (await _explain(bench, "r0")).request_id == "r0"
+        assert (await bench.explain()).request_id == "r2"
+        assert (await bench.explain("r0")).request_id == "r0"
 
 
 async def test_the_beginning_of_one_id_is_enough_and_of_several_is_refused_by_their_names() -> None:
     async with running() as bench:
         for request_id in ("abc1", "abc2", "abc"):
             await bench.generate(_ask(request_id=request_id, tenant="a"))
-        assert (await _explain(bench, "abc1")).request_id == "abc1"
-        assert (await _explain(bench, "abc")).request_id == "abc"  # an id of its own
+        assert (await bench.explain("abc1")).request_id == "abc1"
+        assert (await bench.explain("abc")).request_id == "abc"  # an id of its own
         await bench.generate(_ask(request_id="xyz", tenant="a"))
-        assert (await _explain(bench, "x")).request_id == "xyz"
+        assert (await bench.explain("x")).request_id == "xyz"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await _explain(bench, "ab")
+            await bench.explain("ab")
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "'ab' begins 3 ids: abc, abc1, abc2" in (caught.value.details() or "")
 
@@ -104,7 +104,7 @@ async def test_what_is_not_known_is_not_found(request_id: str, tenant: str) -> N
     async with running() as bench:
         await bench.generate(_ask(request_id="r0", tenant="a"))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await _explain(bench, request_id, tenant)
+            await bench.explain(request_id, tenant)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -114,7 +114,7 @@ async def test_a_refusal_is_another_choice_and_explained() -> None:
         (favourite,) = (worker for worker in bench.decodes if worker.num_reserved)
         favourite.error = NoCapacity("full")
         await bench.generate(_ask(request_id="r1"))
-        first, second = (await _explain(bench, "r1")).decisions
+        first, second = (await bench.explain("r1")).decisions
         assert (first.occasion, second.occasion) == ("first", "decode refused")
         assert first.decode_id == favourite.worker_id != second.decode_id
 
@@ -122,7 +122,7 @@ async def test_a_refusal_is_another_choice_and_explained() -> None:
 async def test_an_answer_of_one_token_has_no_decode_worker() -> None:
     async with running() as bench:
         await bench.generate(_ask(request_id="r1", sampling={"max_tokens": 1}))
-        (decision,) = (await _explain(bench, "r1")).decisions
+        (decision,) = (await bench.explain("r1")).decisions
         assert (decision.prefill_id, decision.decode_id) == ("p0", "")
         assert {candidate.role for candidate in decision.candidates} == {"prefill"}
 
@@ -133,7 +133,7 @@ async def test_round_robin_gives_each_worker_its_turn() -> None:
             await bench.generate(_ask())
         assert [len(worker.requests) for worker in bench.prefills] == [2, 2, 2]
         assert [worker.num_reserved for worker in bench.decodes] == [3, 3]
-        (decision,) = (await _explain(bench)).decisions
+        (decision,) = (await bench.explain()).decisions
         assert (decision.policy, decision.unit) == ("round_robin", "turns")
 
 
@@ -152,7 +152,7 @@ async def test_a_short_prompt_is_computed_by_decode_exactly_and_said_so() -> Non
         assert list(legs) == ["decode"] and legs["decode"].num_tokens_computed == 100
         assert not legs["decode"].recomputed
         assert messages[-1].provenance.model_fingerprint == bench.model.fingerprint
-        assert [d.prefill_id for d in (await _explain(bench, "r1")).decisions][-1] == ""
+        assert [d.prefill_id for d in (await bench.explain("r1")).decisions][-1] == ""
 
 
 async def test_a_reservation_of_ones_own_disturbs_nobody() -> None:
@@ -163,7 +163,7 @@ async def test_a_reservation_of_ones_own_disturbs_nobody() -> None:
         await bench.publish(bench.decode)
         await bench.generate(_ask(request_id="r1"))
         assert not bench.prefill.requests
-        decisions = (await _explain(bench, "r1")).decisions
+        decisions = (await bench.explain("r1")).decisions
         assert [d.occasion for d in decisions] == ["first", "decode reserved"]
         for decision in decisions:
             terms = {t.name: t.value for c in decision.candidates for t in c.terms}
@@ -226,14 +226,14 @@ async def test_what_decode_has_decides_once_it_is_known() -> None:
         await bench.generate(_ask())
         assert len(bench.prefill.requests) == 1
         await bench.generate(_ask(request_id="r1"))
-        first, second = (await _explain(bench, "r1")).decisions
+        first, second = (await bench.explain("r1")).decisions
         assert (first.prefill_id, first.num_computed) == ("", 4)
         assert (second.occasion, second.prefill_id) == ("decode reserved", "p0")
         assert len(bench.prefill.requests) == 2
         # And the other way round: it has what nobody knew of.
         bench.decode.num_tokens_local = 96
         await bench.generate(_ask(list(range(6, 106)), request_id="r2"))
-        first, second = (await _explain(bench, "r2")).decisions
+        first, second = (await bench.explain("r2")).decisions
         assert (first.prefill_id, second.prefill_id) == ("p0", "")
         assert len(bench.prefill.requests) == 2
 
@@ -262,7 +262,7 @@ async def test_the_next_turn_goes_where_the_last_one_was() -> None:
             turn = [*prompt, *_ids(messages)[:3], *range(30, 60)]
             messages = await bench.generate(_ask(turn, session=f"another {number}"))
             assert {role: leg.worker_id for role, leg in _legs(messages).items()} == met
-            (decision,) = (await _explain(bench)).decisions
+            (decision,) = (await bench.explain()).decisions
             assert decision.num_computed == len(turn) - 96
 
 
@@ -270,7 +270,7 @@ async def test_a_growing_conversation_on_an_idle_cluster_stays_where_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The heartbeats that come after each turn were written while it ran, and say so."""
-    monkeypatch.setattr(others_load, "BEAT_AGE_S", 1e9)
+    take_heartbeats_of_any_age(monkeypatch)
     async with running(num_prefill=2, num_decode=2) as bench:
         await bench.add_store("n0")
         turn, met = [5] * 100, []
@@ -286,22 +286,18 @@ async def test_a_growing_conversation_on_an_idle_cluster_stays_where_it_is(
         assert met == met[:1] * 4
 
 
+@pytest.mark.parametrize(("max_tokens", "num_kept"), [(28, 112), (29, 128)])
 async def test_what_is_noted_is_prompt_and_answer_but_for_the_last_token(
-    monkeypatch: pytest.MonkeyPatch,
+    max_tokens: int, num_kept: int
 ) -> None:
-    noted: list[tuple[Sequence[int], Sequence[int]]] = []
-    note = Routing.note_answer
-
-    def spy(self: Routing, *arguments: Any) -> None:
-        _, _, prompt, drawn, _ = arguments
-        noted.append((list(prompt), list(drawn)))
-        note(self, *arguments)
-
-    monkeypatch.setattr(Routing, "note_answer", spy)
-    async with running() as bench:
+    async with running(short_prefill_tokens=1000) as bench:
         await bench.add_store("n0")
-        answer = _ids(await bench.generate(_ask(sampling={"max_tokens": 29})))
-    assert len(answer) == 29 and noted == [(PROMPT, answer[:-1])]
+        answer = _ids(await bench.generate(_ask(sampling={"max_tokens": max_tokens})))
+        assert len(answer) == max_tokens
+        turn = [*PROMPT, *answer, *range(30, 60)]
+        await bench.generate(_ask(turn))
+        first, *_ = (await bench.explain()).decisions
+        assert first.num_computed == len(turn) - num_kept
 
 
 # ---- workers that differ
@@ -338,3 +334,239 @@ async def test_a_worker_that_comes_back_with_another_model_is_not_asked() -> Non
         assert not other.requests and len(bench.prefills[-1].requests) == 1
     ids = [token for message in messages for token in message.token_ids]
     assert ids == expected_ids(bench, TOKENIZER.encode("hello"), 1, 4)
+
+
+# ---- where the prefix lies, tenants and scopes, links
+
+
+async def _at(bench: Bench, worker: FakePrefill, node_id: str) -> None:
+    worker.store_node_id = node_id
+    await bench.publish(worker)
+
+
+async def _hints(bench: Bench, tenant: str = "", **fields: Any) -> list[tuple[str, int, int]]:
+    """What the prefill worker was told of the prompt, as (node, first block, number of blocks)."""
+    await bench.generate(_ask(tenant=tenant, **fields))
+    (asked,) = (r for worker in bench.prefills for r in worker.requests[-1:])
+    return [(hint.node_id, hint.first_block, hint.num_blocks) for hint in asked.hints]
+
+
+async def test_hints_are_runs_over_the_union_home_first() -> None:
+    async with running(tenant_secret=SECRET) as bench:
+        await _at(bench, bench.prefill, "n0")
+        lives = {
+            node: await bench.add_store(node, f"127.0.0.1:{port}")
+            for node, port in (
+                ("n0", 10),
+                ("n1", 11),
+                ("n2", 12),
+            )
+        }
+        chain = bench.chain(PROMPT)
+        assert await _hints(bench) == []
+        await bench.hold("n1", lives["n1"], chain[:3])
+        assert await _hints(bench) == [("n1", 0, 3)]
+        await bench.hold("n0", lives["n0"], chain[:2])
+        await bench.hold("n2", lives["n2"], chain[:5])
+        assert await _hints(bench) == [("n0", 0, 2), ("n2", 2, 3)]
+        home, far = bench.prefill.requests[-1].hints
+        assert (home.store_address, far.store_address) == ("127.0.0.1:10", "127.0.0.1:12")
+        assert far.store_incarnation.hex() == lives["n2"]
+        await bench.hold("n0", lives["n0"], chain)
+        assert await _hints(bench) == [("n0", 0, 6)]
+
+
+async def test_what_an_earlier_life_held_is_not_hinted() -> None:
+    async with running(tenant_secret=SECRET) as bench:
+        await _at(bench, bench.prefill, "n0")
+        await bench.add_store("n0")
+        await bench.hold("n1", await bench.add_store("n1"), bench.chain(PROMPT)[:3])
+        assert await _hints(bench) == [("n1", 0, 3)]
+        await bench.add_store("n1")  # started again
+        assert await _hints(bench) == []
+
+
+async def test_a_retry_asks_where_the_prefix_lies_by_now() -> None:
+    """The first worker stored two blocks at its own node before it failed."""
+    async with running(num_prefill=2, tenant_secret=SECRET) as bench:
+        lives = {}
+        for worker, node in zip(bench.prefills, ("n0", "n1"), strict=True):
+            await _at(bench, worker, node)
+            lives[worker.worker_id] = (node, await bench.add_store(node))
+            worker.gate.close()
+        call = bench.stub.Generate(_ask(), timeout=BOUND_S)
+        await until(lambda: any(worker.num_active for worker in bench.prefills))
+        victim = next(worker for worker in bench.prefills if worker.num_active)
+        other = next(worker for worker in bench.prefills if worker is not victim)
+        node, life = lives[victim.worker_id]
+        await bench.hold(node, life, bench.chain(PROMPT)[:2])
+        victim.error = Unavailable("failed")
+        other.gate.open()
+        victim.gate.open()
+        assert [m async for m in call]
+        (told,) = other.requests
+        assert [(h.node_id, h.num_blocks) for h in told.hints] == [(node, 2)]
+
+
+async def test_the_worker_at_the_longest_prefix_is_preferred_and_others_pull() -> None:
+    async with running(num_prefill=2, tenant_secret=SECRET) as bench:
+        chain = bench.chain(PROMPT)
+        for worker, (node, num_held) in zip(bench.prefills, (("n0", 1), ("n1", 6)), strict=True):
+            await _at(bench, worker, node)
+            await bench.hold(node, await bench.add_store(node), chain[:num_held])
+        for number in range(8):  # whatever the tie-break of its session says
+            await bench.generate(_ask(session=f"s{number}"))
+        assert len(bench.prefills[1].requests) == 8
+        bench.prefills[1].is_draining = True
+        await bench.publish(bench.prefills[1])
+        await bench.generate(_ask())
+        (told,) = bench.prefills[0].requests
+        assert [(h.node_id, h.num_blocks) for h in told.hints] == [("n0", 1), ("n1", 5)]
+
+
+async def test_two_tenants_never_share() -> None:
+    """The same prompt; one's blocks are everywhere, the other is told of none."""
+    async with running(tenant_secret=SECRET) as bench:
+        await _at(bench, bench.prefill, "n0")
+        for node in ("n0", "n1"):
+            await bench.hold(node, await bench.add_store(node), bench.chain(PROMPT, "a"))
+        assert await _hints(bench, "a") == [("n0", 0, 6)]
+        for other in ("b", "", "default", "A", "a=", "a/b"):
+            assert await _hints(bench, other) == []
+        salts = [bytes(r.tenant_salt) for r in bench.prefill.requests]
+        assert len(set(salts)) == 6  # of seven names; "" is "default"
+
+
+async def test_a_scope_is_shared_by_its_tenants_only() -> None:
+    scopes = ("a=team", "b=team", "c=other")
+    async with running(tenant_secret=SECRET, tenant_scopes=scopes) as bench:
+        await _at(bench, bench.prefill, "n0")
+        await bench.hold("n0", await bench.add_store("n0"), bench.chain(PROMPT, "a"))
+        for tenant in ("a", "b"):
+            assert await _hints(bench, tenant) == [("n0", 0, 6)]
+        # Nobody gets in by being called like the scope.
+        for tenant in ("c", "d", "team", "other", "a=team"):
+            assert await _hints(bench, tenant) == []
+        # The tenant itself is told apart everywhere else.
+        assert {r.tenant for r in bench.prefill.requests} >= {"a", "b"}
+
+
+async def test_another_tenant_s_blocks_move_no_choice() -> None:
+    """Which worker a request meets depends on what its own tenant left, not on others' hits."""
+    # The router shall not remember where it sent the same prompt before.
+    forgets = {"num_prefixes_kept": 1}
+    async with running(num_prefill=3, tenant_secret=SECRET, limits=forgets) as bench:
+        lives = {}
+        for number, worker in enumerate(bench.prefills):
+            await _at(bench, worker, f"n{number}")
+            lives[worker.worker_id] = await bench.add_store(f"n{number}")
+        before = [await _met(bench, "b", number) for number in range(12)]
+        assert set(before) == {"p0", "p1", "p2"}  # ties spread
+        for number in range(12):
+            await bench.hold("n2", lives["p2"], bench.chain(_prompt(number), "a"))
+        assert [await _met(bench, "b", number) for number in range(12)] == before
+        assert {await _met(bench, "a", number) for number in range(12)} == {"p2"}
+
+
+def _prompt(number: int) -> list[int]:
+    """One of many that differ from the first token on."""
+    return [number + 5, *PROMPT]
+
+
+async def _met(bench: Bench, tenant: str, number: int) -> str:
+    """Which prefill worker a request met."""
+    before = [len(worker.requests) for worker in bench.prefills]
+    await bench.generate(_ask(_prompt(number), tenant=tenant))
+    (met,) = (
+        worker.worker_id
+        for worker, num_requests in zip(bench.prefills, before, strict=True)
+        if len(worker.requests) > num_requests
+    )
+    return met
+
+
+async def test_a_degraded_link_is_not_pulled_over_and_not_met_by_choice() -> None:
+    """A block takes 3.2 ms to compute by the default costs, and 100 ms over this link."""
+    slow = {"read_bytes_per_s": 1e4, "degraded": True}
+    async with running(num_prefill=2, tenant_secret=SECRET) as bench:
+        lives = {node: await bench.add_store(node) for node in ("n0", "n1")}
+        for worker in bench.prefills:
+            await _at(bench, worker, "n0")
+        first, second = bench.prefills
+        chains = [bench.chain(_prompt(number)) for number in range(8)]
+        for chain in chains:
+            await bench.hold("n0", lives["n0"], chain[:4])
+        first.links = [{"node_id": "n0", **slow}]
+        await bench.publish(first)
+        assert {await _met(bench, "", number) for number in range(8)} == {"p1"}
+        # The home store is asked whatever its link; another one only where that is quicker.
+        await bench.hold("n1", lives["n1"], chains[0])
+        second.links = [{"node_id": "n1", **slow}]
+        await bench.publish(second)
+        first.is_draining = True
+        await bench.publish(first)
+        await _met(bench, "", 0)
+        assert [(h.node_id, h.num_blocks) for h in second.requests[-1].hints] == [("n0", 4)]
+
+
+async def test_degraded_links_are_problems_with_their_rates() -> None:
+    async with running() as bench:
+        bench.prefill.links = [
+            {"node_id": "n0", "transport": "shm", "read_bytes_per_s": 9e9},
+            {
+                "node_id": "n1",
+                "transport": "nixl",
+                "write_bytes_per_s": 2.5e6,
+                "read_bytes_per_s": 1.25e6,
+                "floor_bytes_per_s": 1e8,
+                "degraded": True,
+            },
+            {"node_id": "n2", "transport": "grpc", "problem": "the store is full"},
+            {"node_id": "n3", "transport": "nixl", "problem": "too slow", "degraded": True},
+        ]
+        await bench.publish(bench.prefill)
+        status = await bench.status()
+        assert [p for p in status.problems if "link" in p] == [
+            "link of p0 to store n1 over nixl is degraded: it writes 2.5 MB/s and reads 1.25 MB/s, "
+            "its floor is 100 MB/s",
+            "link of p0 to store n2 over grpc was not measured: the store is full",
+            "link of p0 to store n3 over nixl is degraded: too slow",
+        ]
+        (worker,) = (w for w in status.workers if w.worker_id == "p0")
+        assert len(worker.links) == 4
+
+
+async def test_a_store_s_tiers_and_tenants_are_shown_and_a_tier_that_is_off_is_a_problem() -> None:
+    async with lease_store() as store, running() as bench:
+        store.status = {
+            "num_pages": 9,
+            "num_pages_bad": 2,
+            "num_damaged": 3,
+            "file_tier_problem": "the disk is full",
+            "tenants": [{"tenant": "a", "num_blocks": 3, "num_blocks_guaranteed": 4}],
+        }
+        await bench.add_store("n0", store.address)
+        status = await bench.status()
+        (shown,) = status.stores
+        assert (shown.num_pages, shown.num_pages_bad) == (9, 2)
+        (usage,) = shown.tenants
+        assert (usage.tenant, usage.num_blocks, usage.num_blocks_guaranteed) == ("a", 3, 4)
+        assert "the file tier of store n0 is off: the disk is full" in status.problems
+        (damaged,) = [each for each in status.problems if "damaged" in each]
+        assert damaged.startswith("store n0 found 3 damaged blocks since it started")
+
+
+async def test_the_first_lookup_is_one_round_trip() -> None:
+    """Its connection is there, and Redis has its script, before a router takes requests."""
+    async with running() as bench:
+        await _at(bench, bench.prefill, "n0")
+        await bench.hold("n0", await bench.add_store("n0"), bench.chain(PROMPT)[:3])
+        redis = bench.redis.client()
+        try:
+            before = (await redis.info("commandstats"))["cmdstat_evalsha"]
+            await bench.generate(_ask())
+            after = (await redis.info("commandstats"))["cmdstat_evalsha"]
+            assert after["calls"] > before["calls"]
+            assert after["failed_calls"] == before["failed_calls"]
+        finally:
+            await redis.aclose()

@@ -10,18 +10,17 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from services.router import registry
 from tests.harness.router_bench import BOUND_S, running
 from tests.harness.waiting import until
+
+pytestmark = pytest.mark.oracle
 
 SERVICE = "baton.v1.Inference"
 
 
-async def test_health_says_whether_a_request_would_find_workers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(registry, "KEEP_S", 0.2)
+async def test_health_says_whether_a_request_would_find_workers() -> None:
     async with running() as bench:
+        bench.probe.remember(for_s=0.2)
         stub = health_pb2_grpc.HealthStub(bench.channel)
 
         async def status(service: str) -> int:

@@ -14,11 +14,18 @@ import pytest
 
 from baton.client import Client
 from process.errors import Unavailable
-from process.trace_context import TraceContext
-from process.tracing import TracingSettings
-from tests.harness.otlp_receiver import WAIT_S, OtlpReceiver, Received, receiving
+from tests.harness.otlp_receiver import (
+    WAIT_S,
+    OtlpReceiver,
+    Received,
+    TraceContext,
+    TracingSettings,
+    receiving,
+)
 from tests.harness.router_bench import BOUND_S, TOKENIZER, request, running
 from tests.harness.waiting import until
+
+pytestmark = pytest.mark.oracle
 
 PARENT = TraceContext(0xA1, 0xB2, True)
 SILENT = TraceContext(0xA1, 0xB2, False)
@@ -272,8 +279,7 @@ async def test_a_cancelled_request_ends_with_the_stage_that_it_was_in() -> None:
             asked = request(text="hello", sampling={"max_tokens": 9})
             call = bench.stub.Generate(asked, timeout=BOUND_S)
             await call.read()
-            (record,) = bench.router._log._live
-            await until(lambda: record.num_output_tokens)  # noted once the message is out
+            await until(lambda: bench.probe.num_shown)  # noted once the message is out
             call.cancel()
             spans = await asyncio.to_thread(receiver.wait, is_over)
             bench.decode.token_gate.open()
@@ -294,8 +300,7 @@ async def test_a_request_cancelled_before_its_prefill_s_account_is_cut_at_its_fi
             bench.prefill.account_gate.close()
             call = bench.stub.Generate(request(sampling={"max_tokens": 9}), timeout=BOUND_S)
             await call.read()
-            (record,) = bench.router._log._live
-            await until(lambda: record.num_output_tokens)  # noted once the message is out
+            await until(lambda: bench.probe.num_shown)  # noted once the message is out
             call.cancel()
             spans = await asyncio.to_thread(receiver.wait, is_over)
             bench.prefill.account_gate.open()

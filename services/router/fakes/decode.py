@@ -91,9 +91,16 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         """Requests that draw, whichever router they are of."""
         return sum(leg.is_generating for leg in self._legs)
 
-    def move_all(self, *, with_handles: bool = True, num_lost: int = 0) -> None:
+    @property
+    def num_drawn(self) -> dict[int, int]:
+        """Tokens of each sample that goes on, of its only request."""
+        (leg,) = self._legs
+        return {index: len(leg.outputs[index]) for index in leg.open}
+
+    def move_all(self, *, with_handles: bool = True, num_lost: int = 0, **handle: int) -> None:
         """Leave as a draining worker does: what runs is moved, what only holds blocks is given up,
-        nothing new is taken. `num_lost`: tokens that it says to have sent, but did not.
+        nothing new is taken. `num_lost`: tokens that it says to have sent, but did not. `handle`:
+        fields of the handles that say something else than what is.
         """
         self.is_draining = True
         self.error = Unavailable(f"{self.worker_id} is leaving", retry_after_s=0.0)
@@ -101,6 +108,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             self._end(leg.table, leg.key)
             if leg.is_generating:
                 moved = self._moved(leg, with_handle=with_handles, num_lost=num_lost)
+                for name, value in handle.items():
+                    setattr(moved.handle, name, value)
                 self.moved.append(moved)
                 leg.events.put_nowait(decode_pb2.DecodeEvent(key=leg.key, moved=moved))
             else:

@@ -63,6 +63,11 @@ class FakeWorker:
         """Listen on a free port of loopback."""
         self._server, self.address = await serving.listen("127.0.0.1:0", [self._add_to])
 
+    @property
+    def is_alive(self) -> bool:
+        """It was started, and was not stopped."""
+        return self._server is not None
+
     async def stop(self) -> None:
         """Vanish at once, as a killed process does."""
         if self._server is not None:

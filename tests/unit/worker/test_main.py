@@ -63,3 +63,11 @@ async def test_requests_watch_the_traces_that_draft_workers_calls_are_noted_in(
     stop.set()
     await main.run(settings, stop, "decode", make_role)
     assert len(noted) == len(watched) == 1 and watched[0] is noted[0]
+
+
+def test_probes_are_told_how_far_the_loading_is() -> None:
+    health = Health("loading the model")
+    progress = main._Progress(health)
+    for done in (0, 3, 10):
+        progress("weights", done, 10)
+        assert health.why_not_ready() == f"loading the model: weights, {done} of 10"

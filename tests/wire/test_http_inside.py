@@ -1,6 +1,5 @@
-"""What one HTTP client can do to the loop that all share, and to its own connection: bodies that
-cost more to refuse than to send, and answers that nobody reads.
-"""
+"""HTTP where only a fault of ours, or a moment that no client can choose, shows it; and its server
+alone, on the loop that routers run on. Reaches inside."""
 
 from __future__ import annotations
 
@@ -9,26 +8,39 @@ import contextlib
 import http.client
 import json
 import socket
+import ssl
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import aiohttp
 import pytest
+import uvloop
+from aiohttp import web
 
+from baton.cert_set import CertSet
+from baton.certs import write
+from process import serving
+from process.access import Role
 from process.errors import NoCapacity
+from process.serving import Strangers
+from process.tls import Identity
 from protos import common_pb2, inference_pb2
-from services.router import http_half_open
+from services.router.http_server import HttpServer
 from services.router.openai import bodies, completions, embeddings, event_stream
 from services.router.openai.answers import Envelope
 from services.router.page.snapshots import Snapshots
-from tests.harness.router_bench import HttpBench, Served, http_bench, served
+from tests.harness.access import one_sided_tls
+from tests.harness.router_bench import BOUND_S, Served, served
 from tests.harness.waiting import until
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TEXT = "/v1/completions"
 JSON = {"content-type": "application/json"}
-TOOL = {"type": "function", "function": {"name": "f"}}
+MIB = 1024 * 1024
 
 
 @pytest.fixture(scope="module")
@@ -78,32 +90,6 @@ def test_a_prompt_that_is_refused_is_not_decoded_for_its_echo(
     assert status == 200 and len(answer["choices"]) == 3 and len(decoded) == 1
 
 
-@pytest.mark.parametrize("levels", [70, 900, 950])
-@pytest.mark.parametrize("place", ["response_format", "tools", "chat_template_kwargs"])
-def test_what_is_nested_too_deep_is_refused_wherever_it_stands(
-    router: Served, place: str, levels: int
-) -> None:
-    deep = '{"a":' * levels + "1" + "}" * levels
-    inner = {
-        "response_format": '{"type":"json_schema","json_schema":{"name":"n","schema":%s}}',
-        "tools": '[{"type":"function","function":{"name":"f","parameters":%s}}],'
-        '"tool_choice":"required"',
-        "chat_template_kwargs": '{"mood":%s}',
-    }[place]
-    body = '{"messages":[{"role":"user","content":"hi"}],"max_tokens":1,"%s":%s}'
-    status, answer = ask(router, CHAT, (body % (place, inner % deep)).encode())
-    assert status == 400 and "nested" in answer["error"]["message"]
-
-
-def test_a_stream_of_the_page_has_no_head(router: Served) -> None:
-    with peer_of(router) as peer:
-        peer.sendall(b"HEAD /live/events HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
-        answer = b""
-        while data := peer.recv(65536):
-            answer += data
-    assert answer.startswith(b"HTTP/1.1 405") and b"data:" not in answer
-
-
 def test_a_fault_of_ours_amid_a_stream_ends_it_in_the_one_form(
     router: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,18 +136,6 @@ def test_no_second_answer_stands_amid_a_first_one(
             while data := peer.recv(65536):
                 answer += data
     assert answer.count(b"HTTP/1.1") == 1 and b"data:" in answer
-
-
-@pytest.mark.parametrize("origin", ["http://evil.example:8000", "null", "http://[", "file://"])
-def test_a_page_from_elsewhere_uses_nothing_here(router: Served, origin: str) -> None:
-    headers = {**JSON, "origin": origin, "host": "evil.example:8000"}
-    assert ask(router, TEXT, {"prompt": "a", "max_tokens": 1}, headers)[0] == 403
-
-
-@pytest.mark.parametrize("origin", ["http://127.0.0.1:8000", "http://localhost", "http://[::1]:1"])
-def test_a_page_of_this_machine_may(router: Served, origin: str) -> None:
-    headers = {**JSON, "origin": origin}
-    assert ask(router, TEXT, {"prompt": "a", "max_tokens": 1}, headers)[0] == 200
 
 
 def test_a_large_body_is_read_while_others_are_served(
@@ -234,79 +208,129 @@ async def test_embeddings_are_written_with_others_in_between() -> None:
     assert json.loads(await embeddings.answer({}, "m", [], []))["data"] == []
 
 
-async def _asked(bench: HttpBench, body: dict[str, Any], version: str = "1.1") -> Any:
-    """A connection that has sent a request and ended its own direction. Returns: reader, writer."""
-    host, _, port = bench.router.http_address.rpartition(":")
+def _server(certs: CertSet, **options: float) -> tuple[HttpServer, ssl.SSLContext]:
+    """For three connections; it answers GET /."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response()
+
+    add = [lambda app: app.router.add_get("/", answer) and None]
+    server = HttpServer(add, max_body_bytes=1024, drain_s=0.2, max_connections=3, **options)
+    return server, Identity(one_sided_tls(certs)).http_context()
+
+
+def test_connections_count_before_their_handshake(tmp_path: Path) -> None:
+    """Ten clients connect and never begin it. On the loop that routers run on."""
+    certs = write(tmp_path / "tls")
+    trusting = ssl.create_default_context(cafile=str(certs.ca_file))
+
+    async def run() -> None:
+        server, context = _server(certs, handshake_s=600.0)
+        await server.start("127.0.0.1:0", context)
+        try:
+            host, _, port = server.address.rpartition(":")
+            silent = [await asyncio.open_connection(host, int(port)) for _ in range(10)]
+            for reader, _ in silent[3:]:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            connections = server.connections
+            assert connections is not None
+            assert (connections.num_open, connections.num_refused) == (3, 7)
+            for _, writer in silent:
+                writer.close()
+            await until(lambda: not connections.num_open)
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"https://{server.address}/", ssl=trusting) as answer,
+            ):
+                assert answer.status == 200 and connections.num_open == 1
+        finally:
+            await server.stop()
+
+    uvloop.run(run())
+
+
+def test_a_handshake_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    async def run() -> None:
+        server, context = _server(write(tmp_path / "tls"), handshake_s=0.1)
+        await server.start("127.0.0.1:0", context)
+        try:
+            host, _, port = server.address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            assert await reader.read() == b""
+            writer.close()
+        finally:
+            await server.stop()
+
+    uvloop.run(run())
+
+
+async def test_a_handshake_of_grpc_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    server, address = await serving.listen(
+        "127.0.0.1:0",
+        [],
+        identity=Identity(write(tmp_path / "tls").tls_of(Role.ROUTER)),
+        strangers=Strangers(handshake_s=0.1),
+    )
+    try:
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await reader.read() == b""
+        writer.close()
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def raw(address: str, data: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """A bare connection, with something sent."""
+    host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n"
-    writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-    writer.write_eof()
-    return reader, writer
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
-@pytest.mark.parametrize("grace_s", [0.0, 60.0])
-async def test_a_client_that_half_closes_gets_its_answer(
-    monkeypatch: pytest.MonkeyPatch, is_streamed: bool, version: str, grace_s: float
-) -> None:
-    monkeypatch.setattr(http_half_open, "_GRACE_S", grace_s)
-    body = {"prompt": "x", "max_tokens": 8, "stream": is_streamed}
-    async with http_bench() as bench:
-        bench.prefill.gate.close()
-        bench.decode.token_gate.close()
-        reader, writer = await _asked(bench, body, version)
-        await until(bench.prefill.gate.reached.is_set)
-        if version == "1.1" and not grace_s:
-            assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"
-            assert await reader.readline() == b"\r\n"
-        bench.prefill.gate.open()
-        await until(lambda: bench.decode.generated)
-        bench.decode.token_gate.open()
-        assert (await reader.readline()).split()[1] == b"200"
-        text = (await reader.read()).decode()  # to the end: the connection is closed then
-        writer.close()
-    assert "[DONE]" in text if is_streamed else '"finish_reason": "length"' in text
-    assert bench.decode.num_cancelled == 0
-
-
-async def test_a_client_that_half_closes_in_a_stream_gets_the_rest() -> None:
-    async with http_bench() as bench:
-        bench.decode.token_gate.close()
-        host, _, port = bench.router.http_address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        data = json.dumps({"prompt": "x", "max_tokens": 8, "stream": True}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-        await reader.readuntil(b"data: ")
-        writer.write_eof()
-        await reader.readuntil(b"2\r\n:\n\r\n")
-        bench.decode.token_gate.open()
-        assert b"[DONE]" in await reader.read()
-        writer.close()
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_client_that_half_closes_and_goes_away_ends_its_request(is_streamed: bool) -> None:
-    async with http_bench() as bench:
-        bench.decode.token_gate.close()
-        body = {"prompt": "x", "max_tokens": 8, "stream": is_streamed}
-        _, writer = await _asked(bench, body)
-        await until(lambda: bench.decode.generated)
-        writer.transport.abort()
-        await until(lambda: bench.decode.num_cancelled == 1)
-        bench.decode.token_gate.open()
-        await until(bench.is_idle)
-
-
-@pytest.mark.parametrize("data", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\n\r\n"])
-async def test_a_client_that_ends_without_a_whole_request_is_let_go(data: bytes) -> None:
-    async with http_bench() as bench:
-        host, _, port = bench.router.http_address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+    try:
         writer.write(data)
-        writer.write_eof()
-        await reader.read()  # to the end
+        async with asyncio.timeout(BOUND_S):
+            yield reader
+    finally:
         writer.close()
-        await until(lambda: bench.router._http.connections.num_open == 0)  # type: ignore[union-attr]
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def test_all_of_it_on_the_loop_that_routers_run_on() -> None:
+    """uvloop's transports say and do some things otherwise."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=b"x" * MIB)
+
+    async def both(server: HttpServer) -> None:
+        await server.start("127.0.0.1:0")
+        connections = server.connections
+        assert connections is not None
+        async with raw(server.address, b"") as first:
+            await until(connections._open_now)
+            async with raw(server.address, b"") as reader:
+                assert (await reader.read()).startswith(b"HTTP/1.1 503")
+            assert not first.at_eof()
+        await until(lambda: not connections._open_now())
+        host, _, port = server.address.rpartition(":")
+        with socket.socket() as peer:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            peer.connect((host, int(port)))
+            peer.sendall(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n" * 20)
+            await until(lambda: connections.num_stalled == 1)
+            await until(lambda: not connections._open_now())
+
+    async def stopped() -> None:
+        server = HttpServer(
+            [lambda app: app.router.add_get("/", answer) and None],
+            max_body_bytes=MIB,
+            drain_s=0.2,
+            max_connections=1,
+            stall_s=0.2,
+        )
+        try:
+            await both(server)
+        finally:
+            await server.stop()
+
+    uvloop.run(stopped())

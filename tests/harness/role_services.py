@@ -1,0 +1,171 @@
+"""The services of each role's process, without anything behind them: who may call what of them. And
+certificates that say too little."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from baton import certs
+from baton.cert_set import CertSet
+from process import serving
+from process.access import RULES
+from process.access import WORKERS as WORKERS
+from process.access import Role as Role
+from process.tls import Identity, TlsSettings
+from protos import (
+    autoscaler_pb2,
+    autoscaler_pb2_grpc,
+    decode_pb2,
+    decode_pb2_grpc,
+    draft_pb2,
+    draft_pb2_grpc,
+    externalscaler_pb2,
+    externalscaler_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    kvstore_pb2,
+    kvstore_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_control_pb2,
+    worker_control_pb2_grpc,
+)
+
+CALL_S = 10.0
+
+Add = Callable[[Any, grpc.aio.Server], None]
+CONTROL: tuple[Any, Add, Any] = (
+    worker_control_pb2,
+    worker_control_pb2_grpc.add_WorkerControlServicer_to_server,
+    worker_control_pb2_grpc.WorkerControlServicer,
+)
+SERVED: dict[Role, list[tuple[Any, Add, Any]]] = {
+    Role.ROUTER: [
+        (
+            inference_pb2,
+            inference_pb2_grpc.add_InferenceServicer_to_server,
+            inference_pb2_grpc.InferenceServicer,
+        )
+    ],
+    Role.PREFILL: [
+        (
+            prefill_pb2,
+            prefill_pb2_grpc.add_PrefillServicer_to_server,
+            prefill_pb2_grpc.PrefillServicer,
+        ),
+        (
+            kvstore_pb2,
+            kvstore_pb2_grpc.add_KvStoreServicer_to_server,
+            kvstore_pb2_grpc.KvStoreServicer,
+        ),
+        CONTROL,
+    ],
+    Role.DECODE: [
+        (decode_pb2, decode_pb2_grpc.add_DecodeServicer_to_server, decode_pb2_grpc.DecodeServicer),
+        CONTROL,
+    ],
+    Role.KVSTORE: [
+        (
+            kvstore_pb2,
+            kvstore_pb2_grpc.add_KvStoreServicer_to_server,
+            kvstore_pb2_grpc.KvStoreServicer,
+        )
+    ],
+    Role.DRAFT: [
+        (draft_pb2, draft_pb2_grpc.add_DraftServicer_to_server, draft_pb2_grpc.DraftServicer)
+    ],
+    Role.AUTOSCALER: [
+        (
+            autoscaler_pb2,
+            autoscaler_pb2_grpc.add_AutoscalerServicer_to_server,
+            autoscaler_pb2_grpc.AutoscalerServicer,
+        ),
+        (
+            externalscaler_pb2,
+            externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server,
+            externalscaler_pb2_grpc.ExternalScalerServicer,
+        ),
+    ],
+}
+"""What each role's process serves. The servicers are the generated ones, which serve nothing: who
+gets to one of them sees UNIMPLEMENTED."""
+
+
+@asynccontextmanager
+async def serving_as(role: Role, made: CertSet) -> AsyncIterator[str]:
+    server, address = await serving.listen(
+        "127.0.0.1:0",
+        [
+            lambda server, add=add, servicer=servicer: add(servicer(), server)
+            for _, add, servicer in SERVED[role]
+        ],
+        identity=Identity(made.tls_of(role), role),
+        rules=RULES[role],
+    )
+    try:
+        yield address
+    finally:
+        await server.stop(0)
+
+
+async def outcome(channel: grpc.aio.Channel, path: str, method: Any) -> grpc.StatusCode:
+    """What comes of one call, of the method's own kind. Streams send nothing: gRPC's client says
+    INTERNAL where a write of its own meets the server's refusal."""
+    try:
+        if method.client_streaming and method.server_streaming:
+            call: Any = channel.stream_stream(path)(iter(()), timeout=CALL_S)
+            await call.read()
+        elif method.client_streaming:
+            await channel.stream_unary(path)(iter(()), timeout=CALL_S)
+        elif method.server_streaming:
+            await channel.unary_stream(path)(b"", timeout=CALL_S).read()
+        else:
+            await channel.unary_unary(path)(b"", timeout=CALL_S)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def methods(role: Role) -> list[tuple[str, Any]]:
+    return [
+        (f"/{service.full_name}/{method.name}", method)
+        for module, _, _ in SERVED[role]
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    ]
+
+
+def may_call(caller: Role, server: Role, path: str) -> bool:
+    """By the table."""
+    return caller in RULES[server][path]
+
+
+def calling(tls: TlsSettings, address: str, server: Role, role: Role | None = None) -> Any:
+    """A channel to that address, dialled as to `server`, by a process with these certificates.
+    Args: role: that the process says to have; None: none."""
+    return serving.Dialer(Identity(tls, role) if role else Identity(tls))(address, server)
+
+
+def certificate_of(made: CertSet, folder: Path, names: Sequence[str]) -> TlsSettings:
+    """Signed by its CA, for these names of hosts alone, whatever its subject says."""
+    ca_key = serialization.load_pem_private_key((made.folder / "ca.key").read_bytes(), None)
+    ca = x509.load_pem_x509_certificate(made.ca_file.read_bytes())
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "baton://role/router")])
+    one = certs._builder(subject, ca.subject, key, 1)
+    if names:
+        hosts = x509.SubjectAlternativeName([x509.DNSName(name) for name in names])
+        one = one.add_extension(hosts, critical=False)
+    certificate = one.sign(ca_key, hashes.SHA256())  # type: ignore[arg-type]
+    files = (folder / "crt", folder / "key")
+    files[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    certs._write(files[1], certs._key_pem(key), 0o600)
+    return TlsSettings(str(made.ca_file), str(files[0]), str(files[1]))
