@@ -23,12 +23,12 @@ from kvstore import block_hash, serve, wire
 from kvstore.block import Block
 from kvstore.client import Matched, StoreClient
 from kvstore.config import KvStoreSettings
-from kvstore.errors import TransferCancelled, TransferTimeout, reason_of
+from kvstore.errors import IntegrityError, TransferCancelled, TransferTimeout, reason_of
 from kvstore.putting import PutResult
-from kvstore.transport.base import BlockMemory
+from kvstore.transport.base import BlockMemory, GetResult
 from kvstore.transport.shm import ShmTransport
 from process.deadline import Deadline
-from protos import kvstore_pb2
+from protos import inference_pb2, kvstore_pb2
 from tests.harness.fake_device import FakeDevice
 from tests.harness.service_process import own_address
 from tests.harness.waiting import within
@@ -78,6 +78,33 @@ class LocalStore(serve.RunningStore):
         assert self.node.slab is not None
         self.node.slab.generations[block.frame] ^= np.uint64(1 << bit)
 
+    def row(self) -> inference_pb2.StoreStatus:
+        """What the registry says about it."""
+        return serve.store_status(self.node, self.address)
+
+    def break_a_law_once(self, words: str) -> None:
+        """At its next look after leases that lapsed."""
+        store = self.node.store
+        assert store is not None
+        real = store.lapse
+
+        def broken(now_s: float) -> None:
+            store.lapse = real  # type: ignore[method-assign]
+            raise IntegrityError(words)
+
+        store.lapse = broken  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def miscounting_pins(self, block: Block) -> Iterator[None]:
+        assert self.node.store is not None
+        entry = self.node.store.catalog.find(block.chain_hash)
+        assert entry is not None
+        entry.num_pins += 1
+        try:
+            yield
+        finally:
+            entry.num_pins -= 1
+
     @contextlib.contextmanager
     def tearing(self, block: Block) -> Iterator[None]:
         """Shared memory: the frame is written again behind each copy of it, before the second look
@@ -99,11 +126,14 @@ class LocalStore(serve.RunningStore):
 
 
 @contextlib.asynccontextmanager
-async def local_store(settings: KvStoreSettings = SETTINGS) -> AsyncIterator[LocalStore]:
-    """At the end nothing may be left: no reservation, no lease."""
+async def local_store(
+    settings: KvStoreSettings = SETTINGS, *, law: str = ""
+) -> AsyncIterator[LocalStore]:
+    """At the end every law holds, or the one is broken that the test broke."""
     async with serve.running(settings) as running:
         yield LocalStore(running.node, running.address, running.publisher, running.metrics_address)
-        assert await running.node.check_integrity() == ""
+        error = await running.node.check_integrity()
+        assert law in error if law else not error
 
 
 class HeldCopies:
@@ -241,12 +271,32 @@ class Worker:
             getattr(self.client._rpc.stub, method), request, within()
         )
 
+    @property
+    def attachment_id(self) -> str:
+        return self.client._attachment_id
+
+    async def report(self, blocks: Sequence[Block]) -> int:
+        """Tell the store that they are bad. Returns: how many it dropped."""
+        told = [wire.block_to_proto(block) for block in blocks]
+        reply = await self.call("Report", attachment_id=self.attachment_id, blocks=told)
+        return int(reply.num_dropped)
+
+    def alter_gets(self, change: Callable[[GetResult], GetResult]) -> None:
+        """What its transport says of blocks that arrived."""
+        transport = self.client._transport
+        get = transport.get
+
+        async def altered(*arguments: Any) -> GetResult:
+            return change(await get(*arguments))
+
+        transport.get = altered  # type: ignore[method-assign]
+
     def begin_reading(
         self, lease_id: str, blocks: Sequence[Block], *, chunk_bytes: int, timeout_s: float = CALL_S
     ) -> grpc.aio.UnaryStreamCall[Any, Any]:
         """The call that the transport grpc makes: its messages come as they are read from it."""
         request = kvstore_pb2.ReadRequest(
-            attachment_id=self.client._attachment_id,
+            attachment_id=self.attachment_id,
             lease_id=lease_id,
             blocks=[wire.block_to_proto(block) for block in blocks],
             chunk_bytes=chunk_bytes,
@@ -269,6 +319,29 @@ class Worker:
         status = await self.client.status(check_integrity=True, deadline=within())
         assert status.integrity_error == ""
         return status
+
+
+class Calls:
+    """Calls of one method by a worker's client: they wait until they may go on, or fail.
+
+    Attributes: requests: that came, in order.
+    """
+
+    def __init__(self, worker: Worker, method: str, error: Exception | None = None) -> None:
+        self.requests: list[Any] = []
+        self.may_go_on = asyncio.Event()
+        rpc = worker.client._rpc
+        real, watched = rpc.call, getattr(rpc.stub, method)
+
+        async def call(method: Any, request: Any, deadline: Deadline, **options: Any) -> Any:
+            if method is watched:
+                self.requests.append(request)
+                if error is not None:
+                    raise error
+                await self.may_go_on.wait()
+            return await real(method, request, deadline, **options)
+
+        rpc.call = call  # type: ignore[method-assign]
 
 
 NewWorker = Callable[..., Awaitable[Worker]]
