@@ -3,6 +3,7 @@ what no failure may leave behind."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from process.errors import BatonError, FailedPrecondition
+from process.errors import BatonError, FailedPrecondition, Unavailable
 from tests.conftest import LONG
 from tests.harness.sources import LENDING, MAPPED, Lending, Stored, lending, stored
 from tests.harness.store import (
@@ -261,6 +262,34 @@ async def test_another_block_size_is_refused(
         await new_worker(source.address, way.transport, block_bytes=6000)
     with pytest.raises(ValueError, match="transport"):
         await new_worker(source.address, "carrier pigeon")
+
+
+@in_host_memory
+async def test_a_close_waits_for_what_moves(
+    source: Stored | Lending, reader: Any, way: Way, new_worker: NewWorker
+) -> None:
+    """The source must not hear that this reader is gone while its copy is under way: it would give
+    the frames to another."""
+    lease_id, blocks = await source.give(range(3))
+    other = await new_worker(source.address, way.transport)
+    num_attachments = (await other.status()).num_attachments
+    gate = reader.hold_gets()
+    getting = asyncio.create_task(reader.get(lease_id, blocks, [10, 11, 12]))
+    await gate.wait_entered()
+    closing = asyncio.create_task(reader.client.close())
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="closed"):
+        await reader.get(lease_id, blocks, [10, 11, 12])
+    assert (await other.status()).num_attachments == num_attachments
+    gate.open()
+    assert await getting == {}
+    await closing
+
+    async def is_gone() -> bool:
+        return bool((await other.status()).num_attachments == num_attachments - 1)
+
+    await until(is_gone)
+    await other.release(lease_id)
 
 
 # ---- into a store

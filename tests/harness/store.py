@@ -31,7 +31,7 @@ from process.deadline import Deadline
 from protos import inference_pb2, kvstore_pb2
 from tests.harness.fake_device import FakeDevice
 from tests.harness.service_process import own_address
-from tests.harness.waiting import within
+from tests.harness.waiting import Gate, within
 
 FINGERPRINT = "ab" * 16
 BLOCK_BYTES = 5000  # no multiple of a page
@@ -280,6 +280,10 @@ class Worker:
         told = [wire.block_to_proto(block) for block in blocks]
         reply = await self.call("Report", attachment_id=self.attachment_id, blocks=told)
         return int(reply.num_dropped)
+
+    def hold_gets(self) -> Gate:
+        """Copies that its client begins."""
+        return Gate(self.client._transport, "get")
 
     def alter_gets(self, change: Callable[[GetResult], GetResult]) -> None:
         """What its transport says of blocks that arrived."""
