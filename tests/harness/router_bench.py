@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import string
 import threading
@@ -96,6 +97,8 @@ class Bench:
         self.channel: grpc.aio.Channel
         self.stub: Any
         self._is_stopping = False
+        # One: each reads the version of its library from files.
+        self._client = redis_server.client()
 
     @property
     def prefill(self) -> FakePrefill:
@@ -121,11 +124,7 @@ class Bench:
         that could look."""
         if self._is_stopping:
             return
-        client = self.redis.client()
-        try:
-            await worker.register(client, ttl_ms=ttl_ms)
-        finally:
-            await client.aclose()
+        await worker.register(self._client, ttl_ms=ttl_ms)
         if not self._is_stopping:
             await self.probe.look()
 
@@ -152,11 +151,7 @@ class Bench:
 
     async def silence(self, worker: FakeWorker) -> None:
         """The worker has no heartbeat any more."""
-        client = self.redis.client()
-        try:
-            await client.delete(registry_beat.beat_key("worker", worker.worker_id))
-        finally:
-            await client.aclose()
+        await self._client.delete(registry_beat.beat_key("worker", worker.worker_id))
 
     async def lapse(self, worker: FakeWorker) -> None:
         """As `silence`, and the router knows."""
@@ -185,12 +180,8 @@ class Bench:
         """Register a store that is alive, without a process. Returns: its incarnation (hex)."""
         life = incarnation.new().hex()
         entry = {"node_id": node_id, "address": address, "incarnation": life}
-        client = self.redis.client()
-        try:
-            await client.hset(index.STORES_KEY, node_id, json.dumps(entry))
-            await client.set(index.beat_key(node_id), life, px=60_000)
-        finally:
-            await client.aclose()
+        await self._client.hset(index.STORES_KEY, node_id, json.dumps(entry))
+        await self._client.set(index.beat_key(node_id), life, px=60_000)
         await self.probe.look()
         return life
 
@@ -201,12 +192,8 @@ class Bench:
 
     async def hold(self, node_id: str, life: str, chain_hashes: Sequence[bytes]) -> None:
         """Have the index say that the store holds these blocks."""
-        client = self.redis.client()
-        try:
-            entries = dict.fromkeys(chain_hashes, 1)
-            await client.hset(index.index_key(node_id, life), mapping=entries)
-        finally:
-            await client.aclose()
+        entries = dict.fromkeys(chain_hashes, 1)
+        await self._client.hset(index.index_key(node_id, life), mapping=entries)
 
     async def start_router(self, settings: RouterSettings, *others: Model) -> None:
         """`others`: models served beside the bench's own."""
@@ -261,6 +248,7 @@ class Bench:
             await self.router.stop()
             for worker in (*self.prefills, *self.decodes):
                 await worker.stop()
+            await self._client.aclose()
 
     async def generate(self, request: Any, **options: Any) -> list[Any]:
         """All messages of one request."""
@@ -375,13 +363,18 @@ def settings_for(redis_server: RedisServer, **changes: Any) -> RouterSettings:
     )
 
 
+@functools.cache
+def _compiled(template: str) -> ChatTemplate:
+    return ChatTemplate(template, special_tokens={})
+
+
 def model_for_router(model: FakeModel) -> Model:
     """What a router knows of it."""
     return Model(
         model.name,
         served=ServedModel((model.name,), model.tokenizer_digest),
         tokenizer=TOKENIZER,
-        template=ChatTemplate(TEMPLATE, special_tokens={}),
+        template=_compiled(TEMPLATE),
         defaults=SamplingDefaults(),
     )
 
@@ -491,7 +484,7 @@ class HttpBench(Bench):
     @property
     def model_for_router(self) -> Model:
         model = super().model_for_router
-        model.template = ChatTemplate(TOOL_TEMPLATE, special_tokens={})
+        model.template = _compiled(TOOL_TEMPLATE)
         return model
 
     @property
