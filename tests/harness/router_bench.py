@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import http.client
 import json
+import socket
 import string
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -25,6 +28,7 @@ import pytest
 
 from kvstore import block_hash, index
 from process import incarnation, registry_beat, serving
+from process.errors import BatonError
 from process.serving import channel as channel
 from process.serving import error_from_rpc as error_from_rpc
 from process.settings import SettingsError as SettingsError
@@ -71,6 +75,8 @@ def save_tokenizer(folder: Path) -> None:
     """The benches' tokenizer as a checkpoint has it."""
     TOKENIZER._backend.save(str(folder / "tokenizer.json"))
 
+
+JSON = {"content-type": "application/json"}
 
 BOUND_S = 30.0
 """No wait of a test may take longer; far above what any should take."""
@@ -344,6 +350,28 @@ async def rest_of(call: Any) -> list[Any]:
     return messages
 
 
+async def failure(work: Any) -> tuple[grpc.StatusCode, BatonError]:
+    """What a call, or what awaits one, ends with: its status, and the error that clients read."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (rest_of(work) if hasattr(work, "read") else work)
+    return caught.value.code(), error_from_rpc(caught.value)
+
+
+@asynccontextmanager
+async def raw(address: str, data: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """A bare connection, with something sent."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        async with asyncio.timeout(BOUND_S):
+            yield reader
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
 def settings_for(redis_server: RedisServer, **changes: Any) -> RouterSettings:
     # None may run out because the machine is busy: a test that sees one run out names its own.
     patient = (
@@ -514,6 +542,27 @@ class Served:
     @property
     def url(self) -> str:
         return self.bench.url
+
+    def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any] | bytes,
+        headers: Mapping[str, str] = MappingProxyType(JSON),
+    ) -> tuple[int, Any]:
+        """Post it. Returns: status and parsed answer."""
+        connection = http.client.HTTPConnection(self.bench.router.http_address, timeout=BOUND_S)
+        try:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request("POST", path, data, dict(headers))
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def connect(self) -> socket.socket:
+        """A bare connection."""
+        host, _, port = self.bench.router.http_address.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=BOUND_S)
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine where the router runs."""
