@@ -3,8 +3,9 @@ certificates that say too little."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,72 +42,34 @@ from protos import (
 
 CALL_S = 10.0
 
-Add = Callable[[Any, grpc.aio.Server], None]
-CONTROL: tuple[Any, Add, Any] = (
-    worker_control_pb2,
-    worker_control_pb2_grpc.add_WorkerControlServicer_to_server,
-    worker_control_pb2_grpc.WorkerControlServicer,
-)
-SERVED: dict[Role, list[tuple[Any, Add, Any]]] = {
-    Role.ROUTER: [
-        (
-            inference_pb2,
-            inference_pb2_grpc.add_InferenceServicer_to_server,
-            inference_pb2_grpc.InferenceServicer,
-        )
-    ],
-    Role.PREFILL: [
-        (
-            prefill_pb2,
-            prefill_pb2_grpc.add_PrefillServicer_to_server,
-            prefill_pb2_grpc.PrefillServicer,
-        ),
-        (
-            kvstore_pb2,
-            kvstore_pb2_grpc.add_KvStoreServicer_to_server,
-            kvstore_pb2_grpc.KvStoreServicer,
-        ),
-        CONTROL,
-    ],
-    Role.DECODE: [
-        (decode_pb2, decode_pb2_grpc.add_DecodeServicer_to_server, decode_pb2_grpc.DecodeServicer),
-        CONTROL,
-    ],
-    Role.KVSTORE: [
-        (
-            kvstore_pb2,
-            kvstore_pb2_grpc.add_KvStoreServicer_to_server,
-            kvstore_pb2_grpc.KvStoreServicer,
-        )
-    ],
-    Role.DRAFT: [
-        (draft_pb2, draft_pb2_grpc.add_DraftServicer_to_server, draft_pb2_grpc.DraftServicer)
-    ],
+CONTROL = (worker_control_pb2, worker_control_pb2_grpc)
+STORE = (kvstore_pb2, kvstore_pb2_grpc)
+SERVED: dict[Role, list[tuple[Any, Any]]] = {
+    Role.ROUTER: [(inference_pb2, inference_pb2_grpc)],
+    Role.PREFILL: [(prefill_pb2, prefill_pb2_grpc), STORE, CONTROL],
+    Role.DECODE: [(decode_pb2, decode_pb2_grpc), CONTROL],
+    Role.KVSTORE: [STORE],
+    Role.DRAFT: [(draft_pb2, draft_pb2_grpc)],
     Role.AUTOSCALER: [
-        (
-            autoscaler_pb2,
-            autoscaler_pb2_grpc.add_AutoscalerServicer_to_server,
-            autoscaler_pb2_grpc.AutoscalerServicer,
-        ),
-        (
-            externalscaler_pb2,
-            externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server,
-            externalscaler_pb2_grpc.ExternalScalerServicer,
-        ),
+        (autoscaler_pb2, autoscaler_pb2_grpc),
+        (externalscaler_pb2, externalscaler_pb2_grpc),
     ],
 }
-"""What each role's process serves. The servicers are the generated ones, which serve nothing: who
-gets to one of them sees UNIMPLEMENTED."""
+"""What each role's process serves. The servicers are the generated ones, which serve nothing: a
+caller that gets to one of them sees UNIMPLEMENTED."""
+
+
+def _add_to(module: Any, stubs: Any, server: grpc.aio.Server) -> None:
+    for name in module.DESCRIPTOR.services_by_name:
+        add = getattr(stubs, f"add_{name}Servicer_to_server")
+        add(getattr(stubs, f"{name}Servicer")(), server)
 
 
 @asynccontextmanager
 async def serving_as(role: Role, made: CertSet) -> AsyncIterator[str]:
     server, address = await serving.listen(
         "127.0.0.1:0",
-        [
-            lambda server, add=add, servicer=servicer: add(servicer(), server)
-            for _, add, servicer in SERVED[role]
-        ],
+        [partial(_add_to, *modules) for modules in SERVED[role]],
         identity=Identity(made.tls_of(role), role),
         rules=RULES[role],
     )
@@ -137,7 +100,7 @@ async def outcome(channel: grpc.aio.Channel, path: str, method: Any) -> grpc.Sta
 def methods(role: Role) -> list[tuple[str, Any]]:
     return [
         (f"/{service.full_name}/{method.name}", method)
-        for module, _, _ in SERVED[role]
+        for module, _ in SERVED[role]
         for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     ]

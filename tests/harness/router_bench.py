@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import http.client
 import json
+import socket
 import string
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -24,6 +28,7 @@ import pytest
 
 from kvstore import block_hash, index
 from process import incarnation, registry_beat, serving
+from process.errors import BatonError
 from process.serving import channel as channel
 from process.serving import error_from_rpc as error_from_rpc
 from process.settings import SettingsError as SettingsError
@@ -71,6 +76,8 @@ def save_tokenizer(folder: Path) -> None:
     TOKENIZER._backend.save(str(folder / "tokenizer.json"))
 
 
+JSON = {"content-type": "application/json"}
+
 BOUND_S = 30.0
 """No wait of a test may take longer; far above what any should take."""
 
@@ -96,6 +103,8 @@ class Bench:
         self.channel: grpc.aio.Channel
         self.stub: Any
         self._is_stopping = False
+        # One: each reads the version of its library from files.
+        self._client = redis_server.client()
 
     @property
     def prefill(self) -> FakePrefill:
@@ -121,11 +130,7 @@ class Bench:
         that could look."""
         if self._is_stopping:
             return
-        client = self.redis.client()
-        try:
-            await worker.register(client, ttl_ms=ttl_ms)
-        finally:
-            await client.aclose()
+        await worker.register(self._client, ttl_ms=ttl_ms)
         if not self._is_stopping:
             await self.probe.look()
 
@@ -152,11 +157,7 @@ class Bench:
 
     async def silence(self, worker: FakeWorker) -> None:
         """The worker has no heartbeat any more."""
-        client = self.redis.client()
-        try:
-            await client.delete(registry_beat.beat_key("worker", worker.worker_id))
-        finally:
-            await client.aclose()
+        await self._client.delete(registry_beat.beat_key("worker", worker.worker_id))
 
     async def lapse(self, worker: FakeWorker) -> None:
         """As `silence`, and the router knows."""
@@ -185,12 +186,8 @@ class Bench:
         """Register a store that is alive, without a process. Returns: its incarnation (hex)."""
         life = incarnation.new().hex()
         entry = {"node_id": node_id, "address": address, "incarnation": life}
-        client = self.redis.client()
-        try:
-            await client.hset(index.STORES_KEY, node_id, json.dumps(entry))
-            await client.set(index.beat_key(node_id), life, px=60_000)
-        finally:
-            await client.aclose()
+        await self._client.hset(index.STORES_KEY, node_id, json.dumps(entry))
+        await self._client.set(index.beat_key(node_id), life, px=60_000)
         await self.probe.look()
         return life
 
@@ -201,12 +198,8 @@ class Bench:
 
     async def hold(self, node_id: str, life: str, chain_hashes: Sequence[bytes]) -> None:
         """Have the index say that the store holds these blocks."""
-        client = self.redis.client()
-        try:
-            entries = dict.fromkeys(chain_hashes, 1)
-            await client.hset(index.index_key(node_id, life), mapping=entries)
-        finally:
-            await client.aclose()
+        entries = dict.fromkeys(chain_hashes, 1)
+        await self._client.hset(index.index_key(node_id, life), mapping=entries)
 
     async def start_router(self, settings: RouterSettings, *others: Model) -> None:
         """`others`: models served beside the bench's own."""
@@ -261,6 +254,7 @@ class Bench:
             await self.router.stop()
             for worker in (*self.prefills, *self.decodes):
                 await worker.stop()
+            await self._client.aclose()
 
     async def generate(self, request: Any, **options: Any) -> list[Any]:
         """All messages of one request."""
@@ -356,6 +350,28 @@ async def rest_of(call: Any) -> list[Any]:
     return messages
 
 
+async def failure(work: Any) -> tuple[grpc.StatusCode, BatonError]:
+    """What a call, or what awaits one, ends with: its status, and the error that clients read."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (rest_of(work) if hasattr(work, "read") else work)
+    return caught.value.code(), error_from_rpc(caught.value)
+
+
+@asynccontextmanager
+async def raw(address: str, data: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """A bare connection, with something sent."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        async with asyncio.timeout(BOUND_S):
+            yield reader
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
 def settings_for(redis_server: RedisServer, **changes: Any) -> RouterSettings:
     # None may run out because the machine is busy: a test that sees one run out names its own.
     patient = (
@@ -375,13 +391,18 @@ def settings_for(redis_server: RedisServer, **changes: Any) -> RouterSettings:
     )
 
 
+@functools.cache
+def _compiled(template: str) -> ChatTemplate:
+    return ChatTemplate(template, special_tokens={})
+
+
 def model_for_router(model: FakeModel) -> Model:
     """What a router knows of it."""
     return Model(
         model.name,
         served=ServedModel((model.name,), model.tokenizer_digest),
         tokenizer=TOKENIZER,
-        template=ChatTemplate(TEMPLATE, special_tokens={}),
+        template=_compiled(TEMPLATE),
         defaults=SamplingDefaults(),
     )
 
@@ -491,7 +512,7 @@ class HttpBench(Bench):
     @property
     def model_for_router(self) -> Model:
         model = super().model_for_router
-        model.template = ChatTemplate(TOOL_TEMPLATE, special_tokens={})
+        model.template = _compiled(TOOL_TEMPLATE)
         return model
 
     @property
@@ -521,6 +542,27 @@ class Served:
     @property
     def url(self) -> str:
         return self.bench.url
+
+    def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any] | bytes,
+        headers: Mapping[str, str] = MappingProxyType(JSON),
+    ) -> tuple[int, Any]:
+        """Post it. Returns: status and parsed answer."""
+        connection = http.client.HTTPConnection(self.bench.router.http_address, timeout=BOUND_S)
+        try:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request("POST", path, data, dict(headers))
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def connect(self) -> socket.socket:
+        """A bare connection."""
+        host, _, port = self.bench.router.http_address.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=BOUND_S)
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine where the router runs."""

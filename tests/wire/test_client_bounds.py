@@ -30,6 +30,7 @@ from tests.harness.router_bench import (
     channel,
     error_from_rpc,
     http_bench,
+    raw,
     request,
     rest_of,
     running,
@@ -68,21 +69,6 @@ def new_keys(tmp_path: Path, *tenants: str) -> tuple[Path, list[tuple[str, str]]
     """A file with a key of each, and the metadata that they send."""
     path = tmp_path / "keys.toml"
     return path, [("authorization", f"Bearer {add_key(path, tenant)}") for tenant in tenants]
-
-
-@asynccontextmanager
-async def raw(address: str, data: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """A bare connection, with something sent."""
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        writer.write(data)
-        async with asyncio.timeout(BOUND_S):
-            yield reader
-    finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
 
 
 def posted(path: str, body: bytes, num_bytes: int | None = None) -> bytes:

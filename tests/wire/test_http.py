@@ -4,13 +4,10 @@ answered what with keys and over TLS."""
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
-import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -21,6 +18,7 @@ from baton.cert_set import CertSet
 from tests.harness.access import Role, add_key, client_context, one_sided_tls
 from tests.harness.router_bench import (
     BOUND_S,
+    JSON,
     Bench,
     HttpBench,
     Served,
@@ -33,7 +31,6 @@ from tests.harness.waiting import until
 pytestmark = pytest.mark.oracle
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-JSON = {"content-type": "application/json"}
 BODY = {"model": "fake", "prompt": "hello", "max_tokens": 2}
 BOUND = aiohttp.ClientTimeout(total=BOUND_S)
 
@@ -42,29 +39,6 @@ BOUND = aiohttp.ClientTimeout(total=BOUND_S)
 def router() -> Iterator[Served]:
     with served() as bench:
         yield bench
-
-
-def ask(
-    router: Served,
-    path: str,
-    body: Mapping[str, Any] | bytes,
-    headers: Mapping[str, str] = MappingProxyType(JSON),
-) -> tuple[int, Any]:
-    """Status and parsed answer."""
-    connection = http.client.HTTPConnection(router.url.removeprefix("http://"), timeout=20)
-    try:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("POST", path, data, dict(headers))
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
-
-
-def peer_of(router: Served) -> socket.socket:
-    """A bare connection."""
-    host, _, port = router.url.removeprefix("http://").rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
 
 
 @pytest.mark.parametrize("levels", [70, 900, 950])
@@ -80,12 +54,12 @@ def test_what_is_nested_too_deep_is_refused_wherever_it_stands(
         "chat_template_kwargs": '{"mood":%s}',
     }[place]
     body = '{"messages":[{"role":"user","content":"hi"}],"max_tokens":1,"%s":%s}'
-    status, answer = ask(router, CHAT, (body % (place, inner % deep)).encode())
+    status, answer = router.ask(CHAT, (body % (place, inner % deep)).encode())
     assert status == 400 and "nested" in answer["error"]["message"]
 
 
 def test_a_stream_of_the_page_has_no_head(router: Served) -> None:
-    with peer_of(router) as peer:
+    with router.connect() as peer:
         peer.sendall(b"HEAD /live/events HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
         answer = b""
         while data := peer.recv(65536):
@@ -96,13 +70,13 @@ def test_a_stream_of_the_page_has_no_head(router: Served) -> None:
 @pytest.mark.parametrize("origin", ["http://evil.example:8000", "null", "http://[", "file://"])
 def test_a_page_from_elsewhere_uses_nothing_here(router: Served, origin: str) -> None:
     headers = {**JSON, "origin": origin, "host": "evil.example:8000"}
-    assert ask(router, TEXT, {"prompt": "a", "max_tokens": 1}, headers)[0] == 403
+    assert router.ask(TEXT, {"prompt": "a", "max_tokens": 1}, headers)[0] == 403
 
 
 @pytest.mark.parametrize("origin", ["http://127.0.0.1:8000", "http://localhost", "http://[::1]:1"])
 def test_a_page_of_this_machine_may(router: Served, origin: str) -> None:
     headers = {**JSON, "origin": origin}
-    assert ask(router, TEXT, {"prompt": "a", "max_tokens": 1}, headers)[0] == 200
+    assert router.ask(TEXT, {"prompt": "a", "max_tokens": 1}, headers)[0] == 200
 
 
 async def _asked(

@@ -10,11 +10,9 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -35,11 +33,10 @@ from services.router.openai import bodies, completions, embeddings, event_stream
 from services.router.openai.answers import Envelope
 from services.router.page.snapshots import Snapshots
 from tests.harness.access import one_sided_tls
-from tests.harness.router_bench import BOUND_S, Served, served
+from tests.harness.router_bench import JSON, Served, raw, served
 from tests.harness.waiting import until
 
 TEXT = "/v1/completions"
-JSON = {"content-type": "application/json"}
 MIB = 1024 * 1024
 
 
@@ -47,29 +44,6 @@ MIB = 1024 * 1024
 def router() -> Iterator[Served]:
     with served() as bench:
         yield bench
-
-
-def ask(
-    router: Served,
-    path: str,
-    body: Mapping[str, Any] | bytes,
-    headers: Mapping[str, str] = MappingProxyType(JSON),
-) -> tuple[int, Any]:
-    """Status and parsed answer."""
-    connection = http.client.HTTPConnection(router.url.removeprefix("http://"), timeout=20)
-    try:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("POST", path, data, dict(headers))
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
-
-
-def peer_of(router: Served) -> socket.socket:
-    """A bare connection."""
-    host, _, port = router.url.removeprefix("http://").rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
 
 
 def test_a_prompt_that_is_refused_is_not_decoded_for_its_echo(
@@ -84,9 +58,9 @@ def test_a_prompt_that_is_refused_is_not_decoded_for_its_echo(
 
     monkeypatch.setattr(completions, "text_of", counted)
     body = {"prompt": [5] * 50_000, "echo": True, "n": 128}
-    assert ask(router, TEXT, body)[0] == 400 and not decoded
+    assert router.ask(TEXT, body)[0] == 400 and not decoded
     # And once for all samples of one that is answered.
-    status, answer = ask(router, TEXT, {"prompt": [5], "echo": True, "n": 3, "max_tokens": 1})
+    status, answer = router.ask(TEXT, {"prompt": [5], "echo": True, "n": 3, "max_tokens": 1})
     assert status == 200 and len(answer["choices"]) == 3 and len(decoded) == 1
 
 
@@ -129,7 +103,7 @@ def test_no_second_answer_stands_amid_a_first_one(
         return await text(self, after_unix_ms)
 
     monkeypatch.setattr(Snapshots, "text", failing)
-    with peer_of(router) as peer:
+    with router.connect() as peer:
         peer.sendall(b"GET /live/events HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
         answer = b""
         with contextlib.suppress(ConnectionError):
@@ -151,9 +125,9 @@ def test_a_large_body_is_read_while_others_are_served(
 
     monkeypatch.setattr(bodies, "parse", held)
     with ThreadPoolExecutor(1) as pool:
-        large = pool.submit(ask, router, TEXT, {"prompt": [5] * 200_000})
+        large = pool.submit(router.ask, TEXT, {"prompt": [5] * 200_000})
         assert begun.wait(20)
-        assert ask(router, TEXT, {"prompt": "a", "max_tokens": 2})[0] == 200
+        assert router.ask(TEXT, {"prompt": "a", "max_tokens": 2})[0] == 200
         go_on.set()
         status, answer = large.result(20)
     assert status == 400 and "window" in answer["error"]["message"]
@@ -279,21 +253,6 @@ async def test_a_handshake_of_grpc_that_does_not_end_is_ended(tmp_path: Path) ->
         writer.close()
     finally:
         await server.stop(0)
-
-
-@asynccontextmanager
-async def raw(address: str, data: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """A bare connection, with something sent."""
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        writer.write(data)
-        async with asyncio.timeout(BOUND_S):
-            yield reader
-    finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
 
 
 def test_all_of_it_on_the_loop_that_routers_run_on() -> None:

@@ -19,7 +19,7 @@ from tests.harness.gated_engine import prompt_of
 from tests.harness.router_bench import (
     BOUND_S,
     Bench,
-    error_from_rpc,
+    failure,
     fake_model,
     request,
     rest_of,
@@ -31,12 +31,6 @@ from tests.harness.waiting import until
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {key}"),)
-
-
-async def code_of(call: Any) -> grpc.StatusCode:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rest_of(call)
-    return caught.value.code()
 
 
 async def hold(bench: Bench, **fields: Any) -> Any:
@@ -61,25 +55,25 @@ async def test_keys_decide_who_asks_and_what_may_be_asked(tmp_path: Path) -> Non
 
         unknown = bearer(user[:-1] + ("A" if user[-1] != "A" else "B"))
         for metadata in ((), unknown, (("authorization", user),)):
-            assert await code_of(ask(metadata)) is grpc.StatusCode.UNAUTHENTICATED
+            assert (await failure(ask(metadata)))[0] is grpc.StatusCode.UNAUTHENTICATED
         assert bench.prefill.requests == []
         assert await rest_of(ask(bearer(user)))
         assert await rest_of(ask(bearer(user), tenant="acme", priority=2))
         denied = grpc.StatusCode.PERMISSION_DENIED
-        assert await code_of(ask(bearer(user), tenant="ops")) is denied
-        assert await code_of(ask(bearer(user), priority=3)) is denied
+        assert (await failure(ask(bearer(user), tenant="ops")))[0] is denied
+        assert (await failure(ask(bearer(user), priority=3)))[0] is denied
         for method, message in (
             (bench.stub.GetClusterStatus, inference_pb2.GetClusterStatusRequest()),
             (bench.stub.Explain, inference_pb2.ExplainRequest(request_id="x")),
         ):
             for metadata, code in ((bearer(user), denied), ((), grpc.StatusCode.UNAUTHENTICATED)):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await method(message, timeout=BOUND_S, metadata=metadata)
-                assert caught.value.code() is code
+                assert (await failure(method(message, timeout=BOUND_S, metadata=metadata)))[
+                    0
+                ] is code
         models = inference_pb2.ListModelsRequest()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await bench.stub.ListModels(models, timeout=BOUND_S)
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert (await failure(bench.stub.ListModels(models, timeout=BOUND_S)))[
+            0
+        ] is grpc.StatusCode.UNAUTHENTICATED
         assert await bench.stub.ListModels(models, timeout=BOUND_S, metadata=bearer(user))
         status = inference_pb2.GetClusterStatusRequest()
         assert await bench.stub.GetClusterStatus(status, timeout=BOUND_S, metadata=bearer(admin))
@@ -115,9 +109,7 @@ async def test_a_full_queue_is_refused_with_a_time_before_any_work() -> None:
         held = await hold(bench)
         waiting = bench.stub.Generate(request(), timeout=BOUND_S)
         await until(lambda: bench.probe.num_waiting == 1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await rest_of(bench.stub.Generate(request(), timeout=BOUND_S))
-        error = error_from_rpc(caught.value)
+        _, error = await failure(bench.stub.Generate(request(), timeout=BOUND_S))
         assert isinstance(error, NoCapacity) and error.retry_after_s == 1.0
         assert len(bench.prefill.requests) == 1
         # Who gives up while it waits leaves nothing behind.
@@ -136,7 +128,7 @@ async def test_a_repeated_request_takes_its_place_over_while_it_waits() -> None:
         first = bench.stub.Generate(request(request_id="same"), timeout=BOUND_S)
         await until(lambda: bench.probe.num_waiting == 1)
         again = bench.stub.Generate(request(request_id="same"), timeout=BOUND_S)
-        assert await code_of(first) is grpc.StatusCode.CANCELLED
+        assert (await failure(first))[0] is grpc.StatusCode.CANCELLED
         bench.prefill.gate.open()
         assert await rest_of(held) and await rest_of(again)
 
@@ -147,9 +139,7 @@ async def test_rates_hold_over_routers_and_go_on_without_redis() -> None:
         for _ in range(3):
             assert await bench.generate(request(sampling={"max_tokens": 1}))
         call = bench.stub.Generate(request(), timeout=BOUND_S)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await rest_of(call)
-        error = error_from_rpc(caught.value)
+        _, error = await failure(call)
         assert isinstance(error, NoCapacity) and 10 < (error.retry_after_s or 0) <= 20
         assert "3 requests a minute" in str(error)
         bench.redis.kill()
@@ -217,10 +207,9 @@ async def test_a_full_model_holds_up_neither_others_nor_what_runs() -> None:
         await until(lambda: bench.probe.num_waiting == 1)
         # A request of one token needs no decode worker; another model has none that is full.
         assert await bench.generate(request(model="fake", sampling={"max_tokens": 1}))
-        assert (
-            await code_of(bench.stub.Generate(request(model="other"), timeout=BOUND_S))
-            is grpc.StatusCode.UNAVAILABLE
-        )
+        assert (await failure(bench.stub.Generate(request(model="other"), timeout=BOUND_S)))[
+            0
+        ] is grpc.StatusCode.UNAVAILABLE
         # What runs is moved to a worker that is full: it has begun.
         twin.pause_at = 4
         home.move_all()

@@ -15,6 +15,7 @@ from tests.harness.router_bench import (
     Bench,
     Gate,
     expected_ids,
+    failure,
     request,
     rest_of,
     running,
@@ -44,12 +45,6 @@ async def _held(bench: Bench, state: str, **fields: Any) -> Any:
     async with asyncio.timeout(BOUND_S):
         await gate.reached.wait()
     return call
-
-
-async def _status_of(call: Any) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rest_of(call)
-    return caught.value
 
 
 async def _assert_all_over(bench: Bench, state: str) -> None:
@@ -92,8 +87,7 @@ async def test_the_deadline_ends_every_state(state: str, monkeypatch: pytest.Mon
     async with running() as bench:
         call = await _held(bench, state)
         deadlines.end_all()
-        error = await _status_of(call)
-        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await failure(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
         await _assert_all_over(bench, state)
 
 
@@ -102,7 +96,7 @@ async def test_the_request_s_budget_counts_and_the_rpc_s(budget_ms: int, timeout
     async with running() as bench:
         bench.prefill.gate.close()
         call = bench.stub.Generate(request(budget_ms=budget_ms), timeout=timeout_s)
-        assert (await _status_of(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await failure(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(bench.is_idle)
         # How far it came in its time is the machine's pace.
         assert bench.prefill.num_cancelled == len(bench.prefill.requests)
@@ -116,9 +110,8 @@ async def test_the_same_request_again_takes_over(state: str) -> None:
         old = await _held(bench, state, **fields)
         # The retry's own budget may differ: it is not part of the body.
         new = bench.stub.Generate(request(budget_ms=9000, **fields), timeout=BOUND_S)
-        error = await _status_of(old)
-        assert error.code() is grpc.StatusCode.CANCELLED
-        assert "newer attempt" in (error.details() or "")
+        code, error = await failure(old)
+        assert code is grpc.StatusCode.CANCELLED and "newer attempt" in str(error)
         _gate(bench, state).open()
         messages = await rest_of(new)
         prompt = list(bench.prefill.requests[-1].prompt_token_ids)
@@ -151,7 +144,7 @@ async def test_three_attempts_only_the_last_goes_on() -> None:
             calls.append(bench.stub.Generate(request(**fields), timeout=BOUND_S))
             await until(lambda number=number: len(bench.prefill.requests) == number)
         for call in calls[:2]:
-            assert (await _status_of(call)).code() is grpc.StatusCode.CANCELLED
+            assert (await failure(call))[0] is grpc.StatusCode.CANCELLED
         bench.prefill.gate.open()
         assert await rest_of(calls[2])
 
@@ -160,7 +153,7 @@ async def test_the_same_id_with_another_body_is_refused() -> None:
     async with running() as bench:
         first = await _held(bench, "decoding", request_id="r", sampling={"max_tokens": 3})
         again = bench.stub.Generate(request(request_id="r", text="other"), timeout=BOUND_S)
-        assert (await _status_of(again)).code() is grpc.StatusCode.ALREADY_EXISTS
+        assert (await failure(again))[0] is grpc.StatusCode.ALREADY_EXISTS
         other_tenant = bench.stub.Generate(
             request(request_id="r", text="other", tenant="t", sampling={"max_tokens": 1})
         )
@@ -174,7 +167,7 @@ async def test_the_same_id_with_another_body_is_refused() -> None:
 async def test_too_many_at_once_are_refused_with_a_retry_time() -> None:
     async with running(limits={"max_requests_in_flight": 1}) as bench:
         first = await _held(bench, "prefilling", sampling={"max_tokens": 2})
-        error = await _status_of(bench.stub.Generate(request(), timeout=BOUND_S))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        code, _ = await failure(bench.stub.Generate(request(), timeout=BOUND_S))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         bench.prefill.gate.open()
         assert await rest_of(first)

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from baton.client import Client
-from process.errors import BatonError, DeadlineExceeded, InvalidArgument, NoCapacity, Unavailable
+from process.errors import DeadlineExceeded, InvalidArgument, NoCapacity, Unavailable
 from tests.harness.router_bench import (
     BOUND_S,
     SHORT_WAITS,
@@ -19,8 +19,8 @@ from tests.harness.router_bench import (
     FakeDecode,
     FakePrefill,
     Looks,
-    error_from_rpc,
     expected_ids,
+    failure,
     fake_model,
     lease_store,
     request,
@@ -32,12 +32,6 @@ from tests.harness.waiting import Deadlines, until
 pytestmark = pytest.mark.oracle
 
 SHORT = {"max_tokens": 4}
-
-
-async def _error(call: Any) -> tuple[grpc.StatusCode, BatonError]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rest_of(call)
-    return caught.value.code(), error_from_rpc(caught.value)
 
 
 async def test_a_prefill_worker_that_dies_is_replaced() -> None:
@@ -62,7 +56,7 @@ async def test_a_lone_prefill_worker_that_dies_is_unavailable_with_a_retry_time(
         call = bench.stub.Generate(request(), timeout=BOUND_S)
         await bench.prefill.gate.reached.wait()
         await bench.prefill.stop()
-        code, error = await _error(call)
+        code, error = await failure(call)
         assert code is grpc.StatusCode.UNAVAILABLE and error.retry_after_s is not None
         await until(lambda: bench.decode.num_open == 0)
 
@@ -144,7 +138,7 @@ async def test_two_prefill_workers_that_die_one_before_and_one_after_the_token()
 async def test_a_prefill_worker_s_own_no_is_passed_on() -> None:
     async with running() as bench:
         bench.prefill.error = InvalidArgument("sampling.top_k", "not here")
-        code, error = await _error(bench.stub.Generate(request(), timeout=BOUND_S))
+        code, error = await failure(bench.stub.Generate(request(), timeout=BOUND_S))
         assert code is grpc.StatusCode.INVALID_ARGUMENT and "top_k" in str(error)
 
 
@@ -192,7 +186,7 @@ async def test_a_decode_worker_that_refuses_is_passed_over() -> None:
 async def test_full_decode_workers_are_exhausted_after_a_bounded_wait() -> None:
     async with running(times=SHORT_WAITS) as bench:
         bench.decode.error = NoCapacity("full", retry_after_s=2.5)
-        code, error = await _error(bench.stub.Generate(request(), timeout=BOUND_S))
+        code, error = await failure(bench.stub.Generate(request(), timeout=BOUND_S))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error.retry_after_s == pytest.approx(2.5)
         # No prefill was started for what decode cannot take.
@@ -213,7 +207,7 @@ async def test_room_that_comes_is_taken() -> None:
 async def test_a_permanent_no_from_decode_is_not_retried() -> None:
     async with running() as bench:
         bench.decode.error = InvalidArgument("prompt", "can never fit")
-        code, _ = await _error(bench.stub.Generate(request(), timeout=BOUND_S))
+        code, _ = await failure(bench.stub.Generate(request(), timeout=BOUND_S))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert not bench.prefill.requests
 
@@ -221,7 +215,7 @@ async def test_a_permanent_no_from_decode_is_not_retried() -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_missing_role_is_named(role: str) -> None:
     async with running(num_prefill=role != "prefill", num_decode=role != "decode") as bench:
-        code, error = await _error(bench.stub.Generate(request(), timeout=BOUND_S))
+        code, error = await failure(bench.stub.Generate(request(), timeout=BOUND_S))
         assert code is grpc.StatusCode.UNAVAILABLE
         assert f"no {role} worker" in str(error) and error.retry_after_s is not None
 
@@ -229,7 +223,7 @@ async def test_a_missing_role_is_named(role: str) -> None:
 async def test_bad_input_is_told_even_without_workers() -> None:
     async with running(num_prefill=0, num_decode=0) as bench:
         call = bench.stub.Generate(request(sampling={"top_p": 7.0}), timeout=BOUND_S)
-        assert (await _error(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await failure(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_without_redis_known_workers_still_serve() -> None:
@@ -305,7 +299,7 @@ async def test_a_request_that_waits_for_a_lost_worker_ends_with_its_budget(
         call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
         await looks.more(1)
         deadlines.end_all()
-        code, _ = await _error(call)
+        code, _ = await failure(call)
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -314,7 +308,7 @@ async def test_a_worker_that_stays_away_is_waited_for_a_bounded_time() -> None:
         old = bench.decodes.pop()
         await old.stop()
         await bench.lapse(old)
-        code, error = await _error(bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S))
+        code, error = await failure(bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S))
         assert code is grpc.StatusCode.UNAVAILABLE and "no decode worker" in str(error)
         assert error.retry_after_s is not None
 
@@ -366,7 +360,7 @@ async def test_a_lone_worker_that_hangs_without_heartbeat_loses_its_streams() ->
         call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
         assert (await call.read()).token_ids
         await bench.silence(bench.decode)
-        code, error = await _error(call)
+        code, error = await failure(call)
         assert code is grpc.StatusCode.UNAVAILABLE and "heartbeat" in str(error)
 
 
@@ -395,7 +389,7 @@ async def test_a_draining_worker_gets_nothing_new() -> None:
 async def test_pairs_that_cannot_exchange_kv_are_not_formed() -> None:
     async with running(num_decode=0) as bench:
         await bench.add(FakeDecode("d9", fake_model(fingerprint="cd" * 32)))
-        code, error = await _error(bench.stub.Generate(request(), timeout=BOUND_S))
+        code, error = await failure(bench.stub.Generate(request(), timeout=BOUND_S))
         assert code is grpc.StatusCode.UNAVAILABLE and "same model" in str(error)
 
 

@@ -24,7 +24,7 @@ from tests.harness.router_bench import (
     FakeDecode,
     FakePrefill,
     Looks,
-    error_from_rpc,
+    failure,
     fake_model,
     lease_store,
     request,
@@ -90,14 +90,19 @@ def _is_paused(worker: FakeDecode) -> bool:
     return is_there and gate.reached.is_set() and not gate.is_open
 
 
+async def _begun(bench: Bench, asked: Any, at: int) -> tuple[asyncio.Task[Any], FakeDecode]:
+    """A request, and its worker once a sample has `at` tokens."""
+    _pause(bench, at)
+    generating = asyncio.create_task(bench.generate(asked))
+    return generating, await _paused(bench)
+
+
 async def _moved(
     bench: Bench, asked: Any, at: int, goes: Goes, *, num_samples_cancelled: int = 0
 ) -> list[Any]:
     """All messages of `asked`, whose worker goes when a sample has `at` tokens and the router has
     ended so many samples."""
-    _pause(bench, at)
-    generating = asyncio.create_task(bench.generate(asked))
-    worker = await _paused(bench)
+    generating, worker = await _begun(bench, asked, at)
     await until(lambda: worker.num_samples_cancelled >= num_samples_cancelled)
     # What a dead worker had sent may be lost on the way: what is told again is known only then.
     await until(lambda: _has_heard(bench, worker))
@@ -215,9 +220,7 @@ async def test_a_handle_that_leaves_little_to_compute_is_used() -> None:
 
 async def test_a_handle_that_lapses_while_a_worker_is_looked_for_is_not_used() -> None:
     async with running(num_decode=2) as bench:
-        _pause(bench, 4)
-        generating = asyncio.create_task(bench.generate(_asked()))
-        worker = await _paused(bench)
+        generating, worker = await _begun(bench, _asked(), 4)
         (other,) = (d for d in bench.decodes if d is not worker)
         other.error = NoCapacity("full", retry_after_s=1.0)
         deadline_unix_ms = _unix_ms(1.5)
@@ -234,9 +237,7 @@ async def test_a_handle_that_lapses_while_a_worker_is_looked_for_is_not_used() -
 async def test_a_worker_that_lacks_something_is_not_the_end() -> None:
     """Its adapter was unloaded between the reservation and the start."""
     async with running(num_decode=2) as bench:
-        _pause(bench, 5)
-        generating = asyncio.create_task(bench.generate(_asked()))
-        worker = await _paused(bench)
+        generating, worker = await _begun(bench, _asked(), 5)
         _pause(bench, -1)
         worker.error = FailedPrecondition("adapter: it was unloaded")
         worker.fail_all()
@@ -248,16 +249,14 @@ async def test_a_worker_that_lacks_something_is_not_the_end() -> None:
 async def test_what_no_worker_has_is_the_end_and_stays_a_precondition() -> None:
     """Each is asked once more, not until the time for failover is over."""
     async with running(num_decode=2) as bench:
-        _pause(bench, 5)
-        generating = asyncio.create_task(bench.generate(_asked()))
-        worker = await _paused(bench)
+        generating, worker = await _begun(bench, _asked(), 5)
         for each in bench.decodes:
             each.error = FailedPrecondition("adapter: it was unloaded")
         worker.fail_all()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generating
-        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert "no other worker took over: " in str(caught.value.details())
+        code, error = await failure(generating)
+        assert code is grpc.StatusCode.FAILED_PRECONDITION and "no other worker took over: " in str(
+            error
+        )
         assert [each.num_refused for each in bench.decodes] == [1, 1]
 
 
@@ -354,18 +353,14 @@ async def test_tokens_that_did_not_come_are_not_passed_over() -> None:
         async def lose_one(worker: FakeDecode) -> None:
             worker.move_all(num_lost=1)
 
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await _moved(bench, _asked(), 5, lose_one)
-        assert caught.value.code() is grpc.StatusCode.INTERNAL
-        assert "sent [6] tokens, and [5] came" in str(caught.value.details())
+        code, error = await failure(_moved(bench, _asked(), 5, lose_one))
+        assert code is grpc.StatusCode.INTERNAL and "sent [6] tokens, and [5] came" in str(error)
 
 
 @pytest.mark.parametrize("goes", GOES)
 async def test_a_stream_waits_for_another_worker_to_come(goes: Goes) -> None:
     async with running() as bench:
-        _pause(bench, 4)
-        generating = asyncio.create_task(bench.generate(_asked()))
-        worker = await _paused(bench)
+        generating, worker = await _begun(bench, _asked(), 4)
         await goes(worker)
         await until(lambda: _is_moving(bench))
         await bench.add(FakeDecode("later", bench.model))
@@ -381,9 +376,7 @@ async def test_a_stream_waits_for_the_only_worker_when_its_heartbeat_is_gone(
     """The stream once ended with UNAVAILABLE as soon as the registry had dropped the worker."""
     async with running() as bench:
         looks = Looks(monkeypatch)
-        _pause(bench, 4)
-        generating = asyncio.create_task(bench.generate(_asked()))
-        worker = await _paused(bench)
+        generating, worker = await _begun(bench, _asked(), 4)
         await until(lambda: _has_heard(bench, worker))
         await goes(worker)
         await looks.more(3)  # the registry still has it: it is asked, and does not answer
@@ -398,9 +391,7 @@ async def test_a_stream_waits_for_the_only_worker_when_its_heartbeat_is_gone(
 async def test_a_stream_does_not_go_back_to_a_worker_that_let_it_go() -> None:
     """Not even where it would take it: the router may not have heard yet that it drains."""
     async with running() as bench:
-        _pause(bench, 4)
-        generating = asyncio.create_task(bench.generate(_asked()))
-        worker = await _paused(bench)
+        generating, worker = await _begun(bench, _asked(), 4)
         worker.move_all()
         worker.error, worker.pause_at = None, -1
         await until(lambda: _is_moving(bench))
@@ -411,9 +402,7 @@ async def test_a_stream_does_not_go_back_to_a_worker_that_let_it_go() -> None:
 
 async def test_a_stream_waits_for_a_prefill_worker_too() -> None:
     async with running(num_decode=2) as bench:
-        _pause(bench, 4)
-        generating = asyncio.create_task(bench.generate(_asked()))
-        worker = await _paused(bench)
+        generating, worker = await _begun(bench, _asked(), 4)
         _pause(bench, -1)
         bench.prefill.error = Unavailable("starting again", retry_after_s=1.0)
         await worker.stop()
@@ -431,18 +420,14 @@ async def test_a_stream_that_no_prefill_worker_takes_up_ends_in_time() -> None:
             bench.prefill.error = Unavailable("out of order", retry_after_s=1.0)
             await worker.stop()
 
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await _moved(bench, _asked(), 4, die)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "no other worker took over: " in str(caught.value.details())
-        assert error_from_rpc(caught.value).retry_after_s is not None
+        code, error = await failure(_moved(bench, _asked(), 4, die))
+        assert code is grpc.StatusCode.UNAVAILABLE and "no other worker took over: " in str(error)
+        assert error.retry_after_s is not None
 
 
 async def test_a_stream_waits_for_room() -> None:
     async with running(num_decode=2) as bench:
-        _pause(bench, 4)
-        generating = asyncio.create_task(bench.generate(_asked()))
-        worker = await _paused(bench)
+        generating, worker = await _begun(bench, _asked(), 4)
         (other,) = (d for d in bench.decodes if d is not worker)
         other.error = NoCapacity("full", retry_after_s=1.0)
         worker.move_all()
@@ -454,10 +439,8 @@ async def test_a_stream_waits_for_room() -> None:
 @pytest.mark.parametrize("goes", GOES)
 async def test_nobody_else_in_time_is_unavailable_with_a_retry_time(goes: Goes) -> None:
     async with running(times=SHORT_WAITS) as bench:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await _moved(bench, _asked(), 4, goes)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert error_from_rpc(caught.value).retry_after_s is not None
+        code, error = await failure(_moved(bench, _asked(), 4, goes))
+        assert code is grpc.StatusCode.UNAVAILABLE and error.retry_after_s is not None
 
 
 async def test_a_request_that_breaks_workers_is_given_up() -> None:
@@ -468,10 +451,8 @@ async def test_a_request_that_breaks_workers_is_given_up() -> None:
             worker = await _paused(bench)
             _pause(bench, then)
             await worker.stop()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generating
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "the last of 2 decode workers" in str(caught.value.details())
+        code, error = await failure(generating)
+        assert code is grpc.StatusCode.UNAVAILABLE and "the last of 2 decode workers" in str(error)
 
 
 async def test_a_worker_of_another_model_does_not_go_on() -> None:
@@ -480,14 +461,10 @@ async def test_a_worker_of_another_model_does_not_go_on() -> None:
         foreign = fake_model(fingerprint="cd" * 32)
         await bench.add(FakePrefill("p9", foreign))
         await bench.add(FakeDecode("d9", foreign))
-        _pause(bench, 4)
-        generating = asyncio.create_task(bench.generate(_asked()))
-        worker = await _paused(bench)
+        generating, worker = await _begun(bench, _asked(), 4)
         (other,) = (d for d in bench.decodes if d is not worker)
         worker.move_all()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generating
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await failure(generating))[0] is grpc.StatusCode.UNAVAILABLE
         assert not other.generated
 
 
@@ -546,9 +523,7 @@ async def test_a_handle_that_nobody_takes_over_is_given_back(
                     call.cancel()
                 elif ends == "deadline":
                     deadlines.end_all()
-                    with pytest.raises(grpc.aio.AioRpcError) as caught:
-                        await rest_of(call)
-                    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                    assert (await failure(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
                 else:
                     with pytest.raises(grpc.aio.AioRpcError):
                         await rest_of(call)

@@ -15,8 +15,8 @@ from tests.harness.router_bench import (
     BOUND_S,
     SHORT_WAITS,
     Bench,
-    error_from_rpc,
     expected_ids,
+    failure,
     lease_store,
     request,
     rest_of,
@@ -173,9 +173,7 @@ async def test_a_decode_worker_that_died_is_told_nothing_and_the_error_is_its() 
         await bench.decode.stop()
         await until(lambda: not bench.probe.is_up("d0"))
         bench.prefill.gate.open()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await rest_of(call)
-        error = error_from_rpc(caught.value)
+        _, error = await failure(call)
         assert isinstance(error, Unavailable) and "decode worker d0" in str(error)
 
 
@@ -208,8 +206,6 @@ async def test_a_handle_that_is_not_partial_is_no_first_token() -> None:
         worker = NoFirst("p0", bench.model)
         worker.num_partials = 1
         await bench.add(worker)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await bench.generate(request(**FIELDS))
-        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert (await failure(bench.generate(request(**FIELDS))))[0] is grpc.StatusCode.INTERNAL
         assert not bench.decode.prefetched
         await asyncio.wait_for(bench.decode.idle.wait(), BOUND_S)
