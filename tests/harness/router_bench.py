@@ -34,6 +34,7 @@ from protos import (
     kvstore_pb2,
     kvstore_pb2_grpc,
 )
+from services.router.admission_settings import AdmissionSettings
 from services.router.app import Router
 from services.router.config import RouterLimits, RouterSettings, RouterTimes
 from services.router.fakes.decode import FakeDecode
@@ -261,11 +262,13 @@ def settings_for(redis_server: RedisServer, **changes: Any) -> RouterSettings:
     )
     times = {**dict.fromkeys(patient, BOUND_S), "suspect_s": 0.5}
     limits = changes.pop("limits", {})
+    admission = {"rate_timeout_s": BOUND_S, **changes.pop("admission", {})}
     return RouterSettings(
         model="fake",
         redis_url=redis_server.url,
         times=RouterTimes(**{**times, **changes.pop("times", {})}),
         limits=RouterLimits(**limits),
+        admission=AdmissionSettings(**admission),
         **changes,
     )
 

@@ -20,7 +20,6 @@ from process.errors import NoCapacity
 from protos import inference_pb2, inference_pb2_grpc
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
-from services.router.admission_settings import AdmissionSettings
 from services.router.app import Router
 from services.router.views import ServedModel
 from services.worker.config import WorkerLimits, WorkerSettings
@@ -103,7 +102,7 @@ async def test_keys_decide_who_asks_and_what_may_be_asked(tmp_path: Path) -> Non
 
 async def test_a_quiet_tenant_passes_a_noisy_one() -> None:
     model = fake_model(context_window=8192)
-    async with running(model=model, admission=AdmissionSettings(max_active_requests=1)) as bench:
+    async with running(model=model, admission={"max_active_requests": 1}) as bench:
         calls = [await hold(bench, tenant="noisy", text="0" * 4000)]
         for number in range(1, 8):
             noisy = request(tenant="noisy", text=str(number) * 4000, sampling={"max_tokens": 1})
@@ -124,10 +123,8 @@ async def test_a_quiet_tenant_passes_a_noisy_one() -> None:
 
 
 async def test_a_full_queue_is_refused_with_a_time_before_any_work() -> None:
-    settings = AdmissionSettings(
-        max_active_requests=1, max_queued_requests=1, max_queued_per_tenant=1
-    )
-    async with running(admission=settings) as bench:
+    bounds = {"max_active_requests": 1, "max_queued_requests": 1, "max_queued_per_tenant": 1}
+    async with running(admission=bounds) as bench:
         held = await hold(bench)
         waiting = bench.stub.Generate(request(), timeout=BOUND_S)
         await until(lambda: bench.router.desk.admission.num_waiting == 1)
@@ -149,7 +146,7 @@ async def test_a_full_queue_is_refused_with_a_time_before_any_work() -> None:
 
 
 async def test_a_repeated_request_takes_its_place_over_while_it_waits() -> None:
-    async with running(admission=AdmissionSettings(max_active_requests=1)) as bench:
+    async with running(admission={"max_active_requests": 1}) as bench:
         held = await hold(bench)
         first = bench.stub.Generate(request(request_id="same"), timeout=BOUND_S)
         await until(lambda: bench.router.desk.admission.num_waiting == 1)
@@ -157,25 +154,6 @@ async def test_a_repeated_request_takes_its_place_over_while_it_waits() -> None:
         assert await code_of(first) is grpc.StatusCode.CANCELLED
         bench.prefill.gate.open()
         assert await rest_of(held) and await rest_of(again)
-
-
-async def test_rates_hold_over_routers_and_go_on_without_redis() -> None:
-    settings = AdmissionSettings(max_requests_per_min=3, rate_timeout_s=BOUND_S)
-    async with running(admission=settings) as bench:
-        for _ in range(3):
-            assert await bench.generate(request(sampling={"max_tokens": 1}))
-        call = bench.stub.Generate(request(), timeout=BOUND_S)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await rest_of(call)
-        error = serving.error_from_rpc(caught.value)
-        assert isinstance(error, NoCapacity) and 10 < (error.retry_after_s or 0) <= 20
-        assert "3 requests a minute" in str(error)
-        bench.redis.kill()
-        assert await bench.generate(request(sampling={"max_tokens": 1}))
-        status = await bench.stub.GetClusterStatus(
-            inference_pb2.GetClusterStatusRequest(), timeout=BOUND_S
-        )
-        assert any("rate limits are kept by each router alone" in said for said in status.problems)
 
 
 @dataclass
@@ -391,7 +369,7 @@ async def test_a_request_in_line_at_a_worker_that_goes_is_served_by_another() ->
 
 
 async def test_what_a_request_waits_for_and_its_turn_are_explained() -> None:
-    async with running(admission=AdmissionSettings(max_active_requests=1)) as bench:
+    async with running(admission={"max_active_requests": 1}) as bench:
 
         async def explain(request_id: str) -> inference_pb2.ExplainReply:
             asked = inference_pb2.ExplainRequest(request_id=request_id)

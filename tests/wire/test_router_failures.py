@@ -17,7 +17,6 @@ from process import registry_beat, serving
 from process.errors import BatonError, DeadlineExceeded, InvalidArgument, NoCapacity, Unavailable
 from protos import inference_pb2
 from services.router import registry
-from services.router.admission_settings import AdmissionSettings
 from services.router.app import Router
 from services.router.config import RouterLimits
 from services.router.fakes.decode import FakeDecode
@@ -26,12 +25,10 @@ from services.router.front_desk import FrontDesk
 from tests.harness.router_bench import (
     BOUND_S,
     SHORT_WAITS,
-    TOKENIZER,
     Bench,
     Looks,
     expected_ids,
     fake_model,
-    lease_store,
     request,
     rest_of,
     running,
@@ -362,7 +359,7 @@ async def test_a_budget_that_is_spent_is_said_with_where_it_went(
 ) -> None:
     """Clients read "Stream removed (Deadline Exceeded)": their own clock ended the call first."""
     deadlines = Deadlines(monkeypatch)
-    async with running(admission=AdmissionSettings(max_active_requests=1)) as bench:
+    async with running(admission={"max_active_requests": 1}) as bench:
         bench.decode.token_gate.close()
         if where == "prefilling":
             bench.prefill.gate.close()
@@ -452,23 +449,6 @@ async def test_a_busy_port_is_one_clear_error() -> None:
         with pytest.raises(Unavailable, match="port is taken"):
             await second.start()
         await second.stop()
-
-
-async def test_a_handle_that_nobody_takes_over_is_given_back() -> None:
-    """A stop in the first token's text: the prefill worker could not know, its leases are ours."""
-    async with lease_store() as store:
-        async with running() as bench:
-            bench.prefill.store_address = store.address
-            prompt = TOKENIZER.encode("hello")
-            first = expected_ids(bench, prompt, 3, 1)
-            stop = {"stop": [TOKENIZER.decode(first)], "seed": 3, "max_tokens": 9}
-            await bench.generate(request(sampling=stop))
-            await until(lambda: store.released)
-            assert sorted(store.released) == ["lease-run", "lease-tail"]
-            store.released.clear()
-            # Taken over: the decode worker's business.
-            await bench.generate(request(sampling=SHORT))
-        assert not store.released
 
 
 async def test_a_request_whose_prefill_worker_went_silent_says_what_it_waits_for() -> None:
