@@ -219,7 +219,10 @@ _CHANGING = {"id", "created", "system_fingerprint", "cached_tokens"}
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: "*" if key in _CHANGING else _plain(one) for key, one in value.items()}
+        return {
+            key: "*" if key in _CHANGING and one is not None else _plain(one)
+            for key, one in value.items()
+        }
     if isinstance(value, list):
         if len(value) > 64 and all(isinstance(one, float) for one in value):
             return f"{len(value)} numbers, {value[0]:.2f} first"
