@@ -48,7 +48,8 @@ from tests.harness.waiting import until
 from tests.harness.worker_probe import WorkerProbe
 
 LEASE_TTL_S = 2 * WAIT_S
-"""A lease that is lost does not lapse while `check` waits for it."""
+"""A lease that is lost does not lapse while `check` waits for it; nor does a request end, whose
+time bounds its leases."""
 FRAME_BYTES = 4096
 """A frame of the fake model's tiny blocks takes a page."""
 _keys = itertools.count(1)
