@@ -317,6 +317,24 @@ async def test_all_of_a_prompt_may_come_early(p: Pair, loads: list[list[bytes]])
     await p.check()
 
 
+async def test_of_a_prompt_that_came_early_the_last_token_is_computed(
+    p: Pair, loads: list[list[bytes]]
+) -> None:
+    """Where no token is drawn yet: its logits draw the first one. It came in the second pull."""
+    prompt = p.new_prompt(28)
+    reply = await p.run_prefill(prompt)
+    async with p.reserved(prompt) as (stream, key):
+        for index, num_blocks in enumerate((2, 7), 1):
+            await stream.prefetch(key, partial(p, reply.handle, num_blocks))
+            await _pulled(p, index, loads)
+        await stream.compute(key)
+        answer = await stream.collect(key)
+    assert answer.token_ids == p.expected(prompt, 8)
+    assert answer.leg.num_tokens_early == 27 and answer.leg.num_tokens_computed == 1
+    p.at_prefill.release_later(reply.handle)
+    await p.check()
+
+
 async def test_without_a_final_handle_what_came_early_is_used(
     p: Pair, loads: list[list[bytes]]
 ) -> None:
