@@ -128,6 +128,14 @@ async def test_a_store_that_lost_everything_gets_the_local_prefix_again(tmp_path
         await p.check()
 
 
+async def test_decode_says_where_its_time_went(p: Pair) -> None:
+    answer = await p.generate(p.new_prompt(30))
+    assert answer.finished is not None
+    stages = [entry.stage for entry in answer.finished.times]
+    assert {"decode_fetch", "decode_queue", "decode"} <= set(stages)
+    await p.check()
+
+
 async def test_ragged_concurrent_requests_share_one_stream(
     p: Pair, seed: int, scale: Callable[[int], int]
 ) -> None:
