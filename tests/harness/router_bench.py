@@ -103,6 +103,7 @@ class Bench:
         self.channel: grpc.aio.Channel
         self.stub: Any
         self._is_stopping = False
+        self._num_publishing = 0
         # One: each reads the version of its library from files.
         self._client = redis_server.client()
 
@@ -126,13 +127,16 @@ class Bench:
         await until(lambda: self.probe.has_met(worker))
 
     async def publish(self, worker: FakeWorker, *, ttl_ms: int = 60_000) -> None:
-        """A worker may still do so in the background while the bench ends: then there is no router
-        that could look."""
+        """A worker may still do so in the background while the bench ends, which waits for it: a
+        connection that is being made while its client is closed stays open."""
         if self._is_stopping:
             return
-        await worker.register(self._client, ttl_ms=ttl_ms)
-        if not self._is_stopping:
+        self._num_publishing += 1
+        try:
+            await worker.register(self._client, ttl_ms=ttl_ms)
             await self.probe.look()
+        finally:
+            self._num_publishing -= 1
 
     @asynccontextmanager
     async def beating(self, *workers: FakeWorker) -> AsyncIterator[list[Heartbeat]]:
@@ -250,6 +254,7 @@ class Bench:
             assert not any(decode.num_misplaced for decode in self.decodes)
         finally:
             self._is_stopping = True
+            await until(lambda: not self._num_publishing)
             await self.channel.close()
             await self.router.stop()
             for worker in (*self.prefills, *self.decodes):
