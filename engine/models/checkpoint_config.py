@@ -30,7 +30,7 @@ import engine
 from engine.decoder.shape import DecoderShape, read_shape, refusal
 from engine.errors import LoadError
 
-LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _FILES = ("config.json", "generation_config.json")
 _CODE = (*engine.__path__, *baton_kernels.__path__)
@@ -150,7 +150,7 @@ class Rehearsed:
                 file.write(text)
             Path(file.name).replace(self._path)
         except OSError as error:
-            LOG.info("the next start rehearses the model again: %s", error)
+            logger.info("the next start rehearses the model again: %s", error)
 
 
 def cache_folder() -> Path | None:

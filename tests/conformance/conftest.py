@@ -9,19 +9,19 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvstore import block_hash, serve
 from kvstore.config import KvStoreSettings
 from tests.harness.store import (
     BLOCK_BYTES,
-    BLOCK_SIZE,
-    FINGERPRINT,
     NUM_BLOCKS,
     SETTINGS,
     TRANSPORTS,
+    LocalStore,
     NewWorker,
     OnDevice,
     StoreProcess,
     Worker,
+    chain_of,
+    local_store,
     paused,
 )
 
@@ -46,11 +46,9 @@ def store_settings() -> KvStoreSettings:
 
 
 @pytest.fixture
-async def store(store_settings: KvStoreSettings) -> AsyncIterator[serve.RunningStore]:
-    """A store in this process. At the end nothing may be left: no reservation, no lease."""
-    async with serve.running(store_settings) as running:
+async def store(store_settings: KvStoreSettings) -> AsyncIterator[LocalStore]:
+    async with local_store(store_settings) as running:
         yield running
-        assert await running.node.check_integrity() == ""
 
 
 @pytest.fixture
@@ -93,11 +91,5 @@ async def new_store() -> AsyncIterator[Callable[..., Awaitable[StoreProcess]]]:
 
 
 @pytest.fixture
-def chain(seed: int) -> Callable[[str, int], list[bytes]]:
-    """chain(name, n): the chain hashes of n full blocks of a prompt of that name."""
-
-    def make(name: str, num_blocks: int) -> list[bytes]:
-        root = block_hash.root_key(name.encode(), FINGERPRINT)
-        return block_hash.chain(root, range(num_blocks * BLOCK_SIZE), BLOCK_SIZE)
-
-    return make
+def chain() -> Callable[[str, int], list[bytes]]:
+    return chain_of

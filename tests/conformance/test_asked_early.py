@@ -18,7 +18,7 @@ from kvstore import errors
 from kvstore.lending import followers, reader_holds
 from kvstore.lending.told import Word
 from kvstore.transport import mapped
-from tests.conformance.test_lender import MAPPED, Lending, lending
+from tests.harness.sources import MAPPED, Lending, lending
 from tests.harness.store import BLOCK_BYTES, Worker
 from tests.harness.waiting import Clock, within
 

@@ -6,10 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import random
 import resource
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,33 +15,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import serve
-from kvstore.block import Tier
-from kvstore.config import KvStoreSettings
-from kvstore.tiers import page_file
 from process.errors import DeadlineExceeded, NoCapacity
+from tests.harness.file_tier import FileTierOf, StalledReads
+from tests.harness.store import SETTINGS, LocalStore, NewWorker, local_store
 from tests.harness.waiting import until, within
 
+pytestmark = pytest.mark.oracle
+
 Chain = Callable[[str, int], list[bytes]]
-NewWorker = Callable[..., Any]
 NewStore = Callable[..., Any]
+Settings = Any  # a store's
 NUM_FRAMES = 32
 LENGTH = 8  # blocks of a prompt
 
 
 @pytest.fixture
-def settings(store_settings: KvStoreSettings, tmp_path: Path) -> KvStoreSettings:
+def settings(tmp_path: Path) -> Settings:
     return dataclasses.replace(
-        store_settings,
+        SETTINGS,
         node_id="tiered",
         file_tier_dir=str(tmp_path),
         file_tier_bytes=120 * 8192,
         demote_below_free=0.5,
     )
-
-
-def pages_of(settings: KvStoreSettings) -> Path:
-    return Path(settings.file_tier_dir) / f"{settings.node_id}{page_file.SUFFIX}"
 
 
 def ids_of(prompt: int) -> list[int]:
@@ -53,14 +47,14 @@ def ids_of(prompt: int) -> list[int]:
 
 async def put(worker: Any, chain: Chain, prompt: int) -> None:
     done = await worker.put(chain(f"p{prompt}", LENGTH), ids_of(prompt))
-    await worker.client.release([done.lease_id], deadline=within())
+    await worker.release(done.lease_id)
 
 
-async def fill(node: Any, worker: Any, chain: Chain, num_prompts: int) -> None:
+async def fill(store: LocalStore, worker: Any, chain: Chain, num_prompts: int) -> None:
     """Put more than fits into memory, at the pace of the disk, so that nothing is lost."""
     for prompt in range(num_prompts):
         await put(worker, chain, prompt)
-        await until(lambda: not node.tier._is_short())
+        await FileTierOf(store).caught_up()
 
 
 async def worker_of(new_worker: NewWorker, address: str, transport: str = "grpc") -> Any:
@@ -70,58 +64,56 @@ async def worker_of(new_worker: NewWorker, address: str, transport: str = "grpc"
     return worker
 
 
-async def read(worker: Any, chain: Chain, prompt: int) -> tuple[int, list[Tier]]:
+async def read(worker: Any, chain: Chain, prompt: int) -> tuple[int, list[str]]:
     """Match, load and compare. Returns: how many blocks there were, and where each lay."""
     matched = await worker.client.match(chain(f"p{prompt}", LENGTH), ttl_s=30, deadline=within())
     targets = list(range(40, 40 + len(matched.blocks)))
     worker.view[targets] = 0
     assert await worker.get(matched.lease_id, matched.blocks, targets) == {}
     assert np.array_equal(worker.view[targets], worker.view[ids_of(prompt)[: len(targets)]])
-    await worker.client.release([matched.lease_id], deadline=within())
-    return len(targets), [block.tier for block in matched.blocks]
+    await worker.release(matched.lease_id)
+    return len(targets), [block.tier.name for block in matched.blocks]
 
 
 async def test_what_leaves_memory_comes_back_from_disk(
-    settings: KvStoreSettings, new_worker: NewWorker, chain: Chain, transport: str
+    settings: Settings, new_worker: NewWorker, chain: Chain, transport: str
 ) -> None:
     """Three times as much as the frames hold, all of it there, each byte right."""
-    async with serve.running(settings) as store:
+    async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address, transport)
-        await fill(store.node, worker, chain, 12)
+        await fill(store, worker, chain, 12)
         status = await worker.status()
         assert status.num_pages >= 96 and status.num_pages_used >= 96 - NUM_FRAMES // 2
         assert (status.num_evictions, status.num_pages_bad, status.file_tier_problem) == (0, 0, "")
-        tiers: set[Tier] = set()
+        tiers: set[str] = set()
         for prompt in range(12):
             num_blocks, lay = await read(worker, chain, prompt)
             assert num_blocks == LENGTH
             tiers |= set(lay)
-            assert await read(worker, chain, prompt) == (LENGTH, [Tier.HOST] * LENGTH)
-        assert tiers == {Tier.HOST, Tier.FILE}
+            assert await read(worker, chain, prompt) == (LENGTH, ["HOST"] * LENGTH)
+        assert tiers == {"HOST", "FILE"}
         status = await worker.status()
         assert status.num_promoted >= 96 - NUM_FRAMES and status.num_leases == 0
-        assert await store.node.check_integrity() == ""
 
 
 async def test_the_next_life_uses_what_verifies(
-    settings: KvStoreSettings, new_worker: NewWorker, chain: Chain
+    settings: Settings, new_worker: NewWorker, chain: Chain
 ) -> None:
-    async with serve.running(settings) as store:
+    async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address)
-        await fill(store.node, worker, chain, 10)
-        assert store.node.store is not None
-        in_pages = [e.chain_hash for e in store.node.store.catalog if e.page is not None]
+        await fill(store, worker, chain, 10)
+        in_pages = FileTierOf(store).names()
         await worker.client.close()
-    async with serve.running(settings) as store:
+    async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address)
-        assert set(store.node.present()) == set(in_pages)
+        assert set(await worker.listed()) == in_pages
         found = [(await read(worker, chain, prompt))[0] for prompt in range(10)]
         assert sum(found) == len(in_pages)
         assert (await worker.status()).num_pages_bad == 0
 
 
 async def test_a_store_that_was_killed_while_it_demotes_leaves_nothing_wrong(
-    settings: KvStoreSettings,
+    settings: Settings,
     new_store: NewStore,
     new_worker: NewWorker,
     chain: Chain,
@@ -156,26 +148,15 @@ async def test_a_store_that_was_killed_while_it_demotes_leaves_nothing_wrong(
 
 
 async def test_a_flipped_byte_on_disk_costs_its_block_and_those_below(
-    settings: KvStoreSettings, new_worker: NewWorker, chain: Chain, transport: str, seed: int
+    settings: Settings, new_worker: NewWorker, chain: Chain, transport: str, seed: int
 ) -> None:
     draw = random.Random(seed)
-    async with serve.running(settings) as store:
+    async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address, transport)
-        await fill(store.node, worker, chain, 12)
-        truth = store.node.store
-        assert truth is not None and store.node.tier is not None
-        hashes = chain("p0", LENGTH)
-        entry = truth.catalog.find(hashes[3])
-        assert entry is not None and entry.block is None and entry.page is not None
-        layout = store.node.tier._pages.layout
-        offset = layout.data_offset + entry.page.index * layout.stride_bytes + draw.randrange(5000)
-        with pages_of(settings).open("r+b") as file:
-            file.seek(offset)
-            byte = file.read(1)[0]
-            file.seek(offset)
-            file.write(bytes([byte ^ (1 << draw.randrange(8))]))
+        await fill(store, worker, chain, 12)
+        damaged = chain("p0", LENGTH)[3]
+        FileTierOf(store).flip_bit(damaged, draw.randrange(5000), draw.randrange(8))
         assert (await read(worker, chain, 0))[0] == 3
-        assert await store.node.check_integrity() == ""
         status = await worker.status()
         assert (status.num_pages_bad, status.num_leases, status.num_pinned) == (1, 0, 0)
         await put(worker, chain, 0)
@@ -183,26 +164,23 @@ async def test_a_flipped_byte_on_disk_costs_its_block_and_those_below(
 
 
 async def test_bad_memory_is_never_written_to_disk(
-    settings: KvStoreSettings, new_worker: NewWorker, chain: Chain
+    settings: Settings, new_worker: NewWorker, chain: Chain
 ) -> None:
-    async with serve.running(settings) as store:
+    async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address)
         await put(worker, chain, 0)
-        truth, slab = store.node.store, store.node.slab
-        assert truth is not None and slab is not None
-        entry = truth.catalog.find(chain("p0", LENGTH)[5])
-        assert entry is not None and entry.block is not None and entry.page is None
-        slab.block(entry.block.frame)[7] ^= 1
+        tier = FileTierOf(store)
+        store.flip_bit(tier.in_memory_only(chain("p0", LENGTH)[5]), 7)
         for prompt in (1, 2, 3):
             await put(worker, chain, prompt)
-            await until(lambda: not store.node.tier or not store.node.tier._is_short())
+            await tier.caught_up()
         assert (await read(worker, chain, 0))[0] == 5
         refused = {each.reason: each.num_blocks for each in (await worker.status()).refused}
         assert refused == {"checksum": 1}
 
 
 async def test_a_full_disk_switches_the_tier_off_by_name_and_the_store_lives(
-    settings: KvStoreSettings, new_store: NewStore, new_worker: NewWorker, chain: Chain
+    settings: Settings, new_store: NewStore, new_worker: NewWorker, chain: Chain
 ) -> None:
     """The kernel refuses every further write of that process to a file."""
     process = await new_store(settings)
@@ -220,7 +198,7 @@ async def test_a_full_disk_switches_the_tier_off_by_name_and_the_store_lives(
             prompt += 1
     assert "file_tier_dir" in status.file_tier_problem and "tiered" in status.file_tier_problem
     await put(worker, chain, 40)
-    assert await read(worker, chain, 40) == (LENGTH, [Tier.HOST] * LENGTH)
+    assert await read(worker, chain, 40) == (LENGTH, ["HOST"] * LENGTH)
     async with asyncio.timeout(30):
         while (status := await worker.status()).num_pages:
             await asyncio.sleep(0.01)
@@ -232,77 +210,61 @@ async def test_a_full_disk_switches_the_tier_off_by_name_and_the_store_lives(
     [({"file_tier_bytes": 1 << 55}, "no room"), ({"file_tier_bytes": 10_000}, "holds no block")],
 )
 async def test_a_tier_that_cannot_be_made_is_named_in_the_status(
-    settings: KvStoreSettings,
+    settings: Settings,
     new_worker: NewWorker,
     chain: Chain,
     change: dict[str, Any],
     why: str,
 ) -> None:
-    async with serve.running(dataclasses.replace(settings, **change)) as store:
+    async with local_store(dataclasses.replace(settings, **change)) as store:
         worker = await worker_of(new_worker, store.address)
         status = await worker.status()
         assert why in status.file_tier_problem and "file_tier_bytes" in status.file_tier_problem
-        assert why in serve.store_status(store.node, store.address).file_tier_problem
+        assert why in store.row().file_tier_problem
         await put(worker, chain, 0)
-        assert await read(worker, chain, 0) == (LENGTH, [Tier.HOST] * LENGTH)
+        assert await read(worker, chain, 0) == (LENGTH, ["HOST"] * LENGTH)
 
 
-async def test_a_folder_that_is_missing_is_refused_at_the_start(settings: KvStoreSettings) -> None:
+async def test_a_folder_that_is_missing_is_refused_at_the_start(settings: Settings) -> None:
     missing = dataclasses.replace(settings, file_tier_dir="/nowhere/at/all")
     with pytest.raises(NoCapacity, match="file_tier_dir"):
-        async with serve.running(missing):
+        async with local_store(missing):
             raise AssertionError("it started")
 
 
 async def test_another_frame_size_clears_the_file_and_the_log_says_so(
-    settings: KvStoreSettings,
+    settings: Settings,
     new_worker: NewWorker,
     chain: Chain,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with serve.running(settings) as store:
+    async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address)
-        await fill(store.node, worker, chain, 6)
+        await fill(store, worker, chain, 6)
         await worker.client.close()
-    async with serve.running(settings) as store:
+    async with local_store(settings) as store:
         worker = await new_worker(store.address, "grpc", block_bytes=6000)
-        assert store.node.present() == []
+        assert await worker.listed() == []
         assert (await worker.status()).num_pages > 0
     assert [record for record in caplog.records if record.getMessage() == "file_tier_cleared"]
 
 
 async def test_a_match_waits_for_the_disk_no_longer_than_it_may(
-    settings: KvStoreSettings,
-    new_worker: NewWorker,
-    chain: Chain,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: Settings, new_worker: NewWorker, chain: Chain
 ) -> None:
     """Late pages cost a shorter prefix, not the request; they are there for the next one."""
-    whole = page_file.PageFile.read
-    reads, may_go_on = itertools.count(), threading.Event()
-
-    def stalling(self: page_file.PageFile, *args: Any) -> bool:
-        if next(reads) >= 3:
-            may_go_on.wait(60)
-        return whole(self, *args)
-
     one_thread = dataclasses.replace(settings, num_file_io_threads=1)
-    async with serve.running(one_thread) as store:
+    async with local_store(one_thread) as store:
         worker = await worker_of(new_worker, store.address)
-        await fill(store.node, worker, chain, 12)
-        monkeypatch.setattr(page_file.PageFile, "read", stalling)
-        hashes = chain("p0", LENGTH)
-        truth = store.node.store
-        assert truth is not None
-        try:
-            matched = await worker.client.match(hashes, ttl_s=30, deadline=within(3.0))
+        await fill(store, worker, chain, 12)
+        tier = FileTierOf(store)
+        with StalledReads(num_quick=3):
+            matched = await worker.client.match(chain("p0", LENGTH), ttl_s=30, deadline=within(3.0))
             assert len(matched.blocks) == 3
-            assert await store.node.check_integrity() == ""
-            # Whoever is cancelled, or gives up, leaves no lease behind.
-            task = asyncio.create_task(
-                worker.client.match(chain("p2", LENGTH), ttl_s=30, deadline=within())
-            )
-            await until(lambda: truth.moves.num_moving >= 2 * LENGTH - 3)
+            await worker.status()
+            # What is cancelled, or gives up, leaves no lease behind.
+            task = asyncio.create_task(worker.match(chain("p2", LENGTH)))
+            await until(lambda: tier.num_moving >= 2 * LENGTH - 3)
             task.cancel()
             await asyncio.wait([task])
             with contextlib.suppress(DeadlineExceeded):
@@ -310,18 +272,20 @@ async def test_a_match_waits_for_the_disk_no_longer_than_it_may(
                     chain("p1", LENGTH), ttl_s=30, deadline=within(0.05)
                 )
                 assert (late.blocks, late.lease_id) == ((), "")
-        finally:
-            may_go_on.set()
-        await until(lambda: truth.moves.num_moving == 0 and len(truth.leases) == 1)
+
+        async def is_idle() -> bool:
+            return tier.num_moving == 0 and (await worker.status()).num_leases == 1
+
+        await until(is_idle)
         assert (await read(worker, chain, 0))[0] == LENGTH
 
 
 async def test_two_who_want_the_same_blocks_share_one_reading(
-    settings: KvStoreSettings, new_worker: NewWorker, chain: Chain
+    settings: Settings, new_worker: NewWorker, chain: Chain
 ) -> None:
-    async with serve.running(settings) as store:
+    async with local_store(settings) as store:
         one, two = [await worker_of(new_worker, store.address, name) for name in ("shm", "grpc")]
-        await fill(store.node, one, chain, 12)
+        await fill(store, one, chain, 12)
         hashes = chain("p0", LENGTH)
         found = await asyncio.gather(
             *(each.client.match(hashes, ttl_s=30, deadline=within()) for each in (one, two))
@@ -332,11 +296,11 @@ async def test_two_who_want_the_same_blocks_share_one_reading(
 
 
 async def test_memory_full_of_leases_gives_a_shorter_prefix(
-    settings: KvStoreSettings, new_worker: NewWorker, chain: Chain
+    settings: Settings, new_worker: NewWorker, chain: Chain
 ) -> None:
-    async with serve.running(settings) as store:
+    async with local_store(settings) as store:
         worker = await worker_of(new_worker, store.address)
-        await fill(store.node, worker, chain, 12)
+        await fill(store, worker, chain, 12)
         leases = []
         found = []
         for prompt in range(6):
@@ -346,15 +310,15 @@ async def test_memory_full_of_leases_gives_a_shorter_prefix(
             leases.append(matched.lease_id)
             found.append(len(matched.blocks))
         assert found == [LENGTH] * 4 + [0, 0] and leases[4:] == ["", ""]
-        assert await store.node.check_integrity() == ""
-        await worker.client.release(leases, deadline=within())
+        await worker.status()
+        await worker.release(*leases)
         assert (await read(worker, chain, 5))[0] == LENGTH
 
 
 async def test_many_workers_over_a_small_memory_keep_every_law(
-    settings: KvStoreSettings, new_worker: NewWorker, chain: Chain, seed: int
+    settings: Settings, new_worker: NewWorker, chain: Chain, seed: int
 ) -> None:
-    async with serve.running(settings) as store:
+    async with local_store(settings) as store:
         workers = [
             await worker_of(new_worker, store.address, name) for name in ("shm", "grpc", "grpc")
         ]
@@ -366,7 +330,7 @@ async def test_many_workers_over_a_small_memory_keep_every_law(
                     await put(worker, chain, prompt)
                 else:
                     await read(worker, chain, prompt)
-                assert await store.node.check_integrity() == ""
+                await worker.status()
 
         await asyncio.gather(*(busy(w, random.Random(seed + i)) for i, w in enumerate(workers)))
         status = await workers[0].status()
@@ -375,10 +339,10 @@ async def test_many_workers_over_a_small_memory_keep_every_law(
 
 
 async def test_tenants_are_charged_and_told(
-    settings: KvStoreSettings, new_worker: NewWorker, chain: Chain
+    settings: Settings, new_worker: NewWorker, chain: Chain
 ) -> None:
     shared = dataclasses.replace(settings, tenant_shares=("a=0.25",), file_tier_dir="")
-    async with serve.running(shared) as store:
+    async with local_store(shared) as store:
         worker = await worker_of(new_worker, store.address)
         for tenant, length in (("a", 5), ("b", 30)):
             done = await worker.client.put_blocks(
@@ -391,7 +355,7 @@ async def test_tenants_are_charged_and_told(
                 num_tokens=16,
                 tenant=tenant,
             )
-            await worker.client.release([done.lease_id], deadline=within())
+            await worker.release(done.lease_id)
         rows = [
             (row.tenant, row.num_blocks, row.num_blocks_guaranteed)
             for row in (await worker.status()).tenants

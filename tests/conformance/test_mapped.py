@@ -26,8 +26,8 @@ from kvstore.transport.device import Mark, Shared
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2
-from tests.conformance.test_lender import MAPPED, Lending, lending
 from tests.harness.fake_device import FakeQueue, FakeStream
+from tests.harness.sources import MAPPED, Lending, lending
 from tests.harness.store import BLOCK_BYTES, OnDevice, Worker
 from tests.harness.waiting import Clock, within
 

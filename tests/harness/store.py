@@ -4,26 +4,34 @@ agents."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import secrets
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import numpy as np
 
+from kvstore import block_hash, serve, wire
 from kvstore.block import Block
-from kvstore.client import StoreClient
+from kvstore.client import Matched, StoreClient
 from kvstore.config import KvStoreSettings
+from kvstore.errors import IntegrityError, TransferCancelled, TransferTimeout, reason_of
 from kvstore.putting import PutResult
-from kvstore.transport.base import BlockMemory
+from kvstore.transport.base import BlockMemory, GetResult
+from kvstore.transport.shm import ShmTransport
 from process.deadline import Deadline
-from protos import kvstore_pb2
+from protos import inference_pb2, kvstore_pb2
 from tests.harness.fake_device import FakeDevice
 from tests.harness.service_process import own_address
-from tests.harness.waiting import within
+from tests.harness.waiting import Gate, within
 
 FINGERPRINT = "ab" * 16
 BLOCK_BYTES = 5000  # no multiple of a page
@@ -43,8 +51,130 @@ SETTINGS = KvStoreSettings(
 )
 
 
+def chain_of(name: str, num_blocks: int) -> list[bytes]:
+    """The chain hashes of the first full blocks of a prompt of that name."""
+    root = block_hash.root_key(name.encode(), FINGERPRINT)
+    return block_hash.chain(root, range(num_blocks * BLOCK_SIZE), BLOCK_SIZE)
+
+
 class OnDevice(str):
     """The name of a transport, for a worker whose blocks lie on a device."""
+
+
+class LocalStore(serve.RunningStore):
+    """A store in this process, and how tests damage what it holds."""
+
+    @property
+    def slab_path(self) -> Path:
+        assert self.node.slab is not None
+        return self.node.slab.path
+
+    def flip_bit(self, block: Block, at: int = -1) -> None:
+        """One of this byte of the frame."""
+        assert self.node.slab is not None
+        self.node.slab.block(block.frame)[at] ^= 1
+
+    def flip_generation(self, block: Block, bit: int) -> None:
+        assert self.node.slab is not None
+        self.node.slab.generations[block.frame] ^= np.uint64(1 << bit)
+
+    def row(self) -> inference_pb2.StoreStatus:
+        """What the registry says about it."""
+        return serve.store_status(self.node, self.address)
+
+    def break_a_law_once(self, words: str) -> None:
+        """At its next look after leases that lapsed."""
+        store = self.node.store
+        assert store is not None
+        real = store.lapse
+
+        def broken(now_s: float) -> None:
+            store.lapse = real  # type: ignore[method-assign]
+            raise IntegrityError(words)
+
+        store.lapse = broken  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def miscounting_pins(self, block: Block) -> Iterator[None]:
+        assert self.node.store is not None
+        entry = self.node.store.catalog.find(block.chain_hash)
+        assert entry is not None
+        entry.num_pins += 1
+        try:
+            yield
+        finally:
+            entry.num_pins -= 1
+
+    @contextlib.contextmanager
+    def tearing(self, block: Block) -> Iterator[None]:
+        """Shared memory: the frame is written again behind each copy of it, before the second look
+        at its generation."""
+        slab, copy_in = self.node.slab, ShmTransport._copy_in
+        assert slab is not None
+
+        def torn(transport: ShmTransport, blocks: Any, frames: Any) -> list[int]:
+            checksums = copy_in(transport, blocks, frames)
+            if block.frame in frames:
+                slab.publish(block.frame, block.generation + 1)
+            return checksums
+
+        ShmTransport._copy_in = torn  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            ShmTransport._copy_in = copy_in  # type: ignore[method-assign]
+
+
+@contextlib.asynccontextmanager
+async def local_store(
+    settings: KvStoreSettings = SETTINGS, *, law: str = ""
+) -> AsyncIterator[LocalStore]:
+    """At the end every law holds, or the one is broken that the test broke."""
+    async with serve.running(settings) as running:
+        yield LocalStore(running.node, running.address, running.publisher, running.metrics_address)
+        error = await running.node.check_integrity()
+        assert law in error if law else not error
+
+
+class HeldCopies:
+    """Copies out of shared memory go on when they may. There alone a test has nothing between."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+
+    def __enter__(self) -> HeldCopies:
+        self._copy_in = copy_in = ShmTransport._copy_in
+
+        def slowly(transport: ShmTransport, *places: Any) -> list[int]:
+            assert self.may_go_on.wait(START_S)
+            time.sleep(0.002)
+            return copy_in(transport, *places)
+
+        ShmTransport._copy_in = slowly  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.may_go_on.set()
+        ShmTransport._copy_in = self._copy_in  # type: ignore[method-assign]
+
+
+async def cancelled(
+    work: Coroutine[Any, Any, Any], num_turns: int, release: Callable[[], object]
+) -> Any:
+    """Cancel a call of a client after so many turns of the loop, then `release` what holds it, and
+    wait until nothing moves any more. Returns: its result, if it was over before; else None."""
+    task = asyncio.create_task(work)
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    release()
+    try:
+        return await task
+    except TransferCancelled as error:
+        await asyncio.wait_for(error.quarantine.settled, START_S)
+    except asyncio.CancelledError:
+        pass
+    return None
 
 
 class Worker:
@@ -52,6 +182,8 @@ class Worker:
 
     def __init__(self, transport: str, block_bytes: int, num_blocks: int, seed: int) -> None:
         self.transport = str(transport)
+        self.transport_of = transport
+        """Says where its blocks lie, too."""
         self.view = np.random.default_rng(seed).integers(
             0, 256, (num_blocks, block_bytes), dtype=np.uint8
         )
@@ -64,12 +196,12 @@ class Worker:
         self.incarnation = secrets.token_bytes(16)
         self.client: StoreClient
 
-    async def attach(self, address: str) -> StoreClient:
+    async def attach(self, address: str, fingerprint: str = FINGERPRINT) -> StoreClient:
         self.client = await StoreClient.attach(
             address,
             worker_id=self.worker_id,
             worker_incarnation=self.incarnation,
-            fingerprint=FINGERPRINT,
+            fingerprint=fingerprint,
             memory=self.memory,
             transport=self.transport,
             timeout_s=START_S,
@@ -103,17 +235,117 @@ class Worker:
         refs: Sequence[Block],
         block_ids: Sequence[int],
         seconds: float = CALL_S,
+        incarnation: bytes | None = None,
     ) -> dict[int, str]:
         """Returns: what failed; the byte count must fit to that."""
         items = list(zip(refs, block_ids, strict=True))
-        result = await self.client.get_blocks(lease_id, items, within(seconds))
+        result = await self.client.get_blocks(
+            lease_id, items, within(seconds), incarnation=incarnation
+        )
         assert result.num_bytes == (len(items) - len(result.failed)) * self.view.shape[1]
         return result.failed
+
+    async def get_too_late(
+        self, lease_id: str, refs: Sequence[Block], block_ids: Sequence[int]
+    ) -> dict[int, str]:
+        """As `get` without any time. Nothing writes there any more when it returns."""
+        try:
+            return await self.get(lease_id, refs, block_ids, 0.0)
+        except TransferTimeout as error:
+            await asyncio.wait_for(error.quarantine.settled, START_S)
+            return dict.fromkeys(range(len(refs)), reason_of(error))
+
+    async def match(self, chain: Sequence[bytes], ttl_s: float = 30.0) -> Matched:
+        return await self.client.match(chain, ttl_s=ttl_s, deadline=within())
+
+    async def release(self, *lease_ids: str) -> int:
+        return await self.client.release(lease_ids, deadline=within())
+
+    async def call(self, method: str, **fields: Any) -> Any:
+        """One call of the store's service that its client would not make so. Raises: BatonError."""
+        if method == "Write":
+            request = iter([kvstore_pb2.WriteChunk(**fields)])
+        else:
+            request = getattr(kvstore_pb2, f"{method}Request")(**fields)
+        return await self.client._rpc.call(
+            getattr(self.client._rpc.stub, method), request, within()
+        )
+
+    @property
+    def attachment_id(self) -> str:
+        return self.client._attachment_id
+
+    async def report(self, blocks: Sequence[Block]) -> int:
+        """Tell the store that they are bad. Returns: how many it dropped."""
+        told = [wire.block_to_proto(block) for block in blocks]
+        reply = await self.call("Report", attachment_id=self.attachment_id, blocks=told)
+        return int(reply.num_dropped)
+
+    def hold_gets(self) -> Gate:
+        """Copies that its client begins."""
+        return Gate(self.client._transport, "get")
+
+    def alter_gets(self, change: Callable[[GetResult], GetResult]) -> None:
+        """What its transport says of blocks that arrived."""
+        transport = self.client._transport
+        get = transport.get
+
+        async def altered(*arguments: Any) -> GetResult:
+            return change(await get(*arguments))
+
+        transport.get = altered  # type: ignore[method-assign]
+
+    def begin_reading(
+        self, lease_id: str, blocks: Sequence[Block], *, chunk_bytes: int, timeout_s: float = CALL_S
+    ) -> grpc.aio.UnaryStreamCall[Any, Any]:
+        """The call that the transport grpc makes: its messages come as they are read from it."""
+        request = kvstore_pb2.ReadRequest(
+            attachment_id=self.attachment_id,
+            lease_id=lease_id,
+            blocks=[wire.block_to_proto(block) for block in blocks],
+            chunk_bytes=chunk_bytes,
+        )
+        call: grpc.aio.UnaryStreamCall[Any, Any] = self.client._rpc.stub.Read(
+            request, timeout=timeout_s
+        )
+        return call
+
+    async def listed(self) -> list[bytes]:
+        """What an audit is told."""
+        replies = self.client._rpc.stub.List(kvstore_pb2.ListRequest(), timeout=CALL_S)
+        return [each async for reply in replies for each in reply.chain_hashes]
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        """As they are in its memory."""
+        return [block_hash.checksum(self.view[block_id]) for block_id in block_ids]
 
     async def status(self) -> kvstore_pb2.GetStatusReply:
         status = await self.client.status(check_integrity=True, deadline=within())
         assert status.integrity_error == ""
         return status
+
+
+class Calls:
+    """Calls of one method by a worker's client: they wait until they may go on, or fail.
+
+    Attributes: requests: that came, in order.
+    """
+
+    def __init__(self, worker: Worker, method: str, error: Exception | None = None) -> None:
+        self.requests: list[Any] = []
+        self.may_go_on = asyncio.Event()
+        rpc = worker.client._rpc
+        real, watched = rpc.call, getattr(rpc.stub, method)
+
+        async def call(method: Any, request: Any, deadline: Deadline, **options: Any) -> Any:
+            if method is watched:
+                self.requests.append(request)
+                if error is not None:
+                    raise error
+                await self.may_go_on.wait()
+            return await real(method, request, deadline, **options)
+
+        rpc.call = call  # type: ignore[method-assign]
 
 
 NewWorker = Callable[..., Awaitable[Worker]]
