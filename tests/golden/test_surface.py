@@ -219,7 +219,10 @@ _CHANGING = {"id", "created", "system_fingerprint", "cached_tokens"}
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: "*" if key in _CHANGING else _plain(one) for key, one in value.items()}
+        return {
+            key: "*" if key in _CHANGING and one is not None else _plain(one)
+            for key, one in value.items()
+        }
     if isinstance(value, list):
         if len(value) > 64 and all(isinstance(one, float) for one in value):
             return f"{len(value)} numbers, {value[0]:.2f} first"
@@ -486,3 +489,18 @@ def test_names_types_and_labels_of_all_metrics(cluster: LocalCluster) -> None:
             time.sleep(0.2)
         else:
             return
+
+
+# -- blocks
+
+
+@pytest.mark.usefixtures("openai_answers")
+def test_each_block_has_a_history_that_begins_where_it_was_written(
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = _exit(capsys, "block", "--json", "--num", "64", "--redis", cluster.redis_url)
+    assert code == 0, err
+    stores = json.loads(out)["stores"]
+    blocks = [block for store in stores for block in store["blocks"]]
+    begun = [block["events"][0] for block in blocks if not block.get("num_events_forgotten")]
+    assert begun and {event["what"] for event in begun} == {"written"}

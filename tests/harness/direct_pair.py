@@ -27,6 +27,7 @@ from tests.harness.fake_device import FakeDevice
 from tests.harness.gated_engine import BLOCK_SIZE, fake_engine, prompt_of
 from tests.harness.handles import partial, prefetch
 from tests.harness.prefill_decode_pair import (
+    LEASE_TTL_S,
     WAIT_S,
     Pair,
     PrefillCall,
@@ -154,7 +155,7 @@ async def ahead(
         await stream.next(key)
         p.prefill_model.hold_at(2)
         ask = p.prefill_request(PROMPT, handover=DIRECT)
-        call = PrefillCall(p.prefill_stub, ask, timeout_s=WAIT_S)
+        call = PrefillCall(p.prefill_stub, ask, timeout_s=LEASE_TTL_S)
         async with asyncio.timeout(WAIT_S):
             first = await call.read()
         assert first.handle.is_partial and first.handle.num_tokens == CHUNK

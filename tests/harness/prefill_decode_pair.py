@@ -48,7 +48,8 @@ from tests.harness.waiting import until
 from tests.harness.worker_probe import WorkerProbe
 
 LEASE_TTL_S = 2 * WAIT_S
-"""A lease that is lost does not lapse while `check` waits for it."""
+"""A lease that is lost does not lapse while `check` waits for it; nor does a request end, whose
+time bounds its leases."""
 FRAME_BYTES = 4096
 """A frame of the fake model's tiny blocks takes a page."""
 _keys = itertools.count(1)
@@ -240,7 +241,7 @@ class Pair:
             yield prefill_pb2_grpc.PrefillStub(channel)
 
     async def run_prefill(
-        self, prompt: Sequence[int], *, timeout_s: float = WAIT_S, **options: Any
+        self, prompt: Sequence[int], *, timeout_s: float = LEASE_TTL_S, **options: Any
     ) -> prefill_pb2.PrefillReply:
         return await whole(
             PrefillCall(
@@ -254,7 +255,7 @@ class Pair:
         *,
         name: str = "r",
         max_tokens: int = 8,
-        budget_ms: int = int(WAIT_S * 1000),
+        budget_ms: int = int(LEASE_TTL_S * 1000),
         tenant: str = "t",
         tenant_salt: bytes = SALT,
         has_begun: bool = False,
@@ -358,7 +359,7 @@ class Pair:
             key = await stream.reserve(self.reserve(prompt, **options))
             assert (await stream.next(key)).WhichOneof("event") == "reserved"
             ask = self.prefill_request(prompt, handover=handover, **options)
-            call = PrefillCall(self.prefill_stub, ask, timeout_s=WAIT_S)
+            call = PrefillCall(self.prefill_stub, ask, timeout_s=LEASE_TTL_S)
             *firsts, account = await spoken(call)
             for first in firsts:
                 if not first.beam_start:

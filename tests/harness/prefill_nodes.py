@@ -32,6 +32,7 @@ from services.worker.core import WorkerCore
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, GatedModel, Prompts, fake_engine
 from tests.harness.prefill_decode_pair import (
     FRAME_BYTES,
+    LEASE_TTL_S,
     WAIT_S,
     PrefillCall,
     patient,
@@ -173,7 +174,7 @@ class Nodes:
         **options: Any,
     ) -> prefill_pb2.PrefillReply:
         """One prompt, whose first token must be the right one; its account must add up."""
-        call = PrefillCall(node.stub, self.request(prompt, hints, **options), timeout_s=WAIT_S)
+        call = PrefillCall(node.stub, self.request(prompt, hints, **options), timeout_s=LEASE_TTL_S)
         reply = await whole(call, partials)
         assert list(reply.token_ids) == self.model.generate(prompt, 1)
         leg = reply.leg

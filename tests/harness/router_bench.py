@@ -386,7 +386,8 @@ def settings_for(redis_server: RedisServer, **changes: Any) -> RouterSettings:
         *("lapse_grace_s", "drain_s"),
     )
     times = {**dict.fromkeys(patient, BOUND_S), "suspect_s": 0.5}
-    limits, admission = changes.pop("limits", {}), changes.pop("admission", {})
+    limits = changes.pop("limits", {})
+    admission = {"rate_timeout_s": BOUND_S, **changes.pop("admission", {})}
     return RouterSettings(
         model="fake",
         redis_url=redis_server.url,

@@ -15,7 +15,14 @@ import pytest
 
 from protos import common_pb2
 from tests.harness.handles import partial
-from tests.harness.prefill_decode_pair import WAIT_S, Pair, PrefillCall, RouterStream, pair, patient
+from tests.harness.prefill_decode_pair import (
+    LEASE_TTL_S,
+    Pair,
+    PrefillCall,
+    RouterStream,
+    pair,
+    patient,
+)
 from tests.harness.waiting import Deadlines, Gate, until
 
 pytestmark = [pytest.mark.oracle, pytest.mark.asyncio(loop_scope="module")]
@@ -272,7 +279,7 @@ async def test_outputs_that_do_not_fit_give_the_leases_back(p: Pair) -> None:
     """Else they would only lapse, later than the check waits."""
     prompt = p.new_prompt(40)
     async with p.reserved(prompt) as (stream, key):
-        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt), timeout_s=WAIT_S)
+        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt), timeout_s=LEASE_TTL_S)
         first, account = await call.answer()
         assert (await p.store_status()).num_leases == 1
         await stream.go_on(key, [first.token_ids] * 2, handle=account.handle)
@@ -331,4 +338,28 @@ async def test_one_message_carries_a_whole_step(p: Pair) -> None:
         assert num_tokens >= 4 * 30, "most steps of four requests must ride together"
         steps = [m.step for m in stream.messages]
         assert steps == sorted(steps)
+    await p.check()
+
+
+async def test_a_long_prompt_holds_up_no_answer_that_is_drawn(p: Pair) -> None:
+    """Each step that computes a part of it draws a token of the other request, too."""
+    prompt, long_prompt = p.new_prompt(5), p.new_prompt(150)
+    async with p.stream() as stream:
+        key = await stream.begin(p.reserve(prompt, name="drawn", max_tokens=60))
+        late = await stream.begin(p.reserve(long_prompt, name="long", max_tokens=2))
+        p.decode_model.hold()
+        await stream.compute(key)
+        await until(p.decode_model.is_held.is_set)
+        await stream.compute(late)
+        await until(lambda: p.at_decode.states() == ["running"] * 2)
+        p.decode_model.release()
+        assert (await stream.collect(late)).token_ids == p.expected(long_prompt, 2)
+        assert (await stream.collect(key)).token_ids == p.expected(prompt, 60)
+        num_drawn = 0
+        for event in (event for message in stream.messages for event in message.events):
+            if event.key == late and event.HasField("tokens"):
+                break
+            num_drawn += len(event.tokens.token_ids)
+        # 150 tokens in steps of at most 16.
+        assert num_drawn >= 9
     await p.check()

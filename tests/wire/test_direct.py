@@ -17,6 +17,7 @@ from tests.harness.direct_pair import lender_of, on_devices
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import blocks_of
 from tests.harness.prefill_decode_pair import (
+    LEASE_TTL_S,
     WAIT_S,
     Answer,
     Pair,
@@ -166,7 +167,7 @@ async def test_what_is_computed_is_read_meanwhile(tmp_path: Path) -> None:
         p.prefill_model.hold_at(3)
         async with p.reserved(prompt) as (stream, key):
             ask = p.prefill_request(prompt, handover=DIRECT)
-            call = PrefillCall(p.prefill_stub, ask, timeout_s=WAIT_S)
+            call = PrefillCall(p.prefill_stub, ask, timeout_s=LEASE_TTL_S)
             rest = []
             async for message in call:
                 if not message.handle.is_partial:
@@ -199,7 +200,7 @@ async def test_the_first_token_does_not_wait_for_blocks_to_be_lent(p: Pair) -> N
     p.prefill_model.hold_at(2)  # the first step is what is lent early
     async with p.reserved(prompt) as (stream, key):
         ask = p.prefill_request(prompt, handover=DIRECT)
-        call = PrefillCall(p.prefill_stub, ask, timeout_s=WAIT_S)
+        call = PrefillCall(p.prefill_stub, ask, timeout_s=LEASE_TTL_S)
         await until(p.prefill_model.is_held.is_set)
         await gate.wait_entered()
         p.prefill_model.release()
@@ -366,7 +367,7 @@ async def test_many_at_once_with_little_room_and_some_that_leave(
                 await generate(p, prompt, name=name)
                 return
             ask = p.prefill_request(prompt, name=name, handover=DIRECT)
-            call = PrefillCall(p.prefill_stub, ask, timeout_s=WAIT_S)
+            call = PrefillCall(p.prefill_stub, ask, timeout_s=LEASE_TTL_S)
             if fate > 0.5:
                 await whole(call)  # the lease lapses
                 return

@@ -17,7 +17,15 @@ from process.errors import Cancelled, DeadlineExceeded
 from protos import common_pb2
 from tests.harness.gated_engine import BLOCK_SIZE
 from tests.harness.handles import blocks_of, partial, sign
-from tests.harness.prefill_decode_pair import WAIT_S, Pair, PrefillCall, handover, pair, spoken
+from tests.harness.prefill_decode_pair import (
+    LEASE_TTL_S,
+    WAIT_S,
+    Pair,
+    PrefillCall,
+    handover,
+    pair,
+    spoken,
+)
 from tests.harness.prefill_nodes import Node, Nodes, Reader, nodes, stepped_model
 from tests.harness.waiting import Deadlines, until
 from tests.harness.worker_probe import HeldWrites, is_account, leases_of
@@ -56,7 +64,7 @@ def _refs_of(handle: common_pb2.KvHandle) -> list[Any]:
 
 
 def _call(n: Nodes, prompt: tuple[int, ...]) -> PrefillCall:
-    return PrefillCall(n[0].stub, n.request(prompt), timeout_s=WAIT_S)
+    return PrefillCall(n[0].stub, n.request(prompt), timeout_s=LEASE_TTL_S)
 
 
 async def test_what_is_stored_is_told_while_prefill_runs(n: Nodes, node: Node) -> None:
@@ -108,7 +116,7 @@ async def test_what_the_store_had_is_told_before_the_first_step(n: Nodes, node: 
 async def test_a_request_that_wants_no_handle_is_told_of_none(n: Nodes, node: Node) -> None:
     prompt = n.new_prompt(NUM_TOKENS)
     request = n.request(prompt, wants_handle=False)
-    call = PrefillCall(node.stub, request, timeout_s=WAIT_S)
+    call = PrefillCall(node.stub, request, timeout_s=LEASE_TTL_S)
     for num_steps in range(1, 7):
         node.model.allow()
         num_stored = min(4 * num_steps, NUM_FULL)
@@ -270,7 +278,7 @@ async def test_what_a_running_prefill_has_stored_is_pulled_meanwhile(
     prompt = p.new_prompt(60)
     async with p.reserved(prompt) as (stream, key):
         p.prefill_model.hold_at(3)
-        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt), timeout_s=WAIT_S)
+        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt), timeout_s=LEASE_TTL_S)
         rest = []
         is_first = True
         async for message in call:
@@ -306,6 +314,24 @@ async def test_all_of_a_prompt_may_come_early(p: Pair, loads: list[list[bytes]])
     assert answer.token_ids == p.expected(prompt, 8)
     assert len(loads) == 1
     assert answer.leg.num_tokens_early == 28 and answer.leg.num_tokens_computed == 0
+    await p.check()
+
+
+async def test_of_a_prompt_that_came_early_the_last_token_is_computed(
+    p: Pair, loads: list[list[bytes]]
+) -> None:
+    """Where no token is drawn yet: its logits draw the first one. It came in the second pull."""
+    prompt = p.new_prompt(28)
+    reply = await p.run_prefill(prompt)
+    async with p.reserved(prompt) as (stream, key):
+        for index, num_blocks in enumerate((2, 7), 1):
+            await stream.prefetch(key, partial(p, reply.handle, num_blocks))
+            await _pulled(p, index, loads)
+        await stream.compute(key)
+        answer = await stream.collect(key)
+    assert answer.token_ids == p.expected(prompt, 8)
+    assert answer.leg.num_tokens_early == 27 and answer.leg.num_tokens_computed == 1
+    p.at_prefill.release_later(reply.handle)
     await p.check()
 
 

@@ -16,7 +16,7 @@ import pytest
 from protos import common_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.prefill_decode_pair import (
-    WAIT_S,
+    LEASE_TTL_S,
     Answer,
     Pair,
     PrefillCall,
@@ -128,6 +128,14 @@ async def test_a_store_that_lost_everything_gets_the_local_prefix_again(tmp_path
         await p.check()
 
 
+async def test_decode_says_where_its_time_went(p: Pair) -> None:
+    answer = await p.generate(p.new_prompt(30))
+    assert answer.finished is not None
+    stages = [entry.stage for entry in answer.finished.times]
+    assert {"decode_fetch", "decode_queue", "decode"} <= set(stages)
+    await p.check()
+
+
 async def test_ragged_concurrent_requests_share_one_stream(
     p: Pair, seed: int, scale: Callable[[int], int]
 ) -> None:
@@ -192,7 +200,7 @@ async def test_a_stream_is_taken_up_again_from_its_tokens(tmp_path: Path, preemp
             async with p.reserved(prompt, max_tokens=16) as (stream, key):
                 request = p.prefill_request(prompt, max_tokens=16)
                 request.output_token_ids.extend(expected[:num_drawn])
-                reply = await whole(PrefillCall(p.prefill_stub, request, timeout_s=WAIT_S))
+                reply = await whole(PrefillCall(p.prefill_stub, request, timeout_s=LEASE_TTL_S))
                 assert list(reply.token_ids) == expected[num_drawn : num_drawn + 1]
                 assert reply.handle.num_tokens == len(prompt) + num_drawn
                 reply.token_ids[:] = expected[: num_drawn + 1]
@@ -275,7 +283,9 @@ async def test_a_sample_that_is_cancelled_leaves_the_others_as_they_were(p: Pair
     asked: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0, "n": 3}
     expected = p.alone(prompt, **asked)
     async with p.reserved(prompt, **asked) as (stream, key):
-        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=WAIT_S)
+        call = PrefillCall(
+            p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=LEASE_TTL_S
+        )
         *firsts, account = await call.answer()
         samples = [Sample() for _ in firsts]
         for first in firsts:
@@ -302,7 +312,9 @@ async def test_the_last_cancelled_sample_ends_the_request(p: Pair) -> None:
     prompt = p.new_prompt(10)
     asked: dict[str, Any] = {"max_tokens": 200, "temperature": 1.0, "n": 2}
     async with p.reserved(prompt, **asked) as (stream, key):
-        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=WAIT_S)
+        call = PrefillCall(
+            p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=LEASE_TTL_S
+        )
         *firsts, account = await call.answer()
         p.decode_model.hold()
         await stream.generate_from(key, handover(account, firsts))
@@ -378,7 +390,9 @@ async def test_a_beam_search_can_be_cancelled(p: Pair) -> None:
     prompt = p.new_prompt(19)
     asked: dict[str, Any] = {"max_tokens": 200, "beam": common_pb2.BeamParams(num_beams=4)}
     async with p.reserved(prompt, **asked) as (stream, key):
-        call = PrefillCall(p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=WAIT_S)
+        call = PrefillCall(
+            p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=LEASE_TTL_S
+        )
         first, account = await call.answer()
         assert not first.token_ids and len(first.beam_start) >= 8
         await stream.generate_from(key, handover(account, [first]))

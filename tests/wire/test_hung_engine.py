@@ -98,7 +98,7 @@ async def test_a_request_leaves_a_worker_whose_step_does_not_end(role: str) -> N
             gated.hold()
         asked = asyncio.create_task(here.tokens())
         await until(lambda: any(gated.is_held.is_set() for gated in here.models[role]))
-        hung, other = sorted(here.models[role], key=lambda gated: not gated.is_held.is_set())
+        _, other = sorted(here.models[role], key=lambda gated: not gated.is_held.is_set())
         other.release()
         assert await asked == right
         assert not other.is_held.is_set()

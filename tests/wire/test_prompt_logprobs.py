@@ -216,6 +216,17 @@ async def test_a_prefill_worker_tells_all_whatever_is_cached_or_stored(tmp_path:
             assert [*first.token_ids, *answer.token_ids] == p.expected(prompt, 8)
 
 
+async def test_a_prefill_worker_tells_a_prompt_of_one_token(tmp_path: Path) -> None:
+    """No less is left of any prompt."""
+    async with pair(tmp_path) as p:
+        asked = p.prefill_request([5], max_tokens=1, wants_handle=False)
+        asked.prompt_logprobs = 2
+        replies = await spoken(PrefillCall(p.prefill_stub, asked, timeout_s=WAIT_S))
+        (entry,) = [entry for reply in replies for entry in reply.prompt_logprobs]
+        assert entry.chosen.token_id == 5 and math.isnan(entry.chosen.logprob)
+        assert [i for reply in replies for i in reply.token_ids] == p.expected([5], 1)
+
+
 async def test_a_worker_refuses_more_than_it_can_tell(tmp_path: Path) -> None:
     async with pair(tmp_path) as p:
         asked = p.prefill_request([5, 6], max_tokens=1, wants_handle=False)

@@ -145,6 +145,15 @@ async def test_spoiled_blocks_are_computed_again_and_counted(
     assert p.at_decode.counts("baton_kv_recomputed_blocks") == before
 
 
+async def test_blocks_that_changed_after_their_lease_lapsed_are_counted_as_that(p: Pair) -> None:
+    def lapsed(p: Pair, handle: common_pb2.KvHandle) -> None:
+        unknown_lease(p, handle)
+        older(p, handle)
+
+    answer = await generate_spoiled(p, lapsed, lapses=True)
+    assert answer.recomputed == {"lease_lapsed": 4}
+
+
 @pytest.mark.parametrize("spoil", [unknown_lease, no_lease])
 async def test_without_a_lease_tokens_are_exact_whatever_the_store_says(
     p: Pair, spoil: Spoil

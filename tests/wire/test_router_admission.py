@@ -133,21 +133,6 @@ async def test_a_repeated_request_takes_its_place_over_while_it_waits() -> None:
         assert await rest_of(held) and await rest_of(again)
 
 
-async def test_rates_hold_over_routers_and_go_on_without_redis() -> None:
-    settings = {"max_requests_per_min": 3, "rate_timeout_s": BOUND_S}
-    async with running(admission=settings) as bench:
-        for _ in range(3):
-            assert await bench.generate(request(sampling={"max_tokens": 1}))
-        call = bench.stub.Generate(request(), timeout=BOUND_S)
-        _, error = await failure(call)
-        assert isinstance(error, NoCapacity) and 10 < (error.retry_after_s or 0) <= 20
-        assert "3 requests a minute" in str(error)
-        bench.redis.kill()
-        assert await bench.generate(request(sampling={"max_tokens": 1}))
-        status = await bench.status()
-        assert any("rate limits are kept by each router alone" in said for said in status.problems)
-
-
 @pytest.mark.parametrize(
     ("sampling", "most"),
     [({}, 8), ({"n": 3}, 2), ({"beam": {"num_beams": 3}}, 2)],

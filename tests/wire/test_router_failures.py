@@ -15,14 +15,12 @@ from process.errors import DeadlineExceeded, InvalidArgument, NoCapacity, Unavai
 from tests.harness.router_bench import (
     BOUND_S,
     SHORT_WAITS,
-    TOKENIZER,
     FakeDecode,
     FakePrefill,
     Looks,
     expected_ids,
     failure,
     fake_model,
-    lease_store,
     request,
     rest_of,
     running,
@@ -402,23 +400,6 @@ async def test_a_busy_port_is_one_clear_error() -> None:
         with pytest.raises(Unavailable, match="port is taken"):
             async with bench.another_router(listen=bench.router.address):
                 pass
-
-
-async def test_a_handle_that_nobody_takes_over_is_given_back() -> None:
-    """A stop in the first token's text: the prefill worker could not know, its leases are ours."""
-    async with lease_store() as store:
-        async with running() as bench:
-            bench.prefill.store_address = store.address
-            prompt = TOKENIZER.encode("hello")
-            first = expected_ids(bench, prompt, 3, 1)
-            stop = {"stop": [TOKENIZER.decode(first)], "seed": 3, "max_tokens": 9}
-            await bench.generate(request(sampling=stop))
-            await until(lambda: store.released)
-            assert sorted(store.released) == ["lease-run", "lease-tail"]
-            store.released.clear()
-            # Taken over: the decode worker's business.
-            await bench.generate(request(sampling=SHORT))
-        assert not store.released
 
 
 async def test_a_request_whose_prefill_worker_went_silent_says_what_it_waits_for() -> None:

@@ -14,6 +14,7 @@ from tests.harness.router_bench import (
     TOKENIZER,
     expected_ids,
     fake_model,
+    lease_store,
     request,
     rest_of,
     running,
@@ -115,6 +116,23 @@ async def test_a_stop_at_the_first_token_frees_the_reservation(how: str) -> None
     assert last.stop_string == (TOKENIZER.decode([first]) if how == "stop_string" else "")
 
 
+async def test_a_handle_that_no_decode_worker_takes_over_is_given_back() -> None:
+    """A stop in the first token's text: the prefill worker could not know, its leases are ours."""
+    async with lease_store() as store:
+        async with running() as bench:
+            bench.prefill.store_address = store.address
+            prompt = TOKENIZER.encode("hello")
+            first = expected_ids(bench, prompt, 3, 1)
+            stop = {"stop": [TOKENIZER.decode(first)], "seed": 3, "max_tokens": 9}
+            await bench.generate(request(sampling=stop))
+            await until(lambda: store.released)
+            assert sorted(store.released) == ["lease-run", "lease-tail"]
+            store.released.clear()
+            # Taken over: the decode worker's business.
+            await bench.generate(request(sampling={"max_tokens": 4}))
+        assert not store.released
+
+
 async def test_eos_in_the_middle() -> None:
     async with running(model=fake_model(eos_at=4)) as bench:
         messages = await bench.generate(request(sampling={"max_tokens": 50}))
@@ -154,6 +172,32 @@ async def test_a_stop_string_across_tokens_ends_decode(include: bool) -> None:
     assert [i for m in messages for i in m.token_ids] == ids[: begin + 4]
     # The cancelled worker's account still came.
     assert [leg.role for leg in last.provenance.legs] == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize("goes", ["moves", "moves without its KV", "dies"])
+async def test_an_answer_that_another_decode_worker_ends_repeats_no_token(goes: str) -> None:
+    async with running(num_decode=2) as bench:
+        for worker in bench.decodes:
+            worker.pause_at = 5
+        asked = request(text="hello", sampling={"max_tokens": 12, "seed": 7})
+        call, messages = bench.stub.Generate(asked, timeout=BOUND_S), []
+        while sum(len(message.token_ids) for message in messages) < 5:
+            messages.append(await call.read())
+        await until(lambda: any(not worker.token_gate.is_open for worker in bench.decodes))
+        (left,) = [worker for worker in bench.decodes if not worker.token_gate.is_open]
+        for worker in bench.decodes:
+            worker.pause_at = None
+        if goes == "dies":
+            await left.stop()
+        else:
+            left.move_all(with_handles=goes == "moves")
+        messages += await rest_of(call)
+    ids = expected_ids(bench, TOKENIZER.encode("hello"), 7, 12)
+    assert [i for message in messages for i in message.token_ids] == ids
+    assert "".join(message.text for message in messages) == TOKENIZER.decode(ids)
+    assert messages[-1].usage.num_output_tokens == 12
+    workers = [leg.worker_id for leg in messages[-1].provenance.legs if leg.role == "decode"]
+    assert len(set(workers)) == 2
 
 
 async def test_a_slow_reader_gets_fewer_and_larger_messages() -> None:

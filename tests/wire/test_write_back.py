@@ -123,11 +123,15 @@ async def test_a_cancelled_answer_is_stored_as_far_as_it_came(p: Pair) -> None:
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 async def test_preempted_requests_store_what_is_right(tmp_path: Path, preemption: str) -> None:
-    """More wants than blocks: what is taken away and computed again is stored once, and right:
-    another worker's tokens after it say so."""
+    """More wants than blocks, and not before: what is taken away and computed again is stored once,
+    and right: another worker's tokens after it say so."""
     async with pair(
         tmp_path, decode_blocks=64, prefill_blocks=64, decode_preemption=preemption
     ) as p:
+        fits = prompt_of(40, start=9)
+        assert (await p.generate(fits, max_tokens=60)).token_ids == p.expected(fits, 60)
+        shown = await p.at_decode.metrics()
+        assert not sum(shown[name] for name in shown if name[0] == "baton_preemptions_total")
         prompts = [prompt_of(40, start=start) for start in range(4)]
         answers = await p.generate_together(prompts, max_tokens=60)
         for prompt, answer in zip(prompts, answers, strict=True):
