@@ -119,6 +119,12 @@ class Bench:
     def model_for_router(self) -> Model:
         return model_for_router(self.model)
 
+    async def busy_prefill(self) -> tuple[FakePrefill, FakePrefill]:
+        """The one of two prefill workers that has come to have a request, and the other."""
+        await until(lambda: any(worker.num_active for worker in self.prefills))
+        busy, other = sorted(self.prefills, key=lambda worker: not worker.num_active)
+        return busy, other
+
     async def add(self, worker: FakeWorker) -> None:
         """Start a worker, and have the router meet it: until then it is the last choice."""
         await worker.start()

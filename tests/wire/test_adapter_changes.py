@@ -4,8 +4,8 @@ it, requests end on what they began with, and whatever fails leaves all as it wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from tests.harness.router_bench import (
     error_from_rpc,
     fake_model,
     request,
+    rest_of,
 )
 from tests.harness.waiting import until
 from tests.harness.wished_adapters import (
@@ -53,31 +54,33 @@ async def _second_router(bench: Bench) -> AsyncIterator[Any]:
         yield stub
 
 
-async def _load(stub: Any, digest: str, name: str = "tales", **fields: Any) -> Any:
-    asked = inference_pb2.LoadClusterAdapterRequest(name=name, folder=f"/x/{digest}", **fields)
+@contextmanager
+def _as_clients_read() -> Iterator[None]:
+    """Errors."""
     try:
-        return await stub.LoadAdapter(asked, timeout=BOUND_S)
+        yield
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from None
+
+
+async def _load(stub: Any, digest: str, name: str = "tales", **fields: Any) -> Any:
+    asked = inference_pb2.LoadClusterAdapterRequest(name=name, folder=f"/x/{digest}", **fields)
+    with _as_clients_read():
+        return await stub.LoadAdapter(asked, timeout=BOUND_S)
 
 
 async def _unload(stub: Any, name: str = "tales", *, wait: bool = False) -> Any:
     asked = inference_pb2.UnloadClusterAdapterRequest(name=name, wait=wait)
-    try:
+    with _as_clients_read():
         return await stub.UnloadAdapter(asked, timeout=BOUND_S)
-    except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error) from None
 
 
-async def _served(stub: Any) -> str:
-    """Digest of the content that answers a request now."""
-    try:
-        asked = request(adapter="tales", sampling=SHORT)
-        messages = [message async for message in stub.Generate(asked, timeout=BOUND_S)]
-    except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error) from None
+async def _served(stub: Any) -> None:
+    """A request is answered now."""
+    asked = request(adapter="tales", sampling=SHORT)
+    with _as_clients_read():
+        messages = await rest_of(stub.Generate(asked, timeout=BOUND_S))
     assert messages[-1].finish_reason
-    return ""
 
 
 async def _content(bench: Bench, stub: Any = None) -> str:

@@ -13,7 +13,6 @@ from process.errors import InvalidArgument
 from tests.harness.gated_engine import HIDDEN_SIZE, prompt_of
 from tests.harness.prefill_decode_pair import WAIT_S, PrefillCall, pair, whole
 from tests.harness.router_bench import BOUND_S, TOKENIZER, request, rest_of, running
-from tests.harness.waiting import until
 
 pytestmark = pytest.mark.oracle
 
@@ -35,9 +34,7 @@ async def test_another_prefill_worker_gives_it_when_one_dies() -> None:
         for worker in bench.prefills:
             worker.gate.close()
         call = bench.stub.Generate(request(text="hello", embed=True), timeout=BOUND_S)
-        await until(lambda: any(worker.num_active for worker in bench.prefills))
-        victim = next(worker for worker in bench.prefills if worker.num_active)
-        other = next(worker for worker in bench.prefills if worker is not victim)
+        victim, other = await bench.busy_prefill()
         other.gate.open()
         await victim.stop()
         (message,) = await rest_of(call)

@@ -10,8 +10,9 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from process.errors import NoCapacity
 from process.serving import Strangers
 from process.tls import Identity
 from protos import common_pb2, inference_pb2
+from services.router.http_connections import HttpConnections
 from services.router.http_server import HttpServer
 from services.router.openai import bodies, completions, embeddings, event_stream
 from services.router.openai.answers import Envelope
@@ -182,15 +184,24 @@ async def test_embeddings_are_written_with_others_in_between() -> None:
     assert json.loads(await embeddings.answer({}, "m", [], []))["data"] == []
 
 
-def _server(certs: CertSet, **options: float) -> tuple[HttpServer, ssl.SSLContext]:
-    """For three connections; it answers GET /."""
+@asynccontextmanager
+async def _server(
+    certs: CertSet | None, body: bytes = b"", **options: Any
+) -> AsyncIterator[tuple[str, HttpConnections]]:
+    """It answers GET / with `body`, over TLS where it has certificates. Yields: its address."""
 
     async def answer(request: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(body=body)
 
     add = [lambda app: app.router.add_get("/", answer) and None]
-    server = HttpServer(add, max_body_bytes=1024, drain_s=0.2, max_connections=3, **options)
-    return server, Identity(one_sided_tls(certs)).http_context()
+    server = HttpServer(add, max_body_bytes=1024, drain_s=0.2, **options)
+    try:
+        context = Identity(one_sided_tls(certs)).http_context() if certs else None
+        await server.start("127.0.0.1:0", context)
+        assert server.connections is not None
+        yield server.address, server.connections
+    finally:
+        await server.stop()
 
 
 def test_connections_count_before_their_handshake(tmp_path: Path) -> None:
@@ -199,42 +210,32 @@ def test_connections_count_before_their_handshake(tmp_path: Path) -> None:
     trusting = ssl.create_default_context(cafile=str(certs.ca_file))
 
     async def run() -> None:
-        server, context = _server(certs, handshake_s=600.0)
-        await server.start("127.0.0.1:0", context)
-        try:
-            host, _, port = server.address.rpartition(":")
+        async with _server(certs, max_connections=3, handshake_s=600.0) as (address, connections):
+            host, _, port = address.rpartition(":")
             silent = [await asyncio.open_connection(host, int(port)) for _ in range(10)]
             for reader, _ in silent[3:]:
                 with contextlib.suppress(ConnectionResetError):
                     assert await reader.read() == b""
-            connections = server.connections
-            assert connections is not None
             assert (connections.num_open, connections.num_refused) == (3, 7)
             for _, writer in silent:
                 writer.close()
             await until(lambda: not connections.num_open)
             async with (
                 aiohttp.ClientSession() as session,
-                session.get(f"https://{server.address}/", ssl=trusting) as answer,
+                session.get(f"https://{address}/", ssl=trusting) as answer,
             ):
                 assert answer.status == 200 and connections.num_open == 1
-        finally:
-            await server.stop()
 
     uvloop.run(run())
 
 
 def test_a_handshake_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    certs = write(tmp_path / "tls")
+
     async def run() -> None:
-        server, context = _server(write(tmp_path / "tls"), handshake_s=0.1)
-        await server.start("127.0.0.1:0", context)
-        try:
-            host, _, port = server.address.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            assert await reader.read() == b""
-            writer.close()
-        finally:
-            await server.stop()
+        async with _server(certs, max_connections=3, handshake_s=0.1) as (address, _):
+            async with raw(address, b"") as reader:
+                assert await reader.read() == b""
 
     uvloop.run(run())
 
@@ -247,10 +248,8 @@ async def test_a_handshake_of_grpc_that_does_not_end_is_ended(tmp_path: Path) ->
         strangers=Strangers(handshake_s=0.1),
     )
     try:
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        assert await reader.read() == b""
-        writer.close()
+        async with raw(address, b"") as reader:
+            assert await reader.read() == b""
     finally:
         await server.stop(0)
 
@@ -258,38 +257,20 @@ async def test_a_handshake_of_grpc_that_does_not_end_is_ended(tmp_path: Path) ->
 def test_all_of_it_on_the_loop_that_routers_run_on() -> None:
     """uvloop's transports say and do some things otherwise."""
 
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=b"x" * MIB)
+    async def run() -> None:
+        async with _server(None, b"x" * MIB, max_connections=1, stall_s=0.2) as (address, here):
+            async with raw(address, b"") as first:
+                await until(lambda: here.num_open)
+                async with raw(address, b"") as reader:
+                    assert (await reader.read()).startswith(b"HTTP/1.1 503")
+                assert not first.at_eof()
+            await until(lambda: not here.num_open)
+            host, _, port = address.rpartition(":")
+            with socket.socket() as peer:
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                peer.connect((host, int(port)))
+                peer.sendall(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n" * 20)
+                await until(lambda: here.num_stalled == 1)
+                await until(lambda: not here.num_open)
 
-    async def both(server: HttpServer) -> None:
-        await server.start("127.0.0.1:0")
-        connections = server.connections
-        assert connections is not None
-        async with raw(server.address, b"") as first:
-            await until(connections._open_now)
-            async with raw(server.address, b"") as reader:
-                assert (await reader.read()).startswith(b"HTTP/1.1 503")
-            assert not first.at_eof()
-        await until(lambda: not connections._open_now())
-        host, _, port = server.address.rpartition(":")
-        with socket.socket() as peer:
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            peer.connect((host, int(port)))
-            peer.sendall(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n" * 20)
-            await until(lambda: connections.num_stalled == 1)
-            await until(lambda: not connections._open_now())
-
-    async def stopped() -> None:
-        server = HttpServer(
-            [lambda app: app.router.add_get("/", answer) and None],
-            max_body_bytes=MIB,
-            drain_s=0.2,
-            max_connections=1,
-            stall_s=0.2,
-        )
-        try:
-            await both(server)
-        finally:
-            await server.stop()
-
-    uvloop.run(stopped())
+    uvloop.run(run())

@@ -37,9 +37,7 @@ async def test_a_prefill_worker_that_dies_is_replaced() -> None:
         for worker in bench.prefills:
             worker.gate.close()
         call = bench.stub.Generate(request(sampling=SHORT), timeout=BOUND_S)
-        await until(lambda: any(worker.num_active for worker in bench.prefills))
-        victim = next(worker for worker in bench.prefills if worker.num_active)
-        other = next(worker for worker in bench.prefills if worker is not victim)
+        victim, other = await bench.busy_prefill()
         other.gate.open()
         await victim.stop()
         assert sum(len(m.token_ids) for m in await rest_of(call)) == 4
@@ -121,9 +119,7 @@ async def test_two_prefill_workers_that_die_one_before_and_one_after_the_token()
             worker.account_gate.close()
         options = {"max_tokens": 4, "seed": 5}
         call = bench.stub.Generate(request(token_ids={"ids": [5, 6, 7]}, sampling=options))
-        await until(lambda: any(worker.num_active for worker in bench.prefills))
-        victim = next(worker for worker in bench.prefills if worker.num_active)
-        other = next(worker for worker in bench.prefills if worker is not victim)
+        victim, other = await bench.busy_prefill()
         other.gate.open()
         await victim.stop()
         first = await asyncio.wait_for(call.read(), BOUND_S)

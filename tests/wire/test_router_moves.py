@@ -549,9 +549,7 @@ async def test_both_workers_go_while_the_prompt_is_computed(goes: Goes) -> None:
         for prefill in bench.prefills:
             prefill.gate.close()
         generating = asyncio.create_task(bench.generate(_asked()))
-        await until(lambda: any(prefill.requests for prefill in bench.prefills))
-        (first,) = (prefill for prefill in bench.prefills if prefill.requests)
-        (other,) = (prefill for prefill in bench.prefills if prefill is not first)
+        first, other = await bench.busy_prefill()
         (decode,) = (worker for worker in bench.decodes if worker.num_reserved)
         await goes(decode)
         await until(lambda: not bench.probe.num_open_legs)

@@ -213,9 +213,7 @@ async def test_a_prefill_worker_that_hangs_without_heartbeat_loses_its_calls() -
             worker.gate.close()
         call = bench.stub.Generate(_ask(), timeout=BOUND_S)
         reading = asyncio.create_task(call.read())
-        await until(lambda: any(worker.num_active for worker in bench.prefills))
-        (hung,) = (worker for worker in bench.prefills if worker.num_active)
-        (other,) = (worker for worker in bench.prefills if worker is not hung)
+        hung, other = await bench.busy_prefill()
         other.gate.open()
         await bench.silence(hung)
         assert (await asyncio.wait_for(reading, BOUND_S)).token_ids

@@ -30,7 +30,6 @@ from tests.harness.router_bench import (
     running,
     take_heartbeats_of_any_age,
 )
-from tests.harness.waiting import until
 
 pytestmark = pytest.mark.oracle
 
@@ -393,9 +392,7 @@ async def test_a_retry_asks_where_the_prefix_lies_by_now() -> None:
             lives[worker.worker_id] = (node, await bench.add_store(node))
             worker.gate.close()
         call = bench.stub.Generate(_ask(), timeout=BOUND_S)
-        await until(lambda: any(worker.num_active for worker in bench.prefills))
-        victim = next(worker for worker in bench.prefills if worker.num_active)
-        other = next(worker for worker in bench.prefills if worker is not victim)
+        victim, other = await bench.busy_prefill()
         node, life = lives[victim.worker_id]
         await bench.hold(node, life, bench.chain(PROMPT)[:2])
         victim.error = Unavailable("failed")
