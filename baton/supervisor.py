@@ -322,6 +322,8 @@ class Supervisor:
         if self._stopping:
             part.state = State.STOPPED
             return
+        if not self._keep_up:
+            part.child.close()  # its last words are the error, and may not have been read yet
         said = complaint(part.child)
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         self._show(part, "died", f"{how}; {said}" if said else how)
