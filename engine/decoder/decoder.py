@@ -181,7 +181,7 @@ class Decoder:
         draw_indices: torch.Tensor,
         step: Attend,
     ) -> torch.Tensor:
-        """Any step over a cache that is not addressed by BlockRows alone: a quantized one.
+        """Any step whose attention is not the kernels': on a CPU, and over a quantized cache.
 
         Args:
             token_ids, positions: [T] int32.

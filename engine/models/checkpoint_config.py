@@ -43,7 +43,7 @@ own decoder with the kernels (of a CPU: their reference)."""
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """See the module."""
+    """What a start needs of config.json and generation_config.json."""
 
     model_type: str
     vocab_size: int
