@@ -93,7 +93,22 @@ def connect(
         health_check_interval=0,
         **options,
     )
+    if url.startswith("rediss://"):
+        client.connection_pool.connection_class = _TlsConnection
     return cast(redis.asyncio.Redis, client)
+
+
+class _TlsConnection(redis.asyncio.SSLConnection):
+    """Closes the socket at once where redis-py gives a connection up without waiting.
+
+    redis-py sends close_notify there and forgets the socket: it stays open for 30 s when the peer
+    does not answer, and a command that ends before the answer never closes it.
+    """
+
+    async def disconnect(self, nowait: bool = False, *told: Any, **named: Any) -> None:
+        if nowait and self._writer is not None:
+            self._writer.transport.abort()
+        await super().disconnect(nowait, *told, **named)
 
 
 class _FromFile(CredentialProvider):

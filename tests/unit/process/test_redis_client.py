@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,30 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
         RedisAccess(user="x")
     with pytest.raises(SettingsError, match="No such file"):
         redis_client.connect("redis://h/0", 1.0, RedisAccess(password_file=str(tmp_path / "no")))
+
+
+async def test_a_tls_connection_that_is_refused_is_closed_at_once(tmp_path: Path) -> None:
+    """The peer never answers close_notify, for which asyncio waits 30 s."""
+    made = certs.write(tmp_path / "certs")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.cert_file(Role.ROUTER), made.key_file(Role.ROUTER))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def refuse() -> None:
+            accepted, _ = listener.accept()
+            accepted.settimeout(WAIT_S)
+            tls = context.wrap_socket(accepted, server_side=True)
+            tls.recv(1024)
+            tls.sendall(b"-NOAUTH Authentication required.\r\n")
+            with socket.socket(fileno=tls.detach()) as under:
+                under.settimeout(WAIT_S)
+                while under.recv(1024):
+                    pass
+
+        url = f"rediss://localhost:{listener.getsockname()[1]}/0"
+        client = redis_client.connect(url, WAIT_S, RedisAccess(str(made.ca_file)))
+        until_closed = asyncio.create_task(asyncio.to_thread(refuse))
+        with pytest.raises(RedisError, match="NOAUTH|Authentication"):
+            await client.ping()
+        await until_closed
+        await client.aclose()
