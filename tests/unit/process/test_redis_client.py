@@ -101,7 +101,7 @@ async def test_a_tls_connection_that_is_refused_is_closed_at_once(tmp_path: Path
         url = f"rediss://localhost:{listener.getsockname()[1]}/0"
         client = redis_client.connect(url, WAIT_S, RedisAccess(str(made.ca_file)))
         until_closed = asyncio.create_task(asyncio.to_thread(refuse))
-        with pytest.raises(RedisError, match="NOAUTH|Authentication"):
+        with pytest.raises(RedisError, match="Authentication required"):
             await client.ping()
         await until_closed
         await client.aclose()
