@@ -11,23 +11,24 @@ from engine.step_output import RequestEvent
 from services.decode.ask import DecodeAsk
 from services.decode.intake import Handover, Intake
 from services.worker.provenance import Leg
-from services.worker.write_back import AnswerChain, WriteBack
+from services.worker.write_behind import WriteBehind, WriteChain
 
 
 class AnswerChains:
     """See the module. Life: `follow` once -> `add` and `end` -> `end_all`."""
 
-    def __init__(self, write_back: WriteBack, ask: DecodeAsk, leg: Leg) -> None:
-        self._write_back = write_back
+    def __init__(self, write_behind: WriteBehind, ask: DecodeAsk, leg: Leg, *, is_on: bool) -> None:
+        self._write_behind = write_behind
+        self._is_on = is_on and write_behind.has_store
         self._ask = ask
         self._leg = leg
-        self._chains: dict[int, AnswerChain] = {}
+        self._chains: dict[int, WriteChain] = {}
 
     def follow(self, intake: Intake, handover: Handover, samples: Iterable[int]) -> None:
         """From here on what these samples fill goes back to the store, and before it what the
         prompt has in another node's store only."""
         ask = self._ask
-        if ask.beam is not None or not self._write_back.is_on:
+        if ask.beam is not None or not self._is_on:
             return
         hashes = intake.hashes(intake.look_at(handover))
         num_at_home = intake.num_at_home(handover)
@@ -35,23 +36,28 @@ class AnswerChains:
         for index in samples:
             # What the prompt's blocks lack is filled by the first sample, before the others part.
             known = hashes[: intake.num_blocks] if index == 0 else hashes[:num_prompt_blocks]
-            self._chains[index] = self._write_back.begin(
-                ask.tenant, known, num_prompt_blocks, self._leg, min(num_at_home, len(known))
+            self._chains[index] = self._write_behind.begin(
+                ask.tenant,
+                known,
+                self._leg,
+                num_stored=min(num_at_home, len(known)),
+                num_reached=len(known),
+                num_prompt_blocks=num_prompt_blocks,
             )
 
     def add(self, event: RequestEvent) -> None:
         """What a step filled."""
         chain = self._chains.get(event.sample_index)
         if chain is not None and event.filled:
-            self._write_back.add(chain, event.filled)
+            self._write_behind.add(chain, event.filled)
 
     def end(self, sample_index: int) -> None:
         """It fills nothing more. Idempotent."""
         chain = self._chains.get(sample_index)
         if chain is not None:
-            self._write_back.end(chain)
+            self._write_behind.end(chain)
 
     def end_all(self) -> None:
         """Idempotent."""
         for chain in self._chains.values():
-            self._write_back.end(chain)
+            self._write_behind.end(chain)

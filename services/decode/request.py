@@ -60,7 +60,6 @@ from services.worker.core import WorkerCore
 from services.worker.engine_port import WorkerEngine
 from services.worker.provenance import Leg, StageClock
 from services.worker.sampling import named_on_wire
-from services.worker.write_back import WriteBack
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,6 @@ class DecodeRequest:
     def __init__(
         self,
         core: WorkerCore,
-        write_back: WriteBack,
         sink: EventSink,
         key: int,
         ask: DecodeAsk,
@@ -93,7 +91,6 @@ class DecodeRequest:
         self.sink = sink
         self.is_decoding = False
         self._core = core
-        self._write_back = write_back
         self._num_waiting = num_waiting
         self._on_fewer_places = on_fewer_places
         self._on_over = on_over
@@ -108,7 +105,7 @@ class DecodeRequest:
         """Of the prompt, as far as it is computed here."""
         self.arrival = Arrival()
         """Of its KV."""
-        self._chains = AnswerChains(write_back, ask, self._leg)
+        self._chains = AnswerChains(core.write_behind, ask, self._leg, is_on=core.limits.write_back)
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._samples = Samples(ask.num_samples)
         self._departure = Departure(core.identity.worker_id)
@@ -260,7 +257,10 @@ class DecodeRequest:
         on_rest = self.arrival.news.set
         intake = Intake(self._core, ask, self.engine_id, reservation, self._leg, on_rest=on_rest)
         handover = await self.arrival.wait(
-            intake, self._deadline, move=self._move, standing_back=self._write_back.standing_back
+            intake,
+            self._deadline,
+            move=self._move,
+            standing_back=self._core.write_behind.standing_back,
         )
         outputs = self._samples.begin(handover) if ask.beam is None else ((),)
         self._on_fewer_places()  # some may be over already
@@ -288,7 +288,7 @@ class DecodeRequest:
 
     async def _fetch(self, intake: Intake, handover: Handover) -> int:
         """Returns: tokens whose KV is there."""
-        with self._write_back.standing_back():
+        with self._core.write_behind.standing_back():
             num_loaded = await intake.load(handover, self._deadline)
         self._clock.enter("decode_queue")  # until the first token: the wait and its first step
         self.chunks.start(num_loaded)

@@ -22,7 +22,6 @@ from services.decode.request import DecodeRequest
 from services.decode.sink import EventSink, Load
 from services.decode.states import DecodeState
 from services.worker.core import WorkerCore
-from services.worker.write_back import WriteBack
 
 
 class DecodeWorker:
@@ -30,14 +29,6 @@ class DecodeWorker:
 
     def __init__(self, core: WorkerCore) -> None:
         self.core = core
-        self.write_back = WriteBack(
-            core.connector,
-            core.thread,
-            core.limits,
-            core.counts,
-            block_size=core.model.block_size,
-            on_room=lambda: core.on_room(),
-        )
         self._num_places = core.settings.engine.max_num_running
         core.num_free_places = lambda: self.num_free_places
         self._requests: dict[str, DecodeRequest] = {}
@@ -75,7 +66,6 @@ class DecodeWorker:
         """Start a request's life; the sink hears of everything from here on."""
         request = DecodeRequest(
             self.core,
-            self.write_back,
             sink,
             key,
             ask,

@@ -107,18 +107,10 @@ class Handover:
         if handle is None or not lent.hand_over(ttl_s):
             return None
         job.handed_over = frozenset(handle.lease_ids)
-        leg, num_blocks = job.leg, len(lent.refs)
-        leg.handover = HandoverPath.DIRECT
-        problem: str | None = STORE_UNAVAILABLE
-        if job.writer is not None:
-            problem = job.writer.problem
-            num_blocks -= job.writer.num_stored
-            leg.bytes_written[job.writer.client.transport_name] = job.writer.num_bytes
-        if problem is None:
-            leg.num_blocks_behind = num_blocks
-        elif num_blocks:
-            leg.not_stored[problem] += num_blocks
-        return PrefillAnswer(handle, leg, job.clock.seconds, (lent,))
+        job.leg.handover = HandoverPath.DIRECT
+        if job.behind is None:
+            job.leg.not_stored[STORE_UNAVAILABLE] += len(lent.refs)
+        return PrefillAnswer(handle, job.leg, job.clock.seconds, (lent,))
 
     def from_store(self, job: PrefillJob, writer: BlockWriter, written: Written) -> PrefillAnswer:
         """The answer, with a handle on what lies in stores, which takes the leases along."""

@@ -19,11 +19,12 @@ from process.errors import Internal
 from process.spans import Span
 from services.prefill.early_handles import EarlyHandles
 from services.prefill.lent_prompt import LentPrompt
-from services.prefill.pins import Pins
+from services.prefill.pins import Pin, Pins
 from services.worker.block_writer import BlockWriter
 from services.worker.chain import Chain
 from services.worker.provenance import HandoverPath, Leg, StageClock
 from services.worker.request_spans import TracedChunks
+from services.worker.write_behind import WriteChain
 
 
 class PrefillState(enum.Enum):
@@ -133,7 +134,14 @@ class PrefillJob:
     """Full blocks of the step that drew the first tokens: lent at once, stored behind that."""
     clock: StageClock = field(default_factory=StageClock)
     state: PrefillState = PrefillState.QUEUED
+    chain_hashes: Sequence[bytes] = ()
+    """Of the context's full blocks."""
+    place: Pin | None = None
+    """Where its new blocks go; None: no store takes them."""
     writer: BlockWriter | None = None
+    """Where the handle names what lies in the store."""
+    behind: WriteChain | None = None
+    """Where no handle waits for the store."""
     lent: LentPrompt | None = None
     """Where the way to decode is the direct one."""
     span: Span = field(default_factory=spans.current)

@@ -90,6 +90,11 @@ class LentPrompt:
         return len(self._filled) if self.problem is None else 0
 
     @property
+    def filled(self) -> Sequence[FilledBlock]:
+        """Leading full blocks that were added, lent or not."""
+        return self._filled
+
+    @property
     def refs(self) -> PackedBlocks:
         """Full blocks from the first on, as they are lent."""
         return self._refs

@@ -188,13 +188,14 @@ class PrefixFetch:
     async def _load_batch(self, pin: Pin, first: int, end: int, deadline: Deadline) -> Loaded:
         wanted = pin.refs[first:end]
         block_ids = self._ask.reservation.block_ids[first:end]
-        loaded = await self._core.connector.load(
-            pin.client,
-            self._ask.engine_id,
-            pin.lease_id,
-            list(zip(wanted, block_ids, strict=True)),
-            deadline,
-        )
+        with self._core.write_behind.standing_back():
+            loaded = await self._core.connector.load(
+                pin.client,
+                self._ask.engine_id,
+                pin.lease_id,
+                list(zip(wanted, block_ids, strict=True)),
+                deadline,
+            )
         self.num_blocks += loaded.num_usable
         client = pin.client
         self._leg.count_read(client.node_id, client.transport_name, loaded.num_bytes)

@@ -8,14 +8,14 @@ Life of a request (a cancel or the deadline may end it in any state):
    into is quarantined first, what was pinned is released
 3. COMPUTING  the engine computes the rest in chunks, full blocks go to the store behind it, and
    partial handles say so -> cancel: abort, leases released
-4. STORING    its first tokens are shown, waits for the last puts -> cancel: as above; the tail is
-   deleted with the lease
+4. STORING    its first tokens are shown, waits for the last puts that the handle names -> cancel:
+   as above; the tail is deleted with the lease
 5. DONE       answered; the leases belong to the handle    | CANCELLED | FAILED
 
 Asked for the direct way, it lends its own blocks instead (services/prefill/lent_prompt.py): partial
-handles and the last one name this worker, STORING does not wait for the puts, and these go on
-behind the answer (services/prefill/puts_behind.py). Where that cannot be, it goes through the
-store, and the account says so.
+handles and the last one name this worker. Where that cannot be, it goes through the store, and the
+account says so. Where no handle names the store (the direct way, or no handle is wanted), the
+answer does not wait for it: services/worker/write_behind.py stores the prompt.
 
 The store's absence only makes the handle shorter. Belongs to the loop's thread; speaks values, not
 stubs. Where the prefix comes from: services/prefill/prefix_fetch.py; which way a handle goes:
@@ -40,7 +40,6 @@ from services.prefill.handover import Handover, PrefillAnswer
 from services.prefill.job import BEFORE_FIRST, Firsts, PrefillAsk, PrefillJob, PrefillState
 from services.prefill.pins import Pin, Pins
 from services.prefill.prefix_fetch import FetchAsk, PrefixFetch
-from services.prefill.puts_behind import PutsBehind
 from services.worker import handle as handles
 from services.worker import request_spans
 from services.worker.admission import Admission
@@ -49,6 +48,7 @@ from services.worker.core import WorkerCore
 from services.worker.engine_port import WorkerEngine
 from services.worker.provenance import Leg
 from services.worker.sampling import named_on_wire
+from services.worker.write_behind import WriteChain
 
 
 class Audience(Protocol):
@@ -72,8 +72,6 @@ class PrefillWorker:
         self._jobs: dict[str, PrefillJob] = {}
         self._admission = Admission(core.thread, max_waiting=core.limits.max_waiting_requests)
         self._handover = Handover(core)
-        self.behind = PutsBehind(core.limits.put_budget_s, core.limits.put_yield_s)
-        """Of requests that are over."""
         core.on_room = self._admission.room_may_have_come
         core.num_queued_tokens = self._num_queued_tokens
 
@@ -82,10 +80,10 @@ class PrefillWorker:
         self._core.thread.start(self._on_step, self._on_failure)
 
     async def stop(self) -> None:
-        """Refuse those who still wait for room, and see the puts behind to their end, which is
-        bounded."""
+        """Refuse the requests that still wait for room; write behind what is left, for a bounded
+        time."""
         await self._admission.stop()
-        await self.behind.stop()
+        await self._core.write_behind.stop()
 
     @property
     def states(self) -> dict[str, PrefillState]:
@@ -215,22 +213,25 @@ class PrefillWorker:
 
         Returns: tokens whose KV is there now.
         """
-        chain_hashes = self._hashes(job, reservation)
+        job.chain_hashes = self._hashes(job, reservation)
         ask = FetchAsk(
             engine_id=job.engine_id,
             reservation=reservation,
-            chain_hashes=chain_hashes,
+            chain_hashes=job.chain_hashes,
             num_wanted_tokens=job.ask.num_fetchable_tokens,
             prefix_runs=job.ask.prefix_runs,
             ttl_s=self._handover.ttl_s(job.deadline),
             deadline=job.deadline,
         )
         fetch = PrefixFetch(self._core, ask, job.leg, job.pins)
-        place = await fetch.run()
-        job.lent = self._handover.open_lent(job, chain_hashes)
+        job.place = place = await fetch.run()
+        job.lent = self._handover.open_lent(job, job.chain_hashes)
         if job.lent is not None:
             job.lent.add(fetch.here())
-        if place is not None:
+        if place is not None and (job.lent is not None or not job.ask.wants_handle):
+            place.release()
+            job.behind = self._begin_behind(job, place, fetch.num_blocks, len(place.refs))
+        elif place is not None:
             job.writer = self._open_writer(job, place)
             job.writer.add(fetch.missing_at(place))
         self._on_more(job)
@@ -260,7 +261,7 @@ class PrefillWorker:
     async def _store(
         self, job: PrefillJob, firsts: Firsts, reservation: Reservation
     ) -> PrefillAnswer:
-        """Lend the prompt, or wait for the puts; the tail goes last.
+        """Lend the prompt, or wait for the puts that the handle names; the tail goes last.
 
         Returns: with the handle, if one is wanted and there is something to hand.
         """
@@ -277,11 +278,19 @@ class PrefillWorker:
             job.lent.add(job.last_filled)
             answer = await self._handover.direct(job, job.lent, tail)
             if answer is not None:
+                self._account_behind(job)
                 return answer
+            self._go_through_store(job)
+        if not wants_handle:
+            if job.writer is not None:  # the first token has ended the answer
+                place = Pin(job.writer.client, "", (), job.writer.release_later)
+                stored = job.writer.num_stored
+                job.behind = self._begin_behind(job, place, num_full_blocks, stored)
+            self._account_behind(job)
+            return PrefillAnswer(None, job.leg, job.clock.seconds, ())
         if job.writer is None:
-            if wants_handle:
-                num_blocks = num_full_blocks + (num_rest > 0)
-                job.leg.not_stored[STORE_UNAVAILABLE] += num_blocks
+            num_blocks = num_full_blocks + (num_rest > 0)
+            job.leg.not_stored[STORE_UNAVAILABLE] += num_blocks
             return PrefillAnswer(None, job.leg, job.clock.seconds, ())
         job.writer.add(job.last_filled)
         written, _ = await asyncio.gather(job.writer.finish(tail), job.pins.renew())
@@ -290,9 +299,19 @@ class PrefillWorker:
             num_stored = len(written.refs) + (written.tail is not None)
             num_wanted = num_full_blocks + (tail is not None)
             job.leg.not_stored[written.problem] += num_wanted - num_stored
-        if not wants_handle:
-            return PrefillAnswer(None, job.leg, job.clock.seconds, ())
         return self._handover.from_store(job, job.writer, written)
+
+    def _account_behind(self, job: PrefillJob) -> None:
+        """What of the prompt is in the store when its answer goes out."""
+        chain, place = job.behind, job.place
+        if chain is None or place is None:
+            return
+        if chain.problem:  # counts the last blocks, too
+            self._core.write_behind.add(chain, job.last_filled)
+            job.last_filled = ()
+        else:
+            job.leg.num_blocks_behind = len(job.chain_hashes) - chain.num_stored
+        job.leg.bytes_written[place.client.transport_name] = chain.num_bytes
 
     # ---- ends
 
@@ -318,9 +337,9 @@ class PrefillWorker:
             else:
                 ends.callback(self._core.drop, job.engine_id)
             ends.callback(job.pins.hand_over, handed_over)
-            if lent is not None and writer is not None and is_lent:
-                ends.callback(self.behind.follow, writer, lent, job.last_filled)
-            elif writer is not None and writer.lease_id not in handed_over:
+            if job.behind is not None:
+                ends.callback(self._end_behind, job, job.behind)
+            if writer is not None and writer.lease_id not in handed_over:
                 ends.callback(writer.cancel)
             if lent is not None:
                 ends.callback(lent.close, is_handed_over=is_lent)
@@ -388,11 +407,56 @@ class PrefillWorker:
         job.early.stored(max(num_blocks, default=0))
 
     def _write(self, job: PrefillJob, blocks: Sequence[FilledBlock]) -> None:
-        if job.lent is not None and blocks:
-            job.lent.add(blocks)
-            self._on_more(job)
-        if job.writer is not None and blocks:
+        if not blocks:
+            return
+        if job.writer is not None:
             job.writer.add(blocks)
+        if job.behind is not None:
+            self._core.write_behind.add(job.behind, blocks)
+        if job.lent is not None:
+            job.lent.add(blocks)
+            if job.lent.problem is not None:
+                self._go_through_store(job)
+            self._on_more(job)
+
+    def _begin_behind(
+        self, job: PrefillJob, place: Pin, num_filled: int, num_stored: int
+    ) -> WriteChain:
+        """The prompt's chain into the store of `place`, which has its leading `num_stored`
+        blocks. num_filled: leading blocks that are computed or loaded."""
+        is_home = place.client is self._core.connector.client
+        return self._core.write_behind.begin(
+            job.ask.tenant,
+            job.chain_hashes[:num_filled],
+            job.leg,
+            num_stored=num_stored,
+            client=None if is_home else place.client,
+            release_later=None if is_home else place.release_later,
+        )
+
+    def _end_behind(self, job: PrefillJob, chain: WriteChain) -> None:
+        """The request is over."""
+        behind, lent = self._core.write_behind, job.lent
+        if job.state is not PrefillState.DONE or chain.problem:
+            behind.drop(chain)
+        elif lent is None or lent.lease_id not in job.handed_over:
+            behind.add(chain, job.last_filled)
+            behind.end(chain)
+        else:
+            loans, lease_id = lent.lender.loans, lent.lease_id
+            behind.end_after_reader(
+                chain, job.last_filled, lambda then: loans.when_over(lease_id, then)
+            )
+
+    def _go_through_store(self, job: PrefillJob) -> None:
+        """Its blocks cannot be lent: the handle will name what lies in the store."""
+        place, chain, lent = job.place, job.behind, job.lent
+        if place is None or chain is None or lent is None or job.writer is not None:
+            return
+        self._core.write_behind.drop(chain)
+        job.behind = None
+        job.writer = self._open_writer(job, Pin(place.client, "", (), place.release_later))
+        job.writer.add(lent.filled)
 
 
 def _start(engine: WorkerEngine, job: PrefillJob, num_loaded_tokens: int) -> None:

@@ -54,6 +54,7 @@ from services.worker.step_log import StepLog
 from services.worker.store_target import target_of
 from services.worker.stores import RemoteStores
 from services.worker.transfer_metrics import TransferMetrics
+from services.worker.write_behind import WriteBehind
 
 INTEGRITY_BUDGET_S = 5.0
 
@@ -168,6 +169,14 @@ class WorkerCore:
             known=None if before is None else before.adapters.known,
         )
         self.counts = WorkerCounts()
+        self.write_behind = WriteBehind(
+            self.connector,
+            self.thread,
+            self.limits,
+            self.counts,
+            block_size=self.model.block_size,
+            on_room=lambda: self.on_room(),
+        )
         self.laws: LawCheck = (
             LawCheck(self._check_laws)
             if before is None

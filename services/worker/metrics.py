@@ -108,7 +108,7 @@ def _of_worker(core: WorkerCore, labels: Labels) -> Iterator[Metric]:
         ),
         (
             "baton_kv_not_written_back_blocks",
-            "Full blocks of answers that decode could not store, by reason.",
+            "Blocks that no handle names and that could not be stored, by reason.",
             counts.not_written_back,
         ),
         (
@@ -139,7 +139,7 @@ def _of_worker(core: WorkerCore, labels: Labels) -> Iterator[Metric]:
         ),
         (
             "baton_kv_written_back_blocks",
-            "Full blocks of answers that decode stored.",
+            "Blocks that no handle names (decode's answers, some prompts) and that were stored.",
             counts.num_blocks_written_back,
         ),
     )

@@ -63,13 +63,14 @@ class Leg:
     not_stored: Counter[str] = field(default_factory=Counter)
     """Blocks of a handover that did not get into the store, by reason."""
     num_blocks_written_back: int = 0
-    """Full blocks of the answer that decode had stored when the request ended."""
+    """Full blocks that no handle names and that were stored when the request ended."""
     handover: HandoverPath = HandoverPath.UNSPECIFIED
     """Prefill: which way its handle went."""
     num_tokens_direct: int = 0
     """Decode, of those from stores: read out of a prefill worker's own cache, which lent them."""
     num_blocks_behind: int = 0
-    """Prefill, direct path: blocks that were not in the store yet when the handle went out."""
+    """Prefill: full blocks that were not in the store yet when the answer went out, where no handle
+    names the store."""
 
     @property
     def num_bytes_read(self) -> int:
@@ -180,7 +181,7 @@ class WorkerCounts:
     num_blocks_written_back: int = 0
     """Also those that were stored after their request's end."""
     not_written_back: Counter[str] = field(default_factory=Counter)
-    """Blocks that decode filled and could not store, by reason."""
+    """Blocks that no handle names and that could not be stored, by reason."""
     early_pulls_failed: Counter[str] = field(default_factory=Counter)
     """Partial handles that could not be used, pulls while prefill still ran that did not bring all
     they were for, and questions that a lender did not answer, by reason; the final handle tried

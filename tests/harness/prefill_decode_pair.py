@@ -243,11 +243,12 @@ class Pair:
     async def run_prefill(
         self, prompt: Sequence[int], *, timeout_s: float = LEASE_TTL_S, **options: Any
     ) -> prefill_pb2.PrefillReply:
-        return await whole(
-            PrefillCall(
-                self.prefill_stub, self.prefill_request(prompt, **options), timeout_s=timeout_s
-            )
-        )
+        """One prompt. Without a handle its answer does not wait for the store: we do."""
+        request = self.prefill_request(prompt, **options)
+        reply = await whole(PrefillCall(self.prefill_stub, request, timeout_s=timeout_s))
+        if not request.wants_handle:
+            await until(lambda: self.at_prefill.num_chains_behind == 0)
+        return reply
 
     def reserve(
         self,
@@ -430,7 +431,7 @@ class Pair:
             stub: Any = self.prefill_stub if worker is self.prefill else self.decode_stub
             await until(partial(self._is_idle, stub))
         assert not self.at_prefill.states() and not self.at_decode.states()
-        await until(lambda: self.at_prefill.num_writers_behind == 0)
+        await until(lambda: self.at_prefill.num_chains_behind == 0)
         await until(lambda: self.at_prefill.num_lent_blocks == self.at_prefill.num_loans == 0)
         if self.store is not None:
             await self.check_store(leases)
@@ -784,6 +785,7 @@ def patient(**changes: Any) -> WorkerLimits:
         "lease_ttl_s": LEASE_TTL_S,
         "attach_budget_s": 5.0,
         "link_budget_s": WAIT_S,
+        "put_budget_s": WAIT_S,
         "drain_s": 0.2,
         "stop_grace_s": 0.05,
     }

@@ -173,9 +173,12 @@ class Nodes:
         partials: list[common_pb2.KvHandle] | None = None,
         **options: Any,
     ) -> prefill_pb2.PrefillReply:
-        """One prompt, whose first token must be the right one; its account must add up."""
-        call = PrefillCall(node.stub, self.request(prompt, hints, **options), timeout_s=LEASE_TTL_S)
-        reply = await whole(call, partials)
+        """One prompt, whose first token must be the right one; its account must add up. Without a
+        handle its answer does not wait for the store: we do."""
+        request = self.request(prompt, hints, **options)
+        reply = await whole(PrefillCall(node.stub, request, timeout_s=LEASE_TTL_S), partials)
+        if not request.wants_handle:
+            await until(lambda: node.num_chains_behind == 0)
         assert list(reply.token_ids) == self.model.generate(prompt, 1)
         leg = reply.leg
         num_from_store = sum(count.num_tokens for count in leg.from_store)

@@ -276,15 +276,14 @@ class WorkerProbe:
         return int(stats.num_waiting + stats.num_running)
 
     @property
-    def num_writers_behind(self) -> int:
-        """Of a prefill worker: requests that are over and whose puts are not."""
-        return int(self._role.worker.behind.num_writers)
+    def num_chains_behind(self) -> int:
+        """Chains of blocks that wait to be stored behind their requests."""
+        return int(self._core.write_behind.num_chains)
 
     @property
     def not_stored_behind(self) -> dict[str, int]:
-        """Of a prefill worker: blocks that did not get into the store after the handle, by
-        reason."""
-        return dict(self._role.worker.behind.not_stored)
+        """Blocks that no handle named and that did not get into the store, by reason."""
+        return dict(self._core.counts.not_written_back)
 
     @property
     def num_lent_blocks(self) -> int:
@@ -308,6 +307,11 @@ class WorkerProbe:
         """What was measured of its ways, once that is over."""
         await self._core.links.settle()
         return list(self.status().links)
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Blocks that a put or a copy still reads, or may still write into."""
+        return int(self._core.thread.stats.num_quarantined_blocks)
 
     async def quarantined(self, num_blocks: int) -> None:
         """Until so many blocks are out of use."""

@@ -139,7 +139,7 @@ async def test_over_a_mapping_what_was_promised_to_stay_is_not_asked_about(
         assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
         assert not a.p.decode.core.counts.early_pulls_failed
         ((hold_id, timer),) = lender.reader_holds._ends.items()
-        await until(lambda: a.p.prefill_role.worker.behind.num_writers == 0)
+        await until(lambda: a.p.at_prefill.num_chains_behind == 0)
         await until(lambda: a.lender.loans.num_leases == 0)
         assert a.lender.num_lent_blocks == NUM_BLOCKS - CHUNK // BLOCK_SIZE
         timer.cancel()

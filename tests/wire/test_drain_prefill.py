@@ -73,6 +73,19 @@ async def test_lent_blocks_are_waited_for_as_long_as_there_is_time(
         assert beats.told == ["draining", f"gone, 0 live, {num_lent} lent"]
 
 
+async def test_a_prompt_without_a_handle_is_stored_before_it_ends(tmp_path: Path) -> None:
+    async with pair(tmp_path, limits=patient(drain_s=60.0)) as p:
+        gate = p.at_prefill.home.hold("put")
+        asked = p.prefill_request(PROMPT, max_tokens=1, wants_handle=False)
+        await whole(PrefillCall(p.prefill_stub, asked, timeout_s=WAIT_S))
+        stopping = asyncio.create_task(p.prefill.stop())
+        await until(lambda: p.at_prefill.is_draining)
+        gate.open()
+        await stopping
+        assert not p.at_prefill.not_stored_behind
+        assert p.num_stored(PROMPT) == 7
+
+
 async def test_blocks_behind_the_answer_are_stored_before_it_ends(tmp_path: Path) -> None:
     async with pair(tmp_path, limits=patient(drain_s=60.0)) as p:
         gate = p.at_prefill.home.hold("put")

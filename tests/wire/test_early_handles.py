@@ -117,13 +117,11 @@ async def test_a_request_that_wants_no_handle_is_told_of_none(n: Nodes, node: No
     prompt = n.new_prompt(NUM_TOKENS)
     request = n.request(prompt, wants_handle=False)
     call = PrefillCall(node.stub, request, timeout_s=LEASE_TTL_S)
-    for num_steps in range(1, 7):
-        node.model.allow()
-        num_stored = min(4 * num_steps, NUM_FULL)
-        await until(lambda: node.holds(node.hashes(prompt)) == num_stored)  # noqa: B023
+    node.model.release()
     messages = [message async for message in call]
     assert list(messages[0].token_ids) == n.model.generate(prompt, 1)
     assert not [message for message in messages if message.HasField("handle")]
+    await until(lambda: node.holds(node.hashes(prompt)) == NUM_FULL)
     await n.check()
 
 

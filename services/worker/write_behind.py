@@ -1,19 +1,23 @@
-"""WriteBack: stores the full blocks that a decode worker fills, so that the next turn of a
-conversation finds them in the store, whichever worker it meets.
+"""WriteBehind: stores full blocks that no handle waits for, behind the requests that filled them.
 
-Life of a chain (one sample's prompt and answer): `add` as its blocks are filled -> stored in
-batches while the request runs -> `end` -> the rest, at most `put_budget_s` later -> forgotten. The
-first trouble ends it, counted by its reason: what is missing is computed again by somebody.
+Decode workers store the blocks of their answers, so that the next turn of a conversation finds
+them. Prefill workers store the blocks of a prompt whose handle names their own cache, or that
+needs no handle (an embedding, an answer of one token). No request's end waits for any of it.
 
-Blocks are found by their chain hash in the engine's prefix cache and held there (quarantined) while
-a put reads them, never by a number that was true before: so it does not matter whether their
-request is live, preempted or over, and what was evicted or never trusted is not stored. A put is at
-most MAX_PUT_BLOCKS and there is one at a time, so that is all that is ever held.
+Life of a chain (the full blocks of one sample, or of one prompt): `begin` -> `add` as its blocks
+are filled -> stored in batches while the request runs -> `end`, or `end_after_reader` -> the rest,
+at most `put_budget_s` later -> forgotten. `drop` ends it at once. The first failure ends it, and is
+counted by its reason: another worker will compute what is missing.
 
-Presence in the store stays closed under prefixes: a put names the block before its first. What the
-handle names in another node's store is put first. The rest of the prompt is taken to be there;
-where it is not (evicted, or written by a lender to another store), the store refuses the put and
-the chain is put from its beginning (blocks that are present cost nothing).
+Blocks are found by their chain hash in the engine's prefix cache and quarantined while a put reads
+them. So it does not matter whether their request is live, preempted or over, and a block that was
+evicted is not stored. There is one put at a time, of at most BATCH_BYTES: that is all that is ever
+held, and it is given back within `put_budget_s`.
+
+Presence in the store stays closed under prefixes: a put names the block before its first. The chain
+takes the blocks before `num_stored` to be in the store. Where they are not (evicted, or in another
+store), the store refuses the put and the chain is put from its beginning (blocks that are present
+cost nothing).
 
 It has the lowest priority: requests' loads go first (`standing_back`), tokens never wait for it.
 Nothing is read of a cache whose blocks are not whole: the prefix cache has full blocks only, of a
@@ -37,7 +41,7 @@ from process import spans
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition
 from process.spans import Span
-from services.worker.block_writer import NO_ROOM
+from services.worker.block_writer import BATCH_BYTES, NO_ROOM, ReleaseLater
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector, reason_of
 from services.worker.engine_thread import EngineThread
@@ -46,38 +50,42 @@ from services.worker.provenance import Leg, WorkerCounts
 BATCH_BLOCKS = 4
 """A running request's blocks are stored so many at a time: each put is three calls. Guessed."""
 
-MAX_PUT_BLOCKS = 32
-"""Most blocks of one put, so that a load does not wait long behind it. Guessed."""
-
 MAX_CHAINS = 1024
 """Chains that wait for their turn; more are given up."""
+
+DROPPED = "dropped"
+"""The problem of a chain that `drop` has ended; its blocks do not count as lost."""
 
 MAX_RESTARTS = 2
 """How often a chain is put from its beginning: the store evicted what it follows."""
 
 
 @dataclass(eq=False)
-class AnswerChain:
-    """One sample's chain. `hashes`: of its full blocks so far, from block 0. `num_stored`: leading
-    blocks that are in the store, or are taken to be."""
+class WriteChain:
+    """The full blocks of one sample, or of one prompt."""
 
     tenant: str
     hashes: list[bytes]
-    num_prompt_blocks: int
-    """Full blocks of the prompt; those behind them are the answer's."""
+    """Of its full blocks so far, from block 0."""
     leg: Leg
-    num_stored: int = 0
+    num_stored: int
+    """Leading blocks that are in the store, or are taken to be."""
+    num_reached: int
+    """The most that `num_stored` ever was; blocks before it do not count as lost."""
+    num_prompt_blocks: int = 0
+    """Decode: full blocks of the prompt, which do not count as written."""
+    client: StoreClient | None = None
+    """Another node's store that the chain's beginning lies in; None: this node's."""
+    release_later: ReleaseLater | None = None
+    """Gives leases of `client` back."""
+    num_bytes: int = 0
+    """Written by now."""
     num_restarts: int = 0
     problem: str = ""
     ends_by: Deadline | None = None
     """Set when no further block will come."""
     span: Span = field(default_factory=spans.current)
     """Of the request."""
-    num_reached: int = field(init=False)
-    """The most that `num_stored` ever was."""
-
-    def __post_init__(self) -> None:
-        self.num_reached = len(self.hashes)
 
     @property
     def num_left(self) -> int:
@@ -91,7 +99,7 @@ class AnswerChain:
         return self.num_left >= (BATCH_BLOCKS if self.ends_by is None else 1)
 
 
-class WriteBack:
+class WriteBehind:
     """See the module."""
 
     def __init__(
@@ -110,16 +118,17 @@ class WriteBack:
         self._counts = counts
         self._block_size = block_size
         self._on_room = on_room
-        self._queue: dict[AnswerChain, None] = {}  # in the order of their turns
+        self._queue: dict[WriteChain, None] = {}  # in the order of their turns
+        self._current: WriteChain | None = None
+        self._deferred: dict[WriteChain, Callable[[], None]] = {}  # what ends each
         self._num_loads = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def is_on(self) -> bool:
-        """There is a store, and it is wanted."""
-        return self._limits.write_back and bool(self._connector.address)
+    def has_store(self) -> bool:
+        return bool(self._connector.address)
 
     # ---- what requests say
 
@@ -127,15 +136,34 @@ class WriteBack:
         self,
         tenant: str,
         hashes: Sequence[bytes],
-        num_prompt_blocks: int,
         leg: Leg,
+        *,
         num_stored: int,
-    ) -> AnswerChain:
-        """A sample begins to decode. hashes: of the leading full blocks that were not filled here.
-        num_stored: those of them that are taken to be in the store, counted from the first."""
-        return AnswerChain(tenant, list(hashes), num_prompt_blocks, leg, num_stored)
+        num_reached: int | None = None,
+        num_prompt_blocks: int = 0,
+        client: StoreClient | None = None,
+        release_later: ReleaseLater | None = None,
+    ) -> WriteChain:
+        """A sample, or a prompt, begins to fill blocks.
 
-    def add(self, chain: AnswerChain, blocks: Iterable[FilledBlock]) -> None:
+        Args:
+            hashes: of the leading full blocks that are there already.
+            num_stored: those of them that are taken to be in the store, counted from the first.
+            num_reached: leading blocks that do not count as lost; None: those that are stored.
+            client, release_later: where the chain goes instead of to this node's store.
+        """
+        return WriteChain(
+            tenant,
+            list(hashes),
+            leg,
+            num_stored,
+            num_stored if num_reached is None else num_reached,
+            num_prompt_blocks,
+            client,
+            release_later,
+        )
+
+    def add(self, chain: WriteChain, blocks: Iterable[FilledBlock]) -> None:
         """Blocks were filled, in order."""
         for block in blocks:
             if block.index != len(chain.hashes):
@@ -145,11 +173,49 @@ class WriteBack:
                 self._count_lost(chain, chain.problem, 1)
         self._put_in_line(chain)
 
-    def end(self, chain: AnswerChain) -> None:
+    def end(self, chain: WriteChain) -> None:
         """No block comes any more. Idempotent."""
         if chain.ends_by is None:
             chain.ends_by = Deadline.after(self._limits.put_budget_s)
             self._put_in_line(chain)
+
+    def end_after_reader(
+        self,
+        chain: WriteChain,
+        last: Sequence[FilledBlock],
+        when_read: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """Add the last blocks and end the chain once their reader has them, at most `put_yield_s`
+        from now: a put beside the copy would slow the reader's request down. `when_read` calls
+        what it is given at that time."""
+
+        def end() -> None:
+            if self._deferred.pop(chain, None) is not None:
+                timer.cancel()
+                self.add(chain, last)
+                self.end(chain)
+
+        yield_s = min(self._limits.put_yield_s, self._limits.put_budget_s / 4)
+        timer = asyncio.get_running_loop().call_later(yield_s, end)
+        self._deferred[chain] = end
+        when_read(end)
+
+    def drop(self, chain: WriteChain) -> None:
+        """Put nothing more of it: its request failed, or hands over through the store."""
+        chain.problem = chain.problem or DROPPED
+        self._queue.pop(chain, None)
+
+    @property
+    def num_chains(self) -> int:
+        """Chains that wait for their reader or for their turn, or are being put."""
+        return len({*self._deferred, *self._queue, self._current} - {None})
+
+    async def stop(self) -> None:
+        """Store what has been added, for at most `put_budget_s`."""
+        for end in list(self._deferred.values()):
+            end()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=self._limits.put_budget_s)
 
     @contextmanager
     def standing_back(self) -> Iterator[None]:
@@ -165,7 +231,7 @@ class WriteBack:
 
     # ---- one after another
 
-    def _put_in_line(self, chain: AnswerChain) -> None:
+    def _put_in_line(self, chain: WriteChain) -> None:
         if not chain.is_due or chain in self._queue:
             return
         if len(self._queue) >= MAX_CHAINS:
@@ -178,9 +244,13 @@ class WriteBack:
     async def _drain(self) -> None:
         while self._queue:
             await self._wait_for_quiet()
-            chain = next(iter(self._queue))
+            chain = self._current = next(iter(self._queue))
             del self._queue[chain]
-            if await self._store(chain):
+            try:
+                got_further = await self._store(chain)
+            finally:
+                self._current = None
+            if got_further:
                 self._put_in_line(chain)
             elif chain.ends_by is not None and not chain.problem:
                 self._give_up(chain, MISSING)  # the engine has it no more
@@ -193,17 +263,17 @@ class WriteBack:
         except TimeoutError:
             return
 
-    async def _store(self, chain: AnswerChain) -> bool:
+    async def _store(self, chain: WriteChain) -> bool:
         """One put of a chain's next blocks. Returns: whether it got further."""
-        client = self._connector.client
-        if client is None:
+        client = chain.client or self._connector.client
+        if client is None or client.broken is not None:
             self._give_up(chain, STORE_UNAVAILABLE)
             return False
         if chain.ends_by is not None and chain.ends_by.expired:
             self._give_up(chain, DEADLINE)
             return False
         first = chain.num_stored
-        hashes = tuple(chain.hashes[: first + MAX_PUT_BLOCKS])
+        hashes = tuple(chain.hashes[: first + max(1, BATCH_BYTES // client.frame_bytes)])
         held: list[int] = []
         try:
             if not await self._hold(chain, hashes, first, held):
@@ -214,11 +284,11 @@ class WriteBack:
             self._thread.post(lambda engine: engine.unquarantine(tuple(held)), self._on_room)
         if result is None:
             return not chain.problem
-        self._connector.release_later(client, [result.lease_id])
+        (chain.release_later or self._connector.release_later)(client, [result.lease_id])
         return self._book(chain, hashes[first:], len(held), result, client.frame_bytes)
 
     async def _hold(
-        self, chain: AnswerChain, hashes: tuple[bytes, ...], first: int, held: list[int]
+        self, chain: WriteChain, hashes: tuple[bytes, ...], first: int, held: list[int]
     ) -> bool:
         """Returns: whether there is anything to put."""
         try:
@@ -234,26 +304,28 @@ class WriteBack:
     async def _put(
         self,
         client: StoreClient,
-        chain: AnswerChain,
+        chain: WriteChain,
         hashes: tuple[bytes, ...],
         first: int,
         held: list[int],
     ) -> PutResult | None:
         """Returns: None when it came to nothing; the chain begins anew or has a problem."""
         puts_again = first > 0 and chain.num_restarts < MAX_RESTARTS
+        deadline = Deadline.after(self._limits.put_budget_s)
         try:
-            with chain.span.child("write_back"):
-                return await client.put_blocks(
-                    None,
-                    hashes[first - 1] if first else b"",
-                    list(zip(hashes[first:], held, strict=False)),
-                    None,
-                    self._limits.lease_ttl_s,
-                    Deadline.after(self._limits.put_budget_s),
-                    num_tokens=self._block_size,
-                    tenant=chain.tenant,
-                    puts_again=puts_again,
-                )
+            with chain.span.child("write_behind"):
+                async with deadline.timeout("writing behind"):
+                    return await client.put_blocks(
+                        None,
+                        hashes[first - 1] if first else b"",
+                        list(zip(hashes[first:], held, strict=False)),
+                        None,
+                        self._limits.lease_ttl_s,
+                        deadline,
+                        num_tokens=self._block_size,
+                        tenant=chain.tenant,
+                        puts_again=puts_again,
+                    )
         except FailedPrecondition:  # what it follows is not there (any more)
             if not puts_again:
                 self._give_up(chain, MISSING)
@@ -266,7 +338,7 @@ class WriteBack:
 
     def _book(
         self,
-        chain: AnswerChain,
+        chain: WriteChain,
         asked: tuple[bytes, ...],
         num_held: int,
         result: PutResult,
@@ -280,6 +352,7 @@ class WriteBack:
             num_stored += 1
         first, end = chain.num_stored, chain.num_stored + num_stored
         chain.num_stored = end
+        chain.num_bytes += result.num_bytes
         # Of the blocks that are there now, those present before come first and cost no bytes.
         num_of_answer = max(0, end - max(first, chain.num_prompt_blocks))
         num_written = min(result.num_bytes // frame_bytes, num_of_answer)
@@ -290,14 +363,14 @@ class WriteBack:
             self._give_up(chain, NO_ROOM)
         return num_stored > 0
 
-    def _give_up(self, chain: AnswerChain, reason: str) -> None:
+    def _give_up(self, chain: WriteChain, reason: str) -> None:
         if chain.problem:
             return
         chain.problem = reason
         num_done = max(chain.num_reached, chain.num_prompt_blocks)
         self._count_lost(chain, reason, len(chain.hashes) - num_done)
 
-    def _count_lost(self, chain: AnswerChain, reason: str, num_blocks: int) -> None:
+    def _count_lost(self, chain: WriteChain, reason: str, num_blocks: int) -> None:
         if num_blocks > 0:
             chain.leg.not_stored[reason] += num_blocks
             self._counts.not_written_back[reason] += num_blocks

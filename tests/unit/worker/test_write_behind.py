@@ -1,4 +1,4 @@
-"""WriteBack: what decode fills reaches the store parents first and as it is, whatever becomes of
+"""WriteBehind: what requests fill reaches the store parents first and as it is, whatever becomes of
 its request; loads go first; trouble ends one chain, is counted, and holds nothing.
 """
 
@@ -25,12 +25,12 @@ from kvstore.putting import PutResult
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.tasks import end_tasks
-from services.worker import write_back
+from services.worker import write_behind
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
 from services.worker.provenance import Leg, WorkerCounts
-from services.worker.write_back import AnswerChain, WriteBack
+from services.worker.write_behind import WriteBehind, WriteChain
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, fake_engine, prompt_of, request, running
 from tests.harness.waiting import WAIT_S, settled
 
@@ -91,7 +91,7 @@ class FakeStore:
 
 
 class FakeConnector:
-    """What WriteBack needs of a connector."""
+    """What WriteBehind needs of a connector."""
 
     address = "store:1"
 
@@ -113,7 +113,7 @@ class FakeConnector:
 
 
 class Bench:
-    """An engine on its thread, and a WriteBack to a fake store."""
+    """An engine on its thread, and a WriteBehind to a fake store."""
 
     def __init__(self, engine: Engine, limits: WorkerLimits) -> None:
         self.engine = engine
@@ -125,7 +125,7 @@ class Bench:
         self.events: list[RequestEvent] = []
         self.done = asyncio.Event()
         self.root = block_hash.root_key(SALT, engine.model_info.fingerprint)
-        self.writes: WriteBack
+        self.writes: WriteBehind
 
     def on_step(self, output: StepOutput) -> None:
         self.events += output.events
@@ -150,11 +150,13 @@ class Bench:
     def hashes(self, tokens: Sequence[int]) -> list[bytes]:
         return block_hash.chain(self.root, tuple(tokens), BLOCK_SIZE)
 
-    def begin(self, prompt: tuple[int, ...], *, num_known: int | None = None) -> AnswerChain:
+    def begin(self, prompt: tuple[int, ...], *, num_known: int | None = None) -> WriteChain:
         hashes = self.hashes(prompt)
         leg = Leg(len(prompt))
         known = hashes[:num_known]
-        return self.writes.begin("t", known, len(hashes), leg, len(known))
+        return self.writes.begin(
+            "t", known, leg, num_stored=len(known), num_prompt_blocks=len(hashes)
+        )
 
     async def settle(self) -> None:
         async with asyncio.timeout(30):
@@ -196,7 +198,7 @@ async def bench(*, num_blocks: int = 64, put_budget_s: float = 5.0) -> AsyncIter
     made = Bench(engine, limits)
     async with running(engine, on_step=made.on_step) as thread:
         made.thread = thread
-        made.writes = WriteBack(
+        made.writes = WriteBehind(
             cast(StoreConnector, made.connector),
             thread,
             limits,
@@ -214,7 +216,7 @@ async def bench(*, num_blocks: int = 64, put_budget_s: float = 5.0) -> AsyncIter
 PROMPT = prompt_of(18, start=3)  # four full blocks, and a half
 
 
-async def answered(b: Bench, chain: AnswerChain, num_tokens: int = 31) -> list[int]:
+async def answered(b: Bench, chain: WriteChain, num_tokens: int = 31) -> list[int]:
     """A request whose events all reach the chain. Returns: its computed tokens."""
     for event in await b.generate(PROMPT, num_tokens):
         b.writes.add(chain, event.filled)
@@ -279,7 +281,7 @@ async def test_what_decode_computed_of_a_prompt_is_stored_too() -> None:
 
 
 async def test_long_chains_go_in_several_puts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_back, "MAX_PUT_BLOCKS", 3)
+    monkeypatch.setattr(write_behind, "BATCH_BYTES", 3 * FRAME_BYTES)
     async with bench() as b:
         chain = b.begin(PROMPT)
         tokens = await answered(b, chain)
@@ -348,7 +350,7 @@ async def test_a_store_that_forgets_all_the_time_is_given_up() -> None:
             for event in await b.generate(PROMPT, 16 * turn):
                 b.writes.add(chain, event.filled)
             await b.settle()
-        assert chain.problem == "missing" and chain.num_restarts == write_back.MAX_RESTARTS + 1
+        assert chain.problem == "missing" and chain.num_restarts == write_behind.MAX_RESTARTS + 1
         assert b.store.puts_again[-1] is False and b.store.puts_again.count(True) >= 2
         assert b.counts.not_written_back["missing"] > 0
 
@@ -399,7 +401,7 @@ async def test_no_store_and_no_room() -> None:
 
 
 async def test_more_chains_than_may_wait_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_back, "MAX_CHAINS", 1)
+    monkeypatch.setattr(write_behind, "MAX_CHAINS", 1)
     async with bench() as b:
         b.store.gate.clear()
         chains = [b.begin(PROMPT) for _ in range(4)]
@@ -476,7 +478,14 @@ async def test_any_order_of_turns_stores_prefixes_with_the_right_bytes(
                 known = hashes[:num_known]
                 num_stored = rng.choice([len(known), rng.randint(0, len(known))])
                 leg = Leg(len(prompt))
-                chain = b.writes.begin("t", known, len(hashes), leg, num_stored)
+                chain = b.writes.begin(
+                    "t",
+                    known,
+                    leg,
+                    num_stored=num_stored,
+                    num_reached=len(known),
+                    num_prompt_blocks=len(hashes),
+                )
                 chains.append(chain)
                 for event in await b.generate(prompt, num_tokens):
                     b.writes.add(chain, event.filled)

@@ -1,5 +1,5 @@
-"""Decode writes back: the next turn of a conversation fetches prompt and answer from the store,
-whichever worker it meets; no token waits for it, and nothing stays held.
+"""Workers write behind their requests: the next turn of a conversation fetches prompt and answer
+from the store, whichever worker it meets; no token waits for it, and nothing stays held.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from tests.harness.gated_engine import prompt_of
-from tests.harness.prefill_decode_pair import Answer, Pair, pair, patient
+from tests.harness.prefill_decode_pair import (
+    WAIT_S,
+    Answer,
+    Pair,
+    PrefillCall,
+    pair,
+    patient,
+    whole,
+)
 from tests.harness.waiting import until
 
 pytestmark = [pytest.mark.oracle, pytest.mark.asyncio(loop_scope="module")]
@@ -46,6 +54,25 @@ async def test_the_next_turn_fetches_prompt_and_answer(tmp_path: Path) -> None:
             context = (*context, *prompt_of(7, start=20 + index))
         assert p.at_decode.count(WRITTEN) == 5 + 5 + 4 and not p.at_decode.count(NOT_WRITTEN)
         await p.check()
+
+
+@pytest.mark.parametrize("is_embedding", [False, True])
+async def test_an_answer_without_a_handle_does_not_wait_for_the_store(
+    p: Pair, is_embedding: bool
+) -> None:
+    """Not even for one that hangs; what it could not store then is stored behind the answer."""
+    prompt, before = p.new_prompt(30), p.at_prefill.not_stored_behind
+    written = p.at_prefill.count(WRITTEN)
+    gate = p.at_prefill.home.hold("put")
+    asked = p.prefill_request(prompt, max_tokens=1, wants_handle=False)
+    asked.wants_embedding = is_embedding
+    reply = await whole(PrefillCall(p.prefill_stub, asked, timeout_s=WAIT_S))
+    assert reply.leg.num_blocks_behind == 7 and not reply.leg.not_stored
+    assert p.num_stored(prompt) == 0
+    gate.open()
+    await p.check()
+    assert p.num_stored(prompt) == 7 and p.at_prefill.not_stored_behind == before
+    assert p.at_prefill.count(WRITTEN) == written + 7
 
 
 async def test_the_leg_says_what_was_stored_while_the_request_ran(p: Pair) -> None:
