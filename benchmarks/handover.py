@@ -47,7 +47,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from baton import cluster_plan, timeline
+from baton import cluster_plan
+from baton.cli import timeline
 from baton.client import SyncClient
 from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Chunk, completions_from
