@@ -26,9 +26,8 @@ from typing import Any
 
 from rich.console import Console
 
-from baton import Client, LocalCluster
+from baton import Client, ClusterConfig, LocalCluster
 from baton.cli.render import number, table, text
-from baton.cluster_config import ClusterConfig
 from baton.load import arrivals, course, planned, trace_file
 from baton.load.course import ROLES, Course, Moment
 from baton.load.outcome import Outcome

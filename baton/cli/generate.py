@@ -18,7 +18,7 @@ from baton import record
 from baton.cli import options, render, timeline, up
 from baton.cli.options import FILE, RouterTarget, flag, value
 from baton.client import SyncClient
-from baton.cluster_config import ClusterConfig
+from baton.cluster.config import ClusterConfig
 from baton.errors import BatonError, FailedPrecondition, InvalidArgument, Unavailable
 from baton.messages import Chunk, Completion, completions_from
 from baton.record import Difference, Record

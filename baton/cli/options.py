@@ -21,11 +21,11 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from baton import cluster_state
 from baton.cert_set import CertSet
 from baton.client import SyncClient
-from baton.cluster_config import DEFAULT_PORT, ClusterConfig
-from baton.cluster_state import ClusterState
+from baton.cluster import state as cluster_state
+from baton.cluster.config import DEFAULT_PORT, ClusterConfig
+from baton.cluster.state import ClusterState
 from baton.credentials import Credentials
 from baton.errors import ClusterError, InvalidArgument, Unavailable
 from process import secret_file

@@ -14,14 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 import checkpoints
-from baton import cluster_state, settings_check
 from baton.cli import options, render
 from baton.cli.options import value
-from baton.cluster_config import ClusterConfig
+from baton.cluster import plan
+from baton.cluster import state as cluster_state
+from baton.cluster.config import ClusterConfig
+from baton.cluster.local_cluster import LocalCluster
+from baton.cluster.supervisor import ClusterEvent
 from baton.errors import ClusterError, ModelError
-from baton.local_cluster import LocalCluster
 from baton.messages import Completion
-from baton.part import ClusterEvent
 
 _NOTEWORTHY = ("silent", "died", "restarting", "ready", "stopped")
 """Events that are worth a line once the cluster is up."""
@@ -102,7 +103,7 @@ def running(config: ClusterConfig, name: str = "") -> Iterator[LocalCluster]:
     state: Path | None = None
     with _signals(cluster):
         try:
-            settings_check.check(config)  # before a checkpoint is fetched
+            plan.check_settings(config)  # before a checkpoint is fetched
             with view:
                 drafts = (config.draft_model,) * (config.num_draft > 0)
                 for model in (*config.models, *drafts):

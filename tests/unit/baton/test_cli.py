@@ -15,16 +15,15 @@ from typing import Any
 
 import pytest
 
-from baton import cli, cluster_state
+from baton import ClusterConfig, LocalCluster, cli
 from baton.cert_set import CertSet
 from baton.cli import up
 from baton.cli.options import RouterTarget
-from baton.cluster_config import ClusterConfig
-from baton.cluster_state import ClusterState
+from baton.cluster import state as cluster_state
+from baton.cluster.plan import Secured
+from baton.cluster.state import ClusterState
 from baton.credentials import Credentials
 from baton.errors import InvalidArgument, NoCapacity
-from baton.local_cluster import LocalCluster
-from baton.secured import Secured
 from protos import common_pb2, inference_pb2
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from baton import cli, cluster_config, cluster_plan
+from baton import ClusterConfig, cli
 from baton.cli import up
-from baton.cluster_config import ClusterConfig
-from baton.cluster_plan import ProcessSpec, WorkerSpec
+from baton.cluster import config as cluster_config
+from baton.cluster import plan as cluster_plan
+from baton.cluster.plan import OPEN, ProcessSpec, WorkerSpec
 from baton.errors import ClusterError
-from baton.secured import OPEN
 from engine.config import EngineConfig
 from kvstore.config import KvStoreSettings
 from process import settings

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from baton import cli, cluster_state
+from baton import cli
 from baton.cli import explain
+from baton.cluster import state as cluster_state
 from protos import autoscaler_pb2
 
 REPLY = autoscaler_pb2.GetDecisionsReply(

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from baton import cli, cluster_state, record
+from baton import cli, record
 from baton.cli import generate, up
+from baton.cluster import state as cluster_state
 from baton.errors import InvalidArgument
 from baton.messages import Completion, Provenance, StepTrace, Usage
 from baton.request import build_request
