@@ -9,6 +9,7 @@ import importlib
 import typing
 
 from baton.client import Client, SyncClient
+from baton.cluster.local_cluster import ClusterConfig, LocalCluster
 from baton.credentials import Credentials
 from baton.errors import (
     AlreadyExists,
@@ -26,7 +27,6 @@ from baton.errors import (
     Unauthenticated,
     Unavailable,
 )
-from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import (
     Chunk,
     Completion,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,8 +26,8 @@ from typing import Any
 
 from rich.console import Console
 
-from baton import Client, LocalCluster
-from baton.cluster_config import ClusterConfig
+from baton import Client, ClusterConfig, LocalCluster
+from baton.cli.render import number, table, text
 from baton.load import arrivals, course, planned, trace_file
 from baton.load.course import ROLES, Course, Moment
 from baton.load.outcome import Outcome
@@ -34,7 +35,6 @@ from baton.load.planned import Planned
 from baton.load.report import Limits, as_json, report
 from baton.load.run import run as run_load
 from baton.load.senders import GrpcSender
-from baton.tables import table
 from benchmarks.context import context, publish
 from benchmarks.paced_worker import paced
 from benchmarks.pool_watch import LOOK_S, watching
@@ -332,14 +332,17 @@ def _drive_shape(shape: str, asked: argparse.Namespace) -> Drive:
 
 
 def _show(results: Mapping[str, Any]) -> None:
-    shown = table("load", numbers=("requests", "failed", "TTFT p50", "p99", "prefill", "decode"))
+    titles = ("requests", "failed", "TTFT p50", "p99", "prefill", "decode")
+    numbers = (number(title, operator.itemgetter(place)) for place, title in enumerate(titles, 1))
+    rows = []
     for shape, result in results.items():
         requests, workers = result["requests"], result["workers"]
         num_failed = sum(each["num"] for each in requests["failures"])
         ttft = requests["ttft"] or {}
-        most = [str(workers[role]["most_ready"]) for role in ROLES]
+        most = [workers[role]["most_ready"] for role in ROLES]
         waits = [f"{ttft[name]:.0f} ms" if ttft else "-" for name in ("p50_ms", "p99_ms")]
-        shown.add_row(shape, str(requests["num_requests"]), str(num_failed), *waits, *most)
+        rows.append((shape, requests["num_requests"], num_failed, *waits, *most))
+    shown = table([text("load", operator.itemgetter(0)), *numbers], rows)
     Console().print(shown)
 
 

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from baton import ClusterConfig, LocalCluster
 from baton.client import Client
 from baton.errors import BatonError
-from baton.local_cluster import ClusterConfig, LocalCluster
 from benchmarks.context import context, publish
 from services.router.admission_settings import AdmissionSettings
 

@@ -28,9 +28,9 @@ import numpy as np
 import psutil
 from rich.console import Console
 
+from baton import ClusterConfig, LocalCluster
 from baton.client import Client
 from baton.errors import BatonError
-from baton.local_cluster import ClusterConfig, LocalCluster
 from benchmarks.context import context, publish
 from checkpoints.resolve import resolve
 from engine.errors import InvalidRequest

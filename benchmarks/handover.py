@@ -47,11 +47,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from baton import cluster_plan, timeline
+from baton import ClusterConfig, LocalCluster
+from baton.cli import timeline
 from baton.client import SyncClient
-from baton.local_cluster import ClusterConfig, LocalCluster
+from baton.cluster import plan as cluster_plan
+from baton.cluster.supervisor import Supervisor
 from baton.messages import Chunk, completions_from
-from baton.supervisor import Supervisor
 from benchmarks import random_checkpoint
 from benchmarks.context import context, publish
 from benchmarks.prefix_hit import ask, with_window

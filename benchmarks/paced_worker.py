@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from baton import cluster_plan
-from baton.cluster_config import ClusterConfig
+from baton import ClusterConfig
+from baton.cluster import plan as cluster_plan
 from engine import loop
 from engine.paced import DevicePace, PacedModel
 from process import entry

@@ -33,8 +33,8 @@ from rich.progress import track
 from rich.table import Table
 
 import checkpoints
+from baton import ClusterConfig, LocalCluster
 from baton.client import SyncClient
-from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import End
 from benchmarks.context import context, publish
 

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from baton import redis_server
+from baton.cluster.local_cluster import find_redis_server
 from benchmarks.context import context, publish
 from kvstore import block_hash, index
 from kvstore.index import PrefixIndex
@@ -54,7 +54,7 @@ async def running_redis() -> AsyncIterator[redis.asyncio.Redis]:
         socket = Path(folder) / "redis.sock"
         process = subprocess.Popen(
             [
-                *(str(redis_server.find()), "--port", "0", "--unixsocket", str(socket)),
+                *(str(find_redis_server()), "--port", "0", "--unixsocket", str(socket)),
                 *("--save", "", "--appendonly", "no", "--dir", folder),
             ],
             stdout=subprocess.DEVNULL,

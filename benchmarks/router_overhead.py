@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 import checkpoints
-from baton import redis_server
+from baton.cluster.local_cluster import find_redis_server
 from benchmarks.context import context, publish
 from benchmarks.router_clients import Ask, a_request, direct, first_of, over_grpc, over_http
 from benchmarks.router_peers import SERVICE
@@ -386,7 +386,7 @@ def main() -> None:
         folder = Path(name)
         socket = folder / "redis.sock"
         options = ("--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no")
-        with started(str(redis_server.find()), *options, "--dir", name):
+        with started(str(find_redis_server()), *options, "--dir", name):
             while not socket.exists():
                 time.sleep(0.01)
             result = uvloop.run(measure(arguments, f"unix://{socket}", folder))

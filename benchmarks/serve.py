@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from baton import ClusterConfig, LocalCluster
 from baton.client import SyncClient
-from baton.local_cluster import ClusterConfig, LocalCluster
 from benchmarks.context import context, publish
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine

@@ -33,8 +33,8 @@ from typing import Any
 
 from rich.console import Console
 
+from baton import ClusterConfig, LocalCluster
 from baton.client import Client
-from baton.local_cluster import ClusterConfig, LocalCluster
 from benchmarks import random_checkpoint
 from benchmarks.context import context, publish
 from benchmarks.random_checkpoint import SHAPES

@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from baton.local_cluster import ClusterConfig, LocalCluster
+from baton import ClusterConfig, LocalCluster
 from benchmarks.context import context, publish
 from process import spans
 from process.span_export import OtlpExporter

@@ -11,10 +11,13 @@ Nothing is changed after `load`; what depends on the machine goes into a second 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import inspect
 import json
 import os
+import sys
 import tomllib
 import types
 import typing
@@ -173,6 +176,24 @@ def _masked(value: Any) -> Any:
         scheme, _, rest = value.partition("://")
         return f"{scheme}://***@{rest.rpartition('@')[2]}"
     return value
+
+
+def field_docstrings(cls: type[Any]) -> dict[str, str]:
+    """The attribute docstring of each field of a settings class, as one line; out of its source."""
+    module = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
+    definition = next(
+        node for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__
+    )
+    found = {}
+    for field, after in zip(definition.body, definition.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
+            found[field.target.id] = " ".join(str(after.value.value).split())
+    return found
 
 
 def text_of(value: str) -> str:

@@ -12,12 +12,9 @@ Helm checks values by the schema before anything is installed.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import json
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -29,6 +26,7 @@ import yaml
 from engine.config import EngineConfig
 from engine.speculation.config import SpeculationConfig
 from kvstore.config import KvStoreSettings
+from process.settings import field_docstrings
 from services.autoscaler.config import AutoscalerSettings
 from services.draft.config import HEEDED, HEEDED_SPECULATION, DraftSettings
 from services.router.config import RouterSettings
@@ -238,7 +236,7 @@ def of_settings(cls: type[Any], managed: Sequence[str]) -> Schema:
     for key in managed:
         if key.partition(".")[0] not in names:
             raise KeyError(f"{cls.__name__} has no {key}")
-    explained = _docstrings(cls)
+    explained = field_docstrings(cls)
     properties = {}
     for name in names:
         if name in managed:
@@ -264,22 +262,6 @@ def _of_hint(hint: Any, managed: Sequence[str]) -> Schema:
 
 def _described(made: Schema, text: str) -> Schema:
     return {"description": text, **made} if text else made
-
-
-def _docstrings(cls: type[Any]) -> dict[str, str]:
-    """What follows each field."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for field, after in zip(definition.body, definition.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-        ):
-            found[field.target.id] = " ".join(str(after.value.value).split())
-    return found
 
 
 def text() -> str:

@@ -27,7 +27,7 @@ import numpy as np
 
 from baton import errors
 from baton.client import Client, SyncClient
-from baton.local_cluster import ClusterConfig, ClusterEvent, LocalCluster
+from baton.cluster.local_cluster import ClusterConfig, ClusterEvent, LocalCluster
 from baton.messages import Completion, KvLeg
 from engine.request import Sampling
 from kvstore.slab import SUFFIX, Slab

@@ -20,12 +20,11 @@ from typing import Any
 
 import pytest
 
-from baton import cli
+from baton import ClusterConfig, LocalCluster, cli
 from baton.client import Client, SyncClient
+from baton.cluster.supervisor import ProcessInfo, State
 from baton.errors import BatonError, InvalidArgument
-from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion
-from baton.part import ProcessInfo, State
 from tests.conftest import LONG
 from tests.harness.adapters import merged, save_adapter
 from tests.harness.cluster import Oracle, assert_idle, oracle, prompts

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from baton import ClusterConfig, LocalCluster
 from baton.client import SyncClient
-from baton.local_cluster import ClusterConfig, LocalCluster
 from tests.harness.adapters import save_adapter
 from tests.harness.cluster import CLUSTERS, assert_idle, oracle
 

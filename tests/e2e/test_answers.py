@@ -21,10 +21,9 @@ import openai
 import pytest
 import torch
 
-from baton import cli
+from baton import ClusterConfig, LocalCluster, cli
 from baton.client import Client, SyncClient
 from baton.errors import InvalidArgument
-from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion, KvLeg
 from protos import common_pb2, inference_pb2
 from tests.conftest import LONG, SESSION_SEED

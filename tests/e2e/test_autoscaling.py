@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster_config import ClusterConfig
+from baton import ClusterConfig, LocalCluster
 from baton.load import course, trace_file
 from baton.load.course import ROLES, Course
 from baton.load.trace_file import TraceLine
-from baton.local_cluster import LocalCluster
 from benchmarks import autoscaling_local
 from benchmarks.autoscaling_local import Drive
 from benchmarks.paced_worker import paced

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from baton import ClusterConfig, LocalCluster
 from baton.client import SyncClient
-from baton.local_cluster import ClusterConfig, LocalCluster
 from engine.request import Sampling
 from tests.harness.cluster import assert_idle, oracle, prompts, run_engine, single_engine
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import psutil
 import pytest
 
+from baton import ClusterConfig, LocalCluster
 from baton.client import Client
-from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion
 from tests.harness.cluster import assert_idle, oracle, prompts
 

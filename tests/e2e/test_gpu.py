@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton import cluster_plan
+from baton import ClusterConfig, LocalCluster
 from baton.client import Client, SyncClient
-from baton.cluster_plan import ProcessSpec
+from baton.cluster import plan as cluster_plan
+from baton.cluster.plan import ProcessSpec
 from baton.errors import ClusterError
-from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion, KvLeg
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from baton import ClusterConfig, LocalCluster
 from baton.client import Client
-from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion, KvLeg
 from engine.config import EngineConfig
 from engine.loop import load_engine

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton import ClusterConfig, LocalCluster
 from baton.client import Client, SyncClient
-from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion, KvLeg
 from process import keys
 from process.access import Role

@@ -23,9 +23,8 @@ from typing import Any
 import grpc
 import pytest
 
-from baton import cli
+from baton import ClusterConfig, LocalCluster, cli
 from baton.client import SyncClient
-from baton.local_cluster import ClusterConfig, LocalCluster
 from process.trace_context import TraceContext
 from protos import inference_pb2, inference_pb2_grpc
 from tests.harness.browser import browsing, text_of

@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
+from baton import ClusterConfig, LocalCluster
 from baton.client import SyncClient
-from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Completion
 from process.errors import InvalidArgument
 from tests.harness.cluster import DRAWN_TRANSPORT, assert_idle, oracle, prompts

@@ -10,11 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from baton import certs, key_files
+from baton import ClusterConfig, LocalCluster, certs, key_files
 from baton.client import Client, SyncClient, collect_chunks
 from baton.credentials import Credentials
 from baton.errors import PermissionDenied, Unauthenticated, Unavailable
-from baton.local_cluster import ClusterConfig, LocalCluster
 from baton.messages import Chunk, Completion
 from process import api_keys, serving
 from process.access import RULES, Role

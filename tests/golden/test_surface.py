@@ -424,7 +424,7 @@ def test_command_lines(
     assert len(WRONG_LINES) == 40
     found: dict[str, Any] = {}
     shown = _help(capsys)
-    commands = re.findall(r"^    ([a-z-]+)(?: |$)", shown, re.MULTILINE)
+    commands = re.findall(r"^  ([a-z-]+) ", shown.partition("Commands:")[2], re.MULTILINE)
     assert len(commands) > 12
     for command in ("", *commands):
         shown = _help(capsys, *command.split())

@@ -19,8 +19,8 @@ import pytest
 import torch
 import transformers
 
+from baton import LocalCluster
 from baton.client import SyncClient
-from baton.local_cluster import LocalCluster
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine

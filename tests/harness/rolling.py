@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from baton import cluster_plan
 from baton.client import Client, SyncClient
-from baton.local_cluster import START_TIMEOUT_S, LocalCluster
+from baton.cluster import plan as cluster_plan
+from baton.cluster.local_cluster import START_TIMEOUT_S, LocalCluster
 from baton.messages import Provenance
 from engine.request import Sampling
 from tests.conftest import LONG

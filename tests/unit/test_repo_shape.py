@@ -73,7 +73,7 @@ def _settings_classes() -> list[type]:
     module that holds settings."""
     found: dict[str, type] = {}
     for module in _modules():
-        if module.rpartition(".")[2] not in ("config", "cluster_config", "limits"):
+        if module.rpartition(".")[2] not in ("config", "limits"):
             continue
         for name, value in vars(importlib.import_module(module)).items():
             if (

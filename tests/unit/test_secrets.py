@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton.cluster_state import ClusterState
+from baton.cluster.state import ClusterState
 from baton.credentials import Credentials
 from kvstore.config import KvStoreSettings
 from process import settings

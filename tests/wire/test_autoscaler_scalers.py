@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from baton.cluster_plan import ProcessSpec
+from baton.cluster.plan import ProcessSpec
+from baton.cluster.scale_service import ScaleService
+from baton.cluster.supervisor import State, Supervisor
 from baton.errors import ClusterError
-from baton.part import State
-from baton.scale_service import ScaleService
-from baton.supervisor import Supervisor
 from services.autoscaler.fake_scaler import FakeScaler
 from services.autoscaler.kubernetes_api import KubernetesApi
 from services.autoscaler.kubernetes_scaler import KubernetesScaler

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.status_view import failed
+from baton.cli.status import failed
 from process.errors import NoCapacity, Unavailable
 from protos import common_pb2
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of

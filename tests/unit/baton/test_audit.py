@@ -16,8 +16,9 @@ import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import audit, certs, cli, cluster_state
+from baton import audit, certs, cli
 from baton.audit import Look, StoreAudit, compare
+from baton.cluster import state as cluster_state
 from kvstore import index, serve
 from kvstore.config import KvStoreSettings
 from process import redis_client

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from baton import cli, cluster_state, command_up
+from baton import ClusterConfig, LocalCluster, cli
 from baton.cert_set import CertSet
-from baton.cluster_config import ClusterConfig
-from baton.cluster_state import ClusterState
-from baton.command_options import credentials_of
+from baton.cli import up
+from baton.cli.options import RouterTarget
+from baton.cluster import state as cluster_state
+from baton.cluster.plan import Secured
+from baton.cluster.state import ClusterState
 from baton.credentials import Credentials
 from baton.errors import InvalidArgument, NoCapacity
-from baton.local_cluster import LocalCluster
-from baton.secured import Secured
 from protos import common_pb2, inference_pb2
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,13 +82,12 @@ def test_the_address_of_a_cluster_of_ones_own_brings_its_trust_and_its_key(
     monkeypatch.delenv("BATON_API_KEY", raising=False)
     files = {"tls_dir": str(tmp_path / "tls"), "api_key": "baton-1-x"}
     cluster_state.announce("127.0.0.1:1", "tiny", http_address="127.0.0.1:2", **files)
-    parser = cli.build_parser()
     for address in ("127.0.0.1:1", "localhost:1"):
-        own = credentials_of(parser.parse_args(["status", "--address", address]))
-        assert own == credentials_of(parser.parse_args(["status"]))
+        own = RouterTarget(address=address).credentials()
+        assert own == RouterTarget().credentials()
         assert own.api_key == "baton-1-x" and own.tls is not None
         assert own.tls.ca_file == str(tmp_path / "tls" / "ca.crt")
-    assert credentials_of(parser.parse_args(["status", "--address", "x:1"])) == Credentials()
+    assert RouterTarget(address="x:1").credentials() == Credentials()
 
 
 def test_the_http_port_is_no_address(capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,9 +298,54 @@ def test_a_busy_port_is_told_before_anything_starts(capsys: pytest.CaptureFixtur
 def test_wrong_arguments_exit_with_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == 2
+    assert cli.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "--help`" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["status", "--address", "x:1", "--cluster", "x"], ("--address", "--cluster")),
+        (["audit", "--cluster", "x", "--redis", "redis://x"], ("--cluster", "--redis")),
+        (["replay", "x", "--start", "--address", "x:1"], ("--start", "--address")),
+        (["generate", "x", "--regex", "a", "--choice", "b"], ("--regex", "--choice")),
+        (["certs", "--out", "x", "--secrets", "x"], ("--out", "--secrets")),
+        (["certs"], ("--out", "--secrets")),
+        (["api-key", "list", "--file", "x", "--cluster", "x"], ("--file", "--cluster")),
+    ],
+)
+def test_options_that_exclude_each_other_are_both_named(
+    arguments: list[str], names: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert all(name in err for name in names) and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["up"], ["api-key", "add"]])
+def test_each_command_explains_itself(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("-h", "--help"):
+        assert cli.main([*arguments, option]) == 0
+        assert capsys.readouterr().out.startswith(" ".join(["Usage: baton", *arguments]))
+
+
+def test_the_shell_completes_commands_and_values(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_BATON_COMPLETE", "bash_complete")
+    for words, expected in (
+        ("baton sta", ["plain,status"]),
+        ("baton up --handover ", ["plain,auto", "plain,store", "plain,direct"]),
+    ):
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+        with pytest.raises(SystemExit) as ended:
+            cli.main([])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.splitlines() == expected
 
 
 def test_a_reader_that_left_is_no_traceback(router: Any) -> None:
@@ -364,11 +408,11 @@ def test_up_says_what_clients_of_a_secured_cluster_need(tmp_path: Path) -> None:
     cluster = LocalCluster(ClusterConfig(tls=True, api_keys=True))
     cluster.address, cluster.http_address = "127.0.0.1:1", "127.0.0.1:2"
     cluster.secured = Secured(CertSet(tmp_path / "tls"), str(tmp_path / "api_keys.toml"))
-    lines = command_up._ready_lines(cluster)
+    lines = up._ready_lines(cluster)
     assert f"{tmp_path}/tls/ca.crt\n" in lines and f"{tmp_path}/api_keys.toml\n" in lines
     assert "baton api-key add --tenant NAME\n" in lines
     cluster.secured = Secured()
-    lines = command_up._ready_lines(cluster)
+    lines = up._ready_lines(cluster)
     assert "api-key" not in lines and " CA " not in lines
 
 
@@ -381,7 +425,7 @@ def test_up_names_the_files_of_earlier_versions(tmp_path: Path) -> None:
     said = []
     for override in (f"store.file_tier_dir={tmp_path}", "store.file_tier_bytes=1000"):
         cluster = LocalCluster(ClusterConfig(overrides=(override,)))
-        lines = command_up._ready_lines(cluster).splitlines()
+        lines = up._ready_lines(cluster).splitlines()
         said.append([line.partition(" ")[0] for line in lines if ".baton-pages" in line])
     left = [str(tmp_path / name) for name in ("store-1.baton-pages", "store.baton-pages")]
     assert said == [left, []]
@@ -403,8 +447,6 @@ def test_of_two_clusters_the_one_that_is_taken_is_said_and_may_be_chosen(
     assert "--cluster other: of your clusters here run: mine, 1" in capsys.readouterr().err
     assert cli.main(["up", "--cluster", "mine"]) == 1
     assert "another cluster of yours has this name" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main(["status", "--cluster", "mine", "--address", "x:1"])
 
 
 @pytest.mark.parametrize(
@@ -417,7 +459,7 @@ def test_of_two_clusters_the_one_that_is_taken_is_said_and_may_be_chosen(
     ],
 )
 def test_what_nixl_opens_to_every_user_is_said(options: dict[str, Any]) -> None:
-    told = command_up._access_lines(ClusterConfig(**options))
+    told = up._access_lines(ClusterConfig(**options))
     assert "take connections of any user" in told and "--transport shm" in told
-    plain = command_up._access_lines(ClusterConfig())
+    plain = up._access_lines(ClusterConfig())
     assert plain.endswith("; only you can connect to the other parts\n")

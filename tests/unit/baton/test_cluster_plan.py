@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from baton import cli, cluster_config, cluster_plan, command_options
-from baton.cluster_config import ClusterConfig
-from baton.cluster_plan import ProcessSpec, WorkerSpec
+from baton import ClusterConfig, cli
+from baton.cli import up
+from baton.cluster import config as cluster_config
+from baton.cluster import plan as cluster_plan
+from baton.cluster.plan import OPEN, ProcessSpec, WorkerSpec
 from baton.errors import ClusterError
-from baton.secured import OPEN
 from engine.config import EngineConfig
 from kvstore.config import KvStoreSettings
 from process import settings
@@ -24,6 +25,21 @@ from services.worker.config import WorkerSettings
 def _sets(spec: ProcessSpec) -> list[str]:
     argv = list(spec.argv)
     return [argv[i + 1] for i, word in enumerate(argv) if word == "--set"]
+
+
+def config_of(*line: str) -> ClusterConfig:
+    """What `baton up` would start."""
+    asked = []
+
+    def running(config: ClusterConfig, name: str) -> None:
+        asked.append(config)
+        raise ClusterError("only asked for")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(up, "running", running)
+        assert cli.main(["up", *line]) == 1
+    (config,) = asked
+    return config
 
 
 SOCKETS = Path("/x")
@@ -105,18 +121,14 @@ def test_components_take_the_settings_we_give_them() -> None:
 
 @pytest.mark.parametrize("handover", cluster_config.HANDOVERS)
 def test_the_router_is_told_which_way_to_hand_over(handover: str) -> None:
-    parser = argparse.ArgumentParser()
-    command_options.add_cluster(parser, default_port=1)
-    config = command_options.cluster_of(parser.parse_args(["--handover", handover]))
+    config = config_of("--handover", handover)
     router = settings.load(RouterSettings, overrides=_sets(_all(config)["router"]))
     assert config.handover == router.handover == handover
 
 
 def test_every_part_is_told_where_traces_go() -> None:
-    parser = argparse.ArgumentParser()
-    command_options.add_cluster(parser, default_port=1)
     line = ["--trace-to", "127.0.0.1:4317", "--trace-ratio", "0.25"]
-    specs = _all(command_options.cluster_of(parser.parse_args(line)))
+    specs = _all(config_of(*line))
     for name, kind in (
         ("router", RouterSettings),
         ("store", KvStoreSettings),
@@ -134,11 +146,9 @@ def test_every_part_is_told_where_traces_go() -> None:
 
 
 def test_prefill_workers_let_readers_map_their_cache_only_where_that_was_asked_for() -> None:
-    parser = argparse.ArgumentParser()
-    command_options.add_cluster(parser, default_port=1)
     for way, is_mapped in (("cuda_ipc", True), ("nixl", False), ("", False)):
         line = ["--device", "cuda:0,cuda:1", *(["--direct-transport", way] if way else [])]
-        specs = _all(command_options.cluster_of(parser.parse_args(line)))
+        specs = _all(config_of(*line))
         prefill, decode = (
             settings.load(WorkerSettings, overrides=_sets(specs[f"{role}-0"]))
             for role in ("prefill", "decode")
@@ -272,15 +282,49 @@ def test_a_workers_own_device_wins() -> None:
 
 
 def test_the_command_line_says_which_devices() -> None:
-    parsed = cli.build_parser().parse_args(["up", "--device", "cuda:0,cuda:1"])
-    assert command_options.cluster_of(parsed).devices == ("cuda:0", "cuda:1")
+    assert config_of("--device", "cuda:0,cuda:1").devices == ("cuda:0", "cuda:1")
 
 
 def test_the_command_line_says_how_many_stores() -> None:
-    parsed = cli.build_parser().parse_args(["up", "--stores", "2"])
-    assert command_options.cluster_of(parsed).num_stores == 2
-    parsed = cli.build_parser().parse_args(["up"])
-    assert command_options.cluster_of(parsed) == ClusterConfig()
+    assert config_of("--stores", "2").num_stores == 2
+
+
+_OPTIONS: dict[str, tuple[str, object]] = {
+    "model": ("--model a", "a"),
+    "more_models": ("--model baton-5m --model a --model b", ("a", "b")),
+    "num_prefill": ("--prefill 2", 2),
+    "num_decode": ("--decode 2", 2),
+    "num_draft": ("--draft 1", 1),
+    "draft_model": ("--draft-model a", "a"),
+    "num_stores": ("--stores 2", 2),
+    "transport": ("--transport grpc", "grpc"),
+    "device": ("--device cpu,cpu", "cpu,cpu"),
+    "handover": ("--handover store", "store"),
+    "direct_transport": ("--direct-transport grpc", "grpc"),
+    "port": ("--port 7", 7),
+    "http_port": ("--http-port 7", 7),
+    "redis_url": ("--redis redis://x", "redis://x"),
+    "overrides": ("--set router.a=1 --set store.b=2", ("router.a=1", "store.b=2")),
+    "tls": ("--tls", True),
+    "api_keys": ("--api-keys", True),
+    "metrics": ("--metrics", True),
+    "trace_to": ("--trace-to x:1", "x:1"),
+    "trace_ratio": ("--trace-ratio 0.5", 0.5),
+    "autoscale": ("--autoscale", True),
+    "num_prefill_min": ("--autoscale --min-prefill 0", 0),
+    "num_prefill_max": ("--autoscale --max-prefill 5", 5),
+    "num_decode_min": ("--autoscale --min-decode 0", 0),
+    "num_decode_max": ("--autoscale --max-decode 5", 5),
+    "log_dir": ("--log-dir logs", "logs"),
+}
+
+
+def test_each_field_has_an_option_of_the_same_default() -> None:
+    assert config_of() == ClusterConfig()
+    assert _OPTIONS.keys() == {field.name for field in dataclasses.fields(ClusterConfig)}
+    for name, (line, value) in _OPTIONS.items():
+        config = ClusterConfig(**{name: value, "autoscale": "--autoscale" in line})  # type: ignore[arg-type]
+        assert config_of(*line.split()) == config
 
 
 def test_overrides_reach_whom_they_name_and_win() -> None:
@@ -340,10 +384,8 @@ def test_redis_keeps_nothing_and_listens_on_no_port() -> None:
 
 
 def test_several_models_have_workers_and_stores_of_their_own() -> None:
-    parser = argparse.ArgumentParser()
-    command_options.add_cluster(parser, default_port=0)
     line = ["--model", "a", "--model", "b", "--prefill", "2", "--stores", "2"]
-    config = command_options.cluster_of(parser.parse_args(line))
+    config = config_of(*line)
     assert config.models == ("a", "b") and config.num_workers == 6
     specs = _all(config)
     assert [name for name in specs if name.startswith("store")] == [f"store-{i}" for i in range(4)]

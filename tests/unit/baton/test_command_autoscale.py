@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 from pathlib import Path
@@ -10,7 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from baton import cli, cluster_state, command_autoscale
+from baton import cli
+from baton.cli import explain
+from baton.cluster import state as cluster_state
 from protos import autoscaler_pb2
 
 REPLY = autoscaler_pb2.GetDecisionsReply(
@@ -41,7 +42,7 @@ REPLY = autoscaler_pb2.GetDecisionsReply(
 
 def shown(reply: autoscaler_pb2.GetDecisionsReply, *, with_why: bool = False) -> str:
     out = io.StringIO()
-    Console(file=out, width=120).print(command_autoscale.decisions_view(reply, with_why=with_why))
+    Console(file=out, width=120).print(explain.decisions_view(reply, with_why=with_why))
     return out.getvalue()
 
 
@@ -61,7 +62,7 @@ def test_who_does_not_lead_says_so() -> None:
 
 
 def test_as_json_the_why_is_an_object() -> None:
-    plain = command_autoscale.to_plain(REPLY)
+    plain = explain.decisions_as_json(REPLY)
     assert plain["decisions"][0]["why"]["terms"] == {"decode.needed": 2.0}
     assert "why_json" not in plain["decisions"][0]
 
@@ -88,10 +89,24 @@ def test_what_is_wrong_is_one_line(
     assert says in said and said.count("\n") == 1
 
 
-def test_its_options_are_parsed() -> None:
-    parsed = cli.build_parser().parse_args(["autoscale", "-n", "3", "--all", "--why"])
-    assert isinstance(parsed, argparse.Namespace)
-    assert (parsed.n, parsed.all, parsed.why) == (3, True, True)
+def test_its_options_say_what_is_asked_and_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    async def ask(
+        dial: object, address: str, request: autoscaler_pb2.GetDecisionsRequest
+    ) -> autoscaler_pb2.GetDecisionsReply:
+        asked.append((request.num_decisions, request.only_actions))
+        return REPLY
+
+    monkeypatch.setattr(explain, "_ask", ask)
+    where = ["--address", "127.0.0.1:1"]
+    assert cli.main(["autoscale", "-n", "3", "--all", "--why", *where]) == 0
+    assert "decode.needed" in capsys.readouterr().out
+    assert cli.main(["autoscale", *where]) == 0
+    assert "decode.needed" not in capsys.readouterr().out
+    assert asked == [(3, False), (10, True)]
 
 
 @pytest.mark.parametrize("option", ["--min-decode", "--max-prefill"])
@@ -112,7 +127,7 @@ def test_the_routers_address_leads_to_its_autoscaler(
         asked.append(address)
         return REPLY
 
-    monkeypatch.setattr(command_autoscale, "_ask", ask)
+    monkeypatch.setattr(explain, "_ask", ask)
     scaled = cluster_state.announce("127.0.0.1:1", "m", autoscaler_address="unix:/x.sock")
     assert cli.main(["autoscale", "--address", "127.0.0.1:1"]) == 0
     assert cli.main(["autoscale", "--address", "localhost:8530"]) == 0  # a port-forward's

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from baton import local_cluster, run_folder
-from baton.cluster_config import ClusterConfig
+from baton import ClusterConfig, LocalCluster
+from baton.cluster import local_cluster
+from baton.cluster import state as cluster_state
 from baton.errors import ClusterError
-from baton.local_cluster import LocalCluster
 
 MIB = 1024 * 1024
 
@@ -53,7 +53,7 @@ def test_too_little_shared_memory_is_refused_unless_the_user_chose(
 
 
 def test_no_temporary_folder_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "_MAX_FOLDER_BYTES", 1000)
+    monkeypatch.setattr(cluster_state, "_MAX_FOLDER_BYTES", 1000)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(ClusterError, match=r"no temporary folder.*gone.*TMPDIR"):
         LocalCluster(ClusterConfig(port=0)).start()
@@ -90,7 +90,7 @@ def test_log_dir_is_blamed_for_itself_only(monkeypatch: pytest.MonkeyPatch) -> N
     def no_redis() -> Path:
         raise PermissionError(13, "Permission denied", "/x/redis-server")
 
-    monkeypatch.setattr(local_cluster.redis_server, "find", no_redis)
+    monkeypatch.setattr(local_cluster, "find_redis_server", no_redis)
     with pytest.raises(ClusterError, match="/x/redis-server") as caught:
         LocalCluster(ClusterConfig(port=0)).start()
     assert "--log-dir" not in str(caught.value)

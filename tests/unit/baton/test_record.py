@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from baton import cli, cluster_state, command_generate, command_up, record
+from baton import cli, record
+from baton.cli import generate, up
+from baton.cluster import state as cluster_state
 from baton.errors import InvalidArgument
 from baton.messages import Completion, Provenance, StepTrace, Usage
 from baton.request import build_request
@@ -66,7 +68,7 @@ def test_a_record_comes_back_whole(tmp_path: Path) -> None:
 
 def test_generate_json_has_no_nan() -> None:
     forced = _completion((1,), traces=(_trace(2, 1, raw_logprob=math.nan),))
-    parsed = json.loads(command_generate.to_json(forced), parse_constant=pytest.fail)
+    parsed = json.loads(generate.to_json(forced), parse_constant=pytest.fail)
     assert parsed["traces"][0]["raw_logprob"] is None
 
 
@@ -182,7 +184,7 @@ def test_a_record_is_replayed_where_a_cluster_runs_and_starts_none_unasked(
     def no_cluster(config: object) -> None:
         raise AssertionError("a cluster was started")
 
-    monkeypatch.setattr(command_up, "running", no_cluster)
+    monkeypatch.setattr(up, "running", no_cluster)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     file = tmp_path / "run.json"
     _traced(router, [1, 2, 3])

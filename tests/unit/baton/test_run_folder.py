@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from baton import cluster_state, run_folder
+from baton.cluster import state as cluster_state
+from baton.cluster.state import RunFolder, is_alive, owner_of
 from baton.errors import ClusterError
-from baton.run_folder import RunFolder, is_alive, owner_of
 
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(run_folder, "_SHARED_MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(cluster_state, "_SHARED_MEMORY", tmp_path / "memory")
     (tmp_path / "memory").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(run_folder, "_MAX_FOLDER_BYTES", 1000)
+    monkeypatch.setattr(cluster_state, "_MAX_FOLDER_BYTES", 1000)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path
 

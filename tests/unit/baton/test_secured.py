@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from baton import cluster_plan
+from baton import ClusterConfig
 from baton.cert_set import CertSet
-from baton.cluster_config import ClusterConfig
-from baton.secured import OPEN, Secured, take_password
+from baton.cluster import plan as cluster_plan
+from baton.cluster.plan import OPEN, Secured, take_password
 from process import settings
 from process.access import Role
 from services.router.config import RouterSettings

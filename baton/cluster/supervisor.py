@@ -17,23 +17,350 @@ that thread and waits, within a bound.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import enum
+import json
 import logging
 import math
+import os
 import queue
 import signal
+import socket
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from baton.child import Child, Exited, Said, complaint
-from baton.cluster_plan import ProcessSpec
+from baton.cluster.plan import ProcessSpec
 from baton.errors import ClusterError
-from baton.part import ClusterEvent, OnEvent, Part, ProcessInfo, State
+from process import pulse
+
+_READ_BYTES = 4096
+
+
+class Pulse(Protocol):
+    """One child's."""
+
+    def has_beaten(self) -> bool:
+        """Whether it has since it was asked last."""
+
+    def close(self) -> None:
+        """Hear no more. Idempotent."""
+
+
+class PipePulse:
+    """Of a Baton process."""
+
+    def __init__(self) -> None:
+        self._read: int | None
+        self._read, self.write_fd = os.pipe()
+        """The child's end; `started` closes ours of it."""
+        os.set_blocking(self._read, False)
+
+    def started(self) -> None:
+        """The child has its end, or will never have it."""
+        os.close(self.write_fd)
+
+    def has_beaten(self) -> bool:
+        """See Pulse."""
+        if self._read is None:
+            return False
+        try:
+            return bool(os.read(self._read, _READ_BYTES))
+        except BlockingIOError:
+            return False
+
+    def close(self) -> None:
+        """See Pulse."""
+        if self._read is not None:
+            os.close(self._read)
+            self._read = None
+
+
+class RedisPulse:
+    """Of a Redis without a password, at a socket file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._socket: socket.socket | None = None
+
+    def has_beaten(self) -> bool:
+        """See Pulse. Asks for the next beat."""
+        has_answered = False
+        with self._failures():
+            if self._socket is None:
+                self._socket = socket.socket(socket.AF_UNIX)
+                self._socket.setblocking(False)
+                self._socket.connect(self._path)
+            else:
+                has_answered = bool(self._socket.recv(_READ_BYTES))
+                if not has_answered:
+                    raise ConnectionResetError("Redis closed the connection")
+            self._socket.send(b"PING\r\n")
+        return has_answered
+
+    def close(self) -> None:
+        """See Pulse."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """No answer yet is none; a connection that failed is made anew."""
+        try:
+            yield
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+
+
+_REDIS_READY = "eady to accept connections"
+"""Versions differ in what stands before it."""
+_NUM_LAST_LINES = 12
+_LAST_WORDS_S = 2.0
+"""For what a child that has ended said last to be read. Bounded: a process that it left behind may
+hold its output open."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """An event that a child logged."""
+
+    child: Child
+    event: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A child's end; its exit code as `subprocess` counts (negative: a signal)."""
+
+    child: Child
+    exit_code: int
+
+
+Notify = Callable[["Said | Exited"], None]
+
+
+@dataclass(eq=False)
+class Child:
+    """One life of one process."""
+
+    spec: ProcessSpec
+    log_path: Path
+    notify: Notify
+    address: str = ""
+    """Where it listens; known once it is ready."""
+    incarnation: str = ""
+    """A worker's, in hex, by which the registry tells its lives apart."""
+    metrics_address: str = ""
+    """Where it serves /metrics; empty: nowhere."""
+    http_address: str = ""
+    """Where it serves the HTTP API; empty: nowhere."""
+    last_lines: collections.deque[str] = field(
+        default_factory=lambda: collections.deque(maxlen=_NUM_LAST_LINES)
+    )
+    _process: subprocess.Popen[str] | None = None
+    _pulse: Pulse | None = None
+    _reader: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int:
+        """0 before it was started."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def start(self) -> None:
+        """Start it in a session of its own, so that Ctrl-C in the terminal reaches only us.
+
+        Raises: OSError when the program cannot be started.
+        """
+        pipe = PipePulse()
+        self._pulse = RedisPulse(self.spec.socket) if self.spec.kind == "redis" else pipe
+        try:
+            self._process = subprocess.Popen(
+                self.spec.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=os.environ
+                | {
+                    "BATON_PARENT_PID": str(os.getpid()),
+                    pulse.ENVIRONMENT: str(pipe.write_fd),
+                    "PYTHONUNBUFFERED": "1",
+                },
+                pass_fds=(pipe.write_fd,),
+                start_new_session=True,
+            )
+        finally:
+            pipe.started()
+            if self._pulse is not pipe:
+                pipe.close()
+        name = f"log-{self.spec.name}"
+        self._reader = threading.Thread(target=self._read, name=name, daemon=True)
+        self._reader.start()
+
+    def has_beaten(self) -> bool:
+        """Whether it was heard of since this was asked last."""
+        return self._pulse is not None and self._pulse.has_beaten()
+
+    def close(self) -> None:
+        """It has ended: its log is complete, and what was kept for its pulse is given back.
+        Idempotent."""
+        if self._reader is not None:
+            self._reader.join(_LAST_WORDS_S)
+        if self._pulse is not None:
+            self._pulse.close()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; nothing if it has ended."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within `timeout_s`."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _read(self) -> None:
+        process = self._process
+        assert process is not None and process.stdout is not None
+        with self.log_path.open("a", encoding="utf-8") as log, process.stdout:
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                self._understand(line.rstrip())
+        self.notify(Exited(self, process.wait()))
+
+    def _understand(self, line: str) -> None:
+        if line:
+            self.last_lines.append(line)
+        if _REDIS_READY in line and self.spec.kind == "redis":
+            self.notify(Said(self, "ready", {}))
+            return
+        if not line.startswith("{"):
+            return
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            return
+        event = fields.get("event") if isinstance(fields, dict) else None
+        if event in ("loading", "ready", "role_changed"):
+            self.notify(Said(self, event, fields))
+
+
+def complaint(child: Child) -> str:
+    """The child's own one-line reason for its end, if it gave one: its last line that is no log. Of
+    an exception that nobody caught the first line of what it says, which may be many: a device's
+    error ends in advice."""
+    lines = [line for line in child.last_lines if not line.startswith("{")]
+    frames = [at for at, line in enumerate(lines) if line.startswith('  File "')]
+    for line in lines[frames[-1] + 1 :] if frames else ():
+        if not line.startswith("    "):  # the frame's code
+            return line
+    return lines[-1] if lines else ""
+
+
+class State(enum.Enum):
+    """Where in its life a part is."""
+
+    STARTING = "starting"
+    READY = "ready"
+    BACKOFF = "backoff"
+    HELD = "held"
+    RETIRING = "retiring"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """What is known of one part now."""
+
+    name: str
+    kind: str
+    state: State
+    pid: int
+    address: str
+    num_restarts: int
+    log_path: Path
+    metrics_address: str = ""
+    """Where it serves /metrics; empty: nowhere."""
+    http_address: str = ""
+    """Where it serves the HTTP API; empty: nowhere."""
+    incarnation: str = ""
+    """A worker's, in hex, by which the registry tells its lives apart."""
+
+
+@dataclass(frozen=True)
+class ClusterEvent:
+    """Something to show: `what` is starting, loading, ready, silent, died, restarting or
+    stopped."""
+
+    name: str
+    what: str
+    detail: str = ""
+    done: int = 0
+    total: int = 0
+
+
+OnEvent = Callable[[ClusterEvent], None]
+
+
+@dataclass(eq=False)
+class Part:
+    """A child process and its state."""
+
+    spec: ProcessSpec
+    child: Child
+    state: State = State.STARTING
+    started_s: float = 0.0
+    backoff_s: float = 0.0
+    """The pause before its next life: the first is none."""
+    due_s: float = 0.0
+    num_restarts: int = 0
+    silent_s: float = 0.0
+    """For how long it has not been heard of while it should be."""
+
+    @property
+    def info(self) -> ProcessInfo:
+        """As of now."""
+        return ProcessInfo(
+            name=self.spec.name,
+            kind=self.spec.kind,
+            state=self.state,
+            pid=self.child.pid,
+            address=self.child.address,
+            num_restarts=self.num_restarts,
+            log_path=self.child.log_path,
+            metrics_address=self.child.metrics_address,
+            http_address=self.child.http_address,
+            incarnation=self.child.incarnation,
+        )
+
+    @property
+    def last_line(self) -> str:
+        """What it said last, in a few words."""
+        lines = list(self.child.last_lines)
+        return f"its last line: {lines[-1]}" if lines else "it said nothing"
+
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

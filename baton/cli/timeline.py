@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton.cli.render import format_bytes, format_seconds
 from baton.errors import FailedPrecondition, InvalidArgument
 from baton.messages import Completion, KvLeg
-from baton.provenance_view import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,20 +1,26 @@
-"""What a local cluster consists of: from a `ClusterConfig` to command lines. Pure, starts nothing.
+"""What a local cluster consists of: from a `ClusterConfig` to command lines, and whether the parts
+take their settings. Starts no part.
 
 The command lines are the same that a pod runs: `python -m services.prefill --set ...`. Which keys
-exist is each component's own business; a wrong one is refused by the component, by name.
+exist is each component's own business; a wrong one is refused by the component, by name. No part of
+a secret is in a command line, which all users of a machine can read: only the file that holds it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit, urlunsplit
 
-from baton.cluster_config import ClusterConfig
-from baton.secured import OPEN, Secured
+from baton.cert_set import CertSet
+from baton.cluster.config import ClusterConfig
+from baton.errors import ClusterError
 from process.access import Role
 
 DRAIN_S = 3
@@ -44,6 +50,57 @@ Setting = str | float | bool | tuple[str, ...]
 
 
 @dataclass(frozen=True)
+class Secured:
+    """What protects a local cluster, as settings of its parts. Empty: nothing does."""
+
+    certs: CertSet | None = None
+    """For TLS to clients and between all parts but Redis; None: none."""
+    api_keys_file: str = ""
+    """Keys that the router asks clients for."""
+    redis_user: str = ""
+    redis_password_file: str = ""
+
+    def settings_of(self, role: Role) -> dict[str, str | float]:
+        """The settings of a part of that role."""
+        values: dict[str, str | float] = {}
+        if self.certs is not None:
+            values |= _files("tls", self.certs, role) | {"tls.ca_file": str(self.certs.ca_file)}
+        if self.redis_password_file:
+            values |= {"redis.password_file": self.redis_password_file}
+            values |= {"redis.user": self.redis_user} if self.redis_user else {}
+        if role is Role.ROUTER:
+            values |= _files("client_tls", self.certs, role) if self.certs is not None else {}
+            values |= {"api_keys_file": self.api_keys_file} if self.api_keys_file else {}
+        return values
+
+
+OPEN = Secured()
+
+
+def _files(group: str, certs: CertSet, role: Role) -> dict[str, str | float]:
+    return {
+        f"{group}.cert_file": str(certs.cert_file(role)),
+        f"{group}.key_file": str(certs.key_file(role)),
+    }
+
+
+def take_password(redis_url: str, file: Path) -> tuple[str, str]:
+    """Write the password in a Redis URL into `file`, for our eyes only.
+
+    Returns: the URL without user and password, and the user; an URL without a password comes back
+    as it is, and nothing is written.
+    """
+    parts = urlsplit(redis_url)
+    if not parts.password:
+        return redis_url, ""
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as out:
+        out.write(unquote(parts.password))
+    bare = parts._replace(netloc=parts.netloc.rpartition("@")[2])
+    return urlunsplit(bare), unquote(parts.username or "")
+
+
+@dataclass(frozen=True)
 class ProcessSpec:
     """How to start one process of the cluster."""
 
@@ -69,7 +126,7 @@ def redis(server: Path, socket: Path) -> ProcessSpec:
         "daemonize": "no",
         "loglevel": "notice",
     }
-    argv = [sys.executable, "-P", "-m", "baton.with_parent", str(server)]
+    argv = [sys.executable, "-P", "-m", "baton.cluster.with_parent", str(server)]
     for key, value in options.items():
         argv += [f"--{key}", value]
     return ProcessSpec("redis", "redis", tuple(argv), socket=str(socket))
@@ -382,3 +439,81 @@ def quoted(value: Setting) -> str:
         return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
+
+
+_CHECK_TIMEOUT_S = 60.0
+_REDIS = "unix:///run/redis.sock"
+_LISTEN = "127.0.0.1:0"
+_FOLDER = Path("/run")
+
+
+def check_settings(config: ClusterConfig) -> None:
+    """Check the `--set` settings before any part starts: only a part knows which keys it has, so
+    each kind of part with a setting of the user's is asked by its own command line and `--check`.
+    Addresses and folders that exist only later are placeholders. Without `--set` nothing is run.
+
+    Blocking; any thread. Raises: ClusterError with the words of the part that refuses.
+    """
+    if not config.overrides:
+        return
+    specs = [spec for spec in _one_of_each_kind(config) if config.overrides_of(spec.kind)]
+    environment = {**os.environ, "BATON_PARENT_PID": str(os.getpid())}
+    checks = [
+        subprocess.Popen(
+            [*spec.argv, "--check"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for spec in specs
+    ]
+    refused = ""
+    try:
+        for spec, process in zip(specs, checks, strict=True):
+            _, said = process.communicate(timeout=_CHECK_TIMEOUT_S)
+            if process.returncode and not refused:
+                lines = said.strip().splitlines() or [f"exit code {process.returncode}"]
+                refused = f"--set: {spec.kind}: {lines[-1].partition(': ')[2] or lines[-1]}"
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"settings were not checked within {_CHECK_TIMEOUT_S:g} s") from error
+    finally:
+        for process in checks:
+            process.kill()
+            process.communicate()
+    if refused:
+        raise ClusterError(refused)
+
+
+def _one_of_each_kind(config: ClusterConfig) -> list[ProcessSpec]:
+    """Of every kind that a `--set` may name, whether or not this cluster has such a part."""
+    secured = Secured(
+        CertSet(_FOLDER / "tls") if config.tls else None,
+        str(_FOLDER / "api_keys.toml") if config.api_keys else "",
+    )
+    store, *_ = stores(
+        config,
+        redis_url=_REDIS,
+        sockets=_FOLDER,
+        slab_dir=str(_FOLDER),
+        capacity_bytes=1 << 29,
+        secured=secured,
+    )
+    store_addresses = ("127.0.0.1:1",) * config.num_all_stores
+    parts = WorkerSpec(_REDIS, store_addresses, "/run/keys", _FOLDER, secured)
+    with_draft = dataclasses.replace(config, more_models=(), num_stores=1, num_draft=1)
+    return [
+        store,
+        router(config, redis_url=_REDIS, listen=_LISTEN, secured=secured),
+        numbered_worker(config, "prefill", 0, parts),
+        numbered_worker(config, "decode", 0, parts),
+        *drafts(with_draft, sockets=_FOLDER, secured=secured),
+        autoscaler(
+            config,
+            redis_url=_REDIS,
+            sockets=_FOLDER,
+            scale_address="unix:///run/scale.sock",
+            secured=secured,
+        ),
+    ]

@@ -1,50 +1,97 @@
-"""`baton up`: a cluster on this machine until Ctrl-C or SIGTERM; a second one ends it at once."""
+"""`baton up` and `baton demo`: a cluster on this machine, and what is shown while it starts."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Self
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 import checkpoints
-from baton import cluster_state, command_options, settings_check
-from baton.cluster_config import DEFAULT_PORT, ClusterConfig
+from baton.cli import options, render
+from baton.cli.options import value
+from baton.cluster import plan
+from baton.cluster import state as cluster_state
+from baton.cluster.config import ClusterConfig
+from baton.cluster.local_cluster import LocalCluster
+from baton.cluster.supervisor import ClusterEvent
 from baton.errors import ClusterError, ModelError
-from baton.local_cluster import LocalCluster
-from baton.start_view import StartView
+from baton.messages import Completion
+
+_NOTEWORTHY = ("silent", "died", "restarting", "ready", "stopped")
+"""Events that are worth a line once the cluster is up."""
+_PROMPT = (
+    "Once upon a time there was a little fox named Ruby who lived at the edge of a quiet forest. "
+    "One morning she found a small silver key under the old oak tree."
+)
 
 
-def add_parser(commands: Any) -> None:
-    """`baton up` and its options."""
-    parser = commands.add_parser("up", help="start a cluster on this machine", description=__doc__)
-    command_options.add_cluster(parser, default_port=DEFAULT_PORT)
-    parser.add_argument(
-        "--cluster",
-        default="",
-        metavar="NAME",
-        help="by which your other commands choose this cluster, where you run several; default: "
-        "the router's port",
-    )
-    parser.set_defaults(run=run)
-
-
-def run(parsed: argparse.Namespace) -> int:
-    """Returns: 0 after a clean stop. Raises: ClusterError, ModelError."""
-    config = command_options.cluster_of(parsed)
-    if any(parsed.cluster == state.name for state in cluster_state.running()):
-        raise ClusterError(f"--cluster {parsed.cluster}: another cluster of yours has this name")
-    with running(config, parsed.cluster) as cluster, contextlib.suppress(KeyboardInterrupt):
+@options.command("up")
+@options.cluster_config()
+@value(
+    "--cluster",
+    "NAME",
+    "Give the cluster this name, by which your other commands choose it where you run "
+    "several. By default it is the router's port.",
+    "",
+    dest="name",
+)
+def up(config: ClusterConfig, name: str) -> None:
+    """Run a cluster on this machine until Ctrl-C or SIGTERM; a second one ends it at once."""
+    if any(name == state.name for state in cluster_state.running()):
+        raise ClusterError(f"--cluster {name}: another cluster of yours has this name")
+    with running(config, name) as cluster, contextlib.suppress(KeyboardInterrupt):
         sys.stdout.write(_ready_lines(cluster))
         sys.stdout.flush()
         cluster.wait_failure()
-    return 0
+
+
+@options.command("demo")
+@value("--prompt", "TEXT", "Ask this.", _PROMPT, show_default=False)
+@value("--max-tokens", "N", "Generate at most N.", 96)
+@options.cluster_config(port=0)
+def demo(prompt: str, max_tokens: int, config: ClusterConfig) -> None:
+    """Start a cluster, ask it the same twice, show where the KV came from, and stop it.
+
+    The second time the prompt's full blocks are there already. The demo fails if the answers
+    differ, or if the decode worker computed a single prompt token itself.
+    """
+    num_processes = config.num_workers + config.num_all_stores + 2
+    with running(config) as cluster, cluster.connect() as client:
+        names = ", ".join(cluster.processes)
+        sys.stdout.write(f"{num_processes} processes: {names}\n\n> {prompt}\n\n")
+        answers = []
+        for title in ("", "The same again, its prefix cached:\n\n"):
+            sys.stdout.write(title)
+            chunks = client.generate(
+                prompt,
+                model=config.model if config.more_models else "",
+                max_tokens=max_tokens,
+                temperature=0.0,
+            )
+            answers.append(render.stream_with_provenance(chunks))
+            sys.stdout.write("\n")
+        _check(answers)
+        sys.stdout.write("Both answers are equal, and decode computed no prompt token.\n")
+
+
+def _check(answers: Sequence[Completion]) -> None:
+    if answers[0].token_ids != answers[1].token_ids:
+        raise ClusterError("the answers differ; this is a bug, please report it")
+    for answer in answers:
+        for leg in answer.provenance.legs:
+            if leg.role == "decode" and leg.num_tokens_computed:
+                raise ClusterError(
+                    f"{leg.worker_id} computed {leg.num_tokens_computed} prompt tokens itself "
+                    f"(reasons: {dict(leg.recomputed) or 'not told'}); --log-dir keeps "
+                    "the logs that say more"
+                )
 
 
 @contextlib.contextmanager
@@ -56,7 +103,7 @@ def running(config: ClusterConfig, name: str = "") -> Iterator[LocalCluster]:
     state: Path | None = None
     with _signals(cluster):
         try:
-            settings_check.check(config)  # before a checkpoint is fetched
+            plan.check_settings(config)  # before a checkpoint is fetched
             with view:
                 drafts = (config.draft_model,) * (config.num_draft > 0)
                 for model in (*config.models, *drafts):
@@ -194,3 +241,72 @@ def _ready_lines(cluster: LocalCluster) -> str:
         f"{_left_lines(config.file_tier_dir)}"
         "Ctrl-C stops it.\n"
     )
+
+
+class StartView:
+    """Shows a cluster's start and life: bars on a terminal between `with` and its end, and one line
+    for each change after it. `on_event` is called from the supervisor's thread, which rich's
+    displays allow.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description:<12}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[what]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._loading = False
+        self._quiet = False
+
+    def __enter__(self) -> Self:
+        self._loading = True
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loading = False
+        if self._console.is_terminal:
+            self._progress.stop()
+
+    def silence(self) -> None:
+        """Nothing more is worth a line: the cluster is being stopped."""
+        self._quiet = True
+
+    def on_event(self, event: ClusterEvent) -> None:
+        """Show it."""
+        if self._quiet:
+            return
+        if self._loading and self._console.is_terminal:
+            self._advance(event)
+        elif event.what in _NOTEWORTHY and not (self._loading and event.what == "died"):
+            # A death at the start is told by the error that ends it.
+            detail = f": {event.detail}" if event.detail else ""
+            self._console.print(f"{event.name} {event.what}{detail}", highlight=False, markup=False)
+
+    def on_fetch(self, what: str, done: int, total: int) -> None:
+        """Progress of fetching a checkpoint, in bytes."""
+        self.on_event(ClusterEvent("checkpoint", "loading", what, done, total))
+
+    def _advance(self, event: ClusterEvent) -> None:
+        if event.name not in self._tasks:
+            self._tasks[event.name] = self._progress.add_task(event.name, total=None, what="")
+        task = self._tasks[event.name]
+        if event.what == "loading":
+            self._progress.update(
+                task, completed=event.done, total=event.total or None, what=event.detail
+            )
+        elif event.what == "ready":
+            self._progress.update(task, completed=1, total=1, what="ready")
+        else:
+            self._progress.update(task, what=event.what)

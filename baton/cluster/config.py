@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.errors import ClusterError
 from process.settings import SettingsError, text_of
@@ -33,68 +33,79 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A cluster on this machine."""
+    """A cluster on this machine. Its fields are the options of `baton up`, and their docstrings the
+    help there: `num_prefill` is --prefill; `metadata` says what an option is called otherwise, what
+    its value is called, and which values there are.
+    """
 
-    model: str = "baton-5m"
-    """Bundled name, folder or Hugging Face hub name."""
+    model: str = field(default="baton-5m", metadata={"metavar": "NAME"})
+    """Serve this model: a bundled name, a folder with a checkpoint, or a Hugging Face name
+    (name@revision)."""
     more_models: tuple[str, ...] = ()
-    """Models served beside `model`, by workers of their own."""
+    """Serve these models beside `model`, each with workers of its own."""
     num_prefill: int = 1
-    """Prefill workers of each model."""
+    """Start N prefill workers for each model."""
     num_decode: int = 1
-    """Decode workers of each model."""
+    """Start N decode workers for each model."""
     num_draft: int = 0
-    """Draft workers: their small model guesses for the decode workers, several tokens a step."""
-    draft_model: str = "baton-5m-draft"
-    """What draft workers serve: a small model with the tokenizer of `model`."""
-    transport: str = "shm"
-    """How KV blocks travel between workers and store: shm, nixl or grpc."""
-    device: str = "cpu"
-    """Where the workers compute and keep their KV: cpu, cuda (the first GPU) or cuda:N; several
-    with commas are dealt to the workers in turn, prefill workers first."""
-    handover: str = "auto"
-    """How a prompt's KV gets from prefill to decode: store, direct (out of the prefill worker's own
-    cache) or auto, whichever costs less."""
-    direct_transport: str = ""
-    """How blocks are read out of a prefill worker's own cache: cuda_ipc (mapped, between GPUs of
-    this machine), nixl or grpc; empty: as between workers and other nodes' stores."""
+    """Start N draft workers. Their small model proposes tokens for the decode workers, which then
+    check several in a step."""
+    draft_model: str = field(default="baton-5m-draft", metadata={"metavar": "NAME"})
+    """Serve this model by the draft workers; it needs the tokenizer of `model`."""
     num_stores: int = 1
-    """KV stores of each model, whose blocks no other model's fit; its workers are dealt to them in
-    turn, as if each were a machine of its own."""
-    port: int = DEFAULT_PORT
-    """The router's port on loopback; 0 takes a free one."""
-    http_port: int | None = None
-    """Of its HTTP API; None: the one after `port`, or a free one if that is 0."""
-    redis_url: str = ""
-    """A Redis to use; empty starts one of our own without persistence."""
-    overrides: tuple[str, ...] = ()
-    """Settings of components: `worker.key=value`, also prefill, decode, draft, store, router."""
+    """Start N KV stores for each model. Workers are assigned to them in turn, as if each store were
+    on a machine of its own."""
+    transport: str = field(default="shm", metadata={"choices": TRANSPORTS})
+    """Move KV blocks between workers and their store this way."""
+    device: str = field(default="cpu", metadata={"metavar": "DEVICE[,...]"})
+    """Compute on this device: cpu, cuda (the first GPU) or cuda:N. Several, separated by commas,
+    are assigned to the workers in turn, prefill workers first."""
+    handover: str = field(default="auto", metadata={"choices": HANDOVERS})
+    """Hand a prompt's KV from prefill to decode through the store, directly out of the prefill
+    worker's cache, or (auto) the way that is estimated to cost less."""
+    direct_transport: str = field(default="", metadata={"choices": DIRECT_TRANSPORTS})
+    """Read blocks out of a prefill worker's cache this way; cuda_ipc maps the memory of another GPU
+    of this machine. The default is what workers use for stores of other nodes."""
+    port: int = field(default=DEFAULT_PORT, metadata={"metavar": "PORT"})
+    """Listen for gRPC on this port of the loopback interface; 0 takes a free one."""
+    http_port: int | None = field(default=None, metadata={"metavar": "PORT"})
+    """Listen for the OpenAI API over HTTP on this port; 0 takes a free one. The default is the port
+    after `port`, or a free one if that is 0."""
+    redis_url: str = field(default="", metadata={"option": "--redis", "metavar": "URL"})
+    """Use this Redis. By default the cluster starts one of its own, which keeps nothing on disk."""
+    overrides: tuple[str, ...] = field(
+        default=(), metadata={"option": "--set", "metavar": "PART.KEY=VALUE"}
+    )
+    """Change a setting of store, router, prefill, decode, worker (prefill and decode), draft or
+    autoscaler."""
     tls: bool = False
-    """Whether all parts but Redis speak TLS, each with a certificate that says what it may call;
-    /metrics stays plain HTTP."""
+    """Use TLS towards clients and between all parts but Redis. The cluster makes the certificates,
+    whose role decides who may call what. /metrics stays plain HTTP."""
     api_keys: bool = False
-    """Whether the router serves only who has an API key."""
+    """Serve only requests that carry an API key; `baton api-key add` makes more keys."""
     metrics: bool = False
-    """Whether each part serves /metrics on a port of loopback, over plain HTTP, and a Prometheus
-    configuration is written that finds them."""
-    trace_to: str = ""
-    """host:port of an OpenTelemetry collector (OTLP over gRPC) that gets the traces of requests;
-    empty: nobody traces."""
-    trace_ratio: float = 1.0
-    """Share of the requests that are traced."""
+    """Serve /metrics at each part, on a port of the loopback interface and over plain HTTP, and
+    write a Prometheus configuration that finds them."""
+    trace_to: str = field(default="", metadata={"metavar": "HOST:PORT"})
+    """Send traces of requests to this OpenTelemetry collector (OTLP over gRPC)."""
+    trace_ratio: float = field(default=1.0, metadata={"metavar": "SHARE"})
+    """Trace this share of the requests, from 0 to 1."""
     autoscale: bool = False
-    """Whether workers are started and stopped as load comes and goes; `num_prefill` and
-    `num_decode` are those it begins with."""
-    num_prefill_min: int = 1
-    """Fewest prefill workers, with `autoscale`; 0, for decode as well: none when nobody asks."""
-    num_prefill_max: int = 4
-    """Most prefill workers, with `autoscale`."""
-    num_decode_min: int = 1
-    """Fewest decode workers, with `autoscale`."""
-    num_decode_max: int = 4
-    """Most decode workers, with `autoscale`."""
-    log_dir: str = ""
-    """Where the children's logs go; empty: a temporary folder that a clean stop removes."""
+    """Start and stop workers as the load changes; the cluster begins with `num_prefill` and
+    `num_decode` of them."""
+    num_prefill_min: int = field(default=1, metadata={"option": "--min-prefill"})
+    """With `autoscale`, keep at least N prefill workers. 0 for both roles lets all workers go while
+    there are no requests."""
+    num_prefill_max: int = field(default=4, metadata={"option": "--max-prefill"})
+    """With `autoscale`, run at most N prefill workers."""
+    num_decode_min: int = field(default=1, metadata={"option": "--min-decode"})
+    """With `autoscale`, keep at least N decode workers. 0 for both roles lets all workers go while
+    there are no requests."""
+    num_decode_max: int = field(default=4, metadata={"option": "--max-decode"})
+    """With `autoscale`, run at most N decode workers."""
+    log_dir: str = field(default="", metadata={"metavar": "FOLDER"})
+    """Keep the logs of all processes in this folder. By default they are in a temporary folder that
+    a clean stop removes."""
 
     def __post_init__(self) -> None:
         for name, value, least in (

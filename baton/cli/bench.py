@@ -1,0 +1,424 @@
+"""`baton bench`: load on a running cluster or server, and the speed of the engine alone.
+
+The engine is loaded only when it is measured: it needs torch, which the rest of `baton` does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import json
+import operator
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from baton.cli import options, render
+from baton.cli.options import FILE, RouterTarget, flag, seconds, section, value
+from baton.cli.render import number, text
+from baton.client import Client
+from baton.errors import InvalidArgument
+from baton.load import arrivals, planned, plots, trace_file
+from baton.load.outcome import Outcome
+from baton.load.planned import Planned
+from baton.load.report import Limits, Report, as_json, report
+from baton.load.run import OnProgress
+from baton.load.run import run as run_load
+from baton.load.senders import GrpcSender, OpenAiSender, Sender
+from process.settings import SettingsError
+
+API_KEY = "OPENAI_API_KEY"
+"""Environment variable, as that API's own clients read it."""
+
+
+@options.group("bench")
+def bench() -> None:
+    """Measure a cluster, or the engine alone."""
+
+
+_load_options = options.as_argument(
+    "asked",
+    SimpleNamespace,
+    section(
+        "Which server",
+        value("--openai", "URL", "Measure a server of the OpenAI API, as http://HOST:PORT/v1."),
+        value("--model", "NAME", "Ask this model; needed with --openai.", ""),
+        value("--tenant", "NAME", "Ask as this tenant; not with --openai.", ""),
+        value("--vocab-size", "N", "Needed with --openai.", type=int),
+        value("--extra", "JSON", "With --openai, add these fields to each body.", "{}"),
+    ),
+    section(
+        "When requests are sent",
+        value(
+            "--rate",
+            "R",
+            "Requests a second; in phases R:SECONDS,R..R:SECONDS,... where .. climbs.",
+            "1",
+        ),
+        value("--requests", "N", "Send at most N requests.", type=int),
+        value(
+            "--arrivals",
+            None,
+            "How requests are spread over time.",
+            "poisson",
+            type=click.Choice(("poisson", "constant")),
+        ),
+        value("--burstiness", "X", "Below 1, requests come in bursts.", 1.0),
+        value("--max-concurrency", "N", "At most N are under way; the others wait.", type=int),
+        value("--timeout", "SECONDS", "Give up on a slower request.", 300.0, type=seconds),
+    ),
+    section(
+        "What is sent",
+        value("--input-len", "N", "Tokens of a prompt.", 128),
+        value("--output-len", "N", "Tokens of an answer.", 64),
+        value("--spread", "SHARE", "Lengths vary by up to this share.", 0.0),
+        value("--prefix-groups", "N", "Prompts begin with one of N prefixes.", type=int),
+        value("--prefix-len", "N", "Tokens of each prefix.", 64),
+        value("--trace", "FILE", "Replay a trace in Mooncake's format.", type=FILE),
+        value("--speed", "X", "Replay X times as fast.", 1.0),
+        value("--shrink", "N", "Divide the lengths of the trace by N.", 1),
+        value("--seed", "N", "The same seed gives the same load.", 0),
+    ),
+    section(
+        "Results",
+        value(
+            "--goodput",
+            "NAME:MS",
+            "Count the requests that keep this bound of ttft, tpot or e2e.",
+            multiple=True,
+        ),
+    ),
+)
+
+
+@bench.command("serve")
+@_load_options
+@section(
+    "Results",
+    value("--plot", "FILE", "Draw them (*.png, *.svg or *.pdf).", type=FILE),
+    flag("--json", "Print one JSON object as the last line.", dest="with_json"),
+    value("--out", "FILE", "Write that object into this file, too.", type=FILE),
+)
+@options.router_target()
+def _serve(
+    target: RouterTarget,
+    asked: SimpleNamespace,
+    plot: Path | None,
+    with_json: bool,
+    out: Path | None,
+) -> int:
+    """Put load on a running cluster, at a rate that does not wait for answers, and show what came
+    of it. Exit code 1: no request was served.
+
+    \b
+    baton bench serve --rate 4 --requests 200 --goodput ttft:500 --goodput tpot:50 --plot load.png
+    baton bench serve --rate 2:30,8:10,2:30 --prefix-groups 4 --prefix-len 64
+    baton bench serve --trace conversation_trace.jsonl --shrink 64 --speed 10
+    baton bench serve --openai http://127.0.0.1:8000/v1 --model NAME --vocab-size 32000 --rate 1 \\
+        --requests 50
+
+    Any server of the OpenAI API can be measured the same way; the first form speaks Baton's gRPC.
+    """
+    limits = Limits.parse(asked.goodput)
+    if plot is not None:
+        plots.check(plot)
+    console = Console(stderr=True)
+    outcomes = asyncio.run(_measure(target, asked, console))
+    result = report(outcomes, limits)
+    for made in _tables(result, limits):
+        Console().print(made)
+        Console().print()
+    if plot is not None:
+        plots.draw(outcomes, limits, plot, _title(asked))
+        console.print(f"plot: {plot}")
+    line = json.dumps(as_json(result) | {"load": _load_as_json(asked)})
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(line + "\n", encoding="utf-8")
+    if with_json:
+        sys.stdout.write(line + "\n")
+    return 0 if result.num_served else 1
+
+
+async def _measure(target: RouterTarget, asked: SimpleNamespace, console: Console) -> list[Outcome]:
+    sender = _sender(target, asked)
+    try:
+        vocab_size = asked.vocab_size or await sender.vocab_size()
+        if not vocab_size:
+            raise InvalidArgument("--vocab-size", "needed with --openai: that API does not tell")
+        load = _load(asked, vocab_size)
+        with render.progress(console, "requests", TextColumn(_PROGRESS)) as bar:
+            return await run_load(
+                load,
+                sender,
+                timeout_s=asked.timeout,
+                max_concurrency=asked.max_concurrency,
+                on_progress=_progress(bar),
+            )
+    finally:
+        await sender.close()
+
+
+def _sender(target: RouterTarget, asked: SimpleNamespace) -> Sender:
+    if asked.openai is None:
+        client = Client(target.router_address(), target.credentials())
+        return GrpcSender(client, {"model": asked.model, "tenant": asked.tenant})
+    if not asked.model:
+        raise InvalidArgument("--model", "needed with --openai")
+    if asked.tenant:
+        raise InvalidArgument("--tenant", "not with --openai: there the API key says it")
+    try:
+        extra = json.loads(asked.extra)
+    except ValueError as error:
+        raise InvalidArgument("--extra", f"no JSON: {error}") from None
+    if not isinstance(extra, dict):
+        raise InvalidArgument("--extra", "not a JSON object")
+    return OpenAiSender(
+        asked.openai, model=asked.model, api_key=os.environ.get(API_KEY, ""), extra=extra
+    )
+
+
+def _load(asked: SimpleNamespace, vocab_size: int) -> Sequence[Planned]:
+    if asked.trace is not None:
+        if asked.prefix_groups is not None:
+            raise InvalidArgument("--prefix-groups", "not with --trace: it says who shares what")
+        return trace_file.replay(
+            trace_file.read_trace(asked.trace, limit=asked.requests),
+            vocab_size=vocab_size,
+            seed=asked.seed,
+            speed=asked.speed,
+            shrink=asked.shrink,
+        )
+    shared = None
+    if asked.prefix_groups is not None:
+        shared = planned.SharedPrefixes(asked.prefix_groups, asked.prefix_len)
+    times = arrivals.arrivals(
+        arrivals.parse_rates(asked.rate),
+        num_requests=asked.requests,
+        kind=asked.arrivals,
+        burstiness=asked.burstiness,
+        seed=asked.seed,
+    )
+    if not times:
+        raise InvalidArgument("--rate", f"{asked.rate!r} sends nothing with this seed")
+    lengths = planned.Lengths(asked.input_len, asked.output_len, asked.spread)
+    return planned.random_load(
+        times, lengths, vocab_size=vocab_size, seed=asked.seed, shared=shared
+    )
+
+
+_PROGRESS = "{task.completed} of {task.total} ended, {task.fields[live]} under way"
+
+
+def _progress(bar: Progress) -> OnProgress:
+    task = bar.add_task("requests", total=None, live=0)
+
+    def on_progress(num_planned: int, num_sent: int, num_ended: int) -> None:
+        bar.update(task, total=num_planned, completed=num_ended, live=num_sent - num_ended)
+
+    return on_progress
+
+
+def _milliseconds(title: str, name: str) -> render.Column:
+    return number(title, lambda item: f"{getattr(item[1], name):,.2f}")
+
+
+_TIMES = (
+    text("milliseconds", operator.itemgetter(0)),
+    *(_milliseconds(name, f"{name}_ms") for name in ("mean", "p50", "p90", "p99", "max")),
+    number("of", lambda item: f"{item[1].num:,}"),
+)
+_FIGURES = (text("", operator.itemgetter(0)), text("", operator.itemgetter(1)))
+
+
+def _tables(result: Report, limits: Limits) -> list[Table]:
+    times = (
+        ("time to first token", result.ttft),
+        ("time per output token", result.tpot),
+        ("gap between chunks", result.itl),
+        ("whole request", result.e2e),
+        ("sent late by", result.lag),
+    )
+    figures = [
+        ("requests served", f"{result.num_served:,} of {result.num_requests:,}"),
+        *(
+            (f"  {failure.kind}", f"{failure.num:,}, as: {failure.example}")
+            for failure in result.failures
+        ),
+        ("seconds", f"{result.seconds:,.1f}"),
+        (
+            "requests offered / served a second",
+            f"{result.offered_requests_per_s:,.2f} / {result.requests_per_s:,.2f}",
+        ),
+        ("prompt tokens a second", f"{result.input_tokens_per_s:,.0f}"),
+        ("output tokens a second", f"{result.output_tokens_per_s:,.0f}"),
+    ]
+    if result.hit_rate is not None:
+        figures.append(("prompt tokens cached", f"{100 * result.hit_rate:.1f} %"))
+    if result.tokens_per_chunk is not None:
+        figures.append(("tokens per chunk", f"{result.tokens_per_chunk:.2f}"))
+    if limits != Limits():
+        good = f"{result.good_requests_per_s:,.2f} ({100 * result.good_share:.1f} %)"
+        figures.append(("good requests a second (share of all)", good))
+    known = [(name, spread) for name, spread in times if spread is not None]
+    return [render.table(_FIGURES, figures), render.table(_TIMES, known)]
+
+
+def _title(asked: SimpleNamespace) -> str:
+    what = f"trace {asked.trace.name}" if asked.trace else f"rate {asked.rate}"
+    return f"baton bench serve: {what}, seed {asked.seed}"
+
+
+def _load_as_json(asked: SimpleNamespace) -> dict[str, Any]:
+    """The options that make this load this load; no address, no key."""
+    names = (
+        *("rate", "requests", "arrivals", "burstiness", "max_concurrency", "input_len"),
+        *("output_len", "spread", "prefix_groups", "prefix_len", "speed", "shrink", "seed"),
+        *("goodput", "model"),
+    )
+    values = {name: getattr(asked, name) for name in names}
+    return values | {
+        "trace": asked.trace.name if asked.trace else None,
+        "api": "openai" if asked.openai else "grpc",
+    }
+
+
+# -- the engine alone
+
+_engine_options = options.as_argument(
+    "asked",
+    SimpleNamespace,
+    value("--model", "NAME", "Load this model.", "baton-5m"),
+    value("--input-len", "N", "Tokens of a prompt.", 128),
+    value("--output-len", "N", "Tokens of an answer.", 128),
+    value("--seed", "N", "The same seed gives the same prompts.", 0),
+    value("--engines", "N", "Balance the prompts over N engines.", 1),
+    flag("--process", "Run the engine in a process of its own."),
+    value("--set", "KEY=VALUE", "Change a setting of the engine.", dest="sets", multiple=True),
+    options.as_json("Print one JSON object as the last line."),
+)
+
+
+@bench.command("latency")
+@value("--batch", "N", "Prompts at once.", 1)
+@value("--rounds", "N", "Measure N batches.", 10)
+@value("--warm-up", "N", "Run N batches before those.", 2)
+@_engine_options
+def _latency(batch: int, rounds: int, warm_up: int, asked: SimpleNamespace) -> None:
+    """Measure how long one batch takes."""
+
+    def measure(module: Any, llm: Any, console: Console) -> Any:
+        with render.progress(console, "batches", MofNCompleteColumn()) as bar:
+            task = bar.add_task("batches")
+            return module.latency(
+                llm,
+                batch=batch,
+                num_input_tokens=asked.input_len,
+                num_output_tokens=asked.output_len,
+                num_warm_up=warm_up,
+                num_rounds=rounds,
+                seed=asked.seed,
+                on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+
+    _measure_engine("latency", measure, asked)
+
+
+@bench.command("throughput")
+@value("--prompts", "N", "Complete N prompts.", 100)
+@value("--spread", "SHARE", "Lengths vary by up to this share.", 0.0)
+@value("--texts", "FILE", "Take these prompts, one a line, not random ids.", type=FILE)
+@_engine_options
+def _throughput(prompts: int, spread: float, texts: Path | None, asked: SimpleNamespace) -> None:
+    """Measure how much gets done when all prompts are there at once."""
+
+    def measure(module: Any, llm: Any, console: Console) -> Any:
+        return module.throughput(
+            llm,
+            num_prompts=prompts,
+            num_input_tokens=asked.input_len,
+            num_output_tokens=asked.output_len,
+            spread=spread,
+            texts=_texts(texts),
+            seed=asked.seed,
+            progress=True,
+        )
+
+    _measure_engine("throughput", measure, asked)
+
+
+def _measure_engine(
+    kind: str, measure: Callable[[Any, Any, Console], Any], asked: SimpleNamespace
+) -> None:
+    """Load the engine, measure it, and show the figures. Raises: BatonError, SettingsError."""
+    try:
+        module = importlib.import_module("engine_client.bench")
+        llm_module = importlib.import_module("engine_client.llm")
+    except ImportError as error:
+        raise InvalidArgument("bench", f"needs what workers need ({error})") from error
+    with llm_module.LLM(
+        asked.model,
+        engine="process" if asked.process else "in_process",
+        num_engines=asked.engines,
+        **_settings(asked.sets),
+    ) as llm:
+        result = dataclasses.asdict(measure(module, llm, Console(stderr=True)))
+        model = llm.model
+    Console().print(_engine_table(kind, result))
+    if asked.as_json:
+        made = {
+            "benchmark": kind,
+            "model": model.model,
+            "dtype": model.dtype,
+            "device": model.device,
+            "engines": asked.engines,
+            "hardware": f"{os.cpu_count()} cores, {platform.machine()}",
+            **result,
+        }
+        sys.stdout.write(json.dumps(made) + "\n")
+
+
+def _texts(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise InvalidArgument("--texts", f"{file} has no line of text")
+    return lines
+
+
+def _settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """`--set` as keywords of LLM: numbers and truth values as such, all else as text."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, word = pair.partition("=")
+        if not (key and equals):
+            raise SettingsError(f"--set {pair}: write it as key=value")
+        try:
+            values[key] = json.loads(word)
+        except ValueError:
+            values[key] = word
+    return values
+
+
+def _engine_table(kind: str, result: dict[str, Any]) -> Table:
+    table = Table(title=kind)
+    for column in ("", "mean", "p50", "p99"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, found in result.items():
+        if isinstance(found, dict):
+            cells = [f"{found[key]:,.2f} ms" for key in ("mean_ms", "p50_ms", "p99_ms")]
+            table.add_row(f"{name} ({found['num']})", *cells)
+        elif found is not None:
+            table.add_row(name.replace("_", " "), f"{found:,}", "", "")
+    return table

@@ -1,0 +1,240 @@
+"""`baton audit` and `baton block`: what the prefix index and the stores know of KV blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from baton import audit as index_audit
+from baton import block_history
+from baton.audit import StoreAudit
+from baton.block_history import Told
+from baton.cli import options, render
+from baton.cli.options import RedisTarget, seconds, value
+from baton.cli.render import Column, number, text
+from baton.errors import InvalidArgument, NotFound, Unavailable
+from kvstore.block_hash import CHAIN_HASH_BYTES
+from protos import common_pb2, kvstore_pb2
+
+
+@options.command("audit")
+@options.redis_target
+@value(
+    "--settle",
+    "SECONDS",
+    "Wait at most this long for changes that a store has not written to Redis yet.",
+    5.0,
+    type=seconds,
+)
+@value(
+    "--timeout",
+    "SECONDS",
+    "Give up on a store when reading it and its index takes longer.",
+    60.0,
+    type=seconds,
+)
+@options.as_json("Print all numbers as one JSON object.")
+def audit(target: RedisTarget, settle: float, timeout: float, as_json: bool) -> int:
+    """Compare the prefix index in Redis with what each store really holds.
+
+    Exit code 1: an index has drifted (it lacks entries, or has false ones, that are not just on
+    their way), or a store that has a heartbeat could not be compared.
+    """
+    audits = asyncio.run(
+        index_audit.audit(
+            target.redis_url(),
+            settle_s=settle,
+            timeout_s=timeout,
+            dial=target.dialer(),
+            access=target.access(),
+        )
+    )
+    if as_json:
+        sys.stdout.write(json.dumps(_audits_as_json(audits)) + "\n")
+    elif audits:
+        render.show(render.table(_AUDIT, audits))
+    else:
+        render.show(Text("no store is registered there"))
+    return 1 if index_audit.found_fault(audits) else 0
+
+
+def _audits_as_json(audits: Sequence[StoreAudit]) -> dict[str, Any]:
+    stores = [
+        {
+            **dataclasses.asdict(one),
+            "precision": one.precision,
+            "recall": one.recall,
+            "state": _state_of(one),
+        }
+        for one in audits
+    ]
+    return {"found_fault": index_audit.found_fault(audits), "stores": stores}
+
+
+def _state_of(one: StoreAudit) -> str:
+    """In a word or a sentence."""
+    if one.problem:
+        return one.problem
+    if one.has_drifted:
+        return "DRIFTED"
+    dead = f"; {one.num_dead_lives} dead lives in Redis" if one.num_dead_lives else ""
+    return ("ok" if one.is_settled else "not settled in time: nothing can be said") + dead
+
+
+def _compared(title: str, name: str, shown: Callable[[Any], str] = str) -> Column:
+    """A number of a store that could be compared."""
+    return number(title, lambda one: "-" if one.problem else shown(getattr(one, name)))
+
+
+def _share(part: float) -> str:
+    return f"{100 * part:.2f} %"
+
+
+def _staleness(one: StoreAudit) -> str:
+    if one.problem or one.staleness_s is None:
+        return "-"
+    return render.format_seconds(one.staleness_s)
+
+
+_AUDIT = (
+    text("index of", "node_id"),
+    _compared("in the store", "num_present"),
+    _compared("in the index", "num_indexed"),
+    _compared("precision", "precision", _share),
+    _compared("recall", "recall", _share),
+    _compared("missing", "num_missing"),
+    _compared("false", "num_false"),
+    _compared("in flight", "num_in_flight"),
+    _compared("lag", "sequence_lag"),
+    number("behind for", _staleness),
+    text("state", _state_of),
+)
+
+
+# -- block
+
+
+@options.command("block")
+@click.argument("chain_hash", metavar="[HASH]", default="")
+@value("--num", "N", "Show at most N blocks of each store.", 8)
+@options.redis_target
+@value(
+    "--timeout",
+    "SECONDS",
+    "Give up on a store that does not answer within this time.",
+    5.0,
+    type=seconds,
+)
+@options.as_json("Print all of it as one JSON object.")
+def block(chain_hash: str, num: int, target: RedisTarget, timeout: float, as_json: bool) -> None:
+    """Show what happened to a KV block at each store: written, pulled, verified, demoted, evicted;
+    by which worker, and in which traced request.
+
+    HASH is the chain hash of the block, or its first digits, as traces and logs have it. Without
+    one the blocks with the latest events are shown.
+    """
+    told = asyncio.run(
+        block_history.ask(
+            target.redis_url(),
+            _prefix_of(chain_hash),
+            max_blocks=max(1, num),
+            timeout_s=timeout,
+            dial=target.dialer(),
+            access=target.access(),
+        )
+    )
+    if told and all(each.problem for each in told):
+        raise Unavailable("; ".join(f"{each.node_id}: {each.problem}" for each in told))
+    if not any(each.blocks for each in told):
+        named = f"of block {chain_hash}" if chain_hash else "of any block"
+        raise NotFound(f"no store remembers anything {named}")
+    if as_json:
+        sys.stdout.write(json.dumps(_histories_as_json(told)) + "\n")
+    else:
+        render.show(_histories(told))
+
+
+def _prefix_of(digits: str) -> bytes:
+    """The bytes that a chain hash begins with. Raises: InvalidArgument."""
+    try:
+        prefix = bytes.fromhex(digits)
+    except ValueError as error:
+        raise InvalidArgument(
+            "HASH", f"{digits[:80]!r} is not hexadecimal, two digits a byte"
+        ) from error
+    if len(prefix) > CHAIN_HASH_BYTES:
+        raise InvalidArgument("HASH", f"a chain hash has {2 * CHAIN_HASH_BYTES} digits")
+    return prefix
+
+
+def _histories_as_json(told: Sequence[Told]) -> dict[str, Any]:
+    """All of it as JSON values; hashes in hex."""
+    return {
+        "stores": [
+            {
+                "node_id": each.node_id,
+                "problem": each.problem,
+                "blocks": [_plain(block) for block in each.blocks],
+            }
+            for each in told
+        ]
+    }
+
+
+def _histories(told: Sequence[Told]) -> RenderableType:
+    """A table for each block of each store. Pure."""
+    parts: list[RenderableType] = []
+    for each in told:
+        if each.problem:
+            parts.append(Text(f"{each.node_id}: {each.problem}", style="red"))
+        for block in each.blocks:
+            parts += [Text(), _heading(each.node_id, block), _events(block)]
+    return Group(*parts[isinstance(parts[0], Text) and not parts[0] :])
+
+
+def _heading(node_id: str, block: kvstore_pb2.BlockHistory) -> Text:
+    where = ", ".join(_tier(tier) for tier in block.tiers) or "not there any more"
+    text = Text(f"{block.chain_hash.hex()}", style="bold")
+    text.append(f" at {node_id}: {where}", style="not bold")
+    if block.tiers:
+        text.append(f", {block.num_hits} hits, {block.num_pins} pins", style="not bold")
+        after = block.parent.hex() if block.parent else "the beginning of a prompt"
+        text.append(f", after {after}", style="not bold")
+    return text
+
+
+def _events(block: kvstore_pb2.BlockHistory) -> RenderableType:
+    made = render.table([text(title, str) for title in ("when", "what", "by", "trace")], ())
+    if block.num_events_forgotten:
+        made.add_row("", f"({block.num_events_forgotten} earlier)", "", "")
+    for event in block.events:
+        when = datetime.datetime.fromtimestamp(event.unix_us / 1e6)
+        made.add_row(
+            when.isoformat(sep=" ", timespec="milliseconds"),
+            event.what.replace("_", " "),
+            event.worker_id or "the store",
+            event.trace_id or "-",
+        )
+    return made
+
+
+def _tier(number: int) -> str:
+    return common_pb2.Tier.Name(number).removeprefix("TIER_").lower()
+
+
+def _plain(block: kvstore_pb2.BlockHistory) -> dict[str, Any]:
+    plain = render.to_dict(block)
+    plain["chain_hash"], plain["parent"] = block.chain_hash.hex(), block.parent.hex()
+    plain["tiers"] = [_tier(tier) for tier in block.tiers]
+    for event, message in zip(plain["events"], block.events, strict=True):
+        event["unix_us"] = message.unix_us
+    return plain

@@ -1,0 +1,539 @@
+"""Options that several commands share, as decorators: `sampling` adds the sampling options to a
+command, which gets their values as its argument `sampling`.
+
+The options of a cluster are made from the fields of `ClusterConfig`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from baton.cert_set import CertSet
+from baton.client import SyncClient
+from baton.cluster import state as cluster_state
+from baton.cluster.config import DEFAULT_PORT, ClusterConfig
+from baton.cluster.state import ClusterState
+from baton.credentials import Credentials
+from baton.errors import ClusterError, InvalidArgument, Unavailable
+from process import secret_file
+from process.access import Role
+from process.redis_client import RedisAccess
+from process.serving import Dialer
+from process.settings import field_docstrings
+from process.tls import TlsSettings
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+FILE = click.Path(path_type=Path)
+_MAX_KEY_BYTES = 4096
+
+
+class SectionOption(click.Option):
+    """An option that the help shows in its `section`. Of the options of a command that have the
+    same `one_of`, at most one may be given."""
+
+    def __init__(self, *args: Any, one_of: str = "", **attributes: Any) -> None:
+        if attributes.get("multiple"):
+            attributes["help"] += " May be given several times."
+        super().__init__(*args, **attributes)
+        self.one_of = one_of
+        self.section = "Options"
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """As click's, but that an empty default is not shown."""
+        extra = super().get_help_extra(ctx)
+        if self.default in ("", ()):
+            extra.pop("default", None)
+        return extra
+
+
+class SectionCommand(click.Command):
+    """A command whose options are `SectionOption`s."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:
+                sections.setdefault(getattr(param, "section", "Options"), []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        given: dict[str, SectionOption] = {}
+        for option in self.params:
+            if not (isinstance(option, SectionOption) and option.one_of):
+                continue
+            if ctx.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE:
+                first = given.setdefault(option.one_of, option)
+                if first is not option and not ctx.resilient_parsing:
+                    raise click.UsageError(
+                        f"{first.opts[0]} and {option.opts[0]} exclude each other: give one.", ctx
+                    )
+        return rest
+
+
+class SectionGroup(click.Group):
+    """A group of `SectionCommand`s."""
+
+    command_class = SectionCommand
+
+
+def command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
+    return click.command(name, cls=SectionCommand)
+
+
+def group(name: str) -> Callable[[Callable[..., Any]], click.Group]:
+    return click.group(name, cls=SectionGroup, no_args_is_help=False)
+
+
+def value(
+    name: str,
+    metavar: str | None,
+    help: str,
+    default: Any = None,
+    *,
+    short: str = "",
+    dest: str = "",
+    **more: Any,
+) -> Decorator:
+    """An option with a value, whose type is that of its default, unless `type` says it.
+
+    Args:
+        metavar: what the help calls the value; None: its type does.
+        short: a second name, such as -n.
+        dest: what the command calls it; by default as the option.
+        more: `one_of`, and what click's options take.
+    """
+    names = filter(None, (short, name, dest))
+    return click.option(
+        *names, cls=SectionOption, metavar=metavar, help=help, default=default, **more
+    )
+
+
+def flag(name: str, help: str, *, dest: str = "", **more: Any) -> Decorator:
+    """An option without a value, as `value`."""
+    return value(name, None, help, False, dest=dest, is_flag=True, **more)
+
+
+def seconds(text: str) -> float:
+    """A time of the command line: above 0. Raises: BadParameter."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise click.BadParameter(f"{text!r} is not a number of seconds above 0.")
+    return value
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not TOKEN=BIAS, such as 17=-5.") from None
+
+
+def section(title: str, *options: Decorator) -> Decorator:
+    """These options, in a section of their own of the help."""
+
+    def decorate(callback: Callable[..., Any]) -> Callable[..., Any]:
+        for param in _add(callback, options):
+            param.section = title
+        return callback
+
+    return decorate
+
+
+def as_argument(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
+    """Add `options` to a command. It gets as its argument `name` what `make` makes of their values.
+
+    Raises, when the command runs: what `make` raises.
+    """
+
+    def decorate(callback: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(callback)
+        def run(**values: Any) -> Any:
+            own = {key: values.pop(key) for key in names}
+            return callback(**values, **{name: make(**own)})
+
+        names = [param.name or "" for param in _add(run, options)]
+        return run
+
+    return decorate
+
+
+def _add(callback: Callable[..., Any], options: Sequence[Decorator]) -> list[SectionOption]:
+    """Returns: the options as click has them, which keeps those of a command as an attribute."""
+    num_others = len(callback.__dict__.get("__click_params__", ()))
+    for add in reversed(options):
+        add(callback)
+    added: list[SectionOption] = callback.__dict__["__click_params__"][num_others:]
+    return added
+
+
+# -- which cluster, and how it is trusted
+
+
+@dataclass(frozen=True)
+class RouterTarget:
+    """The router that a command speaks to, and how each side knows the other."""
+
+    address: str = ""
+    """host:port; empty: of a cluster of this user."""
+    cluster: str = ""
+    """Name of a cluster of this user; empty: the one started last."""
+    tls: bool = False
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    api_key_file: Path | None = None
+
+    @functools.cached_property
+    def state(self) -> ClusterState | None:
+        """The cluster of this user that is meant; None: there is none, or the address is another's.
+        Where several run and none is named, says which one is taken.
+
+        Raises: Unavailable for a name that none has.
+        """
+        if self.address:
+            return cluster_state.find(self.address)
+        running = cluster_state.running()
+        if self.cluster:
+            for state in reversed(running):
+                if state.name == self.cluster:
+                    return state
+            names = ", ".join(state.name for state in running) or "none"
+            raise Unavailable(f"--cluster {self.cluster}: of your clusters here run: {names}")
+        if len(running) > 1:
+            *others, taken = (state.name for state in running)
+            sys.stderr.write(
+                f"cluster {taken} is taken, which was started last; --cluster NAME chooses another:"
+                f" {', '.join(others)}\n"
+            )
+        return running[-1] if running else None
+
+    def router_address(self) -> str:
+        """Raises: Unavailable when none is named and none runs; InvalidArgument for the HTTP port
+        of a cluster of this user."""
+        if not self.address:
+            if self.state is None:
+                raise Unavailable(
+                    "no cluster of yours runs here; start one with `baton up`, or give --address"
+                )
+            return self.state.address
+        if self.state is not None and _port(self.address) == _port(self.state.http_address):
+            raise InvalidArgument(
+                "--address", f"{self.address} is the HTTP port; gRPC is at {self.state.address}"
+            )
+        return self.address
+
+    def credentials(self) -> Credentials:
+        """What the options say; else, of a cluster of this user, its own.
+
+        Raises: SettingsError, InvalidArgument for files that cannot be used.
+        """
+        api_key = os.environ.get("BATON_API_KEY", "") or (self.state.api_key if self.state else "")
+        if self.api_key_file is not None:
+            content = secret_file.read(
+                self.api_key_file,
+                what="--api-key-file",
+                max_bytes=_MAX_KEY_BYTES,
+                fix="write your API key into it",
+            )
+            api_key = content.decode(errors="replace").strip()
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidArgument("--api-key-file", "holds no API key")
+        tls: TlsSettings | None = None
+        if self.tls or self.ca_file or self.cert_file:
+            tls = TlsSettings(self.ca_file, self.cert_file, self.key_file)
+        elif self.state is not None and self.state.tls_dir:
+            tls = CertSet(Path(self.state.tls_dir)).tls_of(Role.ADMIN)
+        return Credentials(tls, api_key)
+
+    def client(self) -> SyncClient:
+        """A client of that router. Raises: Unavailable, SettingsError, InvalidArgument."""
+        return SyncClient(self.router_address(), self.credentials())
+
+    def dialer(self) -> Dialer:
+        """Channels to the cluster's workers and stores, as an admin; as `credentials`."""
+        return Dialer(self.credentials().identity())
+
+
+@dataclass(frozen=True)
+class RedisTarget(RouterTarget):
+    """The Redis of a cluster, and how each side knows the other."""
+
+    redis: str = ""
+    """Its URL; empty: of a cluster of this user."""
+    redis_ca_file: str = ""
+    redis_cert_file: str = ""
+    redis_key_file: str = ""
+    redis_password_file: str = ""
+    redis_user: str = ""
+
+    @functools.cached_property
+    def state(self) -> ClusterState | None:
+        """As a router's; None where --redis names a cluster that runs elsewhere."""
+        return None if self.redis else super().state
+
+    def redis_url(self) -> str:
+        """Raises: Unavailable when there is no cluster of this user to say it."""
+        if self.redis:
+            return self.redis
+        if self.state is not None and self.state.redis_url:
+            return self.state.redis_url
+        if self.address:
+            raise Unavailable(
+                f"no cluster of yours runs at {self.address}; give --redis URL instead"
+            )
+        raise Unavailable(
+            "no cluster of yours runs here; start one with `baton up`, or give --redis URL"
+        )
+
+    def access(self) -> RedisAccess:
+        """Raises: SettingsError."""
+        return RedisAccess(
+            ca_file=self.redis_ca_file,
+            cert_file=self.redis_cert_file,
+            key_file=self.redis_key_file,
+            user=self.redis_user,
+            password_file=self.redis_password_file,
+        )
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+def _address(help: str) -> Decorator:
+    latest = "By default it is the cluster that `baton up` started last."
+    return value("--address", "HOST:PORT", f"{help} {latest}", "", one_of="where")
+
+
+cluster_name: Decorator = value(
+    "--cluster",
+    "NAME",
+    "Choose one of several clusters that you started here: by the name that you gave to "
+    "`baton up --cluster`, or by its router's port.",
+    "",
+    one_of="where",
+)
+
+
+def router_target(
+    address: str = "Speak to the router at this address.", *, has_tls: bool = True
+) -> Decorator:
+    """`target: RouterTarget`. has_tls: false where the command has another option --tls."""
+    options = (_address(address), cluster_name, _trust(has_tls=has_tls))
+    return as_argument("target", RouterTarget, *options)
+
+
+def _trust(*, has_tls: bool = True) -> Decorator:
+    tls = flag("--tls", "Use TLS and trust the CAs of this machine.")
+    return section(
+        "Trust (known of a cluster that `baton up` started)",
+        *((tls,) if has_tls else ()),
+        value("--ca-file", "FILE", "Use TLS and trust the CAs in this file.", ""),
+        value("--cert-file", "FILE", "Show this certificate of yours.", ""),
+        value("--key-file", "FILE", "The private key of that certificate.", ""),
+        value(
+            "--api-key-file",
+            "FILE",
+            "Send the API key in this file. By default it is the variable BATON_API_KEY.",
+            type=FILE,
+        ),
+    )
+
+
+redis_target = as_argument(
+    "target",
+    RedisTarget,
+    _address("Use the Redis of your cluster whose router is at this address."),
+    cluster_name,
+    value(
+        "--redis",
+        "URL",
+        "Use the Redis at this URL, of a cluster that runs elsewhere.",
+        "",
+        one_of="where",
+    ),
+    section(
+        "Trust of that Redis, as its parts' settings redis.* have it",
+        value("--redis-ca-file", "FILE", "Use TLS (rediss://) and trust these CAs.", ""),
+        value("--redis-cert-file", "FILE", "Show this certificate of yours.", ""),
+        value("--redis-key-file", "FILE", "The private key of that certificate.", ""),
+        value("--redis-password-file", "FILE", "Send the password in this file.", ""),
+        value("--redis-user", "NAME", "The password's user. By default it is Redis' default.", ""),
+    ),
+    _trust(),
+)
+
+
+def as_json(help: str) -> Decorator:
+    """`as_json: bool`."""
+    return flag("--json", help, dest="as_json")
+
+
+# -- what is generated; an option's `dest` is a keyword of `Client.generate`
+
+
+def _keywords(logit_bias: Sequence[tuple[int, float]] = (), **values: Any) -> dict[str, Any]:
+    """What was not given is left to `Client.generate`."""
+    biases = {"logit_bias": dict(logit_bias)} if logit_bias else {}
+    return biases | {key: each for key, each in values.items() if each not in (None, ())}
+
+
+sampling = as_argument(
+    "sampling",
+    _keywords,
+    section(
+        "Sampling (by default as the model says)",
+        value("--max-tokens", "N", "Generate at most N tokens.", 128),
+        value("--temperature", "T", "0 always takes the likeliest token.", type=float),
+        value("--top-p", "P", "Sample from the likeliest tokens that sum to P.", type=float),
+        value("--top-k", "K", "Sample from the K likeliest tokens.", type=int),
+        value("--min-p", "P", "Leave out tokens below P times the likeliest.", type=float),
+        value("--seed", "N", "The same seed gives the same answer.", type=int),
+        value("--stop", "TEXT", "End before this text.", multiple=True),
+    ),
+    value("--model", "NAME", "Ask this model, where the cluster serves several.", ""),
+    value("--tenant", "NAME", "Ask as this tenant.", ""),
+    value(
+        "--timeout",
+        "SECONDS",
+        "Give up when the whole answer takes longer.",
+        120.0,
+        dest="timeout_s",
+        type=seconds,
+    ),
+)
+
+shaping = as_argument(
+    "shaping",
+    _keywords,
+    section(
+        "Samples",
+        value("-n", "N", "Generate N samples of the prompt.", 1),
+        value("--num-beams", "N", "Search with N beams instead of sampling.", 1),
+        value("--length-penalty", "P", "Above 0 a beam search prefers long answers.", type=float),
+        flag("--early-stopping", "End a beam search with N finished answers."),
+    ),
+    section(
+        "Which tokens may be sampled",
+        value("--min-tokens", "N", "Generate at least N tokens.", 0),
+        value("--presence-penalty", "P", "Taken off the logit of a token that occurred.", 0.0),
+        value("--frequency-penalty", "P", "Taken off for each time that it occurred.", 0.0),
+        value("--repetition-penalty", "P", "Divides the logit of a token that occurred.", 1.0),
+        value("--no-repeat-ngram", "N", "Never repeat N tokens in a row; 0: may repeat.", 0),
+        value(
+            "--logit-bias",
+            "TOKEN=BIAS",
+            "Add BIAS to the logit of the token with this id.",
+            type=_bias,
+            multiple=True,
+        ),
+        value(
+            "--allowed-token",
+            "TOKEN",
+            "Sample only tokens with such an id.",
+            dest="allowed_token_ids",
+            type=int,
+            multiple=True,
+        ),
+        value("--bad-word", "TEXT", "Never generate this.", dest="bad_words", multiple=True),
+        flag("--ignore-eos", "Go on after the token that ends an answer."),
+        flag("--include-stop-text", "Keep the text of --stop in the answer."),
+        value("--adapter", "NAME", "Use this LoRA adapter, which is loaded.", ""),
+    ),
+    section(
+        "What the answer must be (one of these)",
+        value("--json-schema", "JSON", "JSON that this schema allows.", one_of="output"),
+        value("--regex", "PATTERN", "Text that this expression matches.", one_of="output"),
+        value(
+            "--ebnf",
+            "GRAMMAR",
+            "Text of this grammar, as Lark (start: ...) or GBNF (root ::= ...).",
+            one_of="output",
+        ),
+        value("--choice", "TEXT", "One of these texts.", multiple=True, one_of="output"),
+    ),
+)
+
+
+# -- a cluster on this machine
+
+
+def cluster_config(*, port: int = DEFAULT_PORT, model: str = ClusterConfig.model) -> Decorator:
+    """`config: ClusterConfig`. Each field is an option; its docstring is the help. The command
+    raises ClusterError for a wrong value."""
+    fields = {each.name: each for each in dataclasses.fields(ClusterConfig)}
+    kinds, explained = typing.get_type_hints(ClusterConfig), field_docstrings(ClusterConfig)
+    defaults = {"port": port, "model": (model,) if model else ()}
+    explained["model"] += " Further ones get workers of their own."
+
+    def help_of(name: str) -> str:
+        return re.sub(
+            r"`(\w+)`",
+            lambda found: _option_name(fields[found[1]]) if found[1] in fields else found[0],
+            explained[name],
+        )
+
+    made = [
+        _field_option(field, kinds[name], defaults.get(name, field.default), help_of(name))
+        for name, field in fields.items()
+        if name != "more_models"
+    ]
+    return as_argument("config", _make_config, *made)
+
+
+def _option_name(field: dataclasses.Field[Any]) -> str:
+    name: str = field.metadata.get("option", "")
+    return name or "--" + field.name.removeprefix("num_").replace("_", "-")
+
+
+def _field_option(field: dataclasses.Field[Any], kind: Any, default: Any, help: str) -> Decorator:
+    name, dest, metavar = _option_name(field), field.name, field.metadata.get("metavar", "N")
+    if kind is bool:
+        return flag(name, help, dest=dest)
+    if "choices" in field.metadata:
+        choice = click.Choice(field.metadata["choices"])
+        return value(name, None, help, default or None, dest=dest, type=choice)
+    if isinstance(default, tuple):
+        return value(name, metavar, help, default, dest=dest, multiple=True)
+    kind = int if kind == int | None else kind
+    return value(name, metavar, help, default, dest=dest, type=kind)
+
+
+def _make_config(model: Sequence[str], **values: Any) -> ClusterConfig:
+    context = click.get_current_context()
+    for role in ("prefill", "decode"):
+        for bound in ("min", "max"):
+            name = f"num_{role}_{bound}"
+            is_given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+            if is_given and not values["autoscale"]:
+                raise ClusterError(
+                    f"--{bound}-{role} {values[name]}: goes with --autoscale; without it there are "
+                    f"as many as --{role} says"
+                )
+    return ClusterConfig(
+        model="".join(model[:1]),
+        more_models=tuple(model[1:]),
+        **{name: each for name, each in values.items() if each is not None},
+    )
