@@ -14,23 +14,26 @@ import time
 from collections.abc import Callable
 
 from kvstore.errors import IntegrityError
+from kvstore.lending.limits import LENDER_LIMITS, LenderLimits
 from kvstore.lending.loans import LoanTable
-
-MAX_HOLDS = 256
-"""At once. Guessed: as many as may wait to be told (followers.py)."""
-
-MAX_HOLD_S = 1.0
-"""Guessed: a hundred times what the copy of a chunk takes, and no long time to do without blocks
-that nobody reads."""
 
 
 class ReaderHolds:
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        limits: as they are when a promise is asked for.
+    """
 
     def __init__(
-        self, loans: LoanTable, on_begin: Callable[[], None], on_end: Callable[[], None]
+        self,
+        loans: LoanTable,
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
+        limits: LenderLimits = LENDER_LIMITS,
     ) -> None:
         """on_begin, on_end: told of each."""
+        self.limits = limits
         self._loans = loans
         self._on_begin = on_begin
         self._on_end = on_end
@@ -41,8 +44,8 @@ class ReaderHolds:
 
         Returns: for how long it is kept, from now; 0: it is not. Raises: LeaseLapsed.
         """
-        seconds = min(seconds, MAX_HOLD_S)
-        if seconds <= 0 or len(self._ends) >= MAX_HOLDS:
+        seconds = min(seconds, self.limits.max_hold_s)
+        if seconds <= 0 or len(self._ends) >= self.limits.max_holds:
             return 0.0
         hold_id = self._loans.hold_lease(lease_id, first)
         self._end_later(hold_id, time.monotonic() + seconds)

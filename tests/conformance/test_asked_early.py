@@ -15,14 +15,17 @@ import numpy as np
 import pytest
 
 from kvstore import errors
-from kvstore.lending import followers, reader_holds
+from kvstore.lending.limits import LenderLimits
 from kvstore.lending.told import Word
 from kvstore.transport import mapped
+from kvstore.transport.device import PeerCopies
 from tests.harness.sources import MAPPED, Lending, lending
 from tests.harness.store import BLOCK_BYTES, Worker
 from tests.harness.waiting import Clock, within
 
 NewWorker = Callable[..., Any]
+ALL_ARE_LONG = PeerCopies(ask_early_bytes=0, hold_s=1e3)
+LIMITS = LenderLimits(max_hold_s=1e3)
 WAIT_S = 20.0
 
 
@@ -78,12 +81,9 @@ class Asked:
 
 
 @pytest.fixture
-async def asked(new_worker: NewWorker, seed: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(mapped, "ASK_EARLY_BYTES", 0)
-    monkeypatch.setattr(mapped, "HOLD_S", 1e3)
-    monkeypatch.setattr(reader_holds, "MAX_HOLD_S", 1e3)
-    async with lending(seed, is_on_device=True) as lent:
-        made = Asked(lent, await new_worker(lent.address, MAPPED))
+async def asked(new_worker: NewWorker, seed: int) -> Any:
+    async with lending(seed, is_on_device=True, limits=LIMITS) as lent:
+        made = Asked(lent, await new_worker(lent.address, MAPPED, peer_copies=ALL_ARE_LONG))
         yield made
         made.let_go()
 
@@ -102,15 +102,16 @@ async def test_a_long_copy_is_asked_about_while_it_runs(asked: Asked) -> None:
     assert lent.loans.counters.num_bytes_read == 4 * BLOCK_BYTES
 
 
-async def test_a_short_copy_is_only_confirmed(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mapped, "ASK_EARLY_BYTES", 3 * BLOCK_BYTES)
-    lease_id, blocks = await asked.lent.lend([1, 2, 3])
-    assert await asked.reader.get(lease_id, blocks[:2], [4, 5]) == {}
-    assert (asked.num_asked, asked.num_confirmed) == (0, 1)
-    assert await asked.reader.get(lease_id, blocks, [4, 5, 6]) == {}
-    assert (asked.num_asked, asked.num_confirmed) == (1, 1)
+async def test_a_short_copy_is_only_confirmed(new_worker: NewWorker, seed: int) -> None:
+    async with lending(seed, is_on_device=True) as lent:
+        long = PeerCopies(ask_early_bytes=3 * BLOCK_BYTES)
+        asked = Asked(lent, await new_worker(lent.address, MAPPED, peer_copies=long))
+        lease_id, blocks = await lent.lend([1, 2, 3])
+        assert await asked.reader.get(lease_id, blocks[:2], [4, 5]) == {}
+        assert (asked.num_asked, asked.num_confirmed) == (0, 1)
+        assert await asked.reader.get(lease_id, blocks, [4, 5, 6]) == {}
+        assert asked.num_asked == 1
+        asked.let_go()
 
 
 async def test_what_is_given_back_behind_the_promise_stays_until_it_is_copied(
@@ -184,14 +185,12 @@ async def test_who_lends_nothing_any_more_is_not_asked_twice(asked: Asked) -> No
 
 
 @pytest.mark.parametrize("why", ["no room for holds", "too many ask", "an earlier version"])
-async def test_without_a_promise_it_is_asked_about_as_ever(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
+async def test_without_a_promise_it_is_asked_about_as_ever(asked: Asked, why: str) -> None:
     transport = asked.reader.client._transport
     if why == "no room for holds":
-        monkeypatch.setattr(reader_holds, "MAX_HOLDS", 0)
+        asked.lent.bound(max_holds=0)
     elif why == "too many ask":
-        monkeypatch.setattr(followers, "MAX_FOLLOWERS", 0)
+        asked.lent.bound(max_followers=0)
     else:
         transport._attached = dataclasses.replace(transport._attached, tells_when_lent=False)
     lease_id, blocks = await asked.lent.lend([1, 2, 3])
@@ -206,7 +205,7 @@ async def test_a_promise_that_was_kept_is_not_taken_back(
 ) -> None:
     """The copy ends within its promise while the loop is busy; when the loop looks, the promise has
     ended, and no other is to be had. Nobody is asked about what was kept, and nobody waits."""
-    monkeypatch.setattr(reader_holds, "MAX_HOLDS", 0)
+    asked.lent.bound(max_holds=0)
     clock = Clock(1000.0)
     monkeypatch.setattr(mapped, "time", clock)
     lease_id, blocks = await asked.lent.lend([1, 2, 3])
@@ -283,11 +282,10 @@ async def test_a_promise_says_nothing_of_the_bytes(asked: Asked) -> None:
 
 
 async def test_a_lender_that_died_before_it_answered_promises_nothing(
-    new_worker: NewWorker, seed: int, monkeypatch: pytest.MonkeyPatch
+    new_worker: NewWorker, seed: int
 ) -> None:
-    monkeypatch.setattr(mapped, "ASK_EARLY_BYTES", 0)
     async with lending(seed, is_on_device=True) as lent:
-        reader = await new_worker(lent.address, MAPPED)
+        reader = await new_worker(lent.address, MAPPED, peer_copies=ALL_ARE_LONG)
         lease_id, blocks = await lent.lend([1, 2])
     failed = await reader.get(lease_id, blocks, [1, 2], 2.0)
     assert set(failed) == {0, 1}

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import attaching, block_hash, client, errors, lease_calls, wire
-from kvstore.lending import lender, reader_holds
+from kvstore import attaching, block_hash, errors, lease_calls, wire
+from kvstore.lending import lender
+from kvstore.lending.limits import LENDER_LIMITS
 from kvstore.lending.loans import Offer
 from kvstore.lending.told import Word
-from kvstore.transport import copy_job, mapped
+from kvstore.transport import mapped
 from kvstore.transport.base import GetItems
-from kvstore.transport.device import Mark, Shared
+from kvstore.transport.device import Mark, PeerCopies, Shared
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2
@@ -34,6 +35,11 @@ from tests.harness.waiting import Clock, within
 NewWorker = Callable[..., Any]
 
 FOR_LONG_S = 1e4
+HELD_FOR_LONG = PeerCopies(hold_s=FOR_LONG_S)
+
+
+def pieces_of(num_blocks: int, **sizes: int) -> PeerCopies:
+    return PeerCopies(piece_bytes=num_blocks * BLOCK_BYTES, **sizes)
 
 
 @pytest.fixture
@@ -172,11 +178,8 @@ async def test_no_byte_passes_through_the_host_or_the_lender(
     assert lent.loans.counters.num_bytes_read == 4 * BLOCK_BYTES
 
 
-async def test_a_copy_goes_in_pieces(
-    lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mapped, "PIECE_BYTES", 3 * BLOCK_BYTES)
-    reader = await new_worker(lent.address, MAPPED)
+async def test_a_copy_goes_in_pieces(lent: Lending, new_worker: NewWorker) -> None:
+    reader = await new_worker(lent.address, MAPPED, peer_copies=pieces_of(3))
     lease_id, blocks = await lent.lend(range(20))
     assert await reader.get(lease_id, blocks, range(20, 40)) == {}
     assert np.array_equal(reader.view[20:40], lent.view[:20])
@@ -203,9 +206,8 @@ async def test_a_copy_is_begun_before_a_thread_has_come_to_it(
     num_early: int,
 ) -> None:
     """Promised or not; but what may take long leaves the loop alone."""
-    monkeypatch.setattr(mapped, "PIECE_BYTES", 2 * BLOCK_BYTES)
-    monkeypatch.setattr(mapped, "MAX_COPIES_AT_ONCE", 1 if max_copies is None else max_copies)
-    reader = await new_worker(lent.address, MAPPED)
+    sizes = pieces_of(2, max_copies_at_once=1 if max_copies is None else max_copies)
+    reader = await new_worker(lent.address, MAPPED, peer_copies=sizes)
     lease_id, blocks = await lent.lend(range(4))
     places = range(20, 24) if max_copies is not None else (20, 21, 23, 22)
     if has_queue:
@@ -273,11 +275,10 @@ class Hasher:
 
 
 async def test_a_pieces_checksums_are_behind_its_copy_and_asked_for_while_it_runs(
-    lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+    lent: Lending, new_worker: NewWorker
 ) -> None:
     """Not when all of it is here; and they are of what arrived."""
-    monkeypatch.setattr(mapped, "PIECE_BYTES", 3 * BLOCK_BYTES)
-    reader = await new_worker(lent.address, MAPPED)
+    reader = await new_worker(lent.address, MAPPED, peer_copies=pieces_of(3))
     hasher = Hasher(reader.view)
     object.__setattr__(reader.memory, "device_checksums", hasher)
     lease_id, blocks = await lent.lend(range(20))
@@ -299,13 +300,10 @@ async def test_a_pieces_checksums_are_behind_its_copy_and_asked_for_while_it_run
     assert await reader.get(lease_id, blocks[:2], [0, 1]) == {1: errors.CHECKSUM}
 
 
-async def test_the_last_pieces_are_short(
-    lent: Lending, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_last_pieces_are_short(lent: Lending, seed: int) -> None:
     """Nothing is copied while the checksums of the very last one are computed."""
-    monkeypatch.setattr(mapped, "PIECE_BYTES", 8 * BLOCK_BYTES)
-    monkeypatch.setattr(mapped, "LEAST_PIECE_BYTES", 2 * BLOCK_BYTES)
-    reader = Worker(MAPPED, BLOCK_BYTES, 48, seed)
+    sizes = pieces_of(8, least_piece_bytes=2 * BLOCK_BYTES)
+    reader = Worker(MAPPED, BLOCK_BYTES, 48, seed, peer_copies=sizes)
     hasher = Hasher(reader.view)
     object.__setattr__(reader.memory, "device_checksums", hasher)
     await reader.attach(lent.address)
@@ -340,9 +338,7 @@ async def test_what_was_given_back_while_it_was_copied_does_not_count(
 class Promised:
     """Blocks that a reader was told of before anybody vouched for them, and a promise on them."""
 
-    def __init__(self, lent: Lending, reader: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(client, "HOLD_S", FOR_LONG_S)
-        monkeypatch.setattr(reader_holds, "MAX_HOLD_S", FOR_LONG_S)
+    def __init__(self, lent: Lending, reader: Worker) -> None:
         self.lent, self.reader = lent, reader
         self.num_confirmed = 0
         confirm = lent.lender.confirm
@@ -377,10 +373,9 @@ class Promised:
 
 
 @pytest.fixture
-async def promised(
-    lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
-) -> Promised:
-    return Promised(lent, await new_worker(lent.address, MAPPED), monkeypatch)
+async def promised(lent: Lending, new_worker: NewWorker) -> Promised:
+    lent.bound(max_hold_s=FOR_LONG_S)
+    return Promised(lent, await new_worker(lent.address, MAPPED, peer_copies=HELD_FOR_LONG))
 
 
 async def test_what_was_promised_to_stay_is_not_asked_about(
@@ -478,19 +473,20 @@ async def test_a_hold_lasts_as_long_as_was_promised(lent: Lending) -> None:
 
 
 async def test_only_whoever_has_mapped_it_is_promised_anything(
-    lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+    lent: Lending, new_worker: NewWorker
 ) -> None:
     """All others read by the lender's own hand. And only so many are."""
-    reader = await new_worker(lent.address, OnDevice("grpc"))
-    promised = Promised(lent, reader, monkeypatch)
+    reader = await new_worker(lent.address, OnDevice("grpc"), peer_copies=HELD_FOR_LONG)
+    promised = Promised(lent, reader)
     lease_id, blocks, word = await promised.told()
     assert word.held_until_s == 0.0
     got = await promised.get(lease_id, blocks, word)
     assert not got.failed and len(got.checksums) == 3
     lent.loans.release([lease_id], lent.lender.now_s())
     assert lent.loans.num_lent == 0
-    monkeypatch.setattr(reader_holds, "MAX_HOLDS", 1)
-    promised = Promised(lent, await new_worker(lent.address, MAPPED), monkeypatch)
+    lent.bound(max_holds=1, max_hold_s=FOR_LONG_S)
+    reader = await new_worker(lent.address, MAPPED, peer_copies=HELD_FOR_LONG)
+    promised = Promised(lent, reader)
     leases = []
     for num_held in (1, 0):
         lease_id, _, word = await promised.told()
@@ -505,7 +501,7 @@ async def test_a_promise_lasts_its_time_also_when_a_timer_is_early(lent: Lending
     lent.keep([1])
     lease_id = lent.lender.enter([Offer(1, b"x" * 16, None, 16)])
     held_s = holds.keep(lease_id, 0, 1e9)
-    assert held_s == reader_holds.MAX_HOLD_S
+    assert held_s == LENDER_LIMITS.max_hold_s
     assert holds.keep(lease_id, 0, 0.0) == 0.0
     lent.loans.release([lease_id], lent.lender.now_s())
     (hold_id,) = holds._ends
@@ -571,15 +567,12 @@ async def test_a_lender_that_died_confirms_nothing(new_worker: NewWorker, seed: 
         assert set(failed.values()) <= {errors.STORE_UNAVAILABLE, errors.DEADLINE}
 
 
-async def test_a_device_that_stalls_costs_its_blocks(
-    lent: Lending, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copy_job, "STALL_S", 0.05)
+async def test_a_device_that_stalls_costs_its_blocks(lent: Lending, new_worker: NewWorker) -> None:
     reader = await new_worker(lent.address, MAPPED)
     lease_id, blocks = await lent.lend([1, 2])
     reader.device.engine_runs.clear()
     with pytest.raises(errors.TransferTimeout) as caught:
-        await reader.get(lease_id, blocks, [4, 5], 1.0)
+        await reader.get(lease_id, blocks, [4, 5], 0.05)
     assert caught.value.quarantine.block_ids == (4, 5)
     assert not caught.value.quarantine.settled.done()
     reader.device.engine_runs.set()

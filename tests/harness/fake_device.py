@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import TransferFailed
-from kvstore.transport.device import Copies, Shared, wait_for
+from kvstore.transport.device import PEER_COPIES, Copies, Shared, wait_for
 from process.errors import FailedPrecondition
 
 
@@ -106,6 +106,7 @@ class FakeDevice:
         problem: what the next copies fail with.
         refusal: what registering and mapping fail with.
         on_move: called before each copy with (target, source, bytes).
+        peer_copies: as a transport finds it when it is made.
     """
 
     device_id = 0
@@ -119,6 +120,7 @@ class FakeDevice:
         self.problem = ""
         self.refusal = ""
         self.on_move: Callable[[int, int, int], None] = lambda *_: None
+        self.peer_copies = PEER_COPIES
         self.registered: dict[int, int] = {}
         self.blocks: list[npt.NDArray[np.uint8]] = []
         self.num_moved_bytes = 0

@@ -20,12 +20,14 @@ import grpc.aio
 import numpy as np
 
 from kvstore import block_hash, serve, wire
+from kvstore.attaching import HEARTBEAT_S
 from kvstore.block import Block
 from kvstore.client import Matched, StoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.errors import IntegrityError, TransferCancelled, TransferTimeout, reason_of
 from kvstore.putting import PutResult
 from kvstore.transport.base import BlockMemory, GetResult
+from kvstore.transport.device import PEER_COPIES, PeerCopies
 from kvstore.transport.shm import ShmTransport
 from process.deadline import Deadline
 from protos import inference_pb2, kvstore_pb2
@@ -180,7 +182,16 @@ async def cancelled(
 class Worker:
     """A worker's memory and its client, with shorthands. Block i begins with random bytes."""
 
-    def __init__(self, transport: str, block_bytes: int, num_blocks: int, seed: int) -> None:
+    def __init__(
+        self,
+        transport: str,
+        block_bytes: int,
+        num_blocks: int,
+        seed: int,
+        *,
+        peer_copies: PeerCopies = PEER_COPIES,
+    ) -> None:
+        """peer_copies: of its device."""
         self.transport = str(transport)
         self.transport_of = transport
         """Says where its blocks lie, too."""
@@ -189,6 +200,7 @@ class Worker:
         )
         self.memory = BlockMemory.of(self.view)
         self.device = FakeDevice()
+        self.device.peer_copies = peer_copies
         if isinstance(transport, OnDevice):
             address = self.device.holding(self.view)
             self.memory = BlockMemory.on_device(self.device, address, block_bytes, num_blocks)
@@ -196,7 +208,14 @@ class Worker:
         self.incarnation = secrets.token_bytes(16)
         self.client: StoreClient
 
-    async def attach(self, address: str, fingerprint: str = FINGERPRINT) -> StoreClient:
+    async def attach(
+        self,
+        address: str,
+        fingerprint: str = FINGERPRINT,
+        *,
+        timeout_s: float = START_S,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> StoreClient:
         self.client = await StoreClient.attach(
             address,
             worker_id=self.worker_id,
@@ -204,7 +223,8 @@ class Worker:
             fingerprint=fingerprint,
             memory=self.memory,
             transport=self.transport,
-            timeout_s=START_S,
+            timeout_s=timeout_s,
+            heartbeat_s=heartbeat_s,
         )
         return self.client
 
