@@ -55,11 +55,6 @@ WATCH_S = 1.0
 RELEASE_BUDGET_S = 5.0
 """Time for giving a lease back; after it the lease lapses by itself."""
 
-PING_BUDGET_S = 1.0
-
-FAIR_S = PING_BUDGET_S
-"""A call that had less time than a ping gets says nothing about the store when it was late."""
-
 FAIR_PART = 0.5
 """Of the operator's budgets, where they are shorter: the whole of one is never left when a call
 begins."""
@@ -224,7 +219,8 @@ class StoreConnector:
         is_late = isinstance(error, DeadlineExceeded | TransferTimeout)
         limits = self._limits
         budget_s = min(limits.transfer_budget_s, limits.put_budget_s)
-        fair_s = min(FAIR_S, FAIR_PART * budget_s)
+        # A call that had less time than a ping gets says nothing about the store when it was late.
+        fair_s = min(limits.ping_budget_s, FAIR_PART * budget_s)
         if is_late and had_s < fair_s and client.broken is None:
             return
         if client is not self._client:
@@ -351,7 +347,7 @@ class StoreConnector:
     async def _ping(self, client: StoreClient) -> str | None:
         """Ask the store who it is. Returns: why the client is of no use any more, if it is not."""
         try:
-            status = await client.status(deadline=Deadline.after(PING_BUDGET_S))
+            status = await client.status(deadline=Deadline.after(self._limits.ping_budget_s))
         except DeadlineExceeded:
             self._is_stalled = True  # slow is not gone
             return None

@@ -68,6 +68,7 @@ class RemoteStores:
         max_stores: int,
         attach_budget_s: float,
         lease_ttl_s: float,
+        ping_budget_s: float,
         on_attached: Callable[[StoreClient], None] = lambda client: None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -77,6 +78,7 @@ class RemoteStores:
                 other nodes.
             direct_transport: to workers that lend; empty: the target's.
             lease_ttl_s: of the leases that are held at those stores.
+            ping_budget_s: see WorkerLimits.
             on_attached: told of every new client; must not raise.
             clock: seconds, for back-off and idleness.
         """
@@ -84,6 +86,7 @@ class RemoteStores:
         self._direct_transport = direct_transport
         self._max_stores = max_stores
         self._attach_budget_s = attach_budget_s
+        self._ping_budget_s = ping_budget_s
         self._min_idle_s = max(MIN_IDLE_S, lease_ttl_s * LEASE_SHARE)
         self._idle_s = max(IDLE_S, lease_ttl_s * LEASE_SHARE)
         self._on_attached = on_attached
@@ -177,7 +180,7 @@ class RemoteStores:
             )
         peer = self._peers.get((node_id, address))
         if peer is None:
-            peer = RemotePeer(node_id, address, self._clock, self._spawn)
+            peer = RemotePeer(node_id, address, self._clock, self._spawn, self._ping_budget_s)
             self._peers[node_id, address] = peer
         peer.touch()
         role, transport = Role.KVSTORE, self._target.transport

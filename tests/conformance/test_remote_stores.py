@@ -26,7 +26,6 @@ from kvstore.errors import (
 )
 from kvstore.transport.base import BlockMemory
 from process.errors import DeadlineExceeded, Unavailable
-from services.worker import remote_peer
 from services.worker import stores as module
 from services.worker.breaker import BACKOFF_MAX_S
 from services.worker.provenance import FINGERPRINT
@@ -49,13 +48,18 @@ def target_of(transport: str, view: np.ndarray[Any, Any] | None = None) -> Store
 
 @asynccontextmanager
 async def remote(
-    target: StoreTarget | None, clock: Clock, max_stores: int = 4, lease_ttl_s: float = 30.0
+    target: StoreTarget | None,
+    clock: Clock,
+    max_stores: int = 4,
+    lease_ttl_s: float = 30.0,
+    ping_budget_s: float = 1.0,
 ) -> AsyncIterator[RemoteStores]:
     stores = RemoteStores(
         target,
         max_stores=max_stores,
         attach_budget_s=10.0,
         lease_ttl_s=lease_ttl_s,
+        ping_budget_s=ping_budget_s,
         clock=clock,
     )
     try:
@@ -235,10 +239,7 @@ async def test_a_dead_store_is_refused_at_once_then_tried_by_one_and_met_when_it
 
 
 async def test_a_stalled_store_is_refused_until_it_answers(
-    new_store: Callable[..., Any],
-    store_settings: KvStoreSettings,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
+    new_store: Callable[..., Any], store_settings: KvStoreSettings, clock: Clock
 ) -> None:
     process = await new_store(dataclasses.replace(store_settings, node_id="node"))
     incarnation = await life_of(process)
@@ -250,7 +251,6 @@ async def test_a_stalled_store_is_refused_until_it_answers(
         await stores.settle()
         assert await stores.client("node", process.address, incarnation, within()) is client
         await process.pause()
-        monkeypatch.setattr(remote_peer, "PING_BUDGET_S", 0.2)
         stores.suspect(client, DeadlineExceeded("slow again"))
         await until(lambda: stores.clients == [])
         with pytest.raises(StoreUnusable):

@@ -226,6 +226,7 @@ def _stores(world: World, **options: Any) -> RemoteStores:
         max_stores=MAX_STORES,
         attach_budget_s=5.0,
         lease_ttl_s=30.0,
+        ping_budget_s=1.0,
         clock=lambda: world.now_s,
         **options,
     )
