@@ -167,20 +167,24 @@ def free_memory_bytes(device: str) -> int:
     """Memory free on `device` now; on CPU the container's limit counts too."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = _meminfo_available_bytes()
+    return free_in_container_bytes(_meminfo_available_bytes(), _CGROUP)
+
+
+def free_in_container_bytes(host_free_bytes: int, cgroup: Path) -> int:
+    """What of the host's free memory a container may take, by the files of its cgroup (v2)."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        current = int((_CGROUP / "memory.current").read_text())
-        stat = (_CGROUP / "memory.stat").read_text()
+        limit = (cgroup / "memory.max").read_text().strip()
+        current = int((cgroup / "memory.current").read_text())
+        stat = (cgroup / "memory.stat").read_text()
     except OSError:
-        return free  # no cgroup v2 here: the host's number stands
+        return host_free_bytes  # no cgroup v2 here: the host's number stands
     if limit == "max":
-        return free
+        return host_free_bytes
     # The kernel drops cached file pages before it refuses memory, such as those of a checkpoint
     # that was just read.
     fields = dict(line.split() for line in stat.splitlines())
     used = max(0, current - sum(int(fields.get(name, 0)) for name in _PAGE_CACHE))
-    return min(free, max(0, int(limit) - used))
+    return min(host_free_bytes, max(0, int(limit) - used))
 
 
 def _meminfo_available_bytes() -> int:

@@ -103,6 +103,8 @@ class WriteBack:
         *,
         block_size: int,
         on_room: Callable[[], None],
+        max_put_blocks: int = MAX_PUT_BLOCKS,
+        max_chains: int = MAX_CHAINS,
     ) -> None:
         self._connector = connector
         self._thread = thread
@@ -110,6 +112,8 @@ class WriteBack:
         self._counts = counts
         self._block_size = block_size
         self._on_room = on_room
+        self._max_put_blocks = max_put_blocks
+        self._max_chains = max_chains
         self._queue: dict[AnswerChain, None] = {}  # in the order of their turns
         self._num_loads = 0
         self._quiet = asyncio.Event()
@@ -168,7 +172,7 @@ class WriteBack:
     def _put_in_line(self, chain: AnswerChain) -> None:
         if not chain.is_due or chain in self._queue:
             return
-        if len(self._queue) >= MAX_CHAINS:
+        if len(self._queue) >= self._max_chains:
             self._give_up(chain, NO_ROOM)
             return
         self._queue[chain] = None
@@ -203,7 +207,7 @@ class WriteBack:
             self._give_up(chain, DEADLINE)
             return False
         first = chain.num_stored
-        hashes = tuple(chain.hashes[: first + MAX_PUT_BLOCKS])
+        hashes = tuple(chain.hashes[: first + self._max_put_blocks])
         held: list[int] = []
         try:
             if not await self._hold(chain, hashes, first, held):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton import local_cluster, run_folder
+from baton import local_cluster
 from baton.cluster_config import ClusterConfig
 from baton.errors import ClusterError
 from baton.local_cluster import LocalCluster
@@ -52,9 +52,8 @@ def test_too_little_shared_memory_is_refused_unless_the_user_chose(
         assert local_cluster._store_capacity_bytes(config, Path("/m/x")) == 512 * MIB
 
 
-def test_no_temporary_folder_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "_MAX_FOLDER_BYTES", 1000)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+def test_no_temporary_folder_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/gone")
     with pytest.raises(ClusterError, match=r"no temporary folder.*gone.*TMPDIR"):
         LocalCluster(ClusterConfig(port=0)).start()
 

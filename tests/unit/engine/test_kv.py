@@ -15,7 +15,12 @@ from engine.fake import FakeModel
 from engine.kv import sizing
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
-from engine.kv.sizing import DeviceMemory, choose_num_blocks, free_memory_bytes
+from engine.kv.sizing import (
+    DeviceMemory,
+    choose_num_blocks,
+    free_in_container_bytes,
+    free_memory_bytes,
+)
 from engine.loop import Engine
 from engine.speculation.config import SpeculationConfig
 
@@ -344,17 +349,14 @@ def test_free_memory_is_read_from_the_machine() -> None:
 )
 def test_page_cache_of_a_container_counts_as_free(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     limit: str,
     current: int,
     cached: tuple[int, int],
     free_bytes: int,
 ) -> None:
-    monkeypatch.setattr(sizing, "_CGROUP", tmp_path)
-    monkeypatch.setattr(sizing, "_meminfo_available_bytes", lambda: 5000)
-    assert free_memory_bytes("cpu") == 5000  # no cgroup at all
+    assert free_in_container_bytes(5000, tmp_path) == 5000  # no cgroup at all
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text(f"{current}\n")
     stat = f"anon 7\ninactive_file {cached[0]}\nactive_file {cached[1]}\nslab 9\n"
     (tmp_path / "memory.stat").write_text(stat)
-    assert free_memory_bytes("cpu") == free_bytes
+    assert free_in_container_bytes(5000, tmp_path) == free_bytes

@@ -15,7 +15,6 @@ from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, Transf
 from kvstore.link import Rates
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity, Unavailable
-from services.worker import links as module
 from services.worker.engine_thread import EngineThread
 from services.worker.links import Links
 from services.worker.status import links_to_proto
@@ -246,9 +245,8 @@ async def test_a_busy_engine_lends_what_it_has() -> None:
         thread.post(lambda e: e.abort("r"))
 
 
-async def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_LINKS", 3)
-    async with measuring() as (_, _, links, _):
+async def test_only_so_many_are_remembered() -> None:
+    async with measuring(max_links=3) as (_, _, links, _):
         for index in (0, 1, 2, 0, 3):
             links.measure_later(FakeClient(RATES, node_id=f"n{index}"))  # type: ignore[arg-type]
             await links.settle()
