@@ -16,6 +16,7 @@ from collections.abc import Callable
 from kvstore.errors import IntegrityError
 from kvstore.lending.limits import LENDER_LIMITS, LenderLimits
 from kvstore.lending.loans import LoanTable
+from process.deadline import Clock
 
 
 class ReaderHolds:
@@ -31,12 +32,14 @@ class ReaderHolds:
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
         limits: LenderLimits = LENDER_LIMITS,
+        clock: Clock = time.monotonic,
     ) -> None:
-        """on_begin, on_end: told of each."""
+        """on_begin, on_end: told of each. clock: seconds, by which a hold is over."""
         self.limits = limits
         self._loans = loans
         self._on_begin = on_begin
         self._on_end = on_end
+        self._clock = clock
         self._ends: dict[str, asyncio.TimerHandle] = {}
 
     def keep(self, lease_id: str, first: int, seconds: float) -> float:
@@ -48,7 +51,7 @@ class ReaderHolds:
         if seconds <= 0 or len(self._ends) >= self.limits.max_holds:
             return 0.0
         hold_id = self._loans.hold_lease(lease_id, first)
-        self._end_later(hold_id, time.monotonic() + seconds)
+        self._end_later(hold_id, self._clock() + seconds)
         self._on_begin()
         return seconds
 
@@ -58,12 +61,12 @@ class ReaderHolds:
             raise IntegrityError("a reader was promised blocks that are not held")
 
     def _end_later(self, hold_id: str, ends_s: float) -> None:
-        left_s = ends_s - time.monotonic()
+        left_s = ends_s - self._clock()
         loop = asyncio.get_running_loop()
         self._ends[hold_id] = loop.call_later(left_s, self._end, hold_id, ends_s)
 
     def _end(self, hold_id: str, ends_s: float) -> None:
-        if time.monotonic() < ends_s:  # a loop's timer may be a moment early
+        if self._clock() < ends_s:  # a loop's timer may be a moment early
             self._end_later(hold_id, ends_s)
             return
         del self._ends[hold_id]

@@ -21,7 +21,7 @@ from kvstore.slab import Slab, SlabLayout
 from kvstore.transport import registered_slab, staging
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.connect import connect
-from kvstore.transport.device import wait_for
+from kvstore.transport.device import Shared, wait_for
 from kvstore.transport.device_shm import DeviceShmTransport
 from kvstore.transport.staged import StagedTransport
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition
@@ -299,6 +299,11 @@ def test_checksums_on_a_device_are_those_of_the_bytes(seed: int) -> None:
     ids = [3, 19, 0, 7, 7, 8, 9, 1]
     assert memory.checksums(ids) == BlockMemory.of(view).checksums(ids)
     assert memory.staging is not None and memory.staging.num_rows == 3
+
+
+def test_a_handle_is_in_no_repr() -> None:
+    shared = Shared(b"secret" * 10, 4096)
+    assert "secret" not in repr(shared) and "4096" not in repr(shared)
 
 
 def test_staging_memory_is_unlocked_before_it_is_freed() -> None:

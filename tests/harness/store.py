@@ -295,6 +295,22 @@ class Worker:
     def attachment_id(self) -> str:
         return self.client._attachment_id
 
+    async def introduce(self, transport: str) -> Any:
+        """Once more, over this transport. Returns: what it is told."""
+        request = kvstore_pb2.AttachRequest(
+            worker_id="w",
+            worker_incarnation=bytes(16),
+            model_fingerprint=bytes.fromhex(FINGERPRINT),
+            block_bytes=self.view.shape[1],
+            transport=transport,
+        )
+        request.checksum = wire.checksum_of(request)
+        return await self.client._rpc.call(self.client._rpc.stub.Attach, request, within())
+
+    async def write_nothing(self, timeout_s: float) -> None:
+        """Its transport alone is asked to."""
+        await self.client._transport.put("", [], within(timeout_s))
+
     async def report(self, blocks: Sequence[Block]) -> int:
         """Tell the store that they are bad. Returns: how many it dropped."""
         told = [wire.block_to_proto(block) for block in blocks]
@@ -314,6 +330,38 @@ class Worker:
             return change(await get(*arguments))
 
         transport.get = altered  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def spoiling_gets(self, num_blocks: int) -> Iterator[None]:
+        """One of so many blocks arrives with a flipped bit, and its transport notices nothing."""
+        transport: Any = self.client._transport
+        get = transport.get
+
+        async def wrong(lease_id: str, items: Any, deadline: Deadline) -> GetResult:
+            got: GetResult = await get(lease_id, items, deadline)
+            if len(items) == num_blocks:
+                self.view[items.block_ids[num_blocks // 2]][17] ^= 1
+                got = dataclasses.replace(got, checksums=None)
+            return got
+
+        transport.get = wrong
+        yield
+        transport.get = get
+
+    @contextlib.contextmanager
+    def failing_puts(self, num_blocks: int, error: Exception) -> Iterator[None]:
+        """Those of so many blocks."""
+        transport: Any = self.client._transport
+        put = transport.put
+
+        async def failing(lease_id: str, items: Any, deadline: Deadline) -> Any:
+            if len(items) == num_blocks:
+                raise error
+            return await put(lease_id, items, deadline)
+
+        transport.put = failing
+        yield
+        transport.put = put
 
     def begin_reading(
         self, lease_id: str, blocks: Sequence[Block], *, chunk_bytes: int, timeout_s: float = CALL_S
