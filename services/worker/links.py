@@ -83,6 +83,11 @@ class Links:
         """As last measured, oldest first."""
         return [(link, judge(link, self._floor_bytes_per_s)) for link in self._links.values()]
 
+    @property
+    def num_repeated(self) -> int:
+        """Degraded links that are measured again after a while."""
+        return len(self._again)
+
     async def settle(self) -> None:
         """Wait for the measurements that there are now (each bounded)."""
         if self._tasks:
@@ -93,6 +98,7 @@ class Links:
         self._is_stopped = True
         for timer in self._again.values():
             timer.cancel()
+        self._again.clear()
         await end_tasks(self._tasks)
 
     # ---- inside
