@@ -44,7 +44,7 @@ from process.tasks import end_tasks, start_task
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
 from services.worker.loaded import Loaded
-from services.worker.store_target import StoreTarget, attach
+from services.worker.store_target import Attach, StoreTarget, attach
 from services.worker.stores import StoreUnusable
 
 logger = logging.getLogger(__name__)
@@ -85,9 +85,10 @@ class StoreConnector:
         on_attached: Callable[[StoreClient], None] = lambda client: None,
         min_backoff_s: float = MIN_BACKOFF_S,
         clock: Clock = time.monotonic,
+        attach: Attach = attach,
     ) -> None:
         """on_room: told when quarantined blocks may be used again. on_attached: of every new
-        client. min_backoff_s: before the second try of a row to attach."""
+        client. min_backoff_s: before the second try of a row to attach. attach: makes a client."""
         self._target = target
         self._thread = thread
         self._limits = limits
@@ -95,6 +96,7 @@ class StoreConnector:
         self._on_attached = on_attached
         self._min_backoff_s = min_backoff_s
         self._clock = clock
+        self._attach = attach
         self.on_other_suspect: Callable[[StoreClient, BatonError], None] = _nobody
         """Told of failed calls of clients that are another's: those of other nodes' stores."""
         self._client: StoreClient | None = None
@@ -321,7 +323,7 @@ class StoreConnector:
 
     async def _try_attach(self, target: StoreTarget) -> StoreClient | None:
         try:
-            return await attach(target, self._limits.attach_budget_s)
+            return await self._attach(target, self._limits.attach_budget_s)
         except (BatonError, OSError) as error:
             if isinstance(error, FailedPrecondition):
                 self._refusal = error

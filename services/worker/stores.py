@@ -36,7 +36,7 @@ from process.errors import BatonError, DeadlineExceeded
 from process.tasks import end_tasks, start_task
 from services.worker.remote_peer import RemotePeer, close
 from services.worker.remote_peer import StoreUnusable as StoreUnusable
-from services.worker.store_target import StoreTarget, attach
+from services.worker.store_target import Attach, StoreTarget, attach
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class RemoteStores:
         ping_budget_s: float,
         on_attached: Callable[[StoreClient], None] = lambda client: None,
         clock: Clock = time.monotonic,
+        attach: Attach = attach,
     ) -> None:
         """
         Args:
@@ -81,6 +82,7 @@ class RemoteStores:
             ping_budget_s: see WorkerLimits.
             on_attached: told of every new client; must not raise.
             clock: seconds, for back-off and idleness.
+            attach: makes a client.
         """
         self._target = target
         self._direct_transport = direct_transport
@@ -91,6 +93,7 @@ class RemoteStores:
         self._idle_s = max(IDLE_S, lease_ttl_s * LEASE_SHARE)
         self._on_attached = on_attached
         self._clock = clock
+        self._attach = attach
         self._peers: dict[tuple[str, str], RemotePeer] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
@@ -209,7 +212,7 @@ class RemoteStores:
             self._make_room()
             if self._sweeper is None:
                 self._sweeper = start_task(self._sweep(), "remote stores", is_for_many=True)
-            peer.begin(partial(attach, target, self._attach_budget_s), self._note)
+            peer.begin(partial(self._attach, target, self._attach_budget_s), self._note)
         return await peer.attached()
 
     def _note(self, client: StoreClient) -> None:
