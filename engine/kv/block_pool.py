@@ -37,7 +37,7 @@ from engine.errors import IntegrityError, NoBlocks, WrongState
 from engine.kv.block_classes import name_what_is_wrong
 from engine.kv.eviction_order import EvictionOrder
 from engine.kv.free_runs import FreeRuns
-from engine.kv.neighbours import Piece, all_are, runs
+from engine.kv.neighbours import MANY, Piece, all_are, runs
 
 NO_BLOCK = -1
 """Stands for the block before a chain's first."""
@@ -55,15 +55,17 @@ class Taken:
 class BlockPool:
     """Reference counts and the free list."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, many: int = MANY) -> None:
+        """many: so many neighbours are worked off by slices."""
         if num_blocks < 1:
             raise ValueError("a pool needs at least one block")
         self.num_blocks = num_blocks
         self.num_evicted = 0
+        self._many = many
         self._free = FreeRuns(num_blocks)
         self.numbers = array("q", range(num_blocks))
         """0, 1, 2 and so on: to copy slices from, and to compare them with."""
-        self._evictable = EvictionOrder(self.numbers)
+        self._evictable = EvictionOrder(self.numbers, many)
         self._num_references = array("q", (0,)) * num_blocks
         self._is_cached = bytearray(num_blocks)
         self._num_holds: dict[int, int] = {}
@@ -168,7 +170,7 @@ class BlockPool:
         evicted first."""
         upwards = array("q", [*block_ids])
         upwards.reverse()  # mostly a chain from its tail on
-        for start, end, is_run in reversed([*runs(upwards, self.numbers)]):
+        for start, end, is_run in reversed([*runs(upwards, self.numbers, self._many)]):
             if is_run and self._put_back_run(upwards[start], upwards[end - 1] + 1):
                 continue
             self._put_back_each(reversed(upwards[start:end]))
@@ -264,7 +266,7 @@ class BlockPool:
         """`mark_cached` for blocks that follow one another, the first of them `parent`, which is
         cached and referenced. They are referenced. Returns: their runs."""
         chain = array("q", block_ids)
-        pieces = [*runs(chain, self.numbers)]
+        pieces = [*runs(chain, self.numbers, self._many)]
         is_sound = self._is_cached[parent] and self._num_references[parent]
         if not is_sound or not all(self._may_enter(chain[i:j], is_run) for i, j, is_run in pieces):
             wrong = (one for one in block_ids if not self._may_enter(array("q", (one,)), False))

@@ -11,7 +11,6 @@ import pytest
 
 from baton import ClusterConfig, LocalCluster
 from baton.cluster import local_cluster
-from baton.cluster import state as cluster_state
 from baton.errors import ClusterError
 
 MIB = 1024 * 1024
@@ -39,9 +38,8 @@ def test_too_little_shared_memory_is_refused_unless_the_user_chose(
             local_cluster._check_store_room(chosen, Path("/m/x"))
 
 
-def test_no_temporary_folder_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_state, "_MAX_FOLDER_BYTES", 1000)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+def test_no_temporary_folder_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/gone")
     with pytest.raises(ClusterError, match=r"no temporary folder.*gone.*TMPDIR"):
         LocalCluster(ClusterConfig(port=0)).start()
 

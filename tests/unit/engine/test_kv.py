@@ -14,7 +14,11 @@ from engine.fake import FakeModel
 from engine.kv import sizing
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
-from engine.kv.sizing import DeviceMemory, choose_num_blocks, free_memory_bytes
+from engine.kv.sizing import (
+    DeviceMemory,
+    choose_num_blocks,
+    free_memory_bytes,
+)
 from engine.loop import Engine
 from engine.speculation.config import SpeculationConfig
 
