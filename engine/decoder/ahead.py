@@ -148,10 +148,12 @@ class AheadDecoder:
             raise WrongState("a launch is under way")
         self._table.forget()
         self._images[:] = self._table.words
-        sets: list[Captured] = [self._graphs]
+        # On CPU a launch compiles nothing: it would only take a second for each width of tables.
+        sets: list[Captured] = [self._graphs] if self._device.type == "cuda" else []
         if self.plain is not None:
             sets.insert(0, self.plain)
         capture_all(sets, self._device, progress)
+        self._step.begin_anew()
         self._next_number = 0
         if self.plain is not None:
             with self._on_device():

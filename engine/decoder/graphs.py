@@ -240,10 +240,8 @@ class DecodeGraphs:
         memory: GraphMemory | None = None,
         on_captured: Callable[[], None] | None = None,
     ) -> None:
-        """Every bucket: see GraphSet. Writes no KV where both images are of no rows. The next step
-        is number 0."""
+        """Every bucket: see GraphSet. Writes no KV where both images are of no rows."""
         self._graphs.capture(self.buckets, memory=memory, on_captured=on_captured)
-        self._step.begin_anew()
 
     def forget(self) -> None:
         """See GraphSet."""

@@ -32,6 +32,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from engine.errors import IntegrityError, NoBlocks, WrongState
 from engine.kv.block_classes import name_what_is_wrong
@@ -103,6 +104,10 @@ class BlockPool:
 
     def is_cached(self, block_id: int) -> bool:
         return bool(self._is_cached[block_id])
+
+    def cached(self) -> set[int]:
+        """All that are."""
+        return set(compress(self.numbers, self._is_cached))
 
     def parent_of(self, block_id: int) -> int:
         """The block before a cached one in its chain, or NO_BLOCK."""
@@ -359,13 +364,13 @@ class BlockPool:
         middle of everybody's answers.
         """
         free, evictable = set(self._free), set(self._evictable)
-        counts = {block_id: n for block_id, n in enumerate(self._num_references) if n}
+        counts = dict(compress(enumerate(self._num_references), self._num_references))
         if num_references is not None and counts != num_references:
             return False
         quarantined = self._num_holds.keys() - counts.keys()
-        pinned = {block_id for block_id, n in enumerate(self._num_pins) if n > 0}
+        pinned = set(compress(self.numbers, self._num_pins))
         pinned -= self._num_holds.keys() | counts.keys()
-        cached = {block_id for block_id, is_cached in enumerate(self._is_cached) if is_cached}
+        cached = self.cached()
         classes = (free, evictable, counts.keys() | pinned, quarantined)
         num_there = (self.num_free, self.num_evictable, self.num_referenced, self.num_quarantined)
         return (
@@ -383,9 +388,8 @@ class BlockPool:
         num_pins = array("q", (0,)) * self.num_blocks
         for block_id in self._num_holds:
             num_pins[block_id] = 1
-        for block_id, parent in enumerate(self._parent):
-            if parent == NO_BLOCK:
-                continue
+        for block_id in compress(self.numbers, map(NO_BLOCK.__ne__, self._parent)):
+            parent = self._parent[block_id]
             if not self._is_cached[block_id] or not self._is_cached[parent]:
                 raise IntegrityError(f"block {block_id} follows {parent}: one is not cached")
             if block_id not in place:
