@@ -1,44 +1,46 @@
 """What a user of Baton imports: clients, their values and errors, and a cluster on this machine.
 
 Knows the wire and the command lines of the services, none of their code; runs without torch.
-`LLM` and `SamplingParams`, the engine as a library, are imported when they are first asked for:
-they need torch, and the package `engine_client`. So they are not in `__all__`.
+Each name's module is imported when the name is first asked for: a client needs no Redis library,
+and a command's help no gRPC. `LLM` and `SamplingParams`, the engine as a library, need torch and
+the package `engine_client`. So they are not in `__all__`.
 """
 
 import importlib
 import typing
 
-from baton.client import Client, SyncClient
-from baton.cluster.local_cluster import ClusterConfig, LocalCluster
-from baton.credentials import Credentials
-from baton.errors import (
-    AlreadyExists,
-    BatonError,
-    Cancelled,
-    ClusterError,
-    DeadlineExceeded,
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    ModelError,
-    NoCapacity,
-    NotFound,
-    PermissionDenied,
-    Unauthenticated,
-    Unavailable,
-)
-from baton.messages import (
-    Chunk,
-    Completion,
-    Embedding,
-    End,
-    KvLeg,
-    Provenance,
-    TierCount,
-    TransportCount,
-    Usage,
-)
-from process.tls import TlsSettings
+if typing.TYPE_CHECKING:
+    from baton.client import Client, SyncClient
+    from baton.cluster.local_cluster import ClusterConfig, LocalCluster
+    from baton.credentials import Credentials
+    from baton.errors import (
+        AlreadyExists,
+        BatonError,
+        Cancelled,
+        ClusterError,
+        DeadlineExceeded,
+        FailedPrecondition,
+        Internal,
+        InvalidArgument,
+        ModelError,
+        NoCapacity,
+        NotFound,
+        PermissionDenied,
+        Unauthenticated,
+        Unavailable,
+    )
+    from baton.messages import (
+        Chunk,
+        Completion,
+        Embedding,
+        End,
+        KvLeg,
+        Provenance,
+        TierCount,
+        TransportCount,
+        Usage,
+    )
+    from process.tls import TlsSettings
 
 __all__ = [
     "AlreadyExists",
@@ -72,15 +74,47 @@ __all__ = [
     "Usage",
 ]
 
-_LIBRARY = {"LLM": "engine_client.llm", "SamplingParams": "engine_client.params"}
+_MODULES = {
+    "Client": "baton.client",
+    "SyncClient": "baton.client",
+    "ClusterConfig": "baton.cluster.local_cluster",
+    "LocalCluster": "baton.cluster.local_cluster",
+    "Credentials": "baton.credentials",
+    "AlreadyExists": "baton.errors",
+    "BatonError": "baton.errors",
+    "Cancelled": "baton.errors",
+    "ClusterError": "baton.errors",
+    "DeadlineExceeded": "baton.errors",
+    "FailedPrecondition": "baton.errors",
+    "Internal": "baton.errors",
+    "InvalidArgument": "baton.errors",
+    "ModelError": "baton.errors",
+    "NoCapacity": "baton.errors",
+    "NotFound": "baton.errors",
+    "PermissionDenied": "baton.errors",
+    "Unauthenticated": "baton.errors",
+    "Unavailable": "baton.errors",
+    "Chunk": "baton.messages",
+    "Completion": "baton.messages",
+    "Embedding": "baton.messages",
+    "End": "baton.messages",
+    "KvLeg": "baton.messages",
+    "Provenance": "baton.messages",
+    "TierCount": "baton.messages",
+    "TransportCount": "baton.messages",
+    "Usage": "baton.messages",
+    "TlsSettings": "process.tls",
+    "LLM": "engine_client.llm",
+    "SamplingParams": "engine_client.params",
+}
 
 
 def __getattr__(name: str) -> typing.Any:
     """Not kept in this module: what `import *` gives must not depend on what was used before."""
-    if name not in _LIBRARY:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LIBRARY[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LIBRARY])
+    return sorted([*globals(), *_MODULES])

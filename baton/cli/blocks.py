@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -19,15 +21,83 @@ from baton import block_history
 from baton.audit import StoreAudit
 from baton.block_history import Told
 from baton.cli import options, render
-from baton.cli.options import RedisTarget, seconds, value
+from baton.cli.options import RouterTarget, seconds, value
 from baton.cli.render import Column, number, text
+from baton.cluster.state import ClusterState
 from baton.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.block_hash import CHAIN_HASH_BYTES
+from process.redis_client import RedisAccess
 from protos import common_pb2, kvstore_pb2
 
 
+@dataclass(frozen=True)
+class RedisTarget(RouterTarget):
+    """The Redis of a cluster, and how each side knows the other."""
+
+    redis: str = ""
+    """Its URL; empty: of a cluster of this user."""
+    redis_ca_file: str = ""
+    redis_cert_file: str = ""
+    redis_key_file: str = ""
+    redis_password_file: str = ""
+    redis_user: str = ""
+
+    @functools.cached_property
+    def state(self) -> ClusterState | None:
+        """As a router's; None where --redis names a cluster that runs elsewhere."""
+        return None if self.redis else super().state
+
+    def redis_url(self) -> str:
+        """Raises: Unavailable when there is no cluster of this user to say it."""
+        if self.redis:
+            return self.redis
+        if self.state is not None and self.state.redis_url:
+            return self.state.redis_url
+        if self.address:
+            raise Unavailable(
+                f"no cluster of yours runs at {self.address}; give --redis URL instead"
+            )
+        raise Unavailable(
+            "no cluster of yours runs here; start one with `baton up`, or give --redis URL"
+        )
+
+    def access(self) -> RedisAccess:
+        """Raises: SettingsError."""
+        return RedisAccess(
+            ca_file=self.redis_ca_file,
+            cert_file=self.redis_cert_file,
+            key_file=self.redis_key_file,
+            user=self.redis_user,
+            password_file=self.redis_password_file,
+        )
+
+
+redis_target = options.as_argument(
+    "target",
+    RedisTarget,
+    options.address_option("Use the Redis of your cluster whose router is at this address."),
+    options.cluster_name,
+    value(
+        "--redis",
+        "URL",
+        "Use the Redis at this URL, of a cluster that runs elsewhere.",
+        "",
+        one_of="where",
+    ),
+    options.section(
+        "Trust of that Redis, as its parts' settings redis.* have it",
+        value("--redis-ca-file", "FILE", "Use TLS (rediss://) and trust these CAs.", ""),
+        value("--redis-cert-file", "FILE", "Show this certificate of yours.", ""),
+        value("--redis-key-file", "FILE", "The private key of that certificate.", ""),
+        value("--redis-password-file", "FILE", "Send the password in this file.", ""),
+        value("--redis-user", "NAME", "The password's user. By default it is Redis' default.", ""),
+    ),
+    options.trust_options(),
+)
+
+
 @options.command("audit")
-@options.redis_target
+@redis_target
 @value(
     "--settle",
     "SECONDS",
@@ -126,7 +196,7 @@ _AUDIT = (
 @options.command("block")
 @click.argument("chain_hash", metavar="[HASH]", default="")
 @value("--num", "N", "Show at most N blocks of each store.", 8)
-@options.redis_target
+@redis_target
 @value(
     "--timeout",
     "SECONDS",

@@ -30,7 +30,6 @@ from baton.credentials import Credentials
 from baton.errors import ClusterError, InvalidArgument, Unavailable
 from process import secret_file
 from process.access import Role
-from process.redis_client import RedisAccess
 from process.serving import Dialer
 from process.settings import field_docstrings
 from process.tls import TlsSettings
@@ -276,53 +275,11 @@ class RouterTarget:
         return Dialer(self.credentials().identity())
 
 
-@dataclass(frozen=True)
-class RedisTarget(RouterTarget):
-    """The Redis of a cluster, and how each side knows the other."""
-
-    redis: str = ""
-    """Its URL; empty: of a cluster of this user."""
-    redis_ca_file: str = ""
-    redis_cert_file: str = ""
-    redis_key_file: str = ""
-    redis_password_file: str = ""
-    redis_user: str = ""
-
-    @functools.cached_property
-    def state(self) -> ClusterState | None:
-        """As a router's; None where --redis names a cluster that runs elsewhere."""
-        return None if self.redis else super().state
-
-    def redis_url(self) -> str:
-        """Raises: Unavailable when there is no cluster of this user to say it."""
-        if self.redis:
-            return self.redis
-        if self.state is not None and self.state.redis_url:
-            return self.state.redis_url
-        if self.address:
-            raise Unavailable(
-                f"no cluster of yours runs at {self.address}; give --redis URL instead"
-            )
-        raise Unavailable(
-            "no cluster of yours runs here; start one with `baton up`, or give --redis URL"
-        )
-
-    def access(self) -> RedisAccess:
-        """Raises: SettingsError."""
-        return RedisAccess(
-            ca_file=self.redis_ca_file,
-            cert_file=self.redis_cert_file,
-            key_file=self.redis_key_file,
-            user=self.redis_user,
-            password_file=self.redis_password_file,
-        )
-
-
 def _port(address: str) -> str:
     return address.rpartition(":")[2]
 
 
-def _address(help: str) -> Decorator:
+def address_option(help: str) -> Decorator:
     latest = "By default it is the cluster that `baton up` started last."
     return value("--address", "HOST:PORT", f"{help} {latest}", "", one_of="where")
 
@@ -341,11 +298,11 @@ def router_target(
     address: str = "Speak to the router at this address.", *, has_tls: bool = True
 ) -> Decorator:
     """`target: RouterTarget`. has_tls: false where the command has another option --tls."""
-    options = (_address(address), cluster_name, _trust(has_tls=has_tls))
+    options = (address_option(address), cluster_name, trust_options(has_tls=has_tls))
     return as_argument("target", RouterTarget, *options)
 
 
-def _trust(*, has_tls: bool = True) -> Decorator:
+def trust_options(*, has_tls: bool = True) -> Decorator:
     tls = flag("--tls", "Use TLS and trust the CAs of this machine.")
     return section(
         "Trust (known of a cluster that `baton up` started)",
@@ -360,30 +317,6 @@ def _trust(*, has_tls: bool = True) -> Decorator:
             type=FILE,
         ),
     )
-
-
-redis_target = as_argument(
-    "target",
-    RedisTarget,
-    _address("Use the Redis of your cluster whose router is at this address."),
-    cluster_name,
-    value(
-        "--redis",
-        "URL",
-        "Use the Redis at this URL, of a cluster that runs elsewhere.",
-        "",
-        one_of="where",
-    ),
-    section(
-        "Trust of that Redis, as its parts' settings redis.* have it",
-        value("--redis-ca-file", "FILE", "Use TLS (rediss://) and trust these CAs.", ""),
-        value("--redis-cert-file", "FILE", "Show this certificate of yours.", ""),
-        value("--redis-key-file", "FILE", "The private key of that certificate.", ""),
-        value("--redis-password-file", "FILE", "Send the password in this file.", ""),
-        value("--redis-user", "NAME", "The password's user. By default it is Redis' default.", ""),
-    ),
-    _trust(),
-)
 
 
 def as_json(help: str) -> Decorator:

@@ -20,7 +20,12 @@ def test_the_library_is_loaded_when_it_is_asked_for() -> None:
         [
             "import sys",
             "import baton",
+            "import baton.cli",
+            "assert not {'grpc', 'redis', 'numpy'} & set(sys.modules)",
+            "baton.SyncClient",
+            "assert 'grpc' in sys.modules and 'redis' not in sys.modules",
             "from baton import *",
+            "assert set(baton.__all__) <= set(globals()) and 'redis' in sys.modules",
             "assert 'engine_client' not in sys.modules and 'torch' not in sys.modules",
             "assert {'LLM', 'SamplingParams'} <= set(dir(baton))",
             "sys.modules['torch'] = None",
