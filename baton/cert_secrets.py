@@ -23,7 +23,7 @@ from process.access import Role
 TIMEOUT_S = 10.0
 """Of one call."""
 
-_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ def write(
     servers: Mapping[str, str],
     flips: bool = False,
     api: Any = None,
+    namespace_file: Path = NAMESPACE_FILE,
 ) -> list[str]:
     """Make the set, or renew its certificates.
 
-    Args: api: a `kubernetes.client.CoreV1Api`; None: that of the cluster this runs in. The rest as
-        `certs.write`.
+    Args: api: a `kubernetes.client.CoreV1Api`; None: that of the cluster this runs in.
+        namespace_file: says the namespace where `place` does not. The rest as `certs.write`.
     Returns: the Secrets' names.
     Raises: CertsError, one line.
     """
@@ -69,7 +70,7 @@ def write(
             f"--secrets: {error}; the client of Kubernetes comes with `pip install "
             "'baton[kubernetes]'`"
         ) from error
-    store = _Secrets(api or client.CoreV1Api(_connect()), place)
+    store = _Secrets(api or client.CoreV1Api(_connect()), place, namespace_file)
     try:
         return store.renew(hosts, days, servers, flips)
     except ApiException as error:
@@ -99,11 +100,11 @@ def _connect() -> Any:
 class _Secrets:
     """The Secrets of one place."""
 
-    def __init__(self, api: Any, place: Place) -> None:
+    def __init__(self, api: Any, place: Place, namespace_file: Path) -> None:
         self._api = api
         self._place = place
         try:
-            self._namespace = place.namespace or _NAMESPACE.read_text(encoding="utf-8").strip()
+            self._namespace = place.namespace or namespace_file.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise CertsError("--namespace: needed outside of a pod") from error
 

@@ -79,6 +79,12 @@ class Settings:
     seed: int = 5
     """Of prompts and draws; the prompts are of the held-out part of the corpus."""
 
+    widths: tuple[int, ...] = WIDTHS
+    """Of the trees whose tokens per step are counted, ascending."""
+
+    rules: tuple[str, ...] = RULES
+    """Of acceptance, for the same."""
+
 
 class Told(NamedTuple):
     """An answer, and what each model thought of each of its tokens."""
@@ -128,7 +134,7 @@ def engine_for(wanted: Settings, speculation: SpeculationConfig) -> Engine:
 def _beyond(wanted: Settings) -> int:
     """Tokens that each request may have after those that count, which it is ended without. At most
     as many nodes are guessed as it may still have: trees would be cut towards its end."""
-    return WIDTHS[-1] * DEPTH * len(wanted.drafts)
+    return wanted.widths[-1] * DEPTH * len(wanted.drafts)
 
 
 def answered(
@@ -276,11 +282,11 @@ def tokens_per_step(wanted: Settings, asked: Sequence[Sequence[int]]) -> Table:
     """
     found: Table = {}
     first, ways = wanted.drafts[:1], (0.0, *wanted.temperatures)
-    runs = [(first, rule, rule) for rule in RULES]
+    runs = [(first, rule, rule) for rule in wanted.rules]
     if len(wanted.drafts) > 1:
         runs.append((wanted.drafts, "exact", "any, exact"))
     expected: dict[float, list[Answer]] = {}
-    pairs = [(width, run) for width in WIDTHS for run in runs]
+    pairs = [(width, run) for width in wanted.widths for run in runs]
     for width, (drafts, rule, name) in track(pairs, "trees", console=Console(stderr=True)):
         speculation = SpeculationConfig(
             draft_models=drafts,

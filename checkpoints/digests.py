@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done so far, in all); the unit is bytes."""
 
 _CHUNK_BYTES = 4 * 1024 * 1024
-_PIECE_BYTES = 64 * 1024 * 1024
+PIECE_BYTES = 64 * 1024 * 1024
 """What one thread digests at a time. Part of what the digest is: another size, another digest."""
 _MAX_THREADS = 16
 _DIGEST_BYTES = 32
@@ -54,7 +54,9 @@ def config_digest(folder: Path) -> str:
     return _hex(json.dumps(kept, sort_keys=True).encode(), b"config")
 
 
-def weights_digest(folder: Path, progress: Progress | None = None) -> str:
+def weights_digest(
+    folder: Path, progress: Progress | None = None, *, piece_bytes: int = PIECE_BYTES
+) -> str:
     """Of the safetensors files' contents in the order of their names: each one's length, and the
     digests of its pieces, which several threads take at once.
 
@@ -63,9 +65,9 @@ def weights_digest(folder: Path, progress: Progress | None = None) -> str:
     weight_files = files.weight_files(folder)
     sizes = [file.stat().st_size for file in weight_files]
     pieces = [
-        (file, first, min(_PIECE_BYTES, size - first))
+        (file, first, min(piece_bytes, size - first))
         for file, size in zip(weight_files, sizes, strict=True)
-        for first in range(0, size, _PIECE_BYTES)
+        for first in range(0, size, piece_bytes)
     ]
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"baton-weights2")
     for size in sizes:

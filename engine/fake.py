@@ -34,6 +34,7 @@ class FakeModel(InOneProcess):
 
     Args:
         poison: after one of these tokens the logits are NaN.
+        hidden_size: numbers of a hidden state; they are the first of the logits.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class FakeModel(InOneProcess):
         block_size: int = 4,
         eos_token_ids: tuple[int, ...] = (0,),
         poison: frozenset[int] = frozenset(),
+        hidden_size: int = HIDDEN_SIZE,
     ) -> None:
         self.layout = KvLayout.plain(
             num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32"
         )
         self.adapters = Adapters.refused("the fake model has no linear layers")
         self.poison = poison
+        self.hidden_size = hidden_size
         self.ahead: DecodesAhead | None = None
         self.guesses = Guesses.TREES
         self.num_forwards = 0
@@ -102,9 +105,10 @@ class FakeModel(InOneProcess):
         drawn = [rows[index] for index in batch.draw_indices]
         logits = torch.stack(drawn) if drawn else torch.empty(0, self.info.vocab_size)
         if batch.wants_hidden:
-            self.kept_hidden = logits[:, :HIDDEN_SIZE].clone()
+            self.kept_hidden = logits[:, : self.hidden_size].clone()
         if batch.wants_every_hidden:
-            self.kept_every_hidden = torch.stack([rows[i] for i in wanted])[:, :HIDDEN_SIZE].clone()
+            every = torch.stack([rows[i] for i in wanted])
+            self.kept_every_hidden = every[:, : self.hidden_size].clone()
             self.kept_layer_inputs = {
                 layer: self.kept_every_hidden + 1 + layer for layer in batch.wants_layers
             }

@@ -6,7 +6,8 @@ Life: Start -> loading -> Hello -> messages and steps alternate until Stop, or u
 closed. It ends with its parent, whatever happens to that (`process.entry.die_with_parent`). Exit
 codes: 0 told to stop, 1 the engine failed, 2 it could not start.
 
-The main thread is the engine's; a second one reads, so that the client never waits to write.
+The main thread is the engine's; a second one reads, so that the client never waits to write. What
+takes seconds to import, torch above all, is imported when a client has said what it wants.
 """
 
 from __future__ import annotations
@@ -18,13 +19,10 @@ import socket
 import sys
 import threading
 import time
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from engine.config import EngineConfig
-from engine.loop import Engine, load_engine
-from engine.models.interface import Progress
 from engine_client.base import News
-from engine_client.core import EngineCore
 from engine_client.failure import Failure
 from engine_client.messages import (
     VERSION,
@@ -46,9 +44,14 @@ from engine_client.messages import (
     encode_value,
     read_to_engine,
 )
-from process import entry, logs
+from process import entry, interpreter, logs
 from process.errors import BatonError, FailedPrecondition, Internal, Unavailable
 from process.frames import MAX_FRAME_BYTES, FrameReader, FrameWriter
+
+if TYPE_CHECKING:
+    from engine.loop import Engine
+    from engine.models.interface import Progress
+    from engine_client.core import EngineCore
 
 START_S = 60.0
 """For the client's first message; it is sent before this process has begun."""
@@ -69,7 +72,13 @@ class MakeEngine(Protocol):
     def __call__(self, config: EngineConfig, *, progress: Progress | None = None) -> Engine: ...
 
 
-def main(make_engine: MakeEngine = load_engine) -> int:
+def _load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Engine:
+    from engine.loop import load_engine
+
+    return load_engine(config, progress=progress)
+
+
+def main(make_engine: MakeEngine = _load_engine) -> int:
     """Serve on the socket that the arguments name. Returns: the exit code."""
     logs.configure("engine", "warning")
     try:
@@ -115,6 +124,8 @@ class _Child:
     def _load(self, make_engine: MakeEngine) -> EngineCore | None:
         try:
             start = self._first_message()
+            with interpreter.importing():
+                from engine_client.core import EngineCore
             engine = make_engine(start.config, progress=self._show)
         except EOFError:
             raise
@@ -257,7 +268,7 @@ def _value(core: EngineCore, call: Call) -> object:
     return None
 
 
-def run(make_engine: MakeEngine = load_engine) -> NoReturn:
+def run(make_engine: MakeEngine = _load_engine) -> NoReturn:
     """`main`, and the end of this process: at once, since taking torch down in order takes a second
     and there is nothing to save."""
     code = main(make_engine)

@@ -272,7 +272,9 @@ def value(raw: msgspec.Raw, kind: type[T]) -> T:
         raise Unavailable(f"the engine answered with no {kind.__name__}: {error}") from error
 
 
-def check_groups(asks: Sequence[Ask]) -> list[tuple[int, Sequence[Ask]]]:
+def check_groups(
+    asks: Sequence[Ask], max_bytes: int = MAX_BYTES_PER_CALL
+) -> list[tuple[int, Sequence[Ask]]]:
     """Asks in groups that one question can hold, each with the index of its first.
 
     Raises: InvalidArgument for a value of the wrong type, which could not be sent.
@@ -284,7 +286,7 @@ def check_groups(asks: Sequence[Ask]) -> list[tuple[int, Sequence[Ask]]]:
             more = check_types(ask)
         except InvalidArgument as error:
             raise Failure.of(error).to_error(at=f"asks[{index}].") from error
-        is_full = index - start == MAX_ASKS_PER_CALL or num_bytes + more > MAX_BYTES_PER_CALL
+        is_full = index - start == MAX_ASKS_PER_CALL or num_bytes + more > max_bytes
         if is_full and index > start:
             groups.append((start, asks[start:index]))
             start, num_bytes = index, 0

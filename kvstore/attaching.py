@@ -90,12 +90,12 @@ async def meet(rpc: StoreRpc, who: Introduction, deadline: Deadline) -> tuple[At
         raise
 
 
-async def beat(rpc: StoreRpc, attached: Attached) -> None:
+async def beat(rpc: StoreRpc, attached: Attached, every_s: float) -> None:
     """Tell the store that this worker lives, and learn whether the store does, until the connection
     is broken."""
     request = kvstore_pb2.MatchRequest(attachment_id=attached.attachment_id)
     while not rpc.broken:
-        await rpc.rest(HEARTBEAT_S)
+        await rpc.rest(every_s)
         try:
             reply = await rpc.call(rpc.stub.Match, request, Deadline.after(_HEARTBEAT_TIMEOUT_S))
         except BatonError as error:

@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvstore import answer_checks, attaching, traced, wire
-from kvstore.attaching import Introduction
+from kvstore.attaching import HEARTBEAT_S, Introduction
 from kvstore.block import Block
 from kvstore.errors import MISSING, reason_of
 from kvstore.finishing import Background
 from kvstore.getting import Getter
 from kvstore.lease_calls import LeaseCalls
-from kvstore.lending.told import HOLD_S, NO_WORD, Told, Word
+from kvstore.lending.told import NO_WORD, Told, Word
 from kvstore.link import Rates
 from kvstore.link_meter import LinkMeter
 from kvstore.moved import Moved
@@ -64,7 +64,12 @@ class StoreClient:
     """See the module. Made by `attach`."""
 
     def __init__(
-        self, rpc: StoreRpc, attached: Attached, memory: BlockMemory, transport: Transport
+        self,
+        rpc: StoreRpc,
+        attached: Attached,
+        memory: BlockMemory,
+        transport: Transport,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.address = rpc.address
         self.node_id = attached.node_id
@@ -73,6 +78,7 @@ class StoreClient:
         self.num_frames = attached.num_frames
         self.transport_name = transport.name
         self._rpc = rpc
+        self._memory = memory
         self._attached = attached
         self._attachment_id = attached.attachment_id
         self._transport = transport
@@ -100,7 +106,7 @@ class StoreClient:
         """Told of each put and get when it is over, whatever came of it; must not raise."""
         # Of no request, though one may be why this store was met.
         self._heartbeat = asyncio.create_task(
-            attaching.beat(rpc, attached), context=spans.detached()
+            attaching.beat(rpc, attached, heartbeat_s), context=spans.detached()
         )
         self._closing: asyncio.Task[None] | None = None
 
@@ -118,11 +124,12 @@ class StoreClient:
         nixl_net_devices: str = "lo",
         dial: Dialer = serving.PLAIN,
         role: Role = Role.KVSTORE,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> StoreClient:
         """Introduce this life of a worker to the store.
 
         Args: fingerprint: hex. transport: shm, nixl or grpc, and no other is tried.
-            dial: how to connect. role: of who answers there.
+            dial: how to connect. role: of who answers there. heartbeat_s: between two words to it.
         Raises: FailedPrecondition (another layout; the transport cannot be used here), Unavailable,
             NoCapacity (the store has no room for a slab), DeadlineExceeded.
         """
@@ -133,7 +140,7 @@ class StoreClient:
         with spans.current().child("kv_attach", spans.server_of(address), kind=Kind.CLIENT) as span:
             attached, connected = await attaching.meet(rpc, who, Deadline.after(timeout_s))
             span.set({"baton.store.node_id": attached.node_id, "baton.transport": connected.name})
-        return cls(rpc, attached, memory, connected)
+        return cls(rpc, attached, memory, connected, heartbeat_s)
 
     @property
     def broken(self) -> str | None:
@@ -228,7 +235,10 @@ class StoreClient:
         Raises: LeaseLapsed, InvalidArgument, NoCapacity, Unavailable, DeadlineExceeded.
         """
         self.num_uses += 1
-        hold_s = HOLD_S if self.transport_name == CUDA_IPC else 0.0
+        device = self._memory.device
+        hold_s = 0.0
+        if device is not None and self.transport_name == CUDA_IPC:
+            hold_s = device.peer_copies.hold_s
         return await self._leases.await_lent(
             lease_id, num_known, num_wanted, wait_s, hold_s, deadline
         )

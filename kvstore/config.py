@@ -35,9 +35,11 @@ class KvStoreSettings:
     """Name of this store in the index and in provenance: letters, digits and ._- only. Empty: the
     host's name and the port."""
 
-    capacity_bytes: int = 512 * 1024 * 1024
+    capacity_bytes: int = 0
     """Memory for frames. Taken when the first worker attaches and tells how large a block is. On
-    huge pages rounded up to whole ones, and then all that is taken."""
+    huge pages rounded up to whole ones, and then all that is taken. 0: a tenth of the memory that
+    is free then, 1,024 blocks at least, 32 GiB and half of what is free in memory and in slab_dir
+    at most."""
 
     slab_dir: str = "/dev/shm"
     """Folder of the slab's file, in memory (also huge pages: a hugetlbfs mount); workers that use
@@ -114,8 +116,8 @@ class KvStoreSettings:
     one."""
 
     def __post_init__(self) -> None:
-        if self.capacity_bytes < 1:
-            raise SettingsError(f"capacity_bytes: must be positive, got {self.capacity_bytes}")
+        if self.capacity_bytes < 0:
+            raise SettingsError(f"capacity_bytes: must be 0 or more, got {self.capacity_bytes}")
         if not _NODE_ID.fullmatch(self.node_id):
             raise SettingsError(
                 f"node_id: letters, digits and ._- only, at most 128, got {self.node_id!r}"

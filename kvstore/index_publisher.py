@@ -111,9 +111,12 @@ class PrefixIndexPublisher:
         heartbeat_s: float,
         heartbeat_ttl_s: float,
         timeout_s: float,
+        batch_size: int = BATCH,
+        max_pending: int = MAX_PENDING,
     ) -> None:
         """client: its owner closes it after `stop`. status: what to register. present: every chain
-        hash that is there now, parents before children."""
+        hash that is there now, parents before children. batch_size: most changes per script call.
+        max_pending: changes; more become a full publication."""
         self._client = client
         self._node_id = node_id
         self._incarnation = incarnation.hex()
@@ -123,6 +126,8 @@ class PrefixIndexPublisher:
         self._heartbeat_s = heartbeat_s
         self._heartbeat_ttl_s = heartbeat_ttl_s
         self._timeout_s = timeout_s
+        self._batch_size = batch_size
+        self._max_pending = max_pending
         self._apply = client.register_script(_APPLY)
         self._begin = client.register_script(_BEGIN)
         self._load = client.register_script(_LOAD)
@@ -172,7 +177,7 @@ class PrefixIndexPublisher:
         if self._needs_full and self._task is None:
             return  # the first publication will see it
         self._pending.append(_Change(present, chain_hash, time.monotonic()))
-        if len(self._pending) > MAX_PENDING:
+        if len(self._pending) > self._max_pending:
             self._need_full()
             self._pending.clear()
         self._wake.set()
@@ -281,10 +286,13 @@ class PrefixIndexPublisher:
         try:
             ttl_ms = int(_INDEX_TTL_S * 1000)
             await self._step(self._begin, self.sequence, ttl_ms)
-            for at in range(0, len(hashes), BATCH):
+            for at in range(0, len(hashes), self._batch_size):
                 await self._beat_if_due(is_publishing=True)
                 await self._step(
-                    self._load, b"".join(hashes[at : at + BATCH]), self.sequence, ttl_ms
+                    self._load,
+                    b"".join(hashes[at : at + self._batch_size]),
+                    self.sequence,
+                    ttl_ms,
                 )
             await self._step(self._finish, self.sequence, ttl_ms)
             done = True
@@ -297,8 +305,8 @@ class PrefixIndexPublisher:
 
     async def _publish_batch(self) -> None:
         if not self._batch:
-            self._batch = self._pending[:BATCH]
-            del self._pending[:BATCH]
+            self._batch = self._pending[: self._batch_size]
+            del self._pending[: self._batch_size]
         final = {one.chain_hash: one.is_present for one in self._batch}
         came = b"".join(chain_hash for chain_hash, present in final.items() if present)
         went = b"".join(chain_hash for chain_hash, present in final.items() if not present)

@@ -18,11 +18,12 @@ from kvstore import huge_pages
 from kvstore.answers import StoreLimits
 from kvstore.config import KvStoreSettings
 from kvstore.history import BlockHistory
-from kvstore.slab import Slab, SlabLayout
+from kvstore.slab import Slab, SlabLayout, default_capacity_bytes, free_bytes
 from kvstore.store import Store
 from kvstore.tenancy import TenantShares
 from kvstore.tiers.file_tier import FileTier, OpenedPages, open_pages
-from process import logs
+from process import host_memory, logs
+from process.errors import NoCapacity
 from process.tasks import end_tasks
 from process.tracing import OFF, Tracing
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 TOUCH_AHEAD_BYTES = 64 * 1024 * 1024
 """Memory kept ready beyond the frames in use: a quarter of a second of writes at 256 MB/s."""
+_NUM_TRIES = 3
 _TOUCH_STEP_BYTES = 8 * 1024 * 1024
 
 
@@ -41,14 +43,33 @@ def make(
     Raises: NoCapacity when the memory cannot be had; a file tier that cannot be had has a
         `problem`.
     """
-    slab_dir = Path(settings.slab_dir)
-    page_bytes = huge_pages.page_bytes_in(slab_dir)
-    layout = SlabLayout.fitting(settings.capacity_bytes, block_bytes, page_bytes)
-    slab = Slab.create(slab_dir, node_id, incarnation, layout)
+    slab = _make_slab(settings, node_id, incarnation, block_bytes)
     if not settings.file_tier_dir:
         return slab, OpenedPages(None)
     folder = Path(settings.file_tier_dir)
     return slab, open_pages(folder, node_id, settings.file_tier_bytes, block_bytes)
+
+
+def _make_slab(
+    settings: KvStoreSettings, node_id: str, incarnation: bytes, block_bytes: int
+) -> Slab:
+    slab_dir = Path(settings.slab_dir)
+    page_bytes = huge_pages.page_bytes_in(slab_dir)
+    num_tries = 1 if settings.capacity_bytes else _NUM_TRIES
+    while True:
+        capacity_bytes = settings.capacity_bytes or default_capacity_bytes(
+            block_bytes,
+            free_memory_bytes=host_memory.available_bytes(),
+            free_folder_bytes=free_bytes(slab_dir),
+        )
+        layout = SlabLayout.fitting(capacity_bytes, block_bytes, page_bytes)
+        try:
+            return Slab.create(slab_dir, node_id, incarnation, layout)
+        except NoCapacity:
+            num_tries -= 1
+            if not num_tries:
+                raise
+            # Another store of this host may have taken its part meanwhile: there is less now.
 
 
 class Memory:

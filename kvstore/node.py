@@ -36,7 +36,7 @@ from kvstore.newcomer import Newcomer
 from kvstore.nixl_agent import Region
 from kvstore.push_peers import PushPeers
 from kvstore.pushes import Frames, PushOutcome, Target
-from kvstore.slab import Slab, check_room, remove_stale
+from kvstore.slab import Slab, check_room, free_bytes, remove_stale
 from kvstore.store import Store
 from kvstore.tiers.file_tier import FileTier
 from kvstore.watch import StoreWatch
@@ -98,6 +98,8 @@ class StoreNode:
         for path in remove_stale(folder):
             logs.event(logger, "stale_slab_removed", path=str(path))
         check_room(folder, self.settings.capacity_bytes)
+        if not self.settings.capacity_bytes:
+            free_bytes(folder)  # says how large the slab may be
         if self.settings.file_tier_dir and not Path(self.settings.file_tier_dir).is_dir():
             raise NoCapacity(f"file_tier_dir: {self.settings.file_tier_dir} is not a folder")
 

@@ -38,10 +38,13 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self,
         node: StoreNode,
         index_state: Callable[[], tuple[int, bool]] = lambda: (0, False),
+        list_chunk: int = LIST_CHUNK,
     ) -> None:
-        """index_state: (sequence, whether the index has everything), for the status."""
+        """index_state: (sequence, whether the index has everything), for the status. list_chunk:
+        chain hashes in one message of `List`."""
         self._node = node
         self._index_state = index_state
+        self._list_chunk = list_chunk
         self.tracing = node.tracing
 
     @property
@@ -309,11 +312,11 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         # Hashes and sequence of one moment; the answer goes out while they change.
         present = self._node.present()
         sequence, _ = self._index_state()
-        for at in range(0, max(1, len(present)), LIST_CHUNK):
+        for at in range(0, max(1, len(present)), self._list_chunk):
             yield kvstore_pb2.ListReply(
                 incarnation=self._node.incarnation,
                 index_sequence=sequence,
-                chain_hashes=present[at : at + LIST_CHUNK],
+                chain_hashes=present[at : at + self._list_chunk],
             )
 
     @serving.unary

@@ -40,6 +40,13 @@ from process.errors import FailedPrecondition, NoCapacity
 FAULT_AROUND_BYTES = 64 * 1024
 """What one read fault maps at once (Linux's default), if the pages exist; a write fault maps one
 page: 2.3 ms instead of 0.6 for 6 MiB (measured)."""
+MIN_DEFAULT_FRAMES = 1024
+"""Blocks of 16 tokens for two prompts of 8,192: below that a store gives away what it has just
+taken in."""
+MAX_DEFAULT_BYTES = 32 << 30
+"""The kernel takes 0.3 s a GiB to clear the pages (measured), while the first worker waits."""
+MIN_FRAMES = 64
+"""A store that chose its size itself is not worth a start below that."""
 MAGIC = b"BATONSLB"
 VERSION = 1
 SUFFIX = ".baton-slab"
@@ -94,6 +101,28 @@ class SlabLayout:
                 "raise the store's capacity_bytes"
             )
         return cls(frame_bytes, num_frames)
+
+
+def default_capacity_bytes(
+    frame_bytes: int, *, free_memory_bytes: int, free_folder_bytes: int
+) -> int:
+    """What a store takes that was given no size: a tenth of the free memory, MIN_DEFAULT_FRAMES at
+    least, MAX_DEFAULT_BYTES at most (unless those frames are more), and never more than half of
+    what is free in memory and in the slab's folder.
+
+    Raises: NoCapacity where that is less than MIN_FRAMES.
+    """
+    stride_bytes = _round_up(frame_bytes)
+    wanted = max(min(free_memory_bytes // 10, MAX_DEFAULT_BYTES), MIN_DEFAULT_FRAMES * stride_bytes)
+    capacity_bytes = min(wanted, free_memory_bytes // 2, free_folder_bytes // 2)
+    if capacity_bytes < MIN_FRAMES * stride_bytes:
+        raise NoCapacity(
+            f"slab_dir: half of what is free ({free_folder_bytes} bytes there, {free_memory_bytes} "
+            f"of memory) holds {capacity_bytes // stride_bytes} blocks of {frame_bytes} bytes, and "
+            f"a store needs {MIN_FRAMES}; give the folder more (containers: the size of the "
+            "shared-memory mount), or set the store's capacity_bytes"
+        )
+    return capacity_bytes
 
 
 class Slab:
@@ -245,6 +274,20 @@ def remove_stale(folder: Path) -> list[Path]:
     return removed
 
 
+def free_bytes(folder: Path) -> int:
+    """What its file system still has. Raises: NoCapacity where it is missing, or is made of huge
+    pages, which do not say."""
+    if huge_pages.page_bytes_in(folder) > PAGE_BYTES:
+        raise NoCapacity(
+            f"capacity_bytes: needed where slab_dir ({folder}) is on huge pages; say how much"
+        )
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        raise NoCapacity(f"slab_dir: {folder}: {error.strerror}") from error
+    return found.f_bavail * found.f_frsize
+
+
 def check_room(folder: Path, num_bytes: int) -> None:
     """Raises: NoCapacity naming the settings when `folder` is missing or has less room than
     that."""
@@ -253,11 +296,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
         if num_bytes:
             huge_pages.check_room(folder, num_bytes, page_bytes)
         return
-    try:
-        free = os.statvfs(folder)
-    except OSError as error:
-        raise NoCapacity(f"slab_dir: {folder}: {error.strerror}") from error
-    if free.f_bavail * free.f_frsize < num_bytes:
+    if free_bytes(folder) < num_bytes:
         raise NoCapacity(_no_room(folder, num_bytes, page_bytes))
 
 

@@ -66,9 +66,9 @@ def beat_key(kind: str, entry_id: str) -> str:
     return f"baton:{kind}:{entry_id}:beat"
 
 
-def age_s(ttl_left_ms: int) -> float:
+def age_s(ttl_left_ms: int, beat_ttl_ms: int = BEAT_TTL_MS) -> float:
     """How long ago a beat was written of which so many milliseconds are left (what PTTL says)."""
-    return max(0.0, (BEAT_TTL_MS - ttl_left_ms) / 1000)
+    return max(0.0, (beat_ttl_ms - ttl_left_ms) / 1000)
 
 
 class RegistryBeat:

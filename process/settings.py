@@ -205,15 +205,23 @@ def text_of(value: str) -> str:
     return found if isinstance(found, str) else value.strip()
 
 
-def _set(values: dict[str, Any], override: str) -> None:
+def parse_override(override: str) -> tuple[str, Any]:
+    """The key and the value of one `--set key=value`: TOML, and a bare word is a string.
+
+    Raises: SettingsError for what is no `key=value`.
+    """
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise SettingsError(f"--set {override}: write it as key=value")
-    value: Any
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return key, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
+        return key, text
+
+
+def _set(values: dict[str, Any], override: str) -> None:
+    key, value = parse_override(override)
+    text = override.partition("=")[2]
     if not isinstance(value, str | list | dict):
         value = _Bare(text.strip(), value)
     node = values

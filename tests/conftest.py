@@ -73,6 +73,11 @@ def third(cases: Iterable[T]) -> list[T]:
     return found if LONG else found[TURN % len(found) :: len(SEEDS)]
 
 
+def examples(full: int) -> int:
+    """A third of a property's examples: other ones for each seed. The long run has all."""
+    return full if LONG else math.ceil(full / 3)
+
+
 # What a start keeps of a rehearsal: the run's own, so that no start finds what another code kept.
 if "BATON_TEST_CACHE" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(prefix="baton-test-cache-")  # gone when this process ends
@@ -87,7 +92,7 @@ if importlib.util.find_spec("torch") is not None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Property tests say what holds, not how fast: a loaded machine must not fail them.
-hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.register_profile("untimed", deadline=None, max_examples=examples(100))
 hypothesis.settings.load_profile("untimed")
 
 

@@ -35,7 +35,7 @@ from baton.load.report import Limits, Report, as_json, report
 from baton.load.run import OnProgress
 from baton.load.run import run as run_load
 from baton.load.senders import GrpcSender, OpenAiSender, Sender
-from process.settings import SettingsError
+from process import settings
 
 API_KEY = "OPENAI_API_KEY"
 """Environment variable, as that API's own clients read it."""
@@ -370,7 +370,7 @@ def _measure_engine(
         asked.model,
         engine="process" if asked.process else "in_process",
         num_engines=asked.engines,
-        **_settings(asked.sets),
+        **dict(map(settings.parse_override, asked.sets)),
     ) as llm:
         result = dataclasses.asdict(measure(module, llm, Console(stderr=True)))
         model = llm.model
@@ -395,20 +395,6 @@ def _texts(file: Path | None) -> list[str]:
     if not lines:
         raise InvalidArgument("--texts", f"{file} has no line of text")
     return lines
-
-
-def _settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """`--set` as keywords of LLM: numbers and truth values as such, all else as text."""
-    values: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, word = pair.partition("=")
-        if not (key and equals):
-            raise SettingsError(f"--set {pair}: write it as key=value")
-        try:
-            values[key] = json.loads(word)
-        except ValueError:
-            values[key] = word
-    return values
 
 
 def _engine_table(kind: str, result: dict[str, Any]) -> Table:

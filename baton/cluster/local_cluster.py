@@ -47,9 +47,8 @@ __all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "Stat
 START_TIMEOUT_S = 300.0
 """For all parts to be ready: a checkpoint of some GB is read and digested in it."""
 _POLL_S = 0.05
-_STORE_BYTES = 512 * 1024 * 1024
 _STORE_FLOOR_BYTES = 16 * 1024 * 1024
-"""What the store gets of the slab folder's memory, and the least that is worth a start."""
+"""The least memory that a store is worth a start with."""
 # Who speaks last is stopped first.
 _STOP_ORDER = (
     ("autoscaler",),
@@ -230,12 +229,12 @@ class LocalCluster:
         if folder.disk is not None:
             tier = f"store.file_tier_dir={plan.quoted(str(folder.disk))}"
             config = dataclasses.replace(config, overrides=(*config.overrides, tier))
+        _check_store_room(self.config, folder.memory)
         stores = plan.stores(
             config,
             redis_url=redis_url,
             sockets=folder.path,
             slab_dir=str(folder.memory),
-            capacity_bytes=_store_capacity_bytes(self.config, folder.memory),
             secured=self.secured,
         )
         self._launch(stores, deadline_s)
@@ -374,23 +373,21 @@ def _make_log_dir(config: ClusterConfig, folder: RunFolder) -> Path:
     return log_dir
 
 
-def _store_capacity_bytes(config: ClusterConfig, slab_dir: Path) -> int:
-    """Of each store: together at most half of what `slab_dir` has free. Raises: ClusterError where
-    that is too little and the user chose neither capacity nor folder."""
+def _check_store_room(config: ClusterConfig, slab_dir: Path) -> None:
+    """Raises: ClusterError where half of what is free is too little for the stores, and the user
+    chose neither capacity nor folder."""
     chosen = {override.partition("=")[0].strip() for override in config.overrides}
     if chosen & {"store.capacity_bytes", "store.slab_dir"}:
-        return _STORE_BYTES  # theirs wins, or the store itself looks for room in their folder
+        return  # the store itself looks for room
     room = os.statvfs(slab_dir)
     free_bytes = room.f_bavail * room.f_frsize
     num_stores = config.num_all_stores
-    capacity_bytes = min(_STORE_BYTES, free_bytes // 2 // num_stores)
-    if capacity_bytes < _STORE_FLOOR_BYTES:
+    if free_bytes // 2 // num_stores < _STORE_FLOOR_BYTES:
         raise ClusterError(
             f"{slab_dir.parent} has {free_bytes} bytes free, {num_stores} KV store(s) need "
             f"{2 * num_stores * _STORE_FLOOR_BYTES}: give it more (in Docker: `--shm-size`), or "
             "choose `--set store.slab_dir=FOLDER` or `--set store.capacity_bytes=N`"
         )
-    return capacity_bytes
 
 
 def _not_seen(

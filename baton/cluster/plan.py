@@ -144,11 +144,10 @@ def stores(
     redis_url: str,
     sockets: Path,
     slab_dir: str,
-    capacity_bytes: int,
     secured: Secured = OPEN,
 ) -> list[ProcessSpec]:
     """The KV stores, named by their node ids. They listen in the folder `sockets`; the slab of
-    each, of `capacity_bytes`, lies in `slab_dir`.
+    each lies in `slab_dir`.
     """
     return [
         _python(
@@ -161,7 +160,6 @@ def stores(
                 "redis_url": redis_url,
                 "listen": socket_address(sockets, name),
                 "slab_dir": slab_dir,
-                "capacity_bytes": str(capacity_bytes),
                 "drain_s": str(STORE_DRAIN_S),
                 **secured.settings_of(Role.KVSTORE),
                 **_metrics(config),
@@ -497,7 +495,6 @@ def _one_of_each_kind(config: ClusterConfig) -> list[ProcessSpec]:
         redis_url=_REDIS,
         sockets=_FOLDER,
         slab_dir=str(_FOLDER),
-        capacity_bytes=1 << 29,
         secured=secured,
     )
     store_addresses = ("127.0.0.1:1",) * config.num_all_stores

@@ -192,7 +192,7 @@ _PREFIX = "baton-cluster-"
 _OWNER = "owner"
 # A Unix socket's path has at most 107 bytes; ours adds a short name to the folder's.
 _MAX_FOLDER_BYTES = 80
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -205,15 +205,16 @@ class RunFolder:
     """In the folder that the user chose; None: nothing lies on disk."""
 
     @classmethod
-    def make(cls, disk_base: str = "") -> RunFolder:
+    def make(cls, disk_base: str = "", shared_memory: Path = SHARED_MEMORY) -> RunFolder:
         """New, empty folders; those of dead owners go first.
 
-        Args: disk_base: where `disk` is made; empty: there is none.
+        Args: disk_base: where `disk` is made; empty: there is none. shared_memory: where `memory`
+            is made, if it is there.
         """
         base = Path(tempfile.gettempdir())
         if len(os.fsencode(base)) > _MAX_FOLDER_BYTES - 40:
             base = Path("/tmp")
-        memory_base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else base
+        memory_base = shared_memory if shared_memory.is_dir() else base
         disk = Path(disk_base).resolve() if disk_base else None
         for folder in {base, memory_base, disk or base}:
             _remove_dead(folder)

@@ -24,7 +24,13 @@ from numpy.typing import NDArray
 
 from engine.decoder.decoder import Decoder
 from engine.decoder.graph_set import Captured, capture_all
-from engine.decoder.graphs import Decode, DecodeGraphs, DecodeStep, DrawRows
+from engine.decoder.graphs import (
+    FIRST_WIDTH_TOKENS,
+    Decode,
+    DecodeGraphs,
+    DecodeStep,
+    DrawRows,
+)
 from engine.decoder.mixed_launch import ForwardDrawn, MixedLaunch, begin_mixed, warm_up_mixed
 from engine.decoder.plain_graphs import PlainGraphs, make_plain_graphs
 from engine.decoder.rows import Image, Placed, RowTable, aligned
@@ -38,7 +44,7 @@ from engine.sampling.row import Draw, Drawn
 MAX_OUTSTANDING = NUM_BUFFERS
 """Launches that may not have been read."""
 
-_MAX_CHANGES = 1 << 14
+MAX_CHANGES = 1 << 14
 """Entries of block tables that one image brings: 128 kB of pinned memory, of which a step copies
 what it uses. More at once (many long prompts) take a copy of their own."""
 
@@ -71,6 +77,8 @@ class AheadDecoder:
         plain: captured with the launches, in the same memory.
         draw: where a rank of several does not draw by itself (engine/parallel/ahead.py).
         stacks: where adapters of rows lie, which `decode` adds; None: no row has one.
+        max_changes: new entries of the tables that one image brings.
+        first_width_tokens: see DecodeGraphs.
     """
 
     def __init__(
@@ -86,6 +94,8 @@ class AheadDecoder:
         plain: PlainGraphs | None = None,
         draw: DrawRows | None = None,
         stacks: Stacks | None = None,
+        max_changes: int = MAX_CHANGES,
+        first_width_tokens: int = FIRST_WIDTH_TOKENS,
     ) -> None:
         self.max_rows = max_rows
         self.plain = plain
@@ -94,7 +104,7 @@ class AheadDecoder:
         self._forward: weakref.WeakMethod[ForwardDrawn] | None = None
         is_cuda = device.type == "cuda"
         num_slots = 0 if stacks is None else stacks.num_slots
-        image = Image(aligned(max_rows), _MAX_CHANGES, num_slots)
+        image = Image(aligned(max_rows), max_changes, num_slots)
         width = aligned(-(-context_window // block_size))
         self._table = RowTable(image, table_width=width, block_size=block_size)
         self._step = DecodeStep(
@@ -106,6 +116,7 @@ class AheadDecoder:
             table_width=width,
             block_size=block_size,
             uses_graphs=uses_graphs and is_cuda,
+            first_width_tokens=first_width_tokens,
         )
         self._stacks = stacks
         self._images = self._step.images.numpy()
@@ -137,10 +148,12 @@ class AheadDecoder:
             raise WrongState("a launch is under way")
         self._table.forget()
         self._images[:] = self._table.words
-        sets: list[Captured] = [self._graphs]
+        # On CPU a launch compiles nothing: it would only take a second for each width of tables.
+        sets: list[Captured] = [self._graphs] if self._device.type == "cuda" else []
         if self.plain is not None:
             sets.insert(0, self.plain)
         capture_all(sets, self._device, progress)
+        self._step.begin_anew()
         self._next_number = 0
         if self.plain is not None:
             with self._on_device():
@@ -296,11 +309,13 @@ def make_ahead(
     max_tokens: int,
     context_window: int,
     max_num_nodes: int = 0,
+    max_changes: int = MAX_CHANGES,
 ) -> AheadDecoder:
     """For a decoder that is attached to `memory`, whose blocks store what is computed.
 
     Args:
         max_rows, max_tokens, max_num_nodes: see make_plain_graphs.
+        max_changes: see AheadDecoder.
     """
     return AheadDecoder(
         decoder.decode,
@@ -310,6 +325,7 @@ def make_ahead(
         vocab_size=decoder.shape.vocab_size,
         device=memory.cache.device,
         stacks=decoder.stacks,
+        max_changes=max_changes,
         plain=make_plain_graphs(
             decoder,
             memory,

@@ -29,7 +29,7 @@ Decode = Callable[[DecodeInputs], torch.Tensor]
 DrawRows = Callable[[torch.Tensor, SamplingRows, Needs, DrawnTokens], None]
 """(logits, rows, needs, out): leaves in `out` what rows draw; ranks without logits are told."""
 
-_FIRST_WIDTH_TOKENS = 4096
+FIRST_WIDTH_TOKENS = 4096
 _WIDTH_FACTOR = 8
 """Tables are read up to 4096 tokens, 32768, and so on: the programs of a kernel beyond a row's end
 leave at once, so finer steps would buy next to nothing and cost a graph for each number of rows."""
@@ -169,10 +169,13 @@ def row_buckets(max_rows: int) -> list[int]:
     return [*buckets, max_rows]
 
 
-def width_buckets(table_width: int, block_size: int) -> list[int]:
-    """Widths of the tables, in blocks, that have a graph, ascending."""
+def width_buckets(
+    table_width: int, block_size: int, first_tokens: int = FIRST_WIDTH_TOKENS
+) -> list[int]:
+    """Widths of the tables, in blocks, that have a graph, ascending; the first is of so many
+    tokens."""
     buckets: list[int] = []
-    width = -(-_FIRST_WIDTH_TOKENS // block_size)
+    width = -(-first_tokens // block_size)
     while width < table_width:
         buckets.append(width)
         width *= _WIDTH_FACTOR
@@ -193,6 +196,7 @@ class DecodeGraphs:
 
     Args:
         uses_graphs: False: every step is launched kernel by kernel, as on CPU.
+        first_width_tokens: that the narrowest tables have room for.
     """
 
     def __init__(
@@ -203,10 +207,11 @@ class DecodeGraphs:
         table_width: int,
         block_size: int,
         uses_graphs: bool,
+        first_width_tokens: int = FIRST_WIDTH_TOKENS,
     ) -> None:
         self._step = step
         self._row_buckets = row_buckets(max_rows)
-        self._width_buckets = width_buckets(table_width, block_size)
+        self._width_buckets = width_buckets(table_width, block_size, first_width_tokens)
         self._graphs = GraphSet(self._compute, uses_graphs=uses_graphs)
 
     @property
@@ -235,10 +240,8 @@ class DecodeGraphs:
         memory: GraphMemory | None = None,
         on_captured: Callable[[], None] | None = None,
     ) -> None:
-        """Every bucket: see GraphSet. Writes no KV where both images are of no rows. The next step
-        is number 0."""
+        """Every bucket: see GraphSet. Writes no KV where both images are of no rows."""
         self._graphs.capture(self.buckets, memory=memory, on_captured=on_captured)
-        self._step.begin_anew()
 
     def forget(self) -> None:
         """See GraphSet."""

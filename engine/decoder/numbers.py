@@ -26,7 +26,8 @@ class Tables:
     """`int32s` of what was asked for lately, in two generations: when the younger one takes half of
     the bytes, it becomes the older one, and the older one is forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = _REMEMBERED_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._young: dict[tuple[int, ...], NDArray[np.int32]] = {}
         self._old: dict[tuple[int, ...], NDArray[np.int32]] = {}
         self._young_bytes = self._old_bytes = 0
@@ -45,9 +46,9 @@ class Tables:
         if found is None:
             found = int32s(values)
         size = _ENTRY_BYTES * len(values)
-        if 2 * size > _REMEMBERED_BYTES:
+        if 2 * size > self._max_bytes:
             return found
-        if 2 * (self._young_bytes + size) > _REMEMBERED_BYTES:
+        if 2 * (self._young_bytes + size) > self._max_bytes:
             self._old, self._old_bytes = self._young, self._young_bytes
             self._young, self._young_bytes = {}, 0
         self._young[values] = found

@@ -44,7 +44,7 @@ _EXACT_ROWS, _SPLIT_POSITIONS = 64, 512
 """Of gpu/attention_tiles.py, which only a machine with Triton can import."""
 
 
-_MAX_COPIED_TABLES = 16384
+MAX_COPIED_TABLES = 16384
 """Words (64 KiB) of tables that a step's graph copies, those of sequences that are not there
 included. Where a shape has more, as many as there are sequences are copied before it."""
 
@@ -60,6 +60,7 @@ class TreeGraphs:
         max_trees: shapes of more sequences are attended as chunks, and take no tree (the same
             bits where every bit is promised); None: all shapes take trees.
         uses_graphs: False: padded steps are launched kernel by kernel.
+        max_copied_tables: entries of tables that a graph itself copies.
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class TreeGraphs:
         device: torch.device,
         max_trees: int | None = None,
         uses_graphs: bool = True,
+        max_copied_tables: int = MAX_COPIED_TABLES,
     ) -> None:
         self._forward = forward
         self._max_trees = max_trees
+        self._max_copied_tables = max_copied_tables
         self._is_cuda = device.type == "cuda"
         self.max_num_nodes = max_num_nodes
         self.shapes = tree_shapes(max_sequences, max_num_nodes, max_rows)
@@ -173,7 +176,7 @@ class TreeGraphs:
         return self._logits.index_select(0, rows.to(self._logits.device, non_blocking=True))
 
     def _copies_tables(self, shape: TreeShape) -> bool:
-        return shape.num_sequences * self._table_width <= _MAX_COPIED_TABLES
+        return shape.num_sequences * self._table_width <= self._max_copied_tables
 
     def _copy(self, first: int, end: int) -> None:
         """Words from the host."""

@@ -32,12 +32,13 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from engine.errors import IntegrityError, NoBlocks, WrongState
 from engine.kv.block_classes import name_what_is_wrong
 from engine.kv.eviction_order import EvictionOrder
 from engine.kv.free_runs import FreeRuns
-from engine.kv.neighbours import Piece, all_are, runs
+from engine.kv.neighbours import MANY, Piece, all_are, runs
 
 NO_BLOCK = -1
 """Stands for the block before a chain's first."""
@@ -55,15 +56,17 @@ class Taken:
 class BlockPool:
     """Reference counts and the free list."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, many: int = MANY) -> None:
+        """many: so many neighbours are worked off by slices."""
         if num_blocks < 1:
             raise ValueError("a pool needs at least one block")
         self.num_blocks = num_blocks
         self.num_evicted = 0
+        self._many = many
         self._free = FreeRuns(num_blocks)
         self.numbers = array("q", range(num_blocks))
         """0, 1, 2 and so on: to copy slices from, and to compare them with."""
-        self._evictable = EvictionOrder(self.numbers)
+        self._evictable = EvictionOrder(self.numbers, many)
         self._num_references = array("q", (0,)) * num_blocks
         self._is_cached = bytearray(num_blocks)
         self._num_holds: dict[int, int] = {}
@@ -101,6 +104,10 @@ class BlockPool:
 
     def is_cached(self, block_id: int) -> bool:
         return bool(self._is_cached[block_id])
+
+    def cached(self) -> set[int]:
+        """All that are."""
+        return set(compress(self.numbers, self._is_cached))
 
     def parent_of(self, block_id: int) -> int:
         """The block before a cached one in its chain, or NO_BLOCK."""
@@ -168,7 +175,7 @@ class BlockPool:
         evicted first."""
         upwards = array("q", [*block_ids])
         upwards.reverse()  # mostly a chain from its tail on
-        for start, end, is_run in reversed([*runs(upwards, self.numbers)]):
+        for start, end, is_run in reversed([*runs(upwards, self.numbers, self._many)]):
             if is_run and self._put_back_run(upwards[start], upwards[end - 1] + 1):
                 continue
             self._put_back_each(reversed(upwards[start:end]))
@@ -264,7 +271,7 @@ class BlockPool:
         """`mark_cached` for blocks that follow one another, the first of them `parent`, which is
         cached and referenced. They are referenced. Returns: their runs."""
         chain = array("q", block_ids)
-        pieces = [*runs(chain, self.numbers)]
+        pieces = [*runs(chain, self.numbers, self._many)]
         is_sound = self._is_cached[parent] and self._num_references[parent]
         if not is_sound or not all(self._may_enter(chain[i:j], is_run) for i, j, is_run in pieces):
             wrong = (one for one in block_ids if not self._may_enter(array("q", (one,)), False))
@@ -357,13 +364,13 @@ class BlockPool:
         middle of everybody's answers.
         """
         free, evictable = set(self._free), set(self._evictable)
-        counts = {block_id: n for block_id, n in enumerate(self._num_references) if n}
+        counts = dict(compress(enumerate(self._num_references), self._num_references))
         if num_references is not None and counts != num_references:
             return False
         quarantined = self._num_holds.keys() - counts.keys()
-        pinned = {block_id for block_id, n in enumerate(self._num_pins) if n > 0}
+        pinned = set(compress(self.numbers, self._num_pins))
         pinned -= self._num_holds.keys() | counts.keys()
-        cached = {block_id for block_id, is_cached in enumerate(self._is_cached) if is_cached}
+        cached = self.cached()
         classes = (free, evictable, counts.keys() | pinned, quarantined)
         num_there = (self.num_free, self.num_evictable, self.num_referenced, self.num_quarantined)
         return (
@@ -381,9 +388,8 @@ class BlockPool:
         num_pins = array("q", (0,)) * self.num_blocks
         for block_id in self._num_holds:
             num_pins[block_id] = 1
-        for block_id, parent in enumerate(self._parent):
-            if parent == NO_BLOCK:
-                continue
+        for block_id in compress(self.numbers, map(NO_BLOCK.__ne__, self._parent)):
+            parent = self._parent[block_id]
             if not self._is_cached[block_id] or not self._is_cached[parent]:
                 raise IntegrityError(f"block {block_id} follows {parent}: one is not cached")
             if block_id not in place:

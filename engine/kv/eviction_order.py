@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 from engine.errors import IntegrityError
-from engine.kv.neighbours import runs
+from engine.kv.neighbours import MANY, runs
 
 _OUT = -1
 """Stands where a block that is not in the ring would have a neighbour."""
@@ -21,10 +21,12 @@ class EvictionOrder:
 
     Args:
         numbers: 0, 1, 2 and so on, of all blocks that there are.
+        many: so many neighbours are worked off by slices.
     """
 
-    def __init__(self, numbers: array[int]) -> None:
+    def __init__(self, numbers: array[int], many: int = MANY) -> None:
         self._numbers = numbers
+        self._many = many
         num_blocks = len(numbers)
         self._ends = num_blocks  # stands before the first and after the last
         self._after = array("q", (_OUT,)) * (num_blocks + 1)
@@ -82,7 +84,7 @@ class EvictionOrder:
             block_id = after[block_id]
         upwards = array("q", taken)
         upwards.reverse()  # mostly chains from their tails on
-        for i, j, is_run in runs(upwards, self._numbers):
+        for i, j, is_run in runs(upwards, self._numbers, self._many):
             if is_run:
                 start, end = upwards[i], upwards[i] + j - i
                 after[start:end] = before[start:end] = array("q", (_OUT,)) * (j - i)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise, starmap
 
 from engine.errors import IntegrityError
 
@@ -32,8 +32,7 @@ class FreeRuns:
 
     def __iter__(self) -> Iterator[int]:
         """Free blocks, ascending within a run."""
-        for start, end in self._end_of.items():
-            yield from range(start, end)
+        return chain.from_iterable(starmap(range, self._end_of.items()))
 
     def give(self, block_id: int) -> None:
         """A block is free now; it was not."""

@@ -16,14 +16,14 @@ Piece = tuple[int, int, bool]
 """Of a list: [start, end), and whether it is a run."""
 
 
-def runs(block_ids: array[int], numbers: array[int]) -> Iterator[Piece]:
-    """Cut a list into runs of at least MANY neighbours, ascending, and what lies between them.
+def runs(block_ids: array[int], numbers: array[int], many: int = MANY) -> Iterator[Piece]:
+    """Cut a list into runs of at least `many` neighbours, ascending, and what lies between them.
 
     Args:
         numbers: 0, 1, 2 and so on up to the greatest block there is.
     Yields: places in the list, in order, without gaps.
     """
-    num_blocks, stride = len(block_ids), MANY // 2
+    num_blocks, stride = len(block_ids), many // 2
     done = at = 0
     while at + stride < num_blocks:
         # Of a run, two places so far apart are seen, wherever it begins.
@@ -31,7 +31,7 @@ def runs(block_ids: array[int], numbers: array[int]) -> Iterator[Piece]:
             start, end = _begin(block_ids, at, done), _end(block_ids, at)
             first = block_ids[start]
             is_run = block_ids[start:end] == numbers[first : first + end - start]
-            if is_run and end - start >= MANY:
+            if is_run and end - start >= many:
                 if done < start:
                     yield done, start, False
                 yield start, end, True

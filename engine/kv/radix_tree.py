@@ -358,7 +358,7 @@ class RadixTree:
                 nodes.append((child, parent, depth))
         if {key: block for block, key in seen.items()} != self._block_of:
             raise IntegrityError("the prefix tree and its map of hashes disagree")
-        cached = {b for b in range(self.pool.num_blocks) if self.pool.is_cached(b)}
+        cached = self.pool.cached()
         if cached != set(seen) or len(nodes) - 1 != self._num_nodes:
             raise IntegrityError(
                 f"pool and prefix tree disagree on blocks {cached ^ set(seen)}, or its "

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import TooFewBlocks
 from engine.kv.layout import KvLayout
+from process import host_memory
 
-_CGROUP = Path("/sys/fs/cgroup")
-_PAGE_CACHE = ("inactive_file", "active_file")
 _NUM_WINDOWS = 4
 _FLOOR_BYTES = 256 * 1024 * 1024
 """What an engine gets when nothing is configured: room for four requests that fill the context
@@ -167,24 +165,4 @@ def free_memory_bytes(device: str) -> int:
     """Memory free on `device` now; on CPU the container's limit counts too."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = _meminfo_available_bytes()
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        current = int((_CGROUP / "memory.current").read_text())
-        stat = (_CGROUP / "memory.stat").read_text()
-    except OSError:
-        return free  # no cgroup v2 here: the host's number stands
-    if limit == "max":
-        return free
-    # The kernel drops cached file pages before it refuses memory, such as those of a checkpoint
-    # that was just read.
-    fields = dict(line.split() for line in stat.splitlines())
-    used = max(0, current - sum(int(fields.get(name, 0)) for name in _PAGE_CACHE))
-    return min(free, max(0, int(limit) - used))
-
-
-def _meminfo_available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo names no MemAvailable: set kv_bytes")
+    return host_memory.available_bytes()

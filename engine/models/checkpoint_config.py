@@ -4,12 +4,14 @@ which keeps it between starts.
 Reading and rehearsing a config imports transformers' modelling code: two of the five CPU seconds
 that a worker's start took. Both depend on nothing but the config files, the libraries and this
 code, so a start that finds their digest in the cache folder imports none of it. A rehearsal that
-failed is never kept. Start-up only.
+failed is never kept. Of several starts at once, as on a node with several workers, one does it.
+Start-up only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -17,7 +19,8 @@ import os
 import platform
 import stat
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -35,6 +38,9 @@ logger = logging.getLogger(__name__)
 _FILES = ("config.json", "generation_config.json")
 _CODE = (*engine.__path__, *baton_kernels.__path__)
 _PRIVATE = 0o700
+_WAIT_S = 30.0
+"""For another start that rehearses the same: it takes three, ten where the cores are few."""
+_POLL_S = 0.05
 
 Way = Literal["transformers", "own", "own kernels"]
 """How a model is computed: by transformers' code; by our own decoder with torch's attention; by our
@@ -129,9 +135,25 @@ class Rehearsed:
             self._path = self._cache / f"{_digest(folder, code)}.json"
         self.config: CheckpointConfig | None = None
         self._ways: set[str] = set()
+        self._look()
+
+    def _look(self) -> None:
         if self._path is not None:
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 self.config, self._ways = _read(self._path)
+
+    @contextlib.contextmanager
+    def alone(self, wait_s: float = _WAIT_S) -> Iterator[None]:
+        """Where nothing is kept yet, the body runs when no other start's does for the same files,
+        after at most `wait_s` beside it; what that one kept is known then."""
+        with contextlib.ExitStack() as held:
+            if self.config is None and self._path is not None:
+                with contextlib.suppress(OSError):  # as `keep`: each start for itself
+                    self._path.parent.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+                    lock = held.enter_context(self._path.with_suffix(".lock").open("a"))
+                    _take(lock.fileno(), wait_s)
+                self._look()
+            yield
 
     def has(self, way: Way) -> bool:
         """A rehearsal of this config by this way passed."""
@@ -160,6 +182,19 @@ def cache_folder() -> Path | None:
     except RuntimeError:
         return None
     return cache / "baton" / "rehearsed"
+
+
+def _take(lock: int, wait_s: float) -> None:
+    """Have the lock of an open file, which the kernel takes back when that is closed; go on without
+    where another process has it for so long. Raises: OSError where the file system has no locks."""
+    ends_s = time.monotonic() + wait_s
+    while time.monotonic() < ends_s:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_POLL_S)
+        else:
+            return
 
 
 def _read(path: Path) -> tuple[CheckpointConfig, set[str]]:

@@ -77,23 +77,24 @@ def load_model(
         raw_config = read_config(checkpoint.path)
         check_supported(raw_config, checkpoint.name)
         rehearsed = Rehearsed(checkpoint.path)
-        model_config = rehearsed.config or read_checkpoint_config(checkpoint.path)
-        device = choose_device(config.device)
-        dtype = choose_dtype(config.dtype, raw_config)
-        window = choose_window(config.context_window, model_config, checkpoint.name)
-        weight_room.check(config, checkpoint.path, checkpoint.name, device, dtype)
-        is_streamed = weight_room.is_streamed(config, checkpoint.path, dtype)
-        reason: str | None = offload_load.WHY_PLAIN
-        if not is_streamed:
-            reason = load.why_not(config, model_config, device, checkpoint.name)
-        if config.num_ranks > 1:
-            check_parallel(config, model_config.decoder_shape, device, checkpoint.name)
-        uses_kernels = load.uses_kernels(config, device)
-        way: Way = "transformers" if reason else "own kernels" if uses_kernels else "own"
-        with phases.timed("rehearsal"):
-            if not rehearsed.has(way):
-                _rehearse(checkpoint.path, checkpoint.name, way)
-                rehearsed.keep(model_config, way)
+        with rehearsed.alone():
+            model_config = rehearsed.config or read_checkpoint_config(checkpoint.path)
+            device = choose_device(config.device)
+            dtype = choose_dtype(config.dtype, raw_config)
+            window = choose_window(config.context_window, model_config, checkpoint.name)
+            weight_room.check(config, checkpoint.path, checkpoint.name, device, dtype)
+            is_streamed = weight_room.is_streamed(config, checkpoint.path, dtype)
+            reason: str | None = offload_load.WHY_PLAIN
+            if not is_streamed:
+                reason = load.why_not(config, model_config, device, checkpoint.name)
+            if config.num_ranks > 1:
+                check_parallel(config, model_config.decoder_shape, device, checkpoint.name)
+            uses_kernels = load.uses_kernels(config, device)
+            way: Way = "transformers" if reason else "own kernels" if uses_kernels else "own"
+            with phases.timed("rehearsal"):
+                if not rehearsed.has(way):
+                    _rehearse(checkpoint.path, checkpoint.name, way)
+                    rehearsed.keep(model_config, way)
         tokenizer_digest = digests.tokenizer_digest(checkpoint.path)
     except CheckpointError as error:
         raise LoadError(str(error)) from error

@@ -27,16 +27,19 @@ import torch
 from engine.request import Sampling
 from engine.sampling import dense
 
-_SHORTLIST = 1024
+SHORTLIST = 1024
 """Tokens sorted first where it cannot be known how many make up the nucleus. A guess."""
 
 
-def thresholds(scaled: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+def thresholds(
+    scaled: torch.Tensor, samplings: Sequence[Sampling], *, most_short: int = SHORTLIST
+) -> torch.Tensor:
     """[R] float32, -inf where all three are off.
 
     Args:
         scaled: [R, V] float32, each row's maximum 0.
         samplings: R of them.
+        most_short: values of a row that are sorted first; how many changes no result.
     """
     num_tokens = scaled.shape[-1]
     found = np.full(len(samplings), -np.inf, dtype=np.float32)
@@ -52,8 +55,8 @@ def thresholds(scaled: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Ten
         is_nucleus = one.top_p < 1.0
         if not is_nucleus and ranks[row] == num_tokens:
             continue
-        shortlist = min(_SHORTLIST, num_tokens) if is_nucleus else ranks[row]
-        if shortlist <= _SHORTLIST and (ranks[row] <= shortlist or ranks[row] == num_tokens):
+        shortlist = min(most_short, num_tokens) if is_nucleus else ranks[row]
+        if shortlist <= most_short and (ranks[row] <= shortlist or ranks[row] == num_tokens):
             short[row] = shortlist
         else:
             full.append(row)

@@ -72,6 +72,7 @@ class RemoteDrafter:
     Args:
         target: whose tokens are guessed.
         deadline_s: for one step's answers.
+        give_up_s: from a deadline until who is late is not waited for any more.
         verifier: its name at the workers; None: a random one.
     """
 
@@ -83,11 +84,13 @@ class RemoteDrafter:
         target: ModelInfo,
         *,
         deadline_s: float,
+        give_up_s: float = GIVE_UP_S,
         clock: Callable[[], float] = time.monotonic,
         verifier: bytes | None = None,
     ) -> None:
         self._target = target
         self._deadline_s = deadline_s
+        self._give_up_s = give_up_s
         self._clock = clock
         self._verifier = secrets.token_bytes(VERIFIER_BYTES) if verifier is None else verifier
         self._workers = [Worker(peer) for peer in peers]
@@ -205,7 +208,7 @@ class RemoteDrafter:
         """The call on its way; None: it could not even begin."""
         self._tell_over(worker)
         try:
-            return worker.channel.propose(self._verifier, asks, self._deadline_s + GIVE_UP_S)
+            return worker.channel.propose(self._verifier, asks, self._deadline_s + self._give_up_s)
         except Exception as error:
             worker.counts.num_failed += 1
             self._leave_out(worker, error)
@@ -223,7 +226,7 @@ class RemoteDrafter:
             worker.num_late += 1
             worker.state = State.LATE
             worker.late = call
-            worker.due_s = self._clock() + 2 * GIVE_UP_S
+            worker.due_s = self._clock() + 2 * self._give_up_s
             return []
         try:
             answers = call.result()

@@ -6,8 +6,8 @@ time is over: it is told what there is; or the lease ends, or it is cancelled. W
 where bytes lie and lets nobody use them: that is the handle's to say. So who takes them hears also
 of blocks whose bytes are complete and whose checksums are still computed.
 
-Laws: at most MAX_FOLLOWERS wait, none longer than MAX_WAIT_S; a lease is watched by those who wait
-and nobody else (`check_integrity`). Knows no bytes and no stubs. One asyncio loop.
+Laws: at most `max_followers` wait, none longer than `max_wait_s`; a lease is watched by those who
+wait and nobody else (`check_integrity`). Knows no bytes and no stubs. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import asyncio
 from collections.abc import Callable
 
 from kvstore.errors import IntegrityError
+from kvstore.lending.limits import LENDER_LIMITS, LenderLimits
 from kvstore.lending.loans import LoanTable
 from kvstore.lending.told import Told
 from process.errors import InvalidArgument, NoCapacity
 
-MAX_FOLLOWERS = 256
-"""Who waits has a prompt under way here. Guessed: far more than a worker computes at once."""
-
-MAX_WAIT_S = 5.0
-"""Then a reader asks again, if it still wants to know. Guessed: many chunks of a prompt."""
-
 
 class Followers:
-    """See the module."""
+    """See the module.
 
-    def __init__(self, loans: LoanTable) -> None:
+    Attributes:
+        limits: as they are when a reader asks.
+    """
+
+    def __init__(self, loans: LoanTable, limits: LenderLimits = LENDER_LIMITS) -> None:
+        self.limits = limits
         self._loans = loans
         self._num_waiting = 0
 
@@ -56,8 +56,8 @@ class Followers:
         """
         if num_wanted <= num_known:
             raise InvalidArgument("num_wanted", f"{num_wanted} is not more than {num_known} known")
-        if self._num_waiting >= MAX_FOLLOWERS:
-            raise NoCapacity(f"{MAX_FOLLOWERS} readers wait for this lender already")
+        if self._num_waiting >= self.limits.max_followers:
+            raise NoCapacity(f"{self._num_waiting} readers wait for this lender already")
         news = asyncio.Event()
         self._loans.watch(lease_id, news.set)
         self._num_waiting += 1
@@ -66,7 +66,7 @@ class Followers:
             return self._loans.is_whole(lease_id, num_wanted, takes_unsealed=takes_unsealed)
 
         try:
-            is_all = await _until(is_whole, min(budget_s, MAX_WAIT_S), news)
+            is_all = await _until(is_whole, min(budget_s, self.limits.max_wait_s), news)
         finally:
             self._num_waiting -= 1
             self._loans.unwatch(lease_id, news.set)

@@ -22,6 +22,7 @@ from kvstore.block import Block
 from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
 from kvstore.lending.followers import Followers
 from kvstore.lending.host import own_host_id
+from kvstore.lending.limits import LENDER_LIMITS, LenderLimits
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.outlet import Outlet
 from kvstore.lending.probes import FindFree, Probes
@@ -64,6 +65,7 @@ class Lender:
         *,
         nixl_net_devices: str = "lo",
         lets_map: bool = False,
+        limits: LenderLimits = LENDER_LIMITS,
         clock: Clock = time.monotonic,
     ) -> None:
         """lets_map: readers on this host may map the whole memory (transport cuda_ipc)."""
@@ -71,7 +73,7 @@ class Lender:
         self.memory = memory
         self.loans = loans
         self.attachments = AttachmentTable()
-        self.followers = Followers(loans)
+        self.followers = Followers(loans, limits)
         max_probes = num_blocks_wanted(memory.block_bytes) // 2
         self.probes = Probes(loans, find_free, self.seal, max_probes, clock)
         self.shared: Shared | None = None
@@ -89,7 +91,7 @@ class Lender:
         )
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopped = False
-        self.reader_holds = ReaderHolds(loans, self._begin, self._end)
+        self.reader_holds = ReaderHolds(loans, self._begin, self._end, limits)
         self._num_reading = 0
         self._still = asyncio.Event()
         self._still.set()

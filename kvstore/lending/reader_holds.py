@@ -14,26 +14,32 @@ import time
 from collections.abc import Callable
 
 from kvstore.errors import IntegrityError
+from kvstore.lending.limits import LENDER_LIMITS, LenderLimits
 from kvstore.lending.loans import LoanTable
-
-MAX_HOLDS = 256
-"""At once. Guessed: as many as may wait to be told (followers.py)."""
-
-MAX_HOLD_S = 1.0
-"""Guessed: a hundred times what the copy of a chunk takes, and no long time to do without blocks
-that nobody reads."""
+from process.deadline import Clock
 
 
 class ReaderHolds:
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        limits: as they are when a promise is asked for.
+    """
 
     def __init__(
-        self, loans: LoanTable, on_begin: Callable[[], None], on_end: Callable[[], None]
+        self,
+        loans: LoanTable,
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
+        limits: LenderLimits = LENDER_LIMITS,
+        clock: Clock = time.monotonic,
     ) -> None:
-        """on_begin, on_end: told of each."""
+        """on_begin, on_end: told of each. clock: seconds, by which a hold is over."""
+        self.limits = limits
         self._loans = loans
         self._on_begin = on_begin
         self._on_end = on_end
+        self._clock = clock
         self._ends: dict[str, asyncio.TimerHandle] = {}
 
     def keep(self, lease_id: str, first: int, seconds: float) -> float:
@@ -41,11 +47,11 @@ class ReaderHolds:
 
         Returns: for how long it is kept, from now; 0: it is not. Raises: LeaseLapsed.
         """
-        seconds = min(seconds, MAX_HOLD_S)
-        if seconds <= 0 or len(self._ends) >= MAX_HOLDS:
+        seconds = min(seconds, self.limits.max_hold_s)
+        if seconds <= 0 or len(self._ends) >= self.limits.max_holds:
             return 0.0
         hold_id = self._loans.hold_lease(lease_id, first)
-        self._end_later(hold_id, time.monotonic() + seconds)
+        self._end_later(hold_id, self._clock() + seconds)
         self._on_begin()
         return seconds
 
@@ -55,12 +61,12 @@ class ReaderHolds:
             raise IntegrityError("a reader was promised blocks that are not held")
 
     def _end_later(self, hold_id: str, ends_s: float) -> None:
-        left_s = ends_s - time.monotonic()
+        left_s = ends_s - self._clock()
         loop = asyncio.get_running_loop()
         self._ends[hold_id] = loop.call_later(left_s, self._end, hold_id, ends_s)
 
     def _end(self, hold_id: str, ends_s: float) -> None:
-        if time.monotonic() < ends_s:  # a loop's timer may be a moment early
+        if self._clock() < ends_s:  # a loop's timer may be a moment early
             self._end_later(hold_id, ends_s)
             return
         del self._ends[hold_id]

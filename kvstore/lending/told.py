@@ -7,11 +7,6 @@ from dataclasses import dataclass
 
 from kvstore.packed import PackedBlocks
 
-HOLD_S = 0.05
-"""For which a lender is asked to keep what it told of while that is copied; it is asked again when
-that took longer. Guessed: fifteen times what a chunk's blocks take, and half of what a request that
-is given up may keep its blocks."""
-
 
 @dataclass(frozen=True)
 class Word:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import TransferFailed
-from kvstore.transport.device import Copies, CopyQueue, Mark, Shared
+from kvstore.transport.device import PEER_COPIES, Copies, CopyQueue, Mark, Shared
 from process.errors import BatonError, FailedPrecondition
 
 _LIBRARY = "libcuda.so.1"
@@ -65,6 +65,7 @@ class CudaDevice:
     """See the module; made by `open`. `kvstore.transport.device.Device`."""
 
     memory = "VRAM"
+    peer_copies = PEER_COPIES
 
     def __init__(self, driver: _Driver, device_id: int, context: c_void_p) -> None:
         self.device_id = device_id

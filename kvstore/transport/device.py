@@ -41,6 +41,36 @@ class Shared:
         return f"Shared({len(self.handle)} bytes)"
 
 
+@dataclass(frozen=True)
+class PeerCopies:
+    """How a device copies out of another one's memory that it has mapped. What is true of NVLink is
+    the default."""
+
+    piece_bytes: int = 128 * 1024 * 1024
+    """Of one piece: 0.35 ms of NVLink, long against what giving it and its checksums costs."""
+
+    least_piece_bytes: int = 32 * 1024 * 1024
+    """Of the last pieces: nothing hides the checksums of the very last. To give one takes about as
+    long as this does to come, and a smaller batch of checksums than 16 blocks saves nothing."""
+
+    max_copies_at_once: int = 128
+    """That the loop itself gives: each costs 2 to 4 us where the driver has no batches. As many as
+    two pieces of blocks of 2 MiB that lie anywhere: a thread comes to the copy before they are
+    here."""
+
+    ask_early_bytes: int = 256 * 1024 * 1024
+    """From here on a copy takes about as long as the lender's answer (0.7 to 0.9 ms). A smaller one
+    is confirmed: the promise would say all of its lease, to save less."""
+
+    hold_s: float = 0.05
+    """For which a lender is asked to keep what it told of while that is copied; it is asked again
+    when that took longer. Guessed: fifteen times what a chunk's blocks take, and half of what a
+    request that is given up may keep its blocks."""
+
+
+PEER_COPIES = PeerCopies()
+
+
 SPINS = 30
 """Looks at a mark before the first nap: about 30 us, what a small copy takes."""
 LAST_SPINS = 150
@@ -103,6 +133,10 @@ class Device(Protocol):
     @property
     def memory(self) -> str:
         """What NIXL calls its memory: VRAM."""
+
+    @property
+    def peer_copies(self) -> PeerCopies:
+        """How it copies what it has mapped."""
 
     def register(self, address: int, num_bytes: int) -> None:
         """Page-lock host memory of this process for DMA. Blocks while pages are locked.

@@ -14,15 +14,16 @@ in between. So one look after the copy says what a look before and one after wou
 gone, or another life of it, confirms nothing. Nobody is asked about blocks that the lender has
 promised to keep in place until a time at which the last byte was here (`GetItems.held_until_s`):
 they were lent at that generation when it promised, and could not be given back since. A copy that
-takes as long as an answer (ASK_EARLY_BYTES) is not asked about behind it, but while it runs, for
+takes as long as an answer (`ask_early_bytes`) is not asked about behind it, but while it runs, for
 such a promise: what names them at their generations, and keeps them until the last byte was here,
 says as much as a look then. Where it names another, or came to an end before, they are asked about
 as ever.
 
 A copy goes in pieces (pump.py); deadline and cancellation as in device_shm.py. Only reads: a lender
 takes no bytes. One asyncio loop; copies are given and waited for on threads. But the first pieces
-are given at once where they are few copies (MAX_COPIES_AT_ONCE) and a queue of the device is free:
-that takes 0.1 ms (0.3 where the driver has no batches), and a thread takes twice as long to begin.
+are given at once where they are few copies (`max_copies_at_once`) and a queue of the device is
+free: that takes 0.1 ms (0.3 where the driver has no batches), and a thread takes twice as long to
+begin.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ import numpy.typing as npt
 from kvstore import answer_checks
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
 from kvstore.lease_calls import await_lent
-from kvstore.lending.told import HOLD_S
 from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import (
     CUDA_IPC,
@@ -56,21 +56,6 @@ from kvstore.transport.pump import Flight, Pump
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition
 from protos import kvstore_pb2
-
-PIECE_BYTES = 128 * 1024 * 1024
-"""Bytes of one piece: 0.35 ms of NVLink, long against what giving it and its checksums costs."""
-
-LEAST_PIECE_BYTES = 32 * 1024 * 1024
-"""Of the last pieces: nothing hides the checksums of the very last. To give one takes about as long
-as this does to come, and a smaller batch of checksums than 16 blocks saves nothing."""
-
-MAX_COPIES_AT_ONCE = 128
-"""That the loop itself gives: each costs 2 to 4 us where the driver has no batches. As many as two
-pieces of blocks of 2 MiB that lie anywhere: a thread comes to the copy before they are here."""
-
-ASK_EARLY_BYTES = 256 * 1024 * 1024
-"""From here on a copy takes about as long as the lender's answer (0.7 to 0.9 ms). A smaller one is
-confirmed: the promise would say all of its lease, to save less."""
 
 Breaks = npt.NDArray[np.bool_]
 
@@ -97,7 +82,8 @@ class MappedTransport:
         self._attached = attached
         self._shared = shared
         self._address = address
-        sizes = (PIECE_BYTES, LEAST_PIECE_BYTES)
+        self._copies = device.peer_copies
+        sizes = (self._copies.piece_bytes, self._copies.least_piece_bytes)
         self._pump = Pump(device, *(max(1, size // memory.block_bytes) for size in sizes))
         self._unsettled: set[asyncio.Future[None]] = set()
 
@@ -230,7 +216,7 @@ class MappedTransport:
         return [checksum for part in pending for checksum in part.result()]
 
     def _asks_early(self, num_blocks: int) -> bool:
-        is_long = num_blocks * self._memory.block_bytes >= ASK_EARLY_BYTES
+        is_long = num_blocks * self._memory.block_bytes >= self._copies.ask_early_bytes
         return is_long and self._attached.tells_when_lent
 
     async def _ask_to_keep(
@@ -240,7 +226,7 @@ class MappedTransport:
         this process' monotonic clock; 0: nobody said so. Raises: LeaseLapsed."""
         try:
             told, word = await await_lent(
-                self._rpc, self._attached, lease_id, 0, 1, 0.0, HOLD_S, deadline
+                self._rpc, self._attached, lease_id, 0, 1, 0.0, self._copies.hold_s, deadline
             )
         except LeaseLapsed:
             raise
@@ -266,12 +252,13 @@ class MappedTransport:
         return set(reply.stale)
 
     def _num_early_pieces(self, is_break: Breaks) -> int:
-        """Leading pieces that are MAX_COPIES_AT_ONCE copies at most, as far as may be under way."""
+        """Leading pieces that are `max_copies_at_once` copies at most, as far as may be under
+        way."""
         num_items, end, num_pieces = len(is_break) + 1, 0, 0
         while end < num_items:
             end = self._pump.piece_end(end, num_items)
             num_copies = np.count_nonzero(is_break[: end - 1]) + 1
-            if end > self._pump.most_items or num_copies > MAX_COPIES_AT_ONCE:
+            if end > self._pump.most_items or num_copies > self._copies.max_copies_at_once:
                 break
             num_pieces += 1
         return num_pieces

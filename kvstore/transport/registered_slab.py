@@ -22,8 +22,12 @@ _Key = tuple[int, Device, str, bytes]
 _opening: dict[_Key, asyncio.Task[Slab]] = {}
 
 
-async def open_registered(device: Device, path: Path, incarnation: bytes) -> Slab:
+async def open_registered(
+    device: Device, path: Path, incarnation: bytes, *, keep_s: float = KEEP_S
+) -> Slab:
     """Map and page-lock it; the caller ends it by `close_registered`.
+
+    Args: keep_s: how long it waits to be taken, if this attempt ends before.
 
     Raises: FailedPrecondition when it cannot be mapped here, or the device cannot use it.
     """
@@ -33,7 +37,7 @@ async def open_registered(device: Device, path: Path, incarnation: bytes) -> Sla
         if task is None:
             task = asyncio.create_task(asyncio.to_thread(_open, device, path, incarnation))
             _opening[key] = task
-            task.add_done_callback(lambda done: _expire(key, done, device))
+            task.add_done_callback(lambda done: _expire(key, done, device, keep_s))
         try:
             slab = await asyncio.shield(task)
         except BaseException:
@@ -79,9 +83,9 @@ def _forget(key: _Key, task: asyncio.Task[Slab]) -> bool:
     return True
 
 
-def _expire(key: _Key, task: asyncio.Task[Slab], device: Device) -> None:
+def _expire(key: _Key, task: asyncio.Task[Slab], device: Device, keep_s: float) -> None:
     if _opening.get(key) is task:
-        task.get_loop().call_later(KEEP_S, _drop, key, task, device)
+        task.get_loop().call_later(keep_s, _drop, key, task, device)
 
 
 def _drop(key: _Key, task: asyncio.Task[Slab], device: Device) -> None:

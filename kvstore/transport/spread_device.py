@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.errors import TransferFailed
-from kvstore.transport.device import Copies, CopyQueue, Device, Mark, Shared
+from kvstore.transport.device import PEER_COPIES, Copies, CopyQueue, Device, Mark, Shared
 from process.errors import FailedPrecondition
 
 BASE = 1 << 52
@@ -64,6 +64,7 @@ class SpreadDevice:
     """
 
     memory = NOWHERE
+    peer_copies = PEER_COPIES
 
     def __init__(self, parts: Sequence[Part], block_bytes: int) -> None:
         self.parts = tuple(parts)

@@ -37,10 +37,19 @@ _never_freed: list[npt.NDArray[np.uint8]] = []
 class PinnedStaging:
     """See the module."""
 
-    def __init__(self, device: Device, address: int, block_bytes: int, num_blocks: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        address: int,
+        block_bytes: int,
+        num_blocks: int,
+        stall_s: float = STALL_S,
+    ) -> None:
+        """stall_s: a device that has not filled the rows after that long has failed."""
         self.device = device
         self._address = address
         self._block_bytes = block_bytes
+        self._stall_s = stall_s
         self.num_rows = max(1, min(num_blocks, STAGING_BYTES // block_bytes))
         self._rows: npt.NDArray[np.uint8] | None = None
         self._queue: CopyQueue | None = None
@@ -67,13 +76,13 @@ class PinnedStaging:
         """Copy blocks into rows 0, 1, ... (at most num_rows). Raises: TransferFailed."""
         queue = self._ready()
         queue.to_host(self._copies(range(len(block_ids)), block_ids))
-        mark, deadline = queue.mark(), Deadline.after(STALL_S)
+        mark, deadline = queue.mark(), Deadline.after(self._stall_s)
         if not wait_for(mark, lambda: deadline.expired):
             self._failed = True
             _never_freed.append(self.rows)
             if self._unlock is not None:
                 self._unlock.detach()
-            raise TransferFailed(f"the device did not copy within {STALL_S} s")
+            raise TransferFailed(f"the device did not copy within {self._stall_s} s")
 
     def store(self, rows: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy rows into blocks; returns when that is over. Raises: TransferFailed."""
@@ -84,7 +93,7 @@ class PinnedStaging:
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         """Of blocks as they lie on the device. Raises: TransferFailed."""
         found: list[int] = []
-        with self._lock:  # whoever holds it is bounded by STALL_S
+        with self._lock:  # whoever holds it is bounded by `stall_s`
             for start in range(0, len(block_ids), self.num_rows):
                 batch = block_ids[start : start + self.num_rows]
                 self.fetch(batch)

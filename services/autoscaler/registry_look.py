@@ -51,20 +51,31 @@ class RegistryLook:
     problems: tuple[str, ...] = ()
 
 
-async def look(client: redis.asyncio.Redis, timeout_s: float) -> RegistryLook:
-    """Raises: Unavailable when Redis does not answer in time."""
+async def look(
+    client: redis.asyncio.Redis,
+    timeout_s: float,
+    *,
+    beat_ttl_ms: int = registry_beat.BEAT_TTL_MS,
+) -> RegistryLook:
+    """beat_ttl_ms: how long a beat lasts. Raises: Unavailable when Redis does not answer."""
     problems: list[str] = []
     try:
         async with asyncio.timeout(timeout_s):
-            workers = await _read(client, "worker", common_pb2.WorkerStatus, problems)
-            routers = await _read(client, "router", router_status_pb2.RouterStatus, problems)
+            workers = await _read(client, "worker", common_pb2.WorkerStatus, problems, beat_ttl_ms)
+            routers = await _read(
+                client, "router", router_status_pb2.RouterStatus, problems, beat_ttl_ms
+            )
     except redis_client.FAILURES as error:
         raise Unavailable(f"Redis does not answer: {error or type(error).__name__}") from error
     return RegistryLook(workers, routers, tuple(problems))
 
 
 async def _read(
-    client: redis.asyncio.Redis, kind: str, make: Callable[[], Any], problems: list[str]
+    client: redis.asyncio.Redis,
+    kind: str,
+    make: Callable[[], Any],
+    problems: list[str],
+    beat_ttl_ms: int,
 ) -> tuple[Beaten[Any], ...]:
     entries: Any = await client.hgetall(registry_beat.entries_key(kind))
     ids = sorted(entries)
@@ -90,5 +101,5 @@ async def _read(
             continue
         if status.incarnation.encode() == beat:
             name = entry_id.decode(errors="replace")
-            found.append(Beaten(name, status, registry_beat.age_s(left_ms)))
+            found.append(Beaten(name, status, registry_beat.age_s(left_ms, beat_ttl_ms)))
     return tuple(found)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from kvstore.client import StoreClient
 from kvstore.errors import CHECKSUM, LeaseLapsed
 from kvstore.lending import is_lender
-from kvstore.lending.followers import MAX_WAIT_S
+from kvstore.lending.limits import LENDER_LIMITS
 from kvstore.lending.told import Word
 from kvstore.packed import PackedBlocks
 from process.deadline import Deadline
@@ -38,6 +38,9 @@ from services.worker import handle as handles
 from services.worker.connector import reason_of
 from services.worker.core import WorkerCore
 from services.worker.provenance import FINGERPRINT
+
+MAX_WAIT_S = LENDER_LIMITS.max_wait_s
+"""Of one question; no lender waits longer."""
 
 ANSWER_S = 1.0
 """For the answer of a lender whose wait is over. Guessed."""

@@ -21,7 +21,7 @@ middle is found within 8 blocks of the branch."""
 _MAX_WORKERS = 4
 """Workers known for one prefix, the latest."""
 
-_MAX_LIVES = 10_000
+MAX_LIVES = 10_000
 """Incarnations of workers that are kept; the one that was longest without a request goes first."""
 
 _Hint = tuple[str, int]
@@ -31,8 +31,9 @@ _Hint = tuple[str, int]
 class Conversations:
     """See the module."""
 
-    def __init__(self, max_entries: int) -> None:
+    def __init__(self, max_entries: int, max_lives: int = MAX_LIVES) -> None:
         self._max_entries = max_entries
+        self._max_lives = max_lives
         self._places: OrderedDict[bytes, tuple[_Hint, ...]] = OrderedDict()
         self._num_sent: OrderedDict[str, int] = OrderedDict()
 
@@ -46,7 +47,7 @@ class Conversations:
             num_sent = self._num_sent.pop(life, 0) + len(chain_hashes) - known.get(life, 0)
             self._num_sent[life] = num_sent
             hints.append((life, num_sent))
-        while len(self._num_sent) > _MAX_LIVES:
+        while len(self._num_sent) > self._max_lives:
             self._num_sent.popitem(last=False)
         last = len(chain_hashes) - 1
         noted = list(chain_hashes[_EVERY - 1 :: _EVERY])
@@ -79,7 +80,7 @@ class Conversations:
 
     def check_integrity(self) -> None:
         """Raises: Internal when more is kept than may be."""
-        if len(self._places) > self._max_entries or len(self._num_sent) > _MAX_LIVES:
+        if len(self._places) > self._max_entries or len(self._num_sent) > self._max_lives:
             raise Internal(
                 f"{len(self._places)} prefixes and {len(self._num_sent)} lives are remembered"
             )

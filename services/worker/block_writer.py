@@ -78,6 +78,7 @@ class BlockWriter:
         tenant: str = "",
         on_stored: Callable[[], None] = lambda: None,
         release_later: ReleaseLater | None = None,
+        batch_bytes: int = BATCH_BYTES,
     ) -> None:
         """
         Args:
@@ -86,6 +87,7 @@ class BlockWriter:
             tenant: whose share of the store the blocks are charged to.
             on_stored: called whenever `refs` has grown.
             release_later: of whoever keeps `client`; None: the connector's.
+            batch_bytes: of one put at most, or one block.
         """
         self.client = client
         self.lease_id = lease_id
@@ -97,6 +99,7 @@ class BlockWriter:
         self._deadline = deadline
         self._tenant = tenant
         self._on_stored = on_stored
+        self._batch_bytes = batch_bytes
         self.release_later: ReleaseLater = release_later or connector.release_later
         self._pending: list[FilledBlock] = []
         self._next_index = len(self._refs)
@@ -164,7 +167,7 @@ class BlockWriter:
         while self._problem is None:
             await self._wait()
             self._wake.clear()
-            max_blocks = max(1, BATCH_BYTES // self.client.frame_bytes)
+            max_blocks = max(1, self._batch_bytes // self.client.frame_bytes)
             blocks, self._pending = self._pending[:max_blocks], self._pending[max_blocks:]
             if self._pending:
                 self._wake.set()

@@ -61,6 +61,10 @@ class WorkerLimits:
     attach_budget_s: float = 3.0
     """Time of one attempt to attach to the store."""
 
+    ping_budget_s: float = 1.0
+    """Time for a store, or a worker that lends, to say that it is there, after a call that failed.
+    Later than that a store of this node counts as stalled, and any other one's client is over."""
+
     store_wait_s: float = 5.0
     """How long a starting worker waits for its store before it serves without."""
 
@@ -106,6 +110,7 @@ class WorkerLimits:
             "put_budget_s",
             "fetch_batch_bytes",
             "link_budget_s",
+            "ping_budget_s",
         ):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name}: must be above 0")

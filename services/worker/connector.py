@@ -44,7 +44,7 @@ from process.tasks import end_tasks, start_task
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
 from services.worker.loaded import Loaded
-from services.worker.store_target import StoreTarget, attach
+from services.worker.store_target import Attach, StoreTarget, attach
 from services.worker.stores import StoreUnusable
 
 logger = logging.getLogger(__name__)
@@ -54,11 +54,6 @@ WATCH_S = 1.0
 
 RELEASE_BUDGET_S = 5.0
 """Time for giving a lease back; after it the lease lapses by itself."""
-
-PING_BUDGET_S = 1.0
-
-FAIR_S = PING_BUDGET_S
-"""A call that had less time than a ping gets says nothing about the store when it was late."""
 
 FAIR_PART = 0.5
 """Of the operator's budgets, where they are shorter: the whole of one is never left when a call
@@ -90,9 +85,10 @@ class StoreConnector:
         on_attached: Callable[[StoreClient], None] = lambda client: None,
         min_backoff_s: float = MIN_BACKOFF_S,
         clock: Clock = time.monotonic,
+        attach: Attach = attach,
     ) -> None:
         """on_room: told when quarantined blocks may be used again. on_attached: of every new
-        client. min_backoff_s: before the second try of a row to attach."""
+        client. min_backoff_s: before the second try of a row to attach. attach: makes a client."""
         self._target = target
         self._thread = thread
         self._limits = limits
@@ -100,6 +96,7 @@ class StoreConnector:
         self._on_attached = on_attached
         self._min_backoff_s = min_backoff_s
         self._clock = clock
+        self._attach = attach
         self.on_other_suspect: Callable[[StoreClient, BatonError], None] = _nobody
         """Told of failed calls of clients that are another's: those of other nodes' stores."""
         self._client: StoreClient | None = None
@@ -224,7 +221,8 @@ class StoreConnector:
         is_late = isinstance(error, DeadlineExceeded | TransferTimeout)
         limits = self._limits
         budget_s = min(limits.transfer_budget_s, limits.put_budget_s)
-        fair_s = min(FAIR_S, FAIR_PART * budget_s)
+        # A call that had less time than a ping gets says nothing about the store when it was late.
+        fair_s = min(limits.ping_budget_s, FAIR_PART * budget_s)
         if is_late and had_s < fair_s and client.broken is None:
             return
         if client is not self._client:
@@ -325,7 +323,7 @@ class StoreConnector:
 
     async def _try_attach(self, target: StoreTarget) -> StoreClient | None:
         try:
-            return await attach(target, self._limits.attach_budget_s)
+            return await self._attach(target, self._limits.attach_budget_s)
         except (BatonError, OSError) as error:
             if isinstance(error, FailedPrecondition):
                 self._refusal = error
@@ -351,7 +349,7 @@ class StoreConnector:
     async def _ping(self, client: StoreClient) -> str | None:
         """Ask the store who it is. Returns: why the client is of no use any more, if it is not."""
         try:
-            status = await client.status(deadline=Deadline.after(PING_BUDGET_S))
+            status = await client.status(deadline=Deadline.after(self._limits.ping_budget_s))
         except DeadlineExceeded:
             self._is_stalled = True  # slow is not gone
             return None

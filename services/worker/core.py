@@ -146,6 +146,7 @@ class WorkerCore:
             max_stores=settings.limits.max_remote_stores,
             attach_budget_s=settings.limits.attach_budget_s,
             lease_ttl_s=settings.limits.lease_ttl_s,
+            ping_budget_s=settings.limits.ping_budget_s,
             on_attached=lambda client: self._attached(client, is_home=False),
         )
         """The ways to other nodes' stores."""

@@ -53,8 +53,7 @@ T = TypeVar("T")
 
 JOBS_S = 0.001
 JOBS_SHARE = 0.2
-"""Between two steps no job begins later than this: a share of the step before, and at least so
-long. A device that computes a step ahead loses nothing by it."""
+"""A device that computes a step ahead loses nothing by jobs for so long between two steps."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,8 @@ class EngineThread:
         engine: WorkerEngine,
         *,
         idle_check_s: float = 0.25,
+        jobs_s: float = JOBS_S,
+        jobs_share: float = JOBS_SHARE,
         step_timeout_s: float = 0.0,
         wait_for_kernels: Callable[[], None] = lambda: None,
         log: StepLog | None = None,
@@ -79,6 +80,8 @@ class EngineThread:
     ) -> None:
         """
         Args:
+            jobs_s, jobs_share: between two steps no job begins later: after this share of the step
+                before, and at least after so many seconds.
             step_timeout_s: 0: a step or job may take as long as it likes.
             wait_for_kernels: returns when the device has done all that the engine gave it.
             log: is told of every job and step.
@@ -88,6 +91,8 @@ class EngineThread:
         self._wait_for_kernels = wait_for_kernels
         self._log = log
         self._idle_check_s = idle_check_s
+        self.jobs_s, self.jobs_share = jobs_s, jobs_share
+        """Read before each step."""
         self._watch = StepWatch(step_timeout_s, "the engine's step", clock)
         self._watching: asyncio.Task[None] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -228,7 +233,7 @@ class EngineThread:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._late.append(self._jobs.get_nowait())
-        ends_s = time.monotonic() + max(JOBS_S, JOBS_SHARE * self._step_s)
+        ends_s = time.monotonic() + max(self.jobs_s, self.jobs_share * self._step_s)
         while self._late:
             yield self._late.popleft()
             if time.monotonic() >= ends_s:

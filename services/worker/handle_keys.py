@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from process import keys as key_files
+from process.deadline import Clock
 from process.errors import Internal
 from process.keys import Key
 from process.watched_file import Watched
@@ -42,11 +44,12 @@ class HandleKeys:
         self._secrets = file.get() if file is not None else _secrets_of(keys)
 
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """Raises: SettingsError naming the file and the fix."""
+    def load(cls, path: Path, clock: Clock = time.monotonic) -> Self:
+        """clock: seconds, for reading a changed file again that could not be read. Raises:
+        SettingsError naming the file and the fix."""
         return cls(
             (),
-            Watched("handle_keys_file", [path], lambda: _secrets_of(key_files.load(path))),
+            Watched("handle_keys_file", [path], lambda: _secrets_of(key_files.load(path)), clock),
         )
 
     @classmethod

@@ -52,6 +52,7 @@ class Links:
         second_budget_s: float = 2.0,
         on_room: Callable[[], None] = lambda: None,
         again_s: float = AGAIN_S,
+        max_links: int = MAX_LINKS,
     ) -> None:
         """floor_bytes_per_s: the operator's, 0: none. second_budget_s: time of a measurement after
         a first that was late. on_room: told when the engine has its blocks
@@ -62,6 +63,7 @@ class Links:
         self._budgets_s = (BUDGET_S, second_budget_s)
         self._on_room = on_room
         self._again_s = again_s
+        self._max_links = max_links
         self._links: dict[tuple[str, str], Link] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
@@ -81,6 +83,11 @@ class Links:
         """As last measured, oldest first."""
         return [(link, judge(link, self._floor_bytes_per_s)) for link in self._links.values()]
 
+    @property
+    def num_repeated(self) -> int:
+        """Degraded links that are measured again after a while."""
+        return len(self._again)
+
     async def settle(self) -> None:
         """Wait for the measurements that there are now (each bounded)."""
         if self._tasks:
@@ -91,6 +98,7 @@ class Links:
         self._is_stopped = True
         for timer in self._again.values():
             timer.cancel()
+        self._again.clear()
         await end_tasks(self._tasks)
 
     # ---- inside
@@ -163,7 +171,7 @@ class Links:
             timer.cancel()  # its client's, or a former one's
         link = _newest_known(self._links.pop(key, None), link)
         self._links[key] = link
-        while len(self._links) > MAX_LINKS:
+        while len(self._links) > self._max_links:
             del self._links[next(iter(self._links))]
         rates, verdict = link.rates, judge(link, self._floor_bytes_per_s)
         logs.event(

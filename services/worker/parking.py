@@ -76,11 +76,13 @@ class StoreParking:
         *,
         worker_incarnation: bytes,
         make_connector: Callable[[BlockMemory], StoreConnector],
+        renewals_per_ttl: float = RENEWALS_PER_TTL,
     ) -> None:
         """
         Args:
             max_bytes: of this process' memory for blocks on their way.
             make_connector: the way to the store, given the memory that it moves bytes of.
+            renewals_per_ttl: how often a lease is renewed within its time.
         Raises: SettingsError where `max_bytes` holds no block.
         """
         if max_bytes < layout.block_bytes:
@@ -89,6 +91,7 @@ class StoreParking:
             )
         self._block_size = layout.block_size
         self._limits = limits
+        self._renewal_s = limits.lease_ttl_s / renewals_per_ttl
         self._name = worker_incarnation.hex()
         self.staging = Staging(max_bytes // layout.block_bytes, layout.block_bytes)
         self._rows = self.staging.rows
@@ -276,7 +279,7 @@ class StoreParking:
     async def _wait(self, put: Put) -> None:
         """Until it is asked for or dropped; its lease lives meanwhile."""
         try:
-            async with asyncio.timeout(self._limits.lease_ttl_s / RENEWALS_PER_TTL):
+            async with asyncio.timeout(self._renewal_s):
                 await put.wake.wait()
             return
         except TimeoutError:

@@ -28,8 +28,6 @@ from services.worker.provenance import FINGERPRINT
 
 logger = logging.getLogger(__name__)
 
-PING_BUDGET_S = 1.0
-
 CLOSE_BUDGET_S = 5.0
 
 Attach = Callable[[], Awaitable[StoreClient]]
@@ -54,8 +52,11 @@ class RemotePeer:
             ping.
     """
 
-    def __init__(self, node_id: str, address: str, clock: Clock, spawn: Spawn) -> None:
-        """clock: seconds, for the back-off. spawn: runs bounded work that nobody waits for."""
+    def __init__(
+        self, node_id: str, address: str, clock: Clock, spawn: Spawn, ping_budget_s: float
+    ) -> None:
+        """clock: seconds, for the back-off. spawn: runs bounded work that nobody waits for.
+        ping_budget_s: see WorkerLimits."""
         self.node_id = node_id
         self.address = address
         self.client: StoreClient | None = None
@@ -69,6 +70,7 @@ class RemotePeer:
         self._reason = STORE_UNAVAILABLE
         self._clock = clock
         self._spawn = spawn
+        self._ping_budget_s = ping_budget_s
 
     @property
     def is_open(self) -> bool:
@@ -189,7 +191,7 @@ class RemotePeer:
 
     async def _ping(self, client: StoreClient) -> None:
         try:
-            status = await client.status(deadline=Deadline.after(PING_BUDGET_S))
+            status = await client.status(deadline=Deadline.after(self._ping_budget_s))
         except BatonError as error:
             if self.client is client:
                 self._lose(str(error))

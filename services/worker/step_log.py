@@ -40,8 +40,8 @@ Entry = tuple[str | float | int, ...]
 class StepLog:
     """See the module."""
 
-    def __init__(self) -> None:
-        self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self._entries: deque[Entry] = deque(maxlen=max_entries)
         self._collecting_s = 0.0
 
     def __len__(self) -> int:

@@ -4,6 +4,7 @@ made of the settings by `target_of`; `attach` is the one place where it becomes 
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvstore.client import StoreClient
@@ -78,3 +79,7 @@ async def attach(target: StoreTarget, timeout_s: float) -> StoreClient:
         dial=target.dial,
         role=target.role,
     )
+
+
+Attach = Callable[[StoreTarget, float], Awaitable[StoreClient]]
+"""`attach`, of a target and seconds."""

@@ -36,7 +36,7 @@ from process.errors import BatonError, DeadlineExceeded
 from process.tasks import end_tasks, start_task
 from services.worker.remote_peer import RemotePeer, close
 from services.worker.remote_peer import StoreUnusable as StoreUnusable
-from services.worker.store_target import StoreTarget, attach
+from services.worker.store_target import Attach, StoreTarget, attach
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,10 @@ class RemoteStores:
         max_stores: int,
         attach_budget_s: float,
         lease_ttl_s: float,
+        ping_budget_s: float,
         on_attached: Callable[[StoreClient], None] = lambda client: None,
         clock: Clock = time.monotonic,
+        attach: Attach = attach,
     ) -> None:
         """
         Args:
@@ -77,17 +79,21 @@ class RemoteStores:
                 other nodes.
             direct_transport: to workers that lend; empty: the target's.
             lease_ttl_s: of the leases that are held at those stores.
+            ping_budget_s: see WorkerLimits.
             on_attached: told of every new client; must not raise.
             clock: seconds, for back-off and idleness.
+            attach: makes a client.
         """
         self._target = target
         self._direct_transport = direct_transport
         self._max_stores = max_stores
         self._attach_budget_s = attach_budget_s
+        self._ping_budget_s = ping_budget_s
         self._min_idle_s = max(MIN_IDLE_S, lease_ttl_s * LEASE_SHARE)
         self._idle_s = max(IDLE_S, lease_ttl_s * LEASE_SHARE)
         self._on_attached = on_attached
         self._clock = clock
+        self._attach = attach
         self._peers: dict[tuple[str, str], RemotePeer] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
@@ -177,7 +183,7 @@ class RemoteStores:
             )
         peer = self._peers.get((node_id, address))
         if peer is None:
-            peer = RemotePeer(node_id, address, self._clock, self._spawn)
+            peer = RemotePeer(node_id, address, self._clock, self._spawn, self._ping_budget_s)
             self._peers[node_id, address] = peer
         peer.touch()
         role, transport = Role.KVSTORE, self._target.transport
@@ -206,7 +212,7 @@ class RemoteStores:
             self._make_room()
             if self._sweeper is None:
                 self._sweeper = start_task(self._sweep(), "remote stores", is_for_many=True)
-            peer.begin(partial(attach, target, self._attach_budget_s), self._note)
+            peer.begin(partial(self._attach, target, self._attach_budget_s), self._note)
         return await peer.attached()
 
     def _note(self, client: StoreClient) -> None:

@@ -11,8 +11,8 @@ counted by its reason: another worker will compute what is missing.
 
 Blocks are found by their chain hash in the engine's prefix cache and quarantined while a put reads
 them. So it does not matter whether their request is live, preempted or over, and a block that was
-evicted is not stored. There is one put at a time, of at most BATCH_BYTES: that is all that is ever
-held, and it is given back within `put_budget_s`.
+evicted is not stored. There is one put at a time, of at most `max_put_bytes`: that is all that is
+ever held, and it is given back within `put_budget_s`.
 
 Presence in the store stays closed under prefixes: a put names the block before its first. The chain
 takes the blocks before `num_stored` to be in the store. Where they are not (evicted, or in another
@@ -111,6 +111,8 @@ class WriteBehind:
         *,
         block_size: int,
         on_room: Callable[[], None],
+        max_put_bytes: int = BATCH_BYTES,
+        max_chains: int = MAX_CHAINS,
     ) -> None:
         self._connector = connector
         self._thread = thread
@@ -118,6 +120,8 @@ class WriteBehind:
         self._counts = counts
         self._block_size = block_size
         self._on_room = on_room
+        self._max_put_bytes = max_put_bytes
+        self._max_chains = max_chains
         self._queue: dict[WriteChain, None] = {}  # in the order of their turns
         self._current: WriteChain | None = None
         self._deferred: dict[WriteChain, Callable[[], None]] = {}  # what ends each
@@ -234,7 +238,7 @@ class WriteBehind:
     def _put_in_line(self, chain: WriteChain) -> None:
         if not chain.is_due or chain in self._queue:
             return
-        if len(self._queue) >= MAX_CHAINS:
+        if len(self._queue) >= self._max_chains:
             self._give_up(chain, NO_ROOM)
             return
         self._queue[chain] = None
@@ -273,7 +277,7 @@ class WriteBehind:
             self._give_up(chain, DEADLINE)
             return False
         first = chain.num_stored
-        hashes = tuple(chain.hashes[: first + max(1, BATCH_BYTES // client.frame_bytes)])
+        hashes = tuple(chain.hashes[: first + max(1, self._max_put_bytes // client.frame_bytes)])
         held: list[int] = []
         try:
             if not await self._hold(chain, hashes, first, held):

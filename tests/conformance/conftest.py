@@ -9,7 +9,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from kvstore.attaching import HEARTBEAT_S
 from kvstore.config import KvStoreSettings
+from kvstore.transport.device import PEER_COPIES, PeerCopies
 from tests.harness.store import (
     BLOCK_BYTES,
     NUM_BLOCKS,
@@ -62,9 +64,13 @@ async def new_worker(seed: int) -> AsyncIterator[NewWorker]:
         *,
         block_bytes: int = BLOCK_BYTES,
         num_blocks: int = NUM_BLOCKS,
+        heartbeat_s: float = HEARTBEAT_S,
+        peer_copies: PeerCopies = PEER_COPIES,
     ) -> Worker:
-        worker = Worker(transport, block_bytes, num_blocks, seed + len(workers))
-        await worker.attach(address)
+        worker = Worker(
+            transport, block_bytes, num_blocks, seed + len(workers), peer_copies=peer_copies
+        )
+        await worker.attach(address, heartbeat_s=heartbeat_s)
         workers.append(worker)
         return worker
 

@@ -16,7 +16,6 @@ import pytest
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.request import Sampling
-from engine.speculation import remote
 from engine.speculation.draft_fake import FakeDraftChannel
 from engine.speculation.draft_port import Answer, Ask, DraftChannel, DraftPeer
 from engine.speculation.draft_sessions import DraftSessions
@@ -297,14 +296,14 @@ def test_a_stream_goes_on_without_its_draft_worker_and_with_the_next_one(
 
 
 def test_a_stream_goes_on_while_its_draft_worker_hangs(
-    case: Case, monkeypatch: pytest.MonkeyPatch, unguessed: tuple[bench.Outputs, int]
+    case: Case, unguessed: tuple[bench.Outputs, int]
 ) -> None:
     """No step waits longer than it may; when answers come again, there are guesses again."""
-    monkeypatch.setattr(remote, "GIVE_UP_S", CALL_S)  # however slow this machine is
     expected, _ = unguessed
     clock = Clock()
     peer = DraftPeer(case.channel)
-    drafter = bench.remote([peer], clock, deadline_s=CALL_S)
+    # However slow this machine is, the late answer is waited for.
+    drafter = bench.remote([peer], clock, deadline_s=CALL_S, give_up_s=CALL_S)
     meet(drafter, peer, clock)
     engine = bench.engine(drafter)
     submit(engine, 2, max_tokens=40)

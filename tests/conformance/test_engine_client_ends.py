@@ -133,27 +133,31 @@ def test_a_stuck_engine_is_killed() -> None:
         assert last.failure is not None and "said nothing for 1 s" in last.failure.message
 
 
-def test_an_engine_that_was_idle_for_long_may_be_asked() -> None:
+@pytest.fixture(scope="module")
+def odd() -> Iterator[EngineClient]:
+    """Of an engine that takes its time to say how it is, and trips over another question."""
+    with started("process", "odd", ClientLimits(silence_timeout_s=4.0)) as client:
+        yield client
+
+
+def test_an_engine_that_was_idle_for_long_may_be_asked(odd: EngineClient) -> None:
     """Its silence counts from the question on, not from what it said before."""
-    limits = ClientLimits(silence_timeout_s=4.0)
-    with started("process", "slow", limits) as client:
-        client.stats()
-        time.sleep(limits.silence_timeout_s + 0.5)
-        (stats,) = client.stats()
-        assert stats.num_running == 0
-        client.check_integrity()
+    odd.stats()
+    time.sleep(4.5)
+    (stats,) = odd.stats()
+    assert stats.num_running == 0
+    odd.check_integrity()
 
 
-def test_a_question_that_trips_the_engine_ends_nothing_else() -> None:
-    with started("process", "tripping") as client:
-        client.submit(make_ask("live"))
-        wait_news(client, {"live"}, over=False)
-        with pytest.raises(Internal, match="RuntimeError: the question tripped"):
-            client.adapters()
-        client.check_integrity()
-        client.cancel("live")
-        last = wait_news(client, {"live"}, over=True)[-1]
-        assert last.failure is not None and last.failure.kind == "Cancelled"
+def test_a_question_that_trips_the_engine_ends_nothing_else(odd: EngineClient) -> None:
+    odd.submit(make_ask("live"))
+    wait_news(odd, {"live"}, over=False)
+    with pytest.raises(Internal, match="RuntimeError: the question tripped"):
+        odd.adapters()
+    odd.check_integrity()
+    odd.cancel("live")
+    last = wait_news(odd, {"live"}, over=True)[-1]
+    assert last.failure is not None and last.failure.kind == "Cancelled"
 
 
 def test_a_failed_step_is_told_in_its_own_words() -> None:
@@ -205,7 +209,9 @@ def test_a_program_that_ends_at_once_is_no_engine() -> None:
 
 
 def _children() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "engine" in " ".join(each.cmdline())]
+    """But for that of `odd`, which stays."""
+    engines = [each for each in psutil.Process().children() if "engine" in " ".join(each.cmdline())]
+    return [each for each in engines if "odd" not in each.cmdline()]
 
 
 def test_a_client_that_is_dropped_takes_its_engine_with_it() -> None:

@@ -4,6 +4,7 @@ transport."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 import signal
@@ -20,6 +21,8 @@ from kvstore import serve, wire
 from kvstore.client import StoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
+from kvstore.memory import TOUCH_AHEAD_BYTES
+from kvstore.server import KvStoreServicer
 from kvstore.transport.base import BlockMemory
 from process import redis_client, serving
 from process.errors import (
@@ -245,13 +248,14 @@ async def test_a_reported_block_is_dropped_only_if_it_is_bad(
 
 
 async def test_everything_present_is_listed_parents_first(
-    store: serve.RunningStore,
-    new_worker: NewWorker,
-    chain: Chain,
-    monkeypatch: pytest.MonkeyPatch,
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain
 ) -> None:
-    monkeypatch.setattr("kvstore.server.LIST_CHUNK", 4)
-    async with serving.channel(store.address) as channel:
+    """In several messages, by a server whose messages hold four."""
+    servicer = KvStoreServicer(store.node, list_chunk=4)
+    async with contextlib.AsyncExitStack() as stack:
+        server, address = await serving.listen("127.0.0.1:0", [servicer.add_to])
+        stack.push_async_callback(server.stop, 0)
+        channel = await stack.enter_async_context(serving.channel(address))
         stub = kvstore_pb2_grpc.KvStoreStub(channel)
 
         async def listed() -> list[kvstore_pb2.ListReply]:
@@ -295,10 +299,9 @@ async def test_a_silent_worker_is_given_up_and_told_to_attach_again(
 
 
 async def test_a_heartbeat_notices_another_life(
-    store: serve.RunningStore, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
+    store: serve.RunningStore, new_worker: NewWorker
 ) -> None:
-    monkeypatch.setattr("kvstore.attaching.HEARTBEAT_S", 0.01)
-    worker = await new_worker(store.address, "grpc")
+    worker = await new_worker(store.address, "grpc", heartbeat_s=0.01)
     client: StoreClient = worker.client
     await asyncio.wait([client._heartbeat], timeout=0.1)
     assert client.broken is None
@@ -393,20 +396,21 @@ async def test_a_wrong_setting_is_one_line_and_exit_code_2(override: str, says: 
 
 
 async def test_memory_is_made_ready_ahead_of_its_use(
-    store: serve.RunningStore,
-    new_worker: NewWorker,
-    chain: Chain,
-    monkeypatch: pytest.MonkeyPatch,
+    store_settings: KvStoreSettings, new_worker: NewWorker, chain: Chain
 ) -> None:
-    monkeypatch.setattr("kvstore.memory.TOUCH_AHEAD_BYTES", 8 * 8192)
-    worker = await new_worker(store.address, "grpc")
-    memory = store.node.memory
-    assert memory is not None
-    await until(lambda: memory.num_touched == 8)
-    await worker.put(chain("a", 5), range(5))
-    await until(lambda: memory.num_touched == 13)
-    await worker.put(chain("b", 27), range(27))
-    await until(lambda: memory.num_touched == 32 == worker.client.num_frames)
+    """Of a slab that is larger than what is made ready at once."""
+    num_ahead = TOUCH_AHEAD_BYTES // 8192
+    capacity_bytes = (num_ahead + 24) * 8192
+    settings = dataclasses.replace(store_settings, capacity_bytes=capacity_bytes)
+    async with serve.running(settings) as store:
+        worker = await new_worker(store.address, "grpc")
+        memory = store.node.memory
+        assert memory is not None
+        await until(lambda: memory.num_touched == num_ahead)
+        await worker.put(chain("a", 5), range(5))
+        await until(lambda: memory.num_touched == num_ahead + 5)
+        await worker.put(chain("b", 27), range(27))
+        await until(lambda: memory.num_touched == num_ahead + 24 == worker.client.num_frames)
 
 
 async def test_a_folder_too_small_is_named(store_settings: KvStoreSettings) -> None:

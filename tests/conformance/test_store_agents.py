@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import attaching, memory, serve
+from kvstore import memory, serve
 from kvstore.config import KvStoreSettings
 from kvstore.newcomer import Newcomer
 from kvstore.nixl_agent import NixlAgent, Region
@@ -117,12 +117,11 @@ async def test_an_agent_that_cannot_take_the_slab_is_not_left_behind(
 
 
 async def test_a_store_that_dies_is_known_to_be_gone_before_the_next_heartbeat(
-    new_worker: NewWorker, new_store: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    new_worker: NewWorker, new_store: Callable[..., Any]
 ) -> None:
     """A client must not keep what belongs to a dead process: memory of its GPU, for one."""
-    monkeypatch.setattr(attaching, "HEARTBEAT_S", 1000.0)
     process = await new_store()
-    worker = await new_worker(process.address, "grpc")
+    worker = await new_worker(process.address, "grpc", heartbeat_s=1000.0)
     assert (await worker.status()).num_attachments == 1
     await process.end()
     async with asyncio.timeout(20):

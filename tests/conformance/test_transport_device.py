@@ -21,7 +21,7 @@ from kvstore.slab import Slab, SlabLayout
 from kvstore.transport import registered_slab, staging
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.connect import connect
-from kvstore.transport.device import wait_for
+from kvstore.transport.device import Shared, wait_for
 from kvstore.transport.device_shm import DeviceShmTransport
 from kvstore.transport.staged import StagedTransport
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition
@@ -78,7 +78,7 @@ async def test_memory_that_cannot_be_locked_is_refused_not_copied_slowly(
 
 
 async def test_locking_that_outlasts_an_attempt_is_not_begun_again(
-    store: serve.RunningStore, chain: Chain, seed: int, monkeypatch: pytest.MonkeyPatch
+    store: serve.RunningStore, chain: Chain, seed: int
 ) -> None:
     worker = Worker(SHM, 5000, 48, seed)
     may_go_on, begun = threading.Event(), []
@@ -90,25 +90,20 @@ async def test_locking_that_outlasts_an_attempt_is_not_begun_again(
         register(address, num_bytes)
 
     worker.device.register = slow  # type: ignore[method-assign]
-    monkeypatch.setattr("tests.harness.store.START_S", 0.3)
     for _ in range(2):
         with pytest.raises(DeadlineExceeded):
-            await worker.attach(store.address)
+            await worker.attach(store.address, timeout_s=0.3)
     may_go_on.set()
-    monkeypatch.setattr("tests.harness.store.START_S", 20.0)
     await worker.attach(store.address)
     assert len(begun) == 1
     assert (await worker.put(chain("a", 2), range(2))).not_stored == 0
     await worker.client.close()
 
 
-async def test_locked_memory_that_nobody_takes_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registered_slab, "KEEP_S", 0.05)
+async def test_locked_memory_that_nobody_takes_is_given_back(tmp_path: Path) -> None:
     slab = Slab.create(tmp_path, "n", bytes(16), SlabLayout(4096, 4))
     device = FakeDevice()
-    task = asyncio.create_task(registered_slab.open_registered(device, slab.path, bytes(16)))
+    task = asyncio.create_task(open_for_a_moment(device, slab.path))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -118,16 +113,20 @@ async def test_locked_memory_that_nobody_takes_is_given_back(
     slab.close()
 
 
+async def open_for_a_moment(device: FakeDevice, path: Path) -> Slab:
+    """What nobody takes is given back soon."""
+    return await registered_slab.open_registered(device, path, bytes(16), keep_s=0.05)
+
+
 def _opening_for(*devices: FakeDevice) -> list[Any]:
     """Slabs that are being locked for these, or wait to be taken; of other tests' nothing."""
     return [key for key in registered_slab._opening if key[1] in devices]
 
 
 async def test_of_two_that_wait_each_gets_a_slab_of_its_own_or_none_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Two clients of a process attach at once; the second is cancelled while its own is locked."""
-    monkeypatch.setattr(registered_slab, "KEEP_S", 0.05)
     created = Slab.create(tmp_path, "n", bytes(16), SlabLayout(4096, 4))
     device = FakeDevice()
     register, num_begun, may_go_on = device.register, 0, threading.Event()
@@ -142,10 +141,7 @@ async def test_of_two_that_wait_each_gets_a_slab_of_its_own_or_none_is_left(
         num_over += 1
 
     device.register = second_is_slow  # type: ignore[method-assign]
-    one, two = (
-        asyncio.create_task(registered_slab.open_registered(device, created.path, bytes(16)))
-        for _ in range(2)
-    )
+    one, two = (asyncio.create_task(open_for_a_moment(device, created.path)) for _ in range(2))
     slab = await one
     await until(lambda: num_begun == 2)
     two.cancel()
@@ -160,14 +156,11 @@ async def test_of_two_that_wait_each_gets_a_slab_of_its_own_or_none_is_left(
     created.close()
 
 
-async def test_a_slab_is_locked_for_the_device_that_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slab_is_locked_for_the_device_that_asked(tmp_path: Path) -> None:
     """What was locked for one device, and left, is of no use to another of the same number."""
-    monkeypatch.setattr(registered_slab, "KEEP_S", 0.05)
     created = Slab.create(tmp_path, "n", bytes(16), SlabLayout(4096, 4))
     left, device = FakeDevice(), FakeDevice()
-    attempt = asyncio.create_task(registered_slab.open_registered(left, created.path, bytes(16)))
+    attempt = asyncio.create_task(open_for_a_moment(left, created.path))
     await asyncio.sleep(0)
     attempt.cancel()
     slab = await registered_slab.open_registered(device, created.path, bytes(16))
@@ -297,17 +290,20 @@ async def test_a_stalled_device_costs_a_staged_put_only_time(
     assert (await worker.put(chain("a", 4), range(4))).not_stored == 0
 
 
-def test_checksums_on_a_device_are_those_of_the_bytes(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checksums_on_a_device_are_those_of_the_bytes(seed: int) -> None:
     """More blocks than staging rows."""
-    monkeypatch.setattr(staging, "STAGING_BYTES", 3 * 5000)
-    view = np.random.default_rng(seed).integers(0, 256, (20, 5000), dtype=np.uint8)
+    block_bytes = staging.STAGING_BYTES // 3
+    view = np.random.default_rng(seed).integers(0, 256, (20, block_bytes), dtype=np.uint8)
     device = FakeDevice()
-    memory = BlockMemory.on_device(device, device.holding(view), 5000, 20)
+    memory = BlockMemory.on_device(device, device.holding(view), block_bytes, 20)
     ids = [3, 19, 0, 7, 7, 8, 9, 1]
     assert memory.checksums(ids) == BlockMemory.of(view).checksums(ids)
     assert memory.staging is not None and memory.staging.num_rows == 3
+
+
+def test_a_handle_is_in_no_repr() -> None:
+    shared = Shared(b"secret" * 10, 4096)
+    assert "secret" not in repr(shared) and "4096" not in repr(shared)
 
 
 def test_staging_memory_is_unlocked_before_it_is_freed() -> None:
@@ -321,19 +317,16 @@ def test_staging_memory_is_unlocked_before_it_is_freed() -> None:
     assert device.registered == {}
 
 
-def test_staging_that_a_stalled_device_may_still_fill_is_never_used_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(staging, "STALL_S", 0.1)
+def test_staging_that_a_stalled_device_may_still_fill_is_never_used_again() -> None:
     device = FakeDevice()
     view = np.zeros((4, 4096), dtype=np.uint8)
-    memory = BlockMemory.on_device(device, device.holding(view), 4096, 4)
+    rows = staging.PinnedStaging(device, device.holding(view), 4096, 4, stall_s=0.1)
     device.engine_runs.clear()
     with pytest.raises(errors.TransferFailed, match="did not copy"):
-        memory.checksums([0])
+        rows.checksums([0])
     device.engine_runs.set()
     with pytest.raises(errors.TransferFailed, match="out of use"):
-        memory.checksums([0])
+        rows.checksums([0])
 
 
 async def test_nixl_from_a_gpu_to_a_store_of_this_host_is_refused(tmp_path: Path) -> None:

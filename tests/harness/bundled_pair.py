@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request
@@ -23,7 +21,7 @@ from process import keys, serving
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
-from services.worker import connector, main
+from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
 from services.worker.status import FINISH_REASONS, logprobs_to_proto
@@ -236,7 +234,14 @@ def alone(engine: Engine, prompt: Sequence[int] = PROMPT, **sampling: Any) -> li
 @contextlib.asynccontextmanager
 async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
     """A store and two workers of the bundled draft model, with these adapters from the start."""
-    limits = WorkerLimits(store_wait_s=WAIT_S, attach_budget_s=5.0, drain_s=0.2, stop_grace_s=0.05)
+    limits = WorkerLimits(
+        store_wait_s=WAIT_S,
+        attach_budget_s=5.0,
+        # The store shares a loop and its interpreter with two models: late is not away.
+        ping_budget_s=WAIT_S,
+        drain_s=0.2,
+        stop_grace_s=0.05,
+    )
     store_settings = KvStoreSettings(
         slab_dir=str(slab_dir), capacity_bytes=16 * 1024 * 1024, stop_timeout_s=0.0
     )
@@ -244,9 +249,6 @@ async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
     if not key_file.exists():
         keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
-        # It shares a loop and its interpreter with two models: late is not away.
-        patience = stack.enter_context(pytest.MonkeyPatch.context())
-        patience.setattr(connector, "PING_BUDGET_S", WAIT_S)
         store = await stack.enter_async_context(serve.running(store_settings))
         made = []
         for name, role in (("prefill", PrefillRole), ("decode", DecodeRole)):

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import grpc
 
@@ -25,7 +24,7 @@ from process import keys, serving
 from process.deadline import Deadline
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.role import DecodeRole
-from services.worker import engine_thread, main
+from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from tests.harness.bundled_pair import alone as alone_engine
 from tests.harness.gated_engine import SALT, GatedModel, Prompts, fake_engine
@@ -338,7 +337,6 @@ async def movers(
     key_file = slab_dir / "handle.keys"
     keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(mock.patch.object(engine_thread, "JOBS_S", WAIT_S))
         store_settings = KvStoreSettings(
             slab_dir=str(slab_dir), capacity_bytes=store_bytes, stop_timeout_s=0.0
         )
@@ -358,6 +356,7 @@ async def movers(
                 limits=limits,
             )
             worker = await main.start(engine, settings(made), "decode", DecodeRole)
+            worker.core.thread.jobs_s = WAIT_S
             stack.push_async_callback(worker.stop)
             workers.append(worker)
         stubs, streams = [], []

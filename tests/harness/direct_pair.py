@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from kvstore.lending.limits import LenderLimits
 from kvstore.lending.told import Told
 from kvstore.transport.base import BlockMemory
+from kvstore.transport.device import PEER_COPIES, PeerCopies
 from process import keys
 from protos import common_pb2, prefill_pb2
 from services.decode.states import DecodeState
@@ -44,12 +46,15 @@ PROMPT = prompt_of(30, start=3)
 FULL = len(PROMPT) // BLOCK_SIZE
 
 
-def on_devices(monkeypatch: pytest.MonkeyPatch) -> list[FakeDevice]:
+def on_devices(
+    monkeypatch: pytest.MonkeyPatch, peer_copies: PeerCopies = PEER_COPIES
+) -> list[FakeDevice]:
     """Every worker's cache lies on a device of its own from now on; in the order of workers."""
     devices: list[FakeDevice] = []
 
     def block_memory(kv: Any) -> BlockMemory:
         devices.append(device := FakeDevice())
+        device.peer_copies = peer_copies
         address = device.holding(kv.host_view)
         return BlockMemory.on_device(device, address, kv.layout.block_bytes, kv.num_blocks)
 
@@ -73,6 +78,9 @@ def lender_of(folder: Path, role: str, *, has_store: bool = True, preemption: st
 
 NUM_BLOCKS = -(-len(PROMPT) // BLOCK_SIZE)
 CHUNK = 16
+FOR_EVER_S = 1e6
+PATIENT = LenderLimits(max_wait_s=FOR_EVER_S)
+"""Nobody who waits is told of anything because a time was over."""
 
 
 class Ahead:
@@ -146,11 +154,18 @@ class Ahead:
 
 @contextlib.asynccontextmanager
 async def ahead(
-    folder: Path, *, num_told: int = CHUNK // BLOCK_SIZE, **options: Any
+    folder: Path,
+    *,
+    num_told: int = CHUNK // BLOCK_SIZE,
+    lender_limits: LenderLimits = PATIENT,
+    **options: Any,
 ) -> AsyncIterator[Ahead]:
     """num_told: blocks of the first chunk that decode is told of."""
     limits = patient(attach_budget_s=WAIT_S, transfer_budget_s=WAIT_S, put_budget_s=WAIT_S)
     async with pair(folder, chunk=CHUNK, limits=limits, **options) as p, p.stream() as stream:
+        assert p.prefill.core.lender is not None
+        lender = p.prefill.core.lender.lender
+        lender.followers.limits = lender.reader_holds.limits = lender_limits
         key = await stream.reserve(p.reserve(PROMPT, budget_ms=int(10 * WAIT_S * 1000)))
         await stream.next(key)
         p.prefill_model.hold_at(2)

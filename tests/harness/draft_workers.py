@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.fake import FakeModel
@@ -118,10 +119,12 @@ def fake(
     return FakeDraftChannel(name, about(), sessions(limits, by=by, clock=clock))
 
 
-def remote(peers: Sequence[DraftPeer], clock: Clock, deadline_s: float = 0.0) -> RemoteDrafter:
+def remote(
+    peers: Sequence[DraftPeer], clock: Clock, deadline_s: float = 0.0, **options: Any
+) -> RemoteDrafter:
     """One that has met its workers."""
     made = RemoteDrafter(
-        peers, FakeModel().info, deadline_s=deadline_s, clock=clock, verifier=bytes(16)
+        peers, FakeModel().info, deadline_s=deadline_s, clock=clock, verifier=bytes(16), **options
     )
     made.meet()
     return made

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import TransferFailed
-from kvstore.transport.device import Copies, Shared, wait_for
+from kvstore.transport.device import PEER_COPIES, Copies, Shared, wait_for
 from process.errors import FailedPrecondition
 
 
@@ -64,6 +64,8 @@ class FakeQueue:
     def between(self, copies: Copies) -> None:
         if self._device.problem:
             raise TransferFailed(self._device.problem)
+        self._device.num_pieces += 1
+        self._device.peer_queues.add(self)
         for target, source, num_bytes in copies.tolist():
             self._device.check_between(target, source, num_bytes)
             self._jobs.put(
@@ -106,6 +108,9 @@ class FakeDevice:
         problem: what the next copies fail with.
         refusal: what registering and mapping fail with.
         on_move: called before each copy with (target, source, bytes).
+        peer_copies: as a transport finds it when it is made.
+        num_pieces, peer_queues: pieces that it was given to copy from elsewhere, and to whom of its
+            queues.
     """
 
     device_id = 0
@@ -119,6 +124,9 @@ class FakeDevice:
         self.problem = ""
         self.refusal = ""
         self.on_move: Callable[[int, int, int], None] = lambda *_: None
+        self.peer_copies = PEER_COPIES
+        self.num_pieces = 0
+        self.peer_queues: set[FakeQueue] = set()
         self.registered: dict[int, int] = {}
         self.blocks: list[npt.NDArray[np.uint8]] = []
         self.num_moved_bytes = 0

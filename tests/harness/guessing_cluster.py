@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from engine.config import EngineConfig
 from engine.grammar.config import GrammarLimits
 from engine.grammar.service import GrammarService
@@ -35,7 +33,7 @@ from services.prefill.role import PrefillRole
 from services.router.app import Router
 from services.router.config import RouterSettings, RouterTimes
 from services.router.model import load_model
-from services.worker import connector, main
+from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.draft_channel import DraftPeers
 from tests.harness.compile_process import SharedProcess
@@ -126,8 +124,6 @@ async def site(
         times=RouterTimes(drain_s=0.2, **times),
     )
     async with contextlib.AsyncExitStack() as stack:
-        patience = stack.enter_context(pytest.MonkeyPatch.context())
-        patience.setattr(connector, "PING_BUDGET_S", WAIT_S)
         process = SharedProcess(maker.folder, VOCAB)
         stack.callback(process.end)
         store = await stack.enter_async_context(
@@ -308,6 +304,7 @@ async def _start(
             store_wait_s=WAIT_S,
             lease_ttl_s=LEASE_TTL_S,
             attach_budget_s=WAIT_S,
+            ping_budget_s=WAIT_S,  # they share a loop and its interpreter: late is not away
             drain_s=0.2,
             stop_grace_s=0.05,
         ),

@@ -119,7 +119,11 @@ class FakeTarget(FakeModel):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(
-            vocab_size=VOCAB, context_window=WINDOW, block_size=SIZE, eos_token_ids=(EOS,)
+            vocab_size=VOCAB,
+            context_window=WINDOW,
+            block_size=SIZE,
+            eos_token_ids=(EOS,),
+            hidden_size=heads.HIDDEN,
         )
         self.info = replace(
             self.info, model=folder.name, tokenizer_digest=checkpoints.tokenizer_digest(folder)

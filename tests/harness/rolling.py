@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Self
 
 from baton.client import Client, SyncClient
@@ -51,6 +52,7 @@ class Ask:
         }
 
 
+@cache
 def asks(model: str, seed: int, count: int, max_tokens: int = MAX_TOKENS) -> list[Ask]:
     """Different ones, greedy and sampled, with what one engine alone draws."""
     rng = random.Random(seed)

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from kvstore.block import Block
 from kvstore.errors import TransferFailed
 from kvstore.lending import PROBE_HASH, lender_node_id
 from kvstore.lending.lender import Lender, LenderIdentity
+from kvstore.lending.limits import LENDER_LIMITS, LenderLimits
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
 from kvstore.transport.base import BlockMemory
@@ -81,6 +82,7 @@ class Lending:
         *,
         is_on_device: bool,
         lets_map: bool = True,
+        limits: LenderLimits = LENDER_LIMITS,
     ) -> None:
         draw = np.random.default_rng(seed)
         self.view = draw.integers(0, 256, (num_blocks, block_bytes), dtype=np.uint8)
@@ -101,6 +103,7 @@ class Lending:
             self.loans,
             self.find_free,
             lets_map=lets_map,
+            limits=limits,
             clock=lambda: time.monotonic() + self.ahead_s,
         )
         self.address = ""
@@ -140,6 +143,56 @@ class Lending:
 
     async def give(self, block_ids: Sequence[int], name: str = "a") -> Given:
         return await self.lend(block_ids)
+
+    def tell(self, block_ids: Sequence[int]) -> str:
+        """Lend blocks that have no checksum yet. Returns: their lease."""
+        self.keep(block_ids)
+        return self.lender.enter([Offer(each, b"%16d" % each, None, 16) for each in block_ids])
+
+    @property
+    def num_attached(self) -> int:
+        """Readers."""
+        return len(self.lender.attachments)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its memory was made ready to be mapped."""
+        return self.lender.shared is not None
+
+    @property
+    def num_bytes_read(self) -> int:
+        return self.loans.counters.num_bytes_read
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """Blocks, by reason."""
+        return self.loans.refused
+
+    @property
+    def num_moved_bytes(self) -> int:
+        """That its own device copied."""
+        return self.device.num_moved_bytes
+
+    def end_promises(self) -> None:
+        """The time of all is over."""
+        holds = self.lender.reader_holds
+        for hold_id, timer in list(holds._ends.items()):
+            timer.cancel()
+            holds._end(hold_id, 0.0)
+
+    def break_promises(self) -> None:
+        """The blocks of all are let go before their time."""
+        for hold_id in self.lender.reader_holds._ends:
+            self.loans.unhold(hold_id)
+
+    def end_leases(self) -> None:
+        """Those that were told of and not handed over, too."""
+        self.loans.end_all()
+
+    def bound(self, **changes: Any) -> None:
+        """Other limits for what readers ask from now on."""
+        limits = dataclasses.replace(self.lender.followers.limits, **changes)
+        self.lender.followers.limits = self.lender.reader_holds.limits = limits
 
     def flip_bit(self, block: Block) -> None:
         self.view[block.frame, -1] ^= 1
@@ -184,8 +237,16 @@ async def lending(
     *,
     is_on_device: bool = False,
     lets_map: bool = True,
+    limits: LenderLimits = LENDER_LIMITS,
 ) -> AsyncIterator[Lending]:
-    made = Lending(seed, block_bytes, num_blocks, is_on_device=is_on_device, lets_map=lets_map)
+    made = Lending(
+        seed,
+        block_bytes,
+        num_blocks,
+        is_on_device=is_on_device,
+        lets_map=lets_map,
+        limits=limits,
+    )
     server, made.address = await serving.listen("127.0.0.1:0", [LenderServicer(made.lender).add_to])
     made.lender.start()
     try:

@@ -20,12 +20,14 @@ import grpc.aio
 import numpy as np
 
 from kvstore import block_hash, serve, wire
+from kvstore.attaching import HEARTBEAT_S
 from kvstore.block import Block
 from kvstore.client import Matched, StoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.errors import IntegrityError, TransferCancelled, TransferTimeout, reason_of
 from kvstore.putting import PutResult
 from kvstore.transport.base import BlockMemory, GetResult
+from kvstore.transport.device import PEER_COPIES, PeerCopies
 from kvstore.transport.shm import ShmTransport
 from process.deadline import Deadline
 from protos import inference_pb2, kvstore_pb2
@@ -180,7 +182,16 @@ async def cancelled(
 class Worker:
     """A worker's memory and its client, with shorthands. Block i begins with random bytes."""
 
-    def __init__(self, transport: str, block_bytes: int, num_blocks: int, seed: int) -> None:
+    def __init__(
+        self,
+        transport: str,
+        block_bytes: int,
+        num_blocks: int,
+        seed: int,
+        *,
+        peer_copies: PeerCopies = PEER_COPIES,
+    ) -> None:
+        """peer_copies: of its device."""
         self.transport = str(transport)
         self.transport_of = transport
         """Says where its blocks lie, too."""
@@ -189,6 +200,7 @@ class Worker:
         )
         self.memory = BlockMemory.of(self.view)
         self.device = FakeDevice()
+        self.device.peer_copies = peer_copies
         if isinstance(transport, OnDevice):
             address = self.device.holding(self.view)
             self.memory = BlockMemory.on_device(self.device, address, block_bytes, num_blocks)
@@ -196,7 +208,14 @@ class Worker:
         self.incarnation = secrets.token_bytes(16)
         self.client: StoreClient
 
-    async def attach(self, address: str, fingerprint: str = FINGERPRINT) -> StoreClient:
+    async def attach(
+        self,
+        address: str,
+        fingerprint: str = FINGERPRINT,
+        *,
+        timeout_s: float = START_S,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> StoreClient:
         self.client = await StoreClient.attach(
             address,
             worker_id=self.worker_id,
@@ -204,7 +223,8 @@ class Worker:
             fingerprint=fingerprint,
             memory=self.memory,
             transport=self.transport,
-            timeout_s=START_S,
+            timeout_s=timeout_s,
+            heartbeat_s=heartbeat_s,
         )
         return self.client
 
@@ -275,6 +295,22 @@ class Worker:
     def attachment_id(self) -> str:
         return self.client._attachment_id
 
+    async def introduce(self, transport: str) -> Any:
+        """Once more, over this transport. Returns: what it is told."""
+        request = kvstore_pb2.AttachRequest(
+            worker_id="w",
+            worker_incarnation=bytes(16),
+            model_fingerprint=bytes.fromhex(FINGERPRINT),
+            block_bytes=self.view.shape[1],
+            transport=transport,
+        )
+        request.checksum = wire.checksum_of(request)
+        return await self.client._rpc.call(self.client._rpc.stub.Attach, request, within())
+
+    async def write_nothing(self, timeout_s: float) -> None:
+        """Its transport alone is asked to."""
+        await self.client._transport.put("", [], within(timeout_s))
+
     async def report(self, blocks: Sequence[Block]) -> int:
         """Tell the store that they are bad. Returns: how many it dropped."""
         told = [wire.block_to_proto(block) for block in blocks]
@@ -294,6 +330,38 @@ class Worker:
             return change(await get(*arguments))
 
         transport.get = altered  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def spoiling_gets(self, num_blocks: int) -> Iterator[None]:
+        """One of so many blocks arrives with a flipped bit, and its transport notices nothing."""
+        transport: Any = self.client._transport
+        get = transport.get
+
+        async def wrong(lease_id: str, items: Any, deadline: Deadline) -> GetResult:
+            got: GetResult = await get(lease_id, items, deadline)
+            if len(items) == num_blocks:
+                self.view[items.block_ids[num_blocks // 2]][17] ^= 1
+                got = dataclasses.replace(got, checksums=None)
+            return got
+
+        transport.get = wrong
+        yield
+        transport.get = get
+
+    @contextlib.contextmanager
+    def failing_puts(self, num_blocks: int, error: Exception) -> Iterator[None]:
+        """Those of so many blocks."""
+        transport: Any = self.client._transport
+        put = transport.put
+
+        async def failing(lease_id: str, items: Any, deadline: Deadline) -> Any:
+            if len(items) == num_blocks:
+                raise error
+            return await put(lease_id, items, deadline)
+
+        transport.put = failing
+        yield
+        transport.put = put
 
     def begin_reading(
         self, lease_id: str, blocks: Sequence[Block], *, chunk_bytes: int, timeout_s: float = CALL_S

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
 from tests.golden.recorded import check
@@ -169,6 +168,8 @@ def test_every_object_is_valid(objects: list[dict[str, Any]]) -> None:
 @functools.cache
 def _validate(each: str) -> None:
     """Most objects are the same for most values, and each takes its while."""
+    import kubernetes_validate  # a second, in each process that collects tests
+
     kubernetes_validate.validate(json.loads(each), VERSION, strict=True)
 
 

@@ -20,6 +20,7 @@ from baton_kernels.sampling import (
 from engine import noise
 from engine.request import Sampling
 from engine.sampling import pipeline
+from tests.conftest import LONG
 from tests.kernels.conftest import DEVICE, poisoned
 
 ON_GPU = DEVICE == "cuda"
@@ -194,9 +195,10 @@ def test_where_the_mass_is_not_known_well_enough_the_row_is_read(
     import triton.language as tl
     from baton_kernels.gpu import sampling_edges
 
-    logits = randn(12, 1000) * 2
+    num_rows = 12 if LONG else 4  # two of three come to it
+    logits = randn(num_rows, 1000) * 2
     kind = {"temperature": 1.0, "top_p": 0.3}
-    samplings = [Sampling(max_tokens=1, seed=seed + row, **kind) for row in range(12)]
+    samplings = [Sampling(max_tokens=1, seed=seed + row, **kind) for row in range(num_rows)]
     calls: list[int] = []
     read = sampling_edges._best_of_row
 
@@ -206,8 +208,9 @@ def test_where_the_mass_is_not_known_well_enough_the_row_is_read(
 
     monkeypatch.setattr(sampling_edges, "_best_of_row", counted)
     monkeypatch.setattr(sampling_edges, "_MASS_SLACK", tl.constexpr(0.95))
-    drawn = _by_kernels(logits, _rows(samplings, list(range(12))), splits=1)
-    assert drawn.token_ids.tolist() == _by_pipeline(logits, samplings, list(range(12)))
+    positions = list(range(num_rows))
+    drawn = _by_kernels(logits, _rows(samplings, positions), splits=1)
+    assert drawn.token_ids.tolist() == _by_pipeline(logits, samplings, positions)
     assert calls
 
 

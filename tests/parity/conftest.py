@@ -46,7 +46,7 @@ def load() -> Callable[..., Engine]:
     """`load(path, <EngineConfig fields>)`."""
 
     def make(path: object, **fields: Any) -> Engine:
-        fields = {"num_threads": 1, "device": "cpu", "num_blocks": 8000} | fields
+        fields = {"num_threads": 1, "device": "cpu", "num_blocks": 1000} | fields
         return load_engine(EngineConfig(model=str(path), **fields))
 
     return make

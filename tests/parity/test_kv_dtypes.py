@@ -17,7 +17,7 @@ import pytest
 
 from engine.loop import Engine
 from engine.request import Request, Sampling
-from tests.conftest import third
+from tests.conftest import LONG, third
 from tests.harness.engines import all_events, block_hash
 from tests.harness.models import VOCAB_SIZE, Tiny
 
@@ -26,7 +26,7 @@ QUANTIZED = [
     (dtype, scale) for dtype in ("int8", "fp8_e4m3") for scale in ("tensor", "block", "token_head")
 ]
 CHOSEN = third(QUANTIZED)
-NUM_OUTPUT = 24
+NUM_OUTPUT = 24 if LONG else 16
 LENGTHS = [1, 7, 8, 9, 15, 31, 33, 100]
 """In this order the first six begin together and then outgrow 18 blocks."""
 TIE = 0.05

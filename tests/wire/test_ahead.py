@@ -9,18 +9,19 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore import client, errors
+from kvstore import errors
 from kvstore.client import StoreClient
-from kvstore.lending import followers, reader_holds
 from kvstore.lending.followers import Followers
 from kvstore.lending.server import LenderServicer
 from kvstore.lending.told import Told
 from kvstore.rpc import Attached
+from kvstore.transport.device import PeerCopies
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import common_pb2, kvstore_pb2
 from services.decode import ahead as decode_ahead
@@ -30,20 +31,25 @@ from services.worker.connector import StoreConnector
 from services.worker.handle_maker import HandleMaker
 from services.worker.provenance import FINGERPRINT
 from services.worker.stores import RemoteStores, StoreUnusable
-from tests.harness.direct_pair import CHUNK, NUM_BLOCKS, PROMPT, ahead, on_devices
+from tests.harness.direct_pair import (
+    CHUNK,
+    FOR_EVER_S,
+    NUM_BLOCKS,
+    PATIENT,
+    PROMPT,
+    ahead,
+    on_devices,
+)
 from tests.harness.gated_engine import BLOCK_SIZE
 from tests.harness.handles import forge, prefetch
 from tests.harness.prefill_decode_pair import WAIT_S
 from tests.harness.waiting import Deadlines, Gate, task_of, until
 
-FOR_EVER_S = 1e6
-
 
 @pytest.fixture(autouse=True)
-def _unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits is told of nothing because a time was over; who is not ended waits on."""
-    for module in (followers, decode_ahead):
-        monkeypatch.setattr(module, "MAX_WAIT_S", FOR_EVER_S)
+def _asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader asks again no sooner than a test fails, and its request lives longer than that."""
+    monkeypatch.setattr(decode_ahead, "MAX_WAIT_S", WAIT_S)
 
 
 def _take_none_unsealed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +127,10 @@ async def test_over_a_mapping_what_was_promised_to_stay_is_not_asked_about(
 ) -> None:
     """Between workers whose caches lie on devices: the last blocks come while nobody has said their
     checksums, and no question is behind their copy."""
-    on_devices(monkeypatch)
-    monkeypatch.setattr(client, "HOLD_S", FOR_EVER_S)
-    monkeypatch.setattr(reader_holds, "MAX_HOLD_S", FOR_EVER_S)
-    async with ahead(tmp_path, direct_transport="cuda_ipc", lend_mapped=True) as a:
+    on_devices(monkeypatch, PeerCopies(hold_s=FOR_EVER_S))
+    limits = replace(PATIENT, max_hold_s=FOR_EVER_S)
+    options = {"direct_transport": "cuda_ipc", "lend_mapped": True}
+    async with ahead(tmp_path, lender_limits=limits, **options) as a:
         await a.asked()
         await a.p.decode.core.links.settle()  # what measures them is asked about
         lender, asked = a.lender.lender, []
@@ -273,8 +279,7 @@ async def test_who_asks_where_the_rest_lies_hears_of_it_before_the_handle_is_mad
 async def test_who_hears_of_nothing_new_for_a_while_asks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (followers, decode_ahead):
-        monkeypatch.setattr(module, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(decode_ahead, "MAX_WAIT_S", 0.01)
     monkeypatch.setattr(decode_ahead, "ANSWER_S", WAIT_S)  # however busy the machine is
     async with ahead(tmp_path) as a:
         await until(lambda: a.num_asked >= 3 and a.num_read == CHUNK // BLOCK_SIZE)
@@ -389,10 +394,9 @@ async def test_bytes_that_are_not_those_that_the_lender_vouches_for_are_found(
 
 
 async def test_a_lender_with_no_room_for_those_who_wait_is_as_good_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(followers, "MAX_FOLLOWERS", 0)
-    async with ahead(tmp_path) as a:
+    async with ahead(tmp_path, lender_limits=replace(PATIENT, max_followers=0)) as a:
         failed = a.p.decode.core.counts.early_pulls_failed
         await until(lambda: failed.total() == 1)
         await until(lambda: a.num_read == CHUNK // BLOCK_SIZE)
@@ -452,8 +456,6 @@ async def test_a_question_that_fails_is_counted_and_its_lender_looked_at(
 
     monkeypatch.setattr(StoreClient, "await_lent", fails)
     monkeypatch.setattr(StoreConnector, "suspect", suspect)
-    # There is time left behind the wait.
-    monkeypatch.setattr(decode_ahead, "MAX_WAIT_S", WAIT_S)
     async with ahead(tmp_path) as a:
         await until(lambda: has_failed and a.num_read == CHUNK // BLOCK_SIZE)
         await until(lambda: a.state == [DecodeState.RESERVED])

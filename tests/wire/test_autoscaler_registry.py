@@ -27,11 +27,6 @@ TTL_MS = 600_000
 """Long enough that nothing lapses while a test is slow."""
 
 
-@pytest.fixture(autouse=True)
-def long_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_beat, "BEAT_TTL_MS", TTL_MS)
-
-
 async def write(client: Any, worker_id: str, *, life: str = "1", left_ms: int = TTL_MS) -> None:
     status = common_pb2.WorkerStatus(worker_id=worker_id, incarnation="1", num_running=3)
     await client.hset(registry_beat.entries_key("worker"), worker_id, status_to_json(status))
@@ -50,7 +45,7 @@ async def test_only_those_that_live_are_seen_each_as_old_as_its_beat(server: Red
         await client.hset(key, mapping={"r": "{no json", "s": '{"models": 3}'})
         for router in ("r", "s"):
             await client.set(registry_beat.beat_key("router", router), "1", px=TTL_MS)
-        found = await registry_look.look(client, 5.0)
+        found = await registry_look.look(client, 5.0, beat_ttl_ms=TTL_MS)
     finally:
         await client.aclose()
     ages = {beaten.entry_id: beaten.age_s for beaten in found.workers}

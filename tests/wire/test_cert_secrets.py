@@ -141,7 +141,9 @@ async def test_an_api_server_that_is_not_there_is_one_line() -> None:
         await write(client.CoreV1Api(connection))
 
 
-def test_outside_of_a_pod_the_namespace_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cert_secrets, "_NAMESPACE", Path("/no/such/file"))
+def test_outside_of_a_pod_the_namespace_is_asked_for() -> None:
+    absent = Path("/no/such/file")
     with pytest.raises(CertsError, match="--namespace: needed"):
-        cert_secrets.write(Place("p"), hosts=[], days=1, servers={}, api=object())
+        cert_secrets.write(
+            Place("p"), hosts=[], days=1, servers={}, api=object(), namespace_file=absent
+        )

@@ -173,18 +173,15 @@ async def test_with_keys_only_an_admin_is_told() -> None:
             assert reply.status == 200  # the page itself says nothing
 
 
-async def test_viewers_are_bounded_and_end_with_the_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(routes, "MAX_VIEWERS", 2)
+async def test_viewers_are_bounded_and_end_with_the_server() -> None:
     page = LivePage(_status, lambda header: ANYBODY, explain=_explain, is_on_loopback=True)
     async with aiohttp.ClientSession() as session:
         async with _serving(page) as url:
-            replies = [await session.get(f"{url}/live/events") for _ in range(2)]
+            replies = [await session.get(f"{url}/live/events") for _ in range(routes.MAX_VIEWERS)]
             async with session.get(f"{url}/live/events") as refused:
                 assert refused.status == 429
             replies.pop().close()
-            await until(lambda: page.num_viewers == 1)
+            await until(lambda: page.num_viewers == routes.MAX_VIEWERS - 1)
             again = await session.get(f"{url}/live/events")
             assert again.status == 200
         # The server ended; the streams with it, at once rather than after its patience.

@@ -12,7 +12,7 @@ import pytest
 
 from baton import certs
 from baton.cert_set import CertSet
-from process import serving, watched_file
+from process import serving
 from process.access import WORKERS, Role
 from process.tls import Identity
 from protos import (
@@ -153,10 +153,9 @@ async def test_flips_that_are_allowed_or_forbidden_later_need_no_restart(tmp_pat
 
 
 async def test_a_certificate_that_was_refused_until_the_flip_is_shown_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Whoever hears of the new role may dial it at once."""
-    monkeypatch.setattr(watched_file, "RETRY_S", 3600.0)
     made = certs.write(tmp_path)
     settings = worker_with(made, Role.DECODE)
     w = await main.start(fake_engine(), settings, "decode", DecodeRole)

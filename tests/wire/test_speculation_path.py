@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from engine import fake
 from engine.loop import Engine
 from engine.request import GrammarKind, Request, Sampling
 from protos import common_pb2, inference_pb2
@@ -36,7 +35,6 @@ from tests.harness.guessing_models import (
     random_speculation,
 )
 from tests.harness.prefill_decode_pair import Sample
-from tests.harness.published_heads import HIDDEN
 from tests.harness.redis_server import RedisServer
 from tests.harness.workloads import SIZE, VOCAB, Bench, workload
 from tests.unit.engine.test_disturbed import GRAMMARS
@@ -236,12 +234,6 @@ def redis() -> Iterator[RedisServer]:
         yield server
     finally:
         server.remove()
-
-
-@pytest.fixture(autouse=True)
-def hidden_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads fit on fake models, too."""
-    monkeypatch.setattr(fake, "HIDDEN_SIZE", HIDDEN)
 
 
 @dataclasses.dataclass

@@ -19,6 +19,7 @@ from services.autoscaler.decision import Decision, Direction, Reason
 from services.autoscaler.limits import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.plan import PlanState, plan
 from services.autoscaler.signals import ByRole, Observations, Pool, Role, Traffic, Work, Worker
+from tests.conftest import examples
 from tests.unit.autoscaler.looks import (
     EVERY_S,
     PACE,
@@ -170,7 +171,7 @@ def is_allowed(workers: ByRole[int], limits: ScaleLimits) -> bool:
     return in_pools and (limits.budget_devices == 0 or devices <= limits.budget_devices)
 
 
-@settings(max_examples=100, phases=PHASES)
+@settings(max_examples=examples(100), phases=PHASES)
 @given(WILD)
 def test_the_laws_hold_whatever_is_seen(wild: Wild) -> None:
     """Each law by itself, over the same runs."""
@@ -194,7 +195,7 @@ def never_over_the_budget_nor_beyond_a_pools_bounds(wild: Wild, looks: Looks) ->
             assert decision.reason in (Reason.LIMITS, Reason.DEVICES, Reason.INCOMPLETE)
 
 
-@settings(max_examples=60, phases=PHASES)
+@settings(max_examples=examples(60), phases=PHASES)
 @given(scale_limits(), st.integers(0, 20), st.integers(0, 20))
 def test_whatever_is_there_is_within_the_limits_soon(
     limits: ScaleLimits, num_prefill: int, num_decode: int
@@ -227,7 +228,7 @@ def who_is_needed_to_serve_at_all_is_not_taken_away(wild: Wild, looks: Looks) ->
                 assert num_serving - num_taken >= least, decision.line()
 
 
-@settings(max_examples=15, phases=PHASES)
+@settings(max_examples=examples(15), phases=PHASES)
 @given(st.integers(0, 2**32), st.integers(2, 3))
 def test_workers_that_never_come_cost_no_role_its_last_one(seed: int, num_decode: int) -> None:
     """Under a full budget prefill lacks one, and of the decode workers any may not serve."""
@@ -286,7 +287,7 @@ def stale_signals_change_nothing_but_what_breaks_a_limit(wild: Wild, looks: Look
             assert not decision.is_action and decision.reason is Reason.STALE
 
 
-@settings(max_examples=15, phases=PHASES)
+@settings(max_examples=examples(15), phases=PHASES)
 @given(WILD)
 def test_it_is_a_function_and_says_why(wild: Wild) -> None:
     once, again = wild.run(), wild.run()

@@ -52,9 +52,7 @@ def _parts(num_stores: int = 1, draft_addresses: tuple[str, ...] = ()) -> Worker
 
 def _all(config: ClusterConfig) -> dict[str, ProcessSpec]:
     specs = [
-        *cluster_plan.stores(
-            config, redis_url="redis://x", sockets=SOCKETS, slab_dir="/m", capacity_bytes=8192
-        ),
+        *cluster_plan.stores(config, redis_url="redis://x", sockets=SOCKETS, slab_dir="/m"),
         *cluster_plan.workers(config, _parts(config.num_all_stores)),
         cluster_plan.router(config, redis_url="redis://x", listen="127.0.0.1:0"),
     ]
@@ -102,7 +100,7 @@ def test_components_take_the_settings_we_give_them() -> None:
     specs = _all(config)
     store = settings.load(KvStoreSettings, overrides=_sets(specs["store"]))
     assert (store.redis_url, store.slab_dir, store.node_id) == ("redis://x", "/m", "store")
-    assert store.capacity_bytes == 8192
+    assert store.capacity_bytes == 0
     assert store.listen == "unix:/x/store.sock"
     for role in ("prefill", "decode"):
         worker = settings.load(WorkerSettings, overrides=_sets(specs[f"{role}-0"]))

@@ -11,7 +11,6 @@ import pytest
 
 from baton import ClusterConfig, LocalCluster
 from baton.cluster import local_cluster
-from baton.cluster import state as cluster_state
 from baton.errors import ClusterError
 
 MIB = 1024 * 1024
@@ -22,39 +21,25 @@ def _room(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: found)
 
 
-@pytest.mark.parametrize(("free", "expected"), [(64, 32), (32, 16), (4096, 512)])
-def test_the_store_gets_half_of_what_is_free_at_most(
-    monkeypatch: pytest.MonkeyPatch, free: int, expected: int
-) -> None:
-    _room(monkeypatch, free * MIB)
-    config = ClusterConfig()
-    assert local_cluster._store_capacity_bytes(config, Path("/m/x")) == expected * MIB
-
-
-def test_several_stores_share_what_one_would_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    _room(monkeypatch, 64 * MIB)
-    config = ClusterConfig(num_stores=2)
-    assert local_cluster._store_capacity_bytes(config, Path("/m/x")) == 16 * MIB
-    _room(monkeypatch, 63 * MIB)
-    with pytest.raises(ClusterError, match=rf"2 KV store\(s\) need {64 * MIB}"):
-        local_cluster._store_capacity_bytes(config, Path("/m/x"))
-
-
 def test_too_little_shared_memory_is_refused_unless_the_user_chose(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _room(monkeypatch, 31 * MIB)
-    with pytest.raises(ClusterError, match=r"/m has \d+ bytes free.*--shm-size") as caught:
-        local_cluster._store_capacity_bytes(ClusterConfig(), Path("/m/x"))
-    assert "\n" not in str(caught.value)
-    for override in ("store.capacity_bytes=4096", "store.slab_dir=/elsewhere"):
-        config = ClusterConfig(overrides=(override,))
-        assert local_cluster._store_capacity_bytes(config, Path("/m/x")) == 512 * MIB
+    for num_stores in (1, 2):
+        _room(monkeypatch, 32 * num_stores * MIB)
+        config = ClusterConfig(num_stores=num_stores)
+        local_cluster._check_store_room(config, Path("/m/x"))
+        _room(monkeypatch, 32 * num_stores * MIB - 1)
+        with pytest.raises(ClusterError, match=r"/m has \d+ bytes free.*--shm-size") as caught:
+            local_cluster._check_store_room(config, Path("/m/x"))
+        assert f"{num_stores} KV store(s) need {32 * num_stores * MIB}" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        for override in ("store.capacity_bytes=4096", "store.slab_dir=/elsewhere"):
+            chosen = ClusterConfig(num_stores=num_stores, overrides=(override,))
+            local_cluster._check_store_room(chosen, Path("/m/x"))
 
 
-def test_no_temporary_folder_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_state, "_MAX_FOLDER_BYTES", 1000)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+def test_no_temporary_folder_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/gone")
     with pytest.raises(ClusterError, match=r"no temporary folder.*gone.*TMPDIR"):
         LocalCluster(ClusterConfig(port=0)).start()
 

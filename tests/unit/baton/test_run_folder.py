@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,14 @@ from baton.errors import ClusterError
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(cluster_state, "_SHARED_MEMORY", tmp_path / "memory")
-    (tmp_path / "memory").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(cluster_state, "_MAX_FOLDER_BYTES", 1000)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path
+def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder with a name that is short enough for a socket's path."""
+    with tempfile.TemporaryDirectory(prefix="b", dir="/tmp") as name:
+        folder = Path(name)
+        (folder / "memory").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        yield folder
 
 
 def _dead_owner() -> str:
@@ -43,7 +45,7 @@ def test_owner_is_a_life_and_not_only_a_number() -> None:
 
 
 def test_made_and_removed(places: Path) -> None:
-    folder = RunFolder.make()
+    folder = RunFolder.make(shared_memory=places / "memory")
     assert folder.path.parent == places and folder.memory.parent == places / "memory"
     assert folder.path.stat().st_mode & 0o777 == 0o700
     folder.remove()
@@ -52,12 +54,13 @@ def test_made_and_removed(places: Path) -> None:
 
 
 def test_a_dead_clusters_folders_go_with_the_next_start(places: Path) -> None:
-    dead, alive = RunFolder.make(), RunFolder.make()
+    memory = places / "memory"
+    dead, alive = (RunFolder.make(shared_memory=memory) for _ in range(2))
     owner = _dead_owner()
     for path in (dead.path, dead.memory):
         (path / "owner").write_text(owner)
     (dead.memory / "slab").write_bytes(bytes(10))
-    RunFolder.make()
+    RunFolder.make(shared_memory=memory)
     assert not dead.path.exists() and not dead.memory.exists()
     assert alive.path.exists() and alive.memory.exists()
 

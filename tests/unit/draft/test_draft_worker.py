@@ -26,11 +26,10 @@ from process.serving import PLAIN
 from process.settings import SettingsError
 from process.tls import TlsSettings
 from protos import draft_pb2, draft_pb2_grpc
-from services.draft import thread
 from services.draft.config import DraftLimits, DraftSettings
 from services.draft.metrics import DraftCollector
 from services.draft.server import SERVICE
-from services.draft.thread import PIECE_EVERY, DraftThread
+from services.draft.thread import LAWS_EVERY, PIECE_EVERY, DraftThread
 from services.draft.worker import serving_drafts
 from tests.harness import draft_workers as bench
 from tests.harness.waiting import settled
@@ -162,19 +161,18 @@ async def test_where_calls_always_wait_new_texts_are_caught_up_with_all_the_same
     await b.end()
 
 
-async def test_where_calls_always_wait_laws_are_recomputed_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(thread, "LAWS_EVERY", 3)
-    b = Bench(max_waiting_calls=64)
+async def test_where_calls_always_wait_laws_are_recomputed_all_the_same() -> None:
+    b = Bench(max_waiting_calls=2 * LAWS_EVERY)
     first = await b.begin()
     b.thread.sessions.num_bytes += 1
-    calls = [b.call(ONE, _ask(1)) for _ in range(6)]
+    calls = [b.call(ONE, _ask(1)) for _ in range(LAWS_EVERY + 3)]
     await settled()  # they are queued
     b.drafter.may.set()
     await first
     found = await asyncio.gather(*calls, return_exceptions=True)
-    assert [isinstance(one, Unavailable) for one in found] == [False] * 2 + [True] * 4
+    num_answered = LAWS_EVERY - 1  # and the first: that many batches
+    assert not any(isinstance(one, Unavailable) for one in found[:num_answered])
+    assert all(isinstance(one, Unavailable) for one in found[num_answered:])
     assert "bytes counted" in str(b.thread.failure)
     await b.end()
 

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.errors import IntegrityError, NoBlocks, WrongState
 from engine.kv.block_pool import BlockPool
 from engine.kv.radix_tree import RadixTree
+from tests.conftest import examples
 
 NUM_BLOCKS = 12
 
@@ -101,7 +102,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_neighbours_are_preferred() -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from engine.config import EngineConfig
+from engine.errors import ModelNotSupported
+from engine.loop import load_engine
 from engine.models.checkpoint_config import Rehearsed, read_checkpoint_config
 from tests.harness.models import FAMILIES, save
 
@@ -102,21 +107,54 @@ def test_where_nothing_can_be_written_a_start_goes_on(llama: Path, tmp_path: Pat
     assert Rehearsed(llama, blocked / "rehearsed").config is None
 
 
-def test_a_second_start_imports_none_of_transformers(llama: Path, tmp_path: Path) -> None:
-    """Which takes two CPU seconds."""
+def test_of_several_starts_at_once_one_rehearses(llama: Path, cache: Path) -> None:
+    """The others wait for it, and find what it kept; or do it themselves when it failed."""
+    is_in, may_go_on = threading.Event(), threading.Event()
+    config = read_checkpoint_config(llama)
+
+    def begin() -> None:
+        with Rehearsed(llama, cache).alone():
+            is_in.set()
+            assert may_go_on.wait(60)
+            raise ModelNotSupported("refused")
+
+    def follow() -> bool:
+        rehearsed = Rehearsed(llama, cache)
+        with rehearsed.alone(wait_s=300.0):
+            found = rehearsed.config is not None
+            if not found:
+                rehearsed.keep(config, "own")
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(begin)
+        assert is_in.wait(60)
+        others = [pool.submit(follow) for _ in range(3)]
+        with Rehearsed(llama, cache).alone(wait_s=0.0):  # it waits for none of them
+            assert not any(other.done() for other in others)
+        may_go_on.set()
+        with pytest.raises(ModelNotSupported):
+            first.result(60)
+        assert sorted(other.result(60) for other in others) == [False, True, True]
+
+
+def test_a_second_start_imports_none_of_transformers(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes two CPU seconds. The first start is in this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=44)).close()
+    assert "transformers" in sys.modules
     program = (
         "import sys; from engine.config import EngineConfig; from engine.loop import load_engine\n"
         "load_engine(EngineConfig(model=sys.argv[1], device='cpu', num_blocks=44))\n"
         "print('transformers' in sys.modules)"
     )
-    seen = [
-        subprocess.run(
-            [sys.executable, "-c", program, str(llama)],
-            env={"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()[-1]
-        for _ in range(2)
-    ]
-    assert seen == ["True", "False"]
+    second = subprocess.run(
+        [sys.executable, "-c", program, str(llama)],
+        env={"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert second.stdout.split()[-1] == "False"

@@ -29,6 +29,7 @@ from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.plain_ahead import AheadModel
 from engine.request import Request, Reservation, Sampling, State
+from tests.conftest import examples
 from tests.harness.engines import hasher
 
 NUM_BLOCKS = 14
@@ -367,4 +368,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestEngine.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

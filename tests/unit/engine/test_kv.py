@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,11 @@ from engine.fake import FakeModel
 from engine.kv import sizing
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
-from engine.kv.sizing import DeviceMemory, choose_num_blocks, free_memory_bytes
+from engine.kv.sizing import (
+    DeviceMemory,
+    choose_num_blocks,
+    free_memory_bytes,
+)
 from engine.loop import Engine
 from engine.speculation.config import SpeculationConfig
 
@@ -329,32 +332,3 @@ def test_too_few_blocks_for_one_window_says_how_many_and_what_to_type(
 
 def test_free_memory_is_read_from_the_machine() -> None:
     assert free_memory_bytes("cpu") > 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("limit", "current", "cached", "free_bytes"),
-    [
-        ("1000", 900, (300, 100), 500),
-        ("1000", 900, (0, 0), 100),
-        ("1000", 1100, (0, 0), 0),
-        ("1000", 100, (300, 100), 1000),
-        ("max", 900, (0, 0), 5000),
-        ("9999", 900, (0, 0), 5000),
-    ],
-)
-def test_page_cache_of_a_container_counts_as_free(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    limit: str,
-    current: int,
-    cached: tuple[int, int],
-    free_bytes: int,
-) -> None:
-    monkeypatch.setattr(sizing, "_CGROUP", tmp_path)
-    monkeypatch.setattr(sizing, "_meminfo_available_bytes", lambda: 5000)
-    assert free_memory_bytes("cpu") == 5000  # no cgroup at all
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text(f"{current}\n")
-    stat = f"anon 7\ninactive_file {cached[0]}\nactive_file {cached[1]}\nslab 9\n"
-    (tmp_path / "memory.stat").write_text(stat)
-    assert free_memory_bytes("cpu") == free_bytes

@@ -58,8 +58,7 @@ class Twin:
     """A pool with a tree on it, in which so many neighbours are `many`."""
 
     def __init__(self, many: int) -> None:
-        self.many = many
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.pool = BlockPool(NUM_BLOCKS, many=many)
         self.tree = RadixTree(self.pool)
 
     def state(self) -> dict[str, object]:
@@ -82,18 +81,14 @@ class Twin:
 class Twins:
     """The same is done to both."""
 
-    def __init__(self, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.monkeypatch = monkeypatch
         self.twins = (Twin(2), Twin(NUM_BLOCKS + 1))
         self.owners: list[tuple[list[bytes], list[int]]] = []
         self.held: list[int] = []
 
     def both(self, work: Callable[[RadixTree], object]) -> object:
-        found = []
-        for twin in self.twins:
-            self.monkeypatch.setattr(neighbours, "MANY", twin.many)
-            found.append(work(twin.tree))
+        found = [work(twin.tree) for twin in self.twins]
         assert found[0] == found[1]
         assert self.twins[0].state() == self.twins[1].state()
         return found[0]
@@ -140,12 +135,10 @@ class Twins:
         self.both(lambda tree: tree.forget(block_id))
 
 
-def test_many_at_once_are_as_one_by_one(
-    seed: int, scale: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_at_once_are_as_one_by_one(seed: int, scale: Callable[[int], int]) -> None:
     rng = random.Random(seed)
     for _ in range(scale(60)):
-        twins = Twins(rng, monkeypatch)
+        twins = Twins(rng)
         steps = [twins.begin, twins.begin, twins.end, twins.hold, twins.unhold, twins.forget]
         for _ in range(60):
             rng.choices(steps, weights=[4, 2, 5, 1, 1, 0.3])[0]()
@@ -154,10 +147,9 @@ def test_many_at_once_are_as_one_by_one(
                 twin.tree.check_integrity()
 
 
-def test_cached_neighbours_that_are_no_chain_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_neighbours_that_are_no_chain_are_none() -> None:
     """The first is pinned, as if by the second: by another block after it, which is held."""
-    monkeypatch.setattr(neighbours, "MANY", 2)
-    pool = BlockPool(4)
+    pool = BlockPool(4, many=2)
     first, second, after = pool.take(3).block_ids
     pool.mark_cached(first)
     pool.mark_cached(after, first)

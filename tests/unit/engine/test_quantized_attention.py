@@ -23,6 +23,7 @@ from engine.models import quantized_attention
 from engine.models.quantized_attention import QuantizedAttention
 from engine.models.quantized_blocks import Scales
 from engine.request import Request
+from tests.conftest import examples
 
 SIZE, HEADS = 4, 6
 CHOICES = [(dtype, scale) for dtype in ("int8", "fp8_e4m3") for scale in
@@ -327,7 +328,7 @@ class TailsMachine(RuleBasedStateMachine):
 
 
 TestTails = TailsMachine.TestCase
-TestTails.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestTails.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 
 
 def test_a_block_that_was_loaded_full_keeps_no_tail(

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.errors import IntegrityError, NoBlocks
 from engine.kv.block_pool import BlockPool
 from engine.kv.radix_tree import RadixTree
+from tests.conftest import examples
 
 NUM_BLOCKS = 14
 Path = tuple[int, ...]
@@ -258,7 +259,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTree = TreeMachine.TestCase
-TestTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestTree.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 def fill(tree: RadixTree, path: Path) -> tuple[int, ...]:

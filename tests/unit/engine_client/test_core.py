@@ -29,6 +29,7 @@ from engine.request import Request, Sampling
 from engine_client import core
 from engine_client.base import Ask, News
 from engine_client.core import EngineCore
+from tests.conftest import examples
 
 PROMPTS = st.lists(st.integers(1, 96), min_size=1, max_size=30)
 
@@ -108,7 +109,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCore = CoreMachine.TestCase
-TestCore.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestCore.settings = settings(max_examples=examples(25), stateful_step_count=30, deadline=None)
 
 
 def test_an_engine_without_room_is_asked_again() -> None:

@@ -16,14 +16,11 @@ from engine_client.messages import Call, encode
 from process.errors import FailedPrecondition, InvalidArgument
 
 
-def test_many_long_asks_are_asked_about_in_several_questions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_long_asks_are_asked_about_in_several_questions() -> None:
     """Each of them fits a frame, all of them do not."""
-    monkeypatch.setattr(fleet, "MAX_BYTES_PER_CALL", 5_000)
     lengths = [10, 800, 800, 10, 2_000, 10, 10]
     asks = [Ask(f"{i}", (70_000,) * n, Sampling(max_tokens=1)) for i, n in enumerate(lengths)]
-    groups = check_groups(asks)
+    groups = check_groups(asks, max_bytes=5_000)
     assert [ask for _, group in groups for ask in group] == asks
     for start, group in groups:
         assert list(group) == asks[start : start + len(group)]
@@ -31,7 +28,6 @@ def test_many_long_asks_are_asked_about_in_several_questions(
     assert len(groups) == 4
     assert check_groups([]) == []
     many = [asks[0]] * (2 * fleet.MAX_ASKS_PER_CALL + 1)
-    monkeypatch.setattr(fleet, "MAX_BYTES_PER_CALL", 1 << 20)
     assert [start for start, _ in check_groups(many)] == [0, 256, 512]
 
 

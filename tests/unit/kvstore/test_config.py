@@ -17,7 +17,7 @@ def test_the_defaults_are_valid_and_stay_on_this_machine() -> None:
 @pytest.mark.parametrize(
     ("override", "names"),
     [
-        ("capacity_bytes=0", "capacity_bytes"),
+        ("capacity_bytes=-1", "capacity_bytes"),
         ("node_id=a/b", "node_id"),
         ("max_lease_s=0", "max_lease_s"),
         ("max_lease_s=nan", "max_lease_s"),

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from kvstore.errors import IntegrityError, LeaseLapsed
-from kvstore.lending import followers
 from kvstore.lending.followers import Followers
+from kvstore.lending.limits import LenderLimits
 from kvstore.lending.loans import LoanTable, Offer
 from process.errors import InvalidArgument, NoCapacity
 from tests.harness.waiting import settled
@@ -17,22 +17,18 @@ WAIT_S = 20.0
 FOR_EVER_S = 1e9
 
 
-@pytest.fixture(autouse=True)
-def _unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is told of anything because a time was over."""
-    monkeypatch.setattr(followers, "MAX_WAIT_S", FOR_EVER_S)
-
-
 def offers(*block_ids: int, is_sealed: bool = True) -> list[Offer]:
     return [Offer(each, b"%16d" % each, each if is_sealed else None, 16) for each in block_ids]
 
 
 class Place:
-    """A lease on two blocks that is to grow to four."""
+    """A lease on two blocks that is to grow to four. Unless a test says so, nobody is told of
+    anything because a time was over."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_followers: int = 256, max_wait_s: float = FOR_EVER_S) -> None:
         self.loans = LoanTable(32, 64, 10.0, lambda block_ids: None)
-        self.followers = Followers(self.loans)
+        limits = LenderLimits(max_followers=max_followers, max_wait_s=max_wait_s)
+        self.followers = Followers(self.loans, limits)
         self.lease_id, _ = self.loans.lend(offers(7, 3))
 
     async def ask(
@@ -115,12 +111,12 @@ async def test_a_lease_that_is_handed_over_grows_no_more() -> None:
     place.check()
 
 
-async def test_whose_time_is_over_is_told_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place()
-    told = await (await place.ask(num_known=0, budget_s=0.0))
+@pytest.mark.parametrize(("budget_s", "max_wait_s"), [(0.0, FOR_EVER_S), (FOR_EVER_S, 0.0)])
+async def test_whose_time_is_over_is_told_what_there_is(budget_s: float, max_wait_s: float) -> None:
+    """Its own, or what the lender gives anybody."""
+    place = Place(max_wait_s=max_wait_s)
+    told = await (await place.ask(num_known=0, budget_s=budget_s))
     assert not told.is_all and len(told.blocks) == 2
-    monkeypatch.setattr(followers, "MAX_WAIT_S", 0.0)  # nobody waits for ever
-    assert not (await (await place.ask())).is_all
     place.check()
 
 
@@ -140,11 +136,8 @@ async def test_a_lease_that_ends_is_an_error(how: str) -> None:
     place.check()
 
 
-async def test_only_so_many_wait_and_who_leaves_makes_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(followers, "MAX_FOLLOWERS", 2)
-    place = Place()
+async def test_only_so_many_wait_and_who_leaves_makes_room() -> None:
+    place = Place(max_followers=2)
     waiting = [await place.ask(), await place.ask()]
     with pytest.raises(NoCapacity, match="2 readers wait"):
         await (await place.ask())

@@ -39,6 +39,7 @@ class _Store:
         node: str = "n1",
         heartbeat_s: float = 0.05,
         heartbeat_ttl_s: float = 60.0,
+        **options: Any,
     ) -> None:
         self.present: dict[bytes, None] = {}
         self.node = node
@@ -54,6 +55,7 @@ class _Store:
             heartbeat_s=heartbeat_s,
             heartbeat_ttl_s=heartbeat_ttl_s,
             timeout_s=20.0,
+            **options,
         )
 
     def add(self, *hashes: bytes) -> None:
@@ -204,10 +206,9 @@ async def test_what_is_published_again_is_not_synced_before_the_last_of_it(
 
 
 async def test_changes_that_are_too_many_meanwhile_make_a_publication_no_younger(
-    client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+    client: redis.asyncio.Redis,
 ) -> None:
-    monkeypatch.setattr(index_publisher, "MAX_PENDING", 1)
-    store = _Store(client, heartbeat_s=1000.0)
+    store = _Store(client, heartbeat_s=1000.0, max_pending=1)
     store.add(*_chain("a", 3))
     publisher, seen = store.publisher, []
     finish = publisher._finish
@@ -236,11 +237,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 async def test_the_lag_is_of_a_change_that_waits_and_of_none_before(
-    client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+    client: redis.asyncio.Redis, clock: list[float]
 ) -> None:
     """Two seconds each, though something waits all the time."""
-    monkeypatch.setattr(index_publisher, "BATCH", 2)
-    store = _Store(client, heartbeat_s=1000.0)
+    store = _Store(client, heartbeat_s=1000.0, batch_size=2)
     publisher, lags = store.publisher, list[float]()
     publisher.start()
     await _same(client, store)
@@ -263,14 +263,10 @@ async def test_the_lag_is_of_a_change_that_waits_and_of_none_before(
 
 @pytest.mark.parametrize("is_refused", [True, False])
 async def test_changes_that_a_full_publication_is_to_bring_wait_as_long_as_before(
-    client: redis.asyncio.Redis,
-    monkeypatch: pytest.MonkeyPatch,
-    clock: list[float],
-    is_refused: bool,
+    client: redis.asyncio.Redis, clock: list[float], is_refused: bool
 ) -> None:
     """A batch is refused, for Redis was emptied; or there are too many, while it is on its way."""
-    monkeypatch.setattr(index_publisher, "MAX_PENDING", 3)
-    store = _Store(client, heartbeat_s=1000.0)
+    store = _Store(client, heartbeat_s=1000.0, max_pending=3)
     publisher, lags = store.publisher, list[float]()
     publisher.start()
     await _same(client, store)
@@ -301,10 +297,10 @@ async def test_changes_that_a_full_publication_is_to_bring_wait_as_long_as_befor
 
 
 async def test_a_redis_that_is_emptied_during_a_full_publication_gets_all_of_it(
-    client: redis.asyncio.Redis, store: _Store, monkeypatch: pytest.MonkeyPatch
+    client: redis.asyncio.Redis,
 ) -> None:
     """Half a publication is never taken for a whole one, not even when its first half is lost."""
-    monkeypatch.setattr(index_publisher, "BATCH", 10)
+    store = _Store(client, batch_size=10)
     load, num_loads = store.publisher._load, itertools.count()
 
     async def emptied(**told: Any) -> Any:
@@ -342,10 +338,10 @@ async def test_what_arrives_late_of_an_earlier_publication_is_refused(
 
 
 async def test_a_store_stays_reachable_while_it_publishes_everything(
-    client: redis.asyncio.Redis, store: _Store, monkeypatch: pytest.MonkeyPatch
+    client: redis.asyncio.Redis,
 ) -> None:
     """Millions of blocks take longer than a heartbeat counts."""
-    monkeypatch.setattr(index_publisher, "BATCH", 10)
+    store = _Store(client, batch_size=10)
     load, found = store.publisher._load, []
 
     async def slow(**told: Any) -> Any:
@@ -445,9 +441,9 @@ async def test_a_redis_that_is_away_is_unavailable(redis_server: RedisServer) ->
 
 
 async def test_changes_beyond_the_bound_become_one_publication(
-    client: redis.asyncio.Redis, store: _Store, monkeypatch: pytest.MonkeyPatch
+    client: redis.asyncio.Redis,
 ) -> None:
-    monkeypatch.setattr("kvstore.index_publisher.MAX_PENDING", 10)
+    store = _Store(client, max_pending=10)
     store.publisher.start()
     await _same(client, store)
     store.add(*_chain("a", 50))

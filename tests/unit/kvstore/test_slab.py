@@ -9,9 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore import slab as slab_module
-from kvstore.slab import SUFFIX, Slab, SlabLayout, check_room, remove_stale
+from kvstore.slab import (
+    MIN_FRAMES,
+    SUFFIX,
+    Slab,
+    SlabLayout,
+    check_room,
+    default_capacity_bytes,
+    remove_stale,
+)
 from process.errors import FailedPrecondition, NoCapacity
 
 LIFE = b"i" * 16
@@ -69,6 +79,44 @@ def test_the_capacity_says_how_many_frames_there_are() -> None:
     assert SlabLayout.fitting(10 * 8192, 5000).num_frames == 10
     with pytest.raises(NoCapacity, match="capacity_bytes"):
         SlabLayout.fitting(4096, 5000)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("frame_bytes", "memory", "folder", "expected"),
+    [
+        (65536, 20 * GIB, 10 * GIB, 2 * GIB),  # a tenth of the memory
+        (2 << 20, 16 * GIB, 8 * GIB, 2 * GIB),  # 1,024 blocks
+        (2 << 20, 3 * GIB, 8 * GIB, 3 * GIB // 2),  # half of the memory
+        (65536, 20 * GIB, 64 << 20, 32 << 20),  # half of the folder
+        (2 << 20, 2000 * GIB, 1000 * GIB, 32 * GIB),  # no more by itself
+        (64 << 20, 2000 * GIB, 1000 * GIB, 64 * GIB),  # but for 1,024 blocks
+        (100, 20 << 20, 1 << 20, 1 << 19),
+    ],
+)
+def test_a_store_without_a_size_takes_a_part_of_what_is_free(
+    frame_bytes: int, memory: int, folder: int, expected: int
+) -> None:
+    free = {"free_memory_bytes": memory, "free_folder_bytes": folder}
+    assert default_capacity_bytes(frame_bytes, **free) == expected
+
+
+@given(st.integers(1, 1 << 27), st.integers(0, 1 << 42), st.integers(0, 1 << 42))
+def test_a_store_without_a_size_never_takes_more_than_half(
+    frame_bytes: int, memory: int, folder: int
+) -> None:
+    try:
+        chosen = default_capacity_bytes(
+            frame_bytes, free_memory_bytes=memory, free_folder_bytes=folder
+        )
+    except NoCapacity as error:
+        assert f"({folder} bytes there, {memory} of memory)" in str(error)
+        assert min(memory, folder) // 2 < MIN_FRAMES * SlabLayout(frame_bytes, 1).stride_bytes
+        return
+    assert chosen <= min(memory, folder) // 2
+    assert SlabLayout.fitting(chosen, frame_bytes).num_frames >= MIN_FRAMES
 
 
 def test_too_little_room_names_the_settings(folder: Path) -> None:

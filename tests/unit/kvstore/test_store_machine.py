@@ -16,6 +16,7 @@ from kvstore.errors import LeaseLapsed, UnknownAttachment
 from kvstore.frames import FrameState
 from kvstore.store import Store
 from process.errors import FailedPrecondition
+from tests.conftest import examples
 
 NUM_FRAMES = 6
 TTL_S = 10.0
@@ -283,4 +284,6 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestStoreMachine.settings = settings(
+    max_examples=examples(300), stateful_step_count=40, deadline=None
+)

@@ -10,6 +10,7 @@ from kvstore.answers import StoreLimits, Written
 from kvstore.errors import IntegrityError
 from kvstore.store import Store
 from kvstore.tenancy import POOL, PlaceAccount, TenantShares, giving_way, usage
+from tests.conftest import examples
 
 TENANTS = ["a", "b", "c", "d"]  # c and d have no share: they are the pool
 SHARES = TenantShares.parse(["a=0.5", "b=0.25"])
@@ -125,7 +126,7 @@ def test_room_that_nobody_needs_is_anyones_until_its_owner_comes() -> None:
     assert bench.lost == [f"d{p:03}{i:03}".ljust(16).encode() for p in (0, 1) for i in (1, 0)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(
         st.tuples(st.sampled_from(TENANTS), st.integers(0, 5), st.integers(1, 4), st.booleans()),

@@ -26,6 +26,7 @@ from kvstore.tenancy import TenantShares
 from kvstore.tiers.moves import Demotion, PageWrite, Promotion
 from kvstore.tiers.page_file import HEADER_BYTES, PageFile, PageLayout
 from process.errors import FailedPrecondition
+from tests.conftest import examples
 
 NUM_FRAMES = 5
 BLOCK_BYTES = 64
@@ -373,7 +374,9 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestTierMachine.settings = settings(
+    max_examples=examples(100), stateful_step_count=40, deadline=None
+)
 
 
 def test_a_long_life(seed: int, scale: Callable[[int], int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -62,14 +63,13 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> N
         api_keys.load(write(tmp_path, ONE, mode))
 
 
-def test_a_file_that_is_not_there_or_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_not_there_or_too_long(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="`baton api-key add --file"):
         api_keys.load(tmp_path / "absent")
-    monkeypatch.setattr(api_keys, "MAX_FILE_BYTES", 10)
-    with pytest.raises(SettingsError, match="is longer than 10 bytes"):
-        api_keys.load(write(tmp_path, ONE))
+    path = write(tmp_path, ONE)
+    os.truncate(path, api_keys.MAX_FILE_BYTES + 1)
+    with pytest.raises(SettingsError, match=f"is longer than {api_keys.MAX_FILE_BYTES} bytes"):
+        api_keys.load(path)
 
 
 def test_keys_are_random_and_their_digests_tell_nothing() -> None:

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from process import frames
 from process.errors import InvalidArgument, Unavailable
-from process.frames import FrameReader, FrameWriter
+from process.frames import MAX_FRAME_BYTES, FrameReader, FrameWriter
+from tests.harness.waiting import WAIT_S
 
 
 def test_frames_of_any_size_and_any_cut(seed: int) -> None:
@@ -53,18 +53,20 @@ def test_silence_keeps_what_has_come_and_the_end_is_said() -> None:
         reader.close()
 
 
-def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 10)
+def test_sizes_are_bounded() -> None:
+    largest = bytes(MAX_FRAME_BYTES)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         reader, writer = FrameReader(theirs), FrameWriter(ours)
-        writer.write(b"x" * 10, 1.0)
-        assert reader.read(1.0) == b"x" * 10
-        with pytest.raises(InvalidArgument, match="11 bytes"):
-            writer.write(b"x" * 11, 1.0)
-        ours.sendall(struct.pack("<I", 11))
-        with pytest.raises(Unavailable, match="11 bytes"):
-            reader.read(1.0)
+        sending = threading.Thread(target=writer.write, args=(largest, WAIT_S))
+        sending.start()
+        assert reader.read(WAIT_S) == largest
+        sending.join()
+        with pytest.raises(InvalidArgument, match=f"{MAX_FRAME_BYTES + 1} bytes"):
+            writer.write(largest + b"x", 1.0)
+        ours.sendall(struct.pack("<I", MAX_FRAME_BYTES + 1))
+        with pytest.raises(Unavailable, match=f"{MAX_FRAME_BYTES + 1} bytes"):
+            reader.read(WAIT_S)
         reader.close()
         writer.close()
 

@@ -145,3 +145,18 @@ def test_a_bare_word_is_a_string_where_one_is_wanted(word: str) -> None:
 def test_a_bare_word_is_what_the_setting_is() -> None:
     found = settings.load(Words, overrides=["mode=2", "flag=true", "num=1_000"])
     assert (found.mode, found.flag, found.num) == ("2", True, 1000)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("dtype=bfloat16", ("dtype", "bfloat16")),
+        ('kv_dtype="int8"', ("kv_dtype", "int8")),
+        ("num_blocks=7", ("num_blocks", 7)),
+        ("exact=true", ("exact", True)),
+        ("a.b=[1, 2]", ("a.b", [1, 2])),
+        ("path=/var/tmp", ("path", "/var/tmp")),
+    ],
+)
+def test_an_override_is_toml_or_a_bare_word(override: str, expected: tuple[str, object]) -> None:
+    assert settings.parse_override(override) == expected

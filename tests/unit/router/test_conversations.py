@@ -5,10 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import pytest
-
 from kvstore import block_hash
-from services.router import conversations as module
 from services.router.conversations import Conversations
 
 ROOT = block_hash.root_key(b"salt", "ab" * 32)
@@ -97,11 +94,10 @@ def test_a_cache_that_must_have_turned_over_is_not_believed_in() -> None:
 
 
 def test_the_bound_on_workers_holds_however_many_one_prompt_adds(
-    seed: int, scale: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+    seed: int, scale: Callable[[int], int]
 ) -> None:
     """Each request adds its prefill and its decode worker, so one call may add two and more."""
-    monkeypatch.setattr(module, "_MAX_LIVES", 10)
-    rng, conversations = random.Random(seed), Conversations(50)
+    rng, conversations = random.Random(seed), Conversations(50, max_lives=10)
     for number in range(scale(2000)):
         lives = [f"{number}-{index}" for index in range(rng.randint(1, 3))]
         old = [f"{rng.randrange(number + 1)}-0"] if rng.random() < 0.3 else []

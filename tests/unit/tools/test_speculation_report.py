@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import speculation_report
 from benchmarks.speculation_report import (
     Settings,
     Told,
@@ -103,11 +102,7 @@ def test_equal_draws_are_one_node_with_a_try_each() -> None:
             assert all(one.probability == own[one.drafter][token_id] > 0.0 for one in tries)
 
 
-def test_a_draft_model_that_is_its_target_is_always_right(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(speculation_report, "WIDTHS", (2,))
-    monkeypatch.setattr(speculation_report, "RULES", ("exact", "multi_step"))
+def test_a_draft_model_that_is_its_target_is_always_right(pair: tuple[Path, Path]) -> None:
     target = str(pair[0])
     wanted = Settings(
         target=target,
@@ -117,6 +112,8 @@ def test_a_draft_model_that_is_its_target_is_always_right(
         num_tokens=8,
         temperatures=(0.8,),
         num_trials=1,
+        widths=(2,),
+        rules=("exact", "multi_step"),
     )
     found = report(wanted)
     for how in ("greedy", "temperature 0.8, same noise"):

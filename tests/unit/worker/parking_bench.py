@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.kv.layout import KvLayout
 from engine.parking import Blocks
+from services.worker.block_writer import RENEWALS_PER_TTL
 from services.worker.config import WorkerLimits
 from services.worker.engine_thread import EngineThread
 from services.worker.parked_put import Stage
@@ -49,6 +50,7 @@ async def lot(
     limits: WorkerLimits = LIMITS,
     layout: KvLayout = LAYOUT,
     thread: EngineThread | None = None,
+    renewals_per_ttl: float = RENEWALS_PER_TTL,
 ) -> AsyncIterator[Lot]:
     def parking(make_connector: MakeConnector) -> StoreParking:
         return StoreParking(
@@ -57,6 +59,7 @@ async def lot(
             limits,
             worker_incarnation=b"i" * 16,
             make_connector=make_connector,
+            renewals_per_ttl=renewals_per_ttl,
         )
 
     made = Lot(tmp_path, num_frames, tenant_shares)

@@ -196,14 +196,12 @@ async def test_what_comes_during_a_put_goes_with_the_next() -> None:
     assert store.puts == [[0], [1, 2, 3, 4, 5]]
 
 
-async def test_what_is_much_goes_in_batches_the_tail_with_the_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_is_much_goes_in_batches_the_tail_with_the_last() -> None:
     """A copied prefix must not take one put's time for all of it; `refs` grow with each batch."""
-    monkeypatch.setattr("services.worker.block_writer.BATCH_BYTES", 3 * 32)
     store = FakeStore()
     grown: list[int] = []
-    async with writing(store, on_stored=lambda: grown.append(len(store.stored))) as (writer, _):
+    options = {"batch_bytes": 3 * 32, "on_stored": lambda: grown.append(len(store.stored))}
+    async with writing(store, **options) as (writer, _):
         writer.add(filled(*range(8)))
         written = await writer.finish(TailSource("tail", 99, 1))
         assert len(writer.refs) == writer.num_stored == 8

@@ -282,7 +282,7 @@ async def test_the_stop_waits_for_nobody_for_ever() -> None:
 
 @pytest.mark.parametrize("how", ["breaks at once", "is not there"])
 async def test_a_store_that_greets_well_and_fails_at_work_is_not_met_without_end(
-    monkeypatch: pytest.MonkeyPatch, how: str
+    how: str,
 ) -> None:
     """Each attachment costs agents, mappings and a measurement."""
     num_attempts = 0
@@ -296,10 +296,11 @@ async def test_a_store_that_greets_well_and_fails_at_work_is_not_met_without_end
         client.broken = "every transfer fails"
         return client
 
-    monkeypatch.setattr(module, "attach", attach)
     target = StoreTarget("a:1", "w", b"i" * 16, "ab", BlockMemory.of(np.zeros((1, 8), "u1")), "shm")
     async with running(fake_engine(num_blocks=64)) as thread:
-        connector = StoreConnector(target, thread, WorkerLimits(), min_backoff_s=600.0)
+        connector = StoreConnector(
+            target, thread, WorkerLimits(), min_backoff_s=600.0, attach=attach
+        )
         await connector.start(wait_s=0.05)
         for _ in range(200):
             assert connector.client is None
@@ -308,20 +309,19 @@ async def test_a_store_that_greets_well_and_fails_at_work_is_not_met_without_end
     assert num_attempts == 1
 
 
-async def test_a_store_that_was_good_for_long_is_met_again_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_store_that_was_good_for_long_is_met_again_at_once() -> None:
     clients: list[FakeClient] = []
 
     async def attach(target: StoreTarget, timeout_s: float) -> Any:
         clients.append(FakeClient())
         return clients[-1]
 
-    monkeypatch.setattr(module, "attach", attach)
     target = StoreTarget("a:1", "w", b"i" * 16, "ab", BlockMemory.of(np.zeros((1, 8), "u1")), "shm")
     async with running(fake_engine(num_blocks=64)) as thread:
         clock = Clock()
-        connector = StoreConnector(target, thread, WorkerLimits(), min_backoff_s=600.0, clock=clock)
+        connector = StoreConnector(
+            target, thread, WorkerLimits(), min_backoff_s=600.0, clock=clock, attach=attach
+        )
         assert await connector.start(wait_s=30)
         clock.now_s += module.STEADY_S
         clients[0].broken = "it died"

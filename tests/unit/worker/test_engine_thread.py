@@ -47,14 +47,12 @@ async def test_jobs_run_in_the_order_they_came() -> None:
         assert told == list(range(50))
 
 
-async def test_jobs_leave_those_who_decode_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "JOBS_S", 0.0)
-    monkeypatch.setattr(engine_thread, "JOBS_SHARE", 0.0)
+async def test_jobs_leave_those_who_decode_their_steps() -> None:
     engine = fake_engine()
     steps_before: list[int] = []
     waiting = threading.Event()
 
-    async with running(engine) as thread:
+    async with running(engine, jobs_s=0.0, jobs_share=0.0) as thread:
 
         def begin(_: object) -> None:
             engine.reserve(request(engine, prompt_of(5), max_tokens=40))

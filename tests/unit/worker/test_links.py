@@ -15,12 +15,11 @@ from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, Transf
 from kvstore.link import Rates
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity, Unavailable
-from services.worker import links as module
 from services.worker.engine_thread import EngineThread
 from services.worker.links import Links
 from services.worker.status import links_to_proto
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
-from tests.harness.waiting import WAIT_S, until
+from tests.harness.waiting import WAIT_S, settled, until
 
 RATES = Rates(2**20, 4e9, 3e9, 0.001, 8e9)
 
@@ -130,7 +129,7 @@ async def test_a_bad_moment_does_not_mark_a_link_for_good() -> None:
         await links.settle()
         assert links.links[0][1].degraded
         await until(lambda: not links.links[0][1].degraded)
-        assert not links._again, "a good one is not measured again"
+        assert links.num_repeated == 0, "a good one is not measured again"
         assert len(client.outcomes) == 1
 
 
@@ -141,13 +140,11 @@ async def test_what_is_over_is_not_measured_again(is_stopped: bool) -> None:
         client.broken = None if is_stopped else "gone"
         links.measure_later(client)
         await links.settle()
+        assert links.num_repeated == is_stopped
         if is_stopped:
             await links.stop()
-            (timer,) = links._again.values()
-            assert timer.cancelled()
             links.measure_later(client)
-        else:
-            assert not links._again
+        assert links.num_repeated == 0
         await links.settle()
         assert len(client.outcomes) == 1
 
@@ -159,7 +156,7 @@ async def test_what_was_measured_is_not_forgotten_for_a_client_that_is_closed() 
         links.measure_later(client)
         await links.settle()
         client.broken = "closed"
-        await until(lambda: not links._again)  # nothing of a closed client is kept
+        await until(lambda: links.num_repeated == 0)  # nothing of a closed client is kept
         await links.settle()
         ((link, verdict),) = links.links
         assert (link.rates, link.problem, verdict.degraded) == (RATES, "", True)
@@ -212,12 +209,12 @@ async def test_a_measurement_that_is_ended_gives_its_blocks_back() -> None:
 
 
 async def test_ended_while_the_engine_is_asked_the_blocks_come_back_too() -> None:
-    may_go_on = threading.Event()
+    is_busy, may_go_on = threading.Event(), threading.Event()
     async with measuring() as (_, thread, links, _):
-        thread.post(lambda e: may_go_on.wait(WAIT_S))
-        await until(thread._jobs.empty)
+        thread.post(lambda e: (is_busy.set(), may_go_on.wait(WAIT_S)))
+        await until(is_busy.is_set)
         links.measure_later(FakeClient(None))  # type: ignore[arg-type]
-        await until(lambda: not thread._jobs.empty())
+        await settled()  # it waits for the engine
         await links.stop()
         may_go_on.set()
 
@@ -246,9 +243,8 @@ async def test_a_busy_engine_lends_what_it_has() -> None:
         thread.post(lambda e: e.abort("r"))
 
 
-async def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_LINKS", 3)
-    async with measuring() as (_, _, links, _):
+async def test_only_so_many_are_remembered() -> None:
+    async with measuring(max_links=3) as (_, _, links, _):
         for index in (0, 1, 2, 0, 3):
             links.measure_later(FakeClient(RATES, node_id=f"n{index}"))  # type: ignore[arg-type]
             await links.settle()

@@ -15,7 +15,6 @@ from engine.errors import IntegrityError, ParkingRefused
 from engine.parking import Blocks
 from kvstore.tenancy import POOL
 from process.settings import SettingsError
-from services.worker import parking
 from services.worker.parked_put import Stage
 from services.worker.parking import StoreParking
 from tests.harness.waiting import until
@@ -308,11 +307,8 @@ async def test_who_comes_back_waits_for_rows_but_not_for_ever(tmp_path: Path) ->
         await made.check_empty()
 
 
-async def test_a_lease_lives_as_long_as_something_is_parked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parking, "RENEWALS_PER_TTL", 300.0)
-    async with lot(tmp_path) as made:
+async def test_a_lease_lives_as_long_as_something_is_parked(tmp_path: Path) -> None:
+    async with lot(tmp_path, renewals_per_ttl=300.0) as made:
         made.parking.put("a", hashes_of(2), blocks_of(3))
         await made.stored("a")
         (lease,) = made.store.leases

@@ -45,9 +45,8 @@ async def test_every_step_and_job_is_in_the_file_in_order(tmp_path: Path) -> Non
     assert log._on_collection not in gc.callbacks
 
 
-def test_the_newest_entries_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_log, "MAX_ENTRIES", 3)
-    log = StepLog()
+def test_the_newest_entries_stay(tmp_path: Path) -> None:
+    log = StepLog(max_entries=3)
     for number in range(5):
         log.step(time.monotonic(), number, 1)
     found = step_log.read(log.write(tmp_path, "w"))

@@ -1,7 +1,7 @@
 """RemoteStores in any order of what may happen to a store and to who asks for it: the laws hold at
 every moment, nobody is given a client of another life, nothing is refused for ever.
 
-With real stores: tests/conformance/test_remote_stores.py.
+With real stores: tests/conformance/test_store_pool.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from engine.errors import IntegrityError
 from kvstore.client import StoreClient
 from kvstore.errors import Quarantine, TransferTimeout
 from kvstore.lending import lender_node_id
@@ -134,11 +135,10 @@ def happen(stores: RemoteStores, world: World) -> None:
 
 @pytest.mark.parametrize("variant", range(4))
 async def test_in_any_order_the_laws_hold_and_nothing_is_refused_for_ever(
-    monkeypatch: pytest.MonkeyPatch, seed: int, variant: int, scale: Callable[[int], int]
+    seed: int, variant: int, scale: Callable[[int], int]
 ) -> None:
     rng = random.Random(seed * 4 + variant)
     world = World(rng)
-    monkeypatch.setattr(module, "attach", world.attach)
     stores = _stores(world)
     asking: set[asyncio.Task[None]] = set()
     for _ in range(scale(50_000)):
@@ -179,12 +179,9 @@ async def test_in_any_order_the_laws_hold_and_nothing_is_refused_for_ever(
     assert all(client.broken is not None for client in world.clients), "one was never closed"
 
 
-async def test_a_client_that_broke_is_closed_though_nobody_asks(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+async def test_a_client_that_broke_is_closed_though_nobody_asks(seed: int) -> None:
     """One that maps a dead worker's cache keeps that memory from the worker's next life."""
     world = World(random.Random(seed))
-    monkeypatch.setattr(module, "attach", world.attach)
     stores = _stores(world)
     life = world.lives["n0:1"]
     assert life is not None
@@ -197,9 +194,7 @@ async def test_a_client_that_broke_is_closed_though_nobody_asks(
     await stores.stop(timeout_s=5.0)
 
 
-async def test_workers_that_lend_have_a_transport_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+async def test_workers_that_lend_have_a_transport_of_their_own(seed: int) -> None:
     world = World(random.Random(seed))
     targets: dict[str, StoreTarget] = {}
 
@@ -210,9 +205,8 @@ async def test_workers_that_lend_have_a_transport_of_their_own(
         return cast(StoreClient, client)
 
     names = {"a:1": "a", "b:1": lender_node_id("b")}
-    monkeypatch.setattr(module, "attach", attach)
     for direct, expected in (("cuda_ipc", "cuda_ipc"), ("", "grpc")):
-        stores = _stores(world, direct_transport=direct)
+        stores = _stores(world, direct_transport=direct, attach=attach)
         for address, node_id in names.items():
             await stores.client(node_id, address, bytes(16), Deadline.after(30))
         assert [targets[address].transport for address in names] == ["grpc", expected]
@@ -226,6 +220,19 @@ def _stores(world: World, **options: Any) -> RemoteStores:
         max_stores=MAX_STORES,
         attach_budget_s=5.0,
         lease_ttl_s=30.0,
+        ping_budget_s=1.0,
         clock=lambda: world.now_s,
-        **options,
+        **{"attach": world.attach} | options,
     )
+
+
+async def test_the_law_is_checked(seed: int) -> None:
+    world = World(random.Random(seed))
+    stores = _stores(world)
+    life = world.lives["n0:1"]
+    assert life is not None
+    await stores.client("n0", "n0:1", life, Deadline.after(30))
+    stores._max_stores = 0
+    with pytest.raises(IntegrityError, match="1 remote stores are open"):
+        stores.check_integrity()
+    await stores.stop(timeout_s=5.0)

@@ -189,7 +189,9 @@ def expected_bytes(tokens: Sequence[int], places: Iterable[int]) -> bytes:
 
 
 @asynccontextmanager
-async def bench(*, num_blocks: int = 64, put_budget_s: float = 5.0) -> AsyncIterator[Bench]:
+async def bench(
+    *, num_blocks: int = 64, put_budget_s: float = 5.0, **options: Any
+) -> AsyncIterator[Bench]:
     window = min(256, num_blocks * BLOCK_SIZE)
     engine = fake_engine(
         num_blocks=num_blocks, model=FakeModel(block_size=BLOCK_SIZE, context_window=window)
@@ -205,6 +207,7 @@ async def bench(*, num_blocks: int = 64, put_budget_s: float = 5.0) -> AsyncIter
             made.counts,
             block_size=BLOCK_SIZE,
             on_room=lambda: None,
+            **options,
         )
         try:
             yield made
@@ -280,9 +283,8 @@ async def test_what_decode_computed_of_a_prompt_is_stored_too() -> None:
         assert chain.num_restarts == 0 and chain.leg.num_blocks_written_back == 8
 
 
-async def test_long_chains_go_in_several_puts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "BATCH_BYTES", 3 * FRAME_BYTES)
-    async with bench() as b:
+async def test_long_chains_go_in_several_puts() -> None:
+    async with bench(max_put_bytes=3 * FRAME_BYTES) as b:
         chain = b.begin(PROMPT)
         tokens = await answered(b, chain)
         b.writes.end(chain)
@@ -400,9 +402,8 @@ async def test_no_store_and_no_room() -> None:
         assert chain.leg.num_blocks_written_back == 3 and chain.leg.not_stored == Counter(no_room=5)
 
 
-async def test_more_chains_than_may_wait_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "MAX_CHAINS", 1)
-    async with bench() as b:
+async def test_more_chains_than_may_wait_are_given_up() -> None:
+    async with bench(max_chains=1) as b:
         b.store.gate.clear()
         chains = [b.begin(PROMPT) for _ in range(4)]
         events = await b.generate(PROMPT, 31)

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config
 
 from engine.batch import Batch, Span
-from engine.decoder.ahead import make_ahead
+from engine.decoder.ahead import MAX_CHANGES, make_ahead
 from engine.decoder.decoder import Decoder
 from engine.decoder.model import DecoderModel, kv_layout
 from engine.decoder.shape import read_shape, rope_table
@@ -39,6 +39,7 @@ def small_model(
     lora: LoraLimits | None = None,
     is_exact: bool = False,
     launches_prompts: bool = True,
+    max_changes: int = MAX_CHANGES,
 ) -> DecoderModel:
     """Random weights, of heads that our kernels take.
 
@@ -81,7 +82,11 @@ def small_model(
         info,
         kv_layout(shape, block_size=BLOCK, dtype=dtype_name),
         make_ahead=functools.partial(
-            make_ahead, max_rows=max_rows, max_tokens=64, context_window=window
+            make_ahead,
+            max_rows=max_rows,
+            max_tokens=64,
+            context_window=window,
+            max_changes=max_changes,
         ),
         lora=lora,
         launches_prompts=launches_prompts,

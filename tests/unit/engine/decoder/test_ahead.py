@@ -13,7 +13,8 @@ import pytest
 import torch
 from baton_kernels.step_rows import LAST_NUMBER
 
-from engine.decoder.ahead import AheadDecoder, RowLaunch
+from engine.decoder.ahead import MAX_CHANGES, AheadDecoder, RowLaunch
+from engine.decoder.graph_set import capture_all
 from engine.decoder.graphs import row_buckets
 from engine.errors import IntegrityError, InvalidLogits, LoadError, WrongState
 from engine.lora.stacks import Stacks
@@ -29,12 +30,6 @@ BLOCK = 4
 WINDOW = 1500
 """Tokens."""
 MAX_ROWS = 12
-
-
-@pytest.fixture(autouse=True)
-def _several_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tables: up to 20 tokens, 160, 1280, and all."""
-    monkeypatch.setattr("engine.decoder.graphs._FIRST_WIDTH_TOKENS", 20)
 
 
 @dataclass(eq=False)
@@ -246,7 +241,9 @@ def _world(
     max_rows: int = MAX_ROWS,
     num_blocks: int = 0,
     has_adapters: bool = False,
+    max_changes: int = MAX_CHANGES,
 ) -> _World:
+    """Tables are of up to 20 tokens, 160, 1280, or all."""
     num_blocks = num_blocks or MAX_ROWS * WINDOW // BLOCK * 2
     decoder = HashDecoder(
         num_blocks=num_blocks,
@@ -274,6 +271,8 @@ def _world(
         vocab_size=VOCAB,
         device=torch.device(device),
         stacks=stacks,
+        max_changes=max_changes,
+        first_width_tokens=20,
     )
     free = list(range(num_blocks))
     random.Random(seed).shuffle(free)
@@ -352,6 +351,8 @@ def test_a_warm_up_writes_no_kv(device: str, seed: int) -> None:
     before = world.decoder.cache.clone()
     told: list[tuple[str, int, int]] = []
     world.ahead.warm_up(lambda *news: told.append(news))
+    if device == "cpu":  # it has nothing to capture
+        world.ahead._graphs.capture()
     assert torch.equal(world.decoder.cache[:-1], before[:-1])
     assert device == "cpu" or told[-1][1] == told[-1][2] > 0
 
@@ -366,7 +367,7 @@ def test_no_memory_for_a_warm_up_is_said_in_one_line(
 
     monkeypatch.setattr(world.ahead._step, "compute", full)
     with pytest.raises(LoadError, match="lower memory_share") as caught:
-        world.ahead.warm_up()
+        capture_all([world.ahead._graphs], torch.device("cpu"))
     assert "\n" not in str(caught.value)
 
 
@@ -377,10 +378,9 @@ def _row(world: _World, name: str, **changes: object) -> DecodeRow:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_many_new_rows_at_once(device: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_new_rows_at_once(device: str, seed: int) -> None:
     """More new entries of the tables than one image brings."""
-    monkeypatch.setattr("engine.decoder.ahead._MAX_CHANGES", 300)
-    world = _world(device, seed)
+    world = _world(device, seed, max_changes=300)
     world.ahead.warm_up()
     while len(world.live) < MAX_ROWS:
         world.begin(num_tokens=1000)

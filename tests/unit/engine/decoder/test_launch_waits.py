@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from engine.decoder import ahead as ahead_module
 from engine.decoder.rows import Words
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, Launch, MixedRow
 from engine.request import Sampling
@@ -149,8 +148,7 @@ def test_tables_that_an_image_has_no_room_for_are_brought_without_a_wait(
     """It has room for one row's. The first three rows are those on whose launches everything is
     loaded and compiled; the others' blocks are other ones, in the same places."""
     rng = random.Random(seed)
-    monkeypatch.setattr(ahead_module, "_MAX_CHANGES", 16)
-    model = small_model(device, torch.float32, seed)
+    model = small_model(device, torch.float32, seed, max_changes=16)
     prompts = [[rng.randrange(211) for _ in range(length)] for length in _LONG]
     samplings = [random_sampling(rng) for _ in prompts]
     plain = Run(model, prompts, rng)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.decoder import numbers
 from engine.decoder.numbers import Tables, int32s, table_of
 
 int32 = st.integers(-(2**31), 2**31 - 1)
@@ -30,11 +29,10 @@ def test_what_is_no_int32_is_refused(value: int) -> None:
         int32s([3, value])
 
 
-def test_what_is_remembered_is_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_is_bound_in_bytes() -> None:
     """Of tables that grow with each step, as those of long sequences do."""
     limit = 1 << 16
-    monkeypatch.setattr(numbers, "_REMEMBERED_BYTES", limit)
-    tables = Tables()
+    tables = Tables(max_bytes=limit)
     for num_blocks in range(500, 600):
         table = tuple(range(num_blocks))
         assert tables.of(table) is tables.of(table)

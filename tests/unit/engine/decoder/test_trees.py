@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from engine.batch import Batch, Span
-from engine.decoder import tree_graphs
 from engine.decoder.inputs import mixed_inputs, singles_first
 from engine.decoder.model import DecoderModel
 from engine.decoder.plain_graphs import PlainGraphs
 from engine.decoder.step_graphs import StepGraphs
 from engine.decoder.tree_graphs import (
+    MAX_COPIED_TABLES,
     TreeGraphs,
     TreeShape,
     max_exact_trees,
@@ -210,7 +210,11 @@ def test_a_node_has_the_logits_of_its_path(
 
 
 def _graphs(
-    model: DecoderModel, memory: KvMemory, max_rows: int = 64, max_trees: int | None = None
+    model: DecoderModel,
+    memory: KvMemory,
+    max_rows: int = 64,
+    max_trees: int | None = None,
+    copies_tables: bool = True,
 ) -> PlainGraphs:
     device = torch.device(model.info.device)
     steps = StepGraphs(
@@ -220,6 +224,7 @@ def _graphs(
     trees = TreeGraphs(
         model.decoder.forward, max_sequences=6, max_num_nodes=MAX_NODES, max_rows=max_rows,
         context_window=WINDOW, block_size=BLOCK, device=device, max_trees=max_trees,
+        max_copied_tables=MAX_COPIED_TABLES if copies_tables else 0,
     )  # fmt: skip
     model.attach(memory)
     return PlainGraphs(steps, trees)
@@ -238,16 +243,13 @@ def test_a_padded_step_is_the_step(
     copies_tables: bool,
     seed: int,
     scale: Callable[[int], int],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """100 steps, of which some have a long chunk, too, and many have the form of the one before, or
     nearly so (tree_words.py); the KV is that of the step as it is."""
     rng = random.Random(seed)
     model = small_model(device, torch.float32, seed)
     memory = KvMemory(model.layout, NUM_BLOCKS, device)
-    if not copies_tables:
-        monkeypatch.setattr(tree_graphs, "_MAX_COPIED_TABLES", 0)
-    graphs = _graphs(model, memory)
+    graphs = _graphs(model, memory, copies_tables=copies_tables)
     graphs.capture()
     choices = [["tree"], ["chain"], ["one", "tree", "one"], ["late", "one"], ["tree"] * 4]
     choices += [["chunk", "tree"], ["one", "chain", "chunk"]]

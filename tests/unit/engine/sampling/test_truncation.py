@@ -13,7 +13,7 @@ import torch
 from transformers.generation import logits_process as theirs
 
 from engine.request import Sampling
-from engine.sampling import dense, truncation
+from engine.sampling import dense
 from engine.sampling.truncation import thresholds
 
 Scale = Callable[[int], int]
@@ -81,28 +81,23 @@ def test_a_batch_has_every_rows_own_thresholds(num_tokens: int, seed: int, scale
             assert torch.equal(thresholds(scaled[row : row + 1], [one]), found[row : row + 1])
 
 
-def test_the_shortlist_and_the_full_sort_agree(
-    seed: int, scale: Scale, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shortlist_and_the_full_sort_agree(seed: int, scale: Scale) -> None:
     """How much is sorted first is a matter of time only."""
     rng = random.Random(seed)
     for _ in range(scale(200)):
         scaled = _scaled(rng, 4, 300)
         params = [_params(rng, 300) for _ in range(4)]
-        found = []
-        for shortlist in (1, 8, 64, 300, 1024):
-            monkeypatch.setattr(truncation, "_SHORTLIST", shortlist)
-            found.append(thresholds(scaled, params))
+        sizes = (1, 8, 64, 300, 1024)
+        found = [thresholds(scaled, params, most_short=most_short) for most_short in sizes]
         assert all(torch.equal(one, found[0]) for one in found), params
 
 
-def test_ties_that_fill_the_shortlist_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ties_that_fill_the_shortlist_are_counted() -> None:
     """Top-k leaves 21 tokens, of which 8 are looked at first: the mass is that of all 21."""
-    monkeypatch.setattr(truncation, "_SHORTLIST", 8)
     scaled = torch.tensor([[0.0] + [-1.0] * 20 + [-2.0] * 9])
     one = Sampling(max_tokens=1, temperature=1.0, top_k=2, top_p=0.2)
     assert math.exp(-1) * 20 * 0.2 > 1  # so the best alone is not enough
-    assert thresholds(scaled, [one]).tolist() == [-1.0]
+    assert thresholds(scaled, [one], most_short=8).tolist() == [-1.0]
 
 
 def test_a_mass_that_is_reached_exactly_is_enough() -> None:

@@ -261,7 +261,9 @@ class _FakeWithEnds(FakeModel):
     """Random ends, as the heads' sizes want them."""
 
     def __init__(self) -> None:
-        super().__init__(vocab_size=heads.VOCAB, context_window=WINDOW, block_size=4)
+        super().__init__(
+            vocab_size=heads.VOCAB, context_window=WINDOW, block_size=4, hidden_size=heads.HIDDEN
+        )
         generator = torch.Generator().manual_seed(1)
         self._table = torch.randn(heads.VOCAB, heads.HIDDEN, generator=generator)
 
@@ -276,13 +278,11 @@ def test_workloads_with_heads_end_as_without(
     config: EngineConfig,
     model: LoadedModel,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     seed: int,
     scale: Callable[[int], int],
     kind: str,
 ) -> None:
     """Medusa's, EAGLE's and EAGLE-3's together, or some of them."""
-    monkeypatch.setattr(fake, "HIDDEN_SIZE", heads.HIDDEN)
     made = {
         "fake": _FakeWithEnds,
         "transformers": lambda: model,
