@@ -77,9 +77,10 @@ check: $(READY) $(PROTOS_READY)
 protos: $(PROTOS_READY)
 	$(PROTOS_VENV)/bin/python tools/gen_protos.py
 
-# The chart's values.schema.json, out of the settings classes.
+# The chart's values.schema.json and docs/settings.md, out of the settings classes.
 schema: $(READY)
 	$(BIN)/python tools/gen_values_schema.py
+	$(BIN)/python tools/gen_settings_docs.py
 
 images:
 	@test -n '$(TORCH_INDEX_URL)' || { echo 'give TORCH_INDEX_URL: the CPU index that the install page of PyTorch names' >&2; exit 1; }

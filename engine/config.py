@@ -97,9 +97,9 @@ class EngineConfig:
     as many as the budget leaves."""
 
     policy: str = "priority"
-    """Who goes first among those that wait for room: "fcfs": who came first; "priority": who has
-    the higher priority, then who came first; "cache_aware": as "priority", but among equals who
-    has the longest cached prefix."""
+    """Order of the requests that wait for blocks: "fcfs": first come, first served; "priority":
+    higher priority first, then as "fcfs"; "cache_aware": as "priority", but among equal priorities
+    the longest cached prefix first."""
 
     max_passes: int = 32
     """How often a request that waits may be passed by later ones of no higher priority (because
@@ -109,10 +109,10 @@ class EngineConfig:
     """Most different adapters in one batch; 0: no bound."""
 
     preemption: str = "never"
-    """What happens when blocks run out. "never": all that a request may need is taken before it
-    begins, who finds no room waits. "recompute", "swap": blocks are taken as they are needed, and
-    the request that matters least loses its own; it computes them again, or has them brought back
-    from where they were parked: a worker's KV store, or host memory where there is none."""
+    """What happens when blocks run out. "never": a request takes all blocks that it may need before
+    it begins, or waits for them. "recompute", "swap": a request takes blocks as it needs them, and
+    when they run out, the least urgent request loses its own. It computes them again, or gets them
+    back from where they were parked: the worker's KV store, or host memory where there is none."""
 
     park_bytes: int = 0
     """Host memory for swapped blocks, with a KV store for those on their way to it and back; 0: as
@@ -120,12 +120,12 @@ class EngineConfig:
 
     overlap: bool = True
     """Launch a decode step before the tokens of the last one were read, where the model can: the
-    device does not wait for the host. A token depends on it as little as on who else is in the
-    step."""
+    device does not wait for the host. A token depends on it as little as on the other requests of
+    the step."""
 
     overlap_prompts: bool = False
-    """With `overlap`, where nobody guesses and no ranks share the model: launch steps with prompts,
-    too. A request that comes meanwhile waits for both steps."""
+    """With `overlap`, without speculation and parallel ranks: launch steps with prompts ahead, too.
+    A request that comes meanwhile waits for both steps."""
 
     jump_forward: str = "tokens"
     """What is done where a grammar forces the text that follows. tokens: it is taken in the tokens
@@ -156,7 +156,8 @@ class EngineConfig:
     """torch's CPU threads; 0: leave torch's own. One each when several engines share few cores."""
 
     speculation: SpeculationConfig = SpeculationConfig()  # noqa: RUF009  (a frozen value)
-    """Guessing several tokens a step. Steps are launched ahead (`overlap`) while nobody guesses."""
+    """Guessing several tokens a step. Steps are launched ahead (`overlap`) while no drafter
+    proposes tokens."""
 
     lora: LoraLimits = LoraLimits()  # noqa: RUF009  (a frozen value)
     """Bounds on LoRA adapters: how many, how large."""

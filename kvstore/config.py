@@ -26,10 +26,10 @@ class KvStoreSettings:
     unix:/path."""
 
     advertise: str = ""
-    """host:port that workers are told; empty: the address listened on."""
+    """host:port at which workers reach this store; empty: the address that it listens on."""
 
     metrics_listen: str = ""
-    """host:port of /metrics, usually on loopback; port 0: a free one; empty: nobody listens."""
+    """host:port of /metrics, usually on loopback; port 0: a free one; empty: no /metrics."""
 
     node_id: str = ""
     """Name of this store in the index and in provenance: letters, digits and ._- only. Empty: the
@@ -80,8 +80,8 @@ class KvStoreSettings:
     way."""
 
     drain_s: float = 10.0
-    """How long a store that was asked to stop still serves whoever has a lease on its blocks, above
-    all streams that have just moved to another worker; nothing new is stored meanwhile."""
+    """How long a stopping store still serves workers that have a lease on its blocks, above all for
+    streams that have just moved to another worker; nothing new is stored meanwhile."""
 
     stop_timeout_s: float = 2.0
     """How long calls under way may take to end when the process is asked to stop."""
@@ -100,7 +100,7 @@ class KvStoreSettings:
     """Traces of requests that the router traces."""
 
     tls: TlsSettings = field(default_factory=TlsSettings)
-    """Who this store is to workers and routers; empty: no TLS."""
+    """Certificate that this store shows to workers and routers; empty: no TLS."""
 
     redis_timeout_s: float = 1.0
     """Longest wait for one answer of Redis."""

@@ -24,13 +24,13 @@ _MAX_PASSWORD_BYTES = 4096
 
 @dataclass(frozen=True)
 class RedisAccess:
-    """How Redis knows us, and we it. `rediss://` in the URL asks for TLS."""
+    """TLS and password of Redis. `rediss://` in the URL asks for TLS."""
 
     ca_file: str = ""
     """Certificates (PEM) that Redis's is signed by; empty: those that the machine trusts."""
 
     cert_file: str = ""
-    """Our certificate, for a Redis that asks for one."""
+    """This process's certificate, for a Redis that asks for one."""
 
     key_file: str = ""
     """Its private key."""
@@ -39,9 +39,8 @@ class RedisAccess:
     """Redis ACL user; empty: the default one."""
 
     password_file: str = ""
-    """File with the password, read again when it changes; nobody else may read it. Better than a
-    password in the URL, which stands in command lines.
-    """
+    """File with the password, read again when it changes; only its owner may be able to read it.
+    Better than a password in the URL, which stands in command lines."""
 
     def __post_init__(self) -> None:
         if bool(self.cert_file) != bool(self.key_file):

@@ -28,7 +28,7 @@ _FIX = "`baton certs --out FOLDER` makes a set for development"
 
 @dataclass(frozen=True)
 class TlsSettings:
-    """Files in PEM that say who a process is and whom it trusts."""
+    """Files in PEM: a process's certificate, its private key, and the CA that it trusts."""
 
     ca_file: str = ""
     """Certificates that peers' certificates are signed by."""
@@ -37,7 +37,7 @@ class TlsSettings:
     """This process's certificate and what leads to its CA. Empty: no TLS."""
 
     key_file: str = ""
-    """The certificate's private key, not encrypted; nobody else may read the file."""
+    """The certificate's private key, not encrypted; only its owner may be able to read the file."""
 
     allow_plaintext: bool = False
     """Whether to listen without TLS where other machines can connect. For networks that encrypt

@@ -17,7 +17,8 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -228,21 +229,47 @@ def _of_value(value: Any, path: str) -> Schema:
     raise TypeError(f"values.yaml: {path}: say in FREE what a {type(value).__name__} may hold")
 
 
+@dataclass(frozen=True)
+class SettingsField:
+    """One field of a settings class."""
+
+    name: str
+    hint: Any
+    """Its resolved type."""
+    default: Any
+    """`dataclasses.MISSING` for a group."""
+    text: str
+    """Its docstring, as one line."""
+
+    @property
+    def group(self) -> type[Any] | None:
+        """The settings class that the field holds, if it is a group of settings."""
+        return typing.cast(type[Any], self.hint) if dataclasses.is_dataclass(self.hint) else None
+
+
+def settings_fields(cls: type[Any]) -> Iterator[SettingsField]:
+    """The fields of a settings class, in their order."""
+    hints, explained = typing.get_type_hints(cls), field_docstrings(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        default = dataclasses.MISSING if dataclasses.is_dataclass(hint) else field.default
+        yield SettingsField(field.name, hint, default, explained.get(field.name, ""))
+
+
 def of_settings(cls: type[Any], managed: Sequence[str]) -> Schema:
     """Of a settings class, less what is managed. Raises: KeyError for a managed key that is not
     there (any more)."""
-    hints = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]
+    fields = list(settings_fields(cls))
     for key in managed:
-        if key.partition(".")[0] not in names:
+        if key.partition(".")[0] not in [field.name for field in fields]:
             raise KeyError(f"{cls.__name__} has no {key}")
-    explained = field_docstrings(cls)
     properties = {}
-    for name in names:
+    for field in fields:
+        name = field.name
         if name in managed:
             continue
         inner = [key.partition(".")[2] for key in managed if key.startswith(f"{name}.")]
-        properties[name] = _described(_of_hint(hints[name], inner), explained.get(name, ""))
+        properties[name] = _described(_of_hint(field.hint, inner), field.text)
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 

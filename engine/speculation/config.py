@@ -36,12 +36,12 @@ class NgramConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Guessing several tokens a step; on where somebody guesses. Answers are those of plain
+    """Guessing several tokens a step; on where a drafter is named. Answers are those of plain
     decoding up to rounding, as with batching. Raises SettingsError for a value out of range."""
 
     drafters: tuple[str, ...] = ()
-    """Who guesses beside the draft models: "ngram" (what followed the newest tokens before, in
-    prompt or output)."""
+    """Drafters beside the draft models: "ngram" proposes what followed the newest tokens before, in
+    prompt or output."""
 
     draft_models: tuple[str, ...] = ()
     """Small models that guess, too: bundled names, local folders, or Hugging Face names, with the

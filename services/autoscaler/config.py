@@ -44,12 +44,11 @@ class KubernetesSettings:
     """The Lease (coordination.k8s.io) whose holder acts; with act=false, NAME-advice is taken."""
 
     lease_s: float = 15.0
-    """Nobody takes the Lease from a holder who renewed it within this time; Kubernetes' own
-    controllers use the same.
-    """
+    """No other replica takes the Lease from a holder that renewed it within this time; Kubernetes'
+    own controllers use the same."""
 
     renew_s: float = 10.0
-    """A holder who could not renew for so long acts no more: clearly before another may."""
+    """A holder that could not renew for so long stops acting: clearly before another may act."""
 
     retry_s: float = 2.0
     """Between two attempts to take or renew it."""
@@ -82,7 +81,7 @@ class AutoscalerSettings:
     """
 
     metrics_listen: str = ""
-    """host:port of /metrics; port 0: a free one; empty: nobody listens."""
+    """host:port of /metrics; port 0: a free one; empty: no /metrics."""
 
     autoscaler_id: str = ""
     """Name of this one among its replicas, which the Lease shows; empty: a random one."""
@@ -94,7 +93,7 @@ class AutoscalerSettings:
     """TLS and password of that Redis."""
 
     tls: TlsSettings = field(default_factory=TlsSettings)
-    """Who this autoscaler is to workers, and to who asks it; empty: no TLS."""
+    """Certificate that this autoscaler shows to workers and to its own callers; empty: no TLS."""
 
     model: str = ""
     """The model whose workers are scaled, as routers name it; empty: the only one they serve."""
@@ -114,10 +113,9 @@ class AutoscalerSettings:
     """
 
     allow_flips: bool = True
-    """Whether a running worker may be told to take the other role. Under mTLS its certificate must
-    name both (`baton certs --flips`). A worker that refuses is asked again after five minutes at
-    the earliest: it takes up another certificate without a restart.
-    """
+    """Whether the autoscaler may move a running worker to the other role. Under mTLS its
+    certificate must name both roles (`baton certs --flips`). A worker that refuses is asked again
+    after five minutes at the earliest: it takes up another certificate without a restart."""
 
     interval_s: float = 5.0
     """Between two decisions."""

@@ -49,8 +49,8 @@ class PoolLimits:
     """Bounds of one pool."""
 
     min_workers: int = 1
-    """Never fewer are asked for. 0 for both pools: when nobody has asked for anything for
-    `pace.idle_s`, there are none."""
+    """The least number of workers. 0 for both pools: after `pace.idle_s` without a request there
+    are none."""
 
     max_workers: int = 8
     """Never more are asked for."""

@@ -37,7 +37,8 @@ class DraftLimits:
     """Bounds of one draft worker."""
 
     max_num_sessions: int = 256
-    """Sequences that it remembers; who was not asked for lately gives way, or the newcomer."""
+    """Sequences that the draft worker remembers. For a further one it forgets a sequence that it
+    was not asked for lately; where there is none, it does not take the further one."""
 
     max_session_bytes: int = 64 * 1024 * 1024
     """Of their token ids. Their KV has a bound of its own: engine.speculation.draft_kv_bytes."""
@@ -85,10 +86,10 @@ class DraftSettings:
     """Its name in logs and metrics; empty: "draft" and a random part."""
 
     tls: TlsSettings = field(default_factory=TlsSettings)
-    """Who this worker is to verifiers; empty: no TLS."""
+    """Certificate that this worker shows to decode workers; empty: no TLS."""
 
     metrics_listen: str = ""
-    """host:port of /metrics, usually on loopback; port 0: a free one; empty: nobody listens."""
+    """host:port of /metrics, usually on loopback; port 0: a free one; empty: no /metrics."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     """The model that guesses and its device. What a draft worker does not heed (HEEDED,

@@ -10,7 +10,7 @@ from process.settings import SettingsError
 
 @dataclass(frozen=True)
 class AdmissionSettings:
-    """Who is served when not all can be."""
+    """Which requests are served, wait or are refused under load."""
 
     max_active_requests: int = 768
     """Requests that are served at the same time; the others wait."""

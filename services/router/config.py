@@ -41,18 +41,17 @@ class RouterLimits:
     """Above this gRPC itself refuses (RESOURCE_EXHAUSTED), before the message is in memory."""
 
     max_intake_bytes: int = 256 * MIB
-    """Room for all requests' messages together, of which one tenant has at most half. A message
-    that is being read counts with the most that it may have, then with what it has; one that takes
-    longer than a quarter of `intake_wait_s` gives way while somebody waits for its room.
-    """
+    """Memory for the messages of all requests together, of which one tenant has at most half. A
+    message counts with its largest possible size while it is read, then with its own size. A
+    message that takes longer than a quarter of `intake_wait_s` to arrive is refused while another
+    one waits for memory."""
 
     max_connections: int = 4096
     """At each port at the same time, counted from the accept; the next one is closed at once."""
 
     max_requests_in_flight: int = 2048
-    """The next request is refused with a retry time, whoever asks. More than `admission` serves and
-    queues together: there it is the noisiest tenant that gives way.
-    """
+    """The next request is refused with a retry time, of any tenant. Larger than what `admission`
+    serves and queues together, where the tenant with the most requests is refused first."""
 
     max_held_requests: int = 256
     """Requests that are held while there are no workers, with `hold_without_workers_s`; the next is
@@ -100,9 +99,8 @@ class RouterLimits:
     """Requests whose choices of workers are kept with their reasons, of each model."""
 
     num_prefixes_kept: int = 64 * 1024
-    """Prefixes of which is remembered who should still have them, of each model; about 200 bytes
-    each.
-    """
+    """Prefixes of each model for which the router remembers the workers that should still have
+    them; about 200 bytes each."""
 
     max_failovers: int = 3
     """Decode workers that one request may lose before it fails: it might be what breaks them.
@@ -252,10 +250,10 @@ class RouterSettings:
     unix:/path."""
 
     http_listen: str = ""
-    """host:port of the OpenAI API over HTTP; port 0: a free one; empty: nobody listens."""
+    """host:port of the OpenAI API over HTTP; port 0: a free one; empty: no HTTP."""
 
     metrics_listen: str = ""
-    """host:port of /metrics, usually on loopback; port 0: a free one; empty: nobody listens."""
+    """host:port of /metrics, usually on loopback; port 0: a free one; empty: no /metrics."""
 
     router_id: str = ""
     """Name of this router in status and logs; empty: a random one."""
@@ -275,7 +273,7 @@ class RouterSettings:
     """TLS and password of that Redis."""
 
     tls: TlsSettings = field(default_factory=TlsSettings)
-    """Who this router is to workers and stores; empty: no TLS."""
+    """Certificate that this router shows to workers and stores; empty: no TLS."""
 
     client_tls: TlsSettings = field(default_factory=TlsSettings)
     """What clients are shown; empty: no TLS. With a `ca_file` they need a certificate of it, too,
@@ -284,8 +282,7 @@ class RouterSettings:
 
     api_keys_file: str = ""
     """File of API keys and of tenants' limits, written by `baton api-key`, read again when it
-    changes. Empty: nobody is asked for a key, and requests name their own tenant.
-    """
+    changes. Empty: requests need no key and name their own tenant."""
 
     allow_anonymous: bool = False
     """Whether other machines may send requests without an API key."""
@@ -302,10 +299,9 @@ class RouterSettings:
     """
 
     tenant_scopes: tuple[str, ...] = ()
-    """Tenants that share what is cached, each as "tenant=scope": those of one scope find each
-    other's prefixes, and can tell by the time to the first token what others have asked. Equal on
-    every router. Empty: nobody shares with anybody.
-    """
+    """Tenants that share cached prefixes, each as "tenant=scope": tenants of one scope find each
+    other's prefixes, and can infer each other's prompts from the time to the first token. Equal on
+    every router. Empty: no two tenants share."""
 
     handover: HandoverMode = "auto"
     """How decode gets a prompt's KV: "store": out of the store, which prefill writes; "direct": out
@@ -331,7 +327,7 @@ class RouterSettings:
     """
 
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
-    """Who is served when not all can be."""
+    """Which requests are served, wait or are refused under load."""
 
     limits: RouterLimits = field(default_factory=RouterLimits)
     """Bounds."""

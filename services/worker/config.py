@@ -70,7 +70,7 @@ class WorkerLimits:
 
     drain_s: float = 10.0
     """How long a stopping worker, or one that changes its role, lets requests finish or move
-    elsewhere, and waits for those who read its blocks."""
+    elsewhere, and waits for workers that read its blocks."""
 
     stop_grace_s: float = 1.0
     """How long a stopping worker lets streams that are open bring their last messages."""
@@ -140,7 +140,7 @@ class WorkerSettings:
     """host:port of its gRPC server (port 0: a free one), or unix:/path."""
 
     advertised: str = ""
-    """Address that routers are told; empty: the one it listens on."""
+    """Address at which routers reach this worker; empty: the address that it listens on."""
 
     worker_id: str = ""
     """Unique among the workers of a deployment; empty: the role and a random part."""
@@ -152,7 +152,7 @@ class WorkerSettings:
     """TLS and password of that Redis."""
 
     tls: TlsSettings = field(default_factory=TlsSettings)
-    """Who this worker is to routers, stores and other workers; empty: no TLS."""
+    """Certificate that this worker shows to routers, stores and other workers; empty: no TLS."""
 
     store_address: str = ""
     """host:port or unix:/path of its KV store; empty: none, and it computes everything itself."""
@@ -199,7 +199,7 @@ class WorkerSettings:
     """
 
     metrics_listen: str = ""
-    """host:port of /metrics, usually on loopback; port 0: a free one; empty: nobody listens."""
+    """host:port of /metrics, usually on loopback; port 0: a free one; empty: no /metrics."""
 
     step_log: str = ""
     """Folder for a log of every step, and of what delayed it, written when the worker ends; empty:

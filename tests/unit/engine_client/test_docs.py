@@ -33,18 +33,3 @@ def test_every_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
             llm.close()  # type: ignore[attr-defined]
     out = capsys.readouterr().out
     assert "Once upon a time ->" in out and "prompts[1].top_p: 2.0" in out
-
-
-def test_every_command_is_one() -> None:
-    """Arguments are parsed, not run."""
-    import click
-
-    from baton.cli import commands as command_group
-
-    commands = re.findall(r"^    baton (.*)$", PAGE.read_text(), re.MULTILINE)
-    assert len(commands) == 2
-    for command in commands:
-        arguments, found, context = command.split(), command_group, click.Context(command_group)
-        while isinstance(found, click.Group):
-            _, found, arguments = found.resolve_command(context, arguments)
-        found.make_context(command, arguments)
