@@ -311,7 +311,8 @@ class PrefillWorker:
             job.last_filled = ()
         else:
             job.leg.num_blocks_behind = len(job.chain_hashes) - chain.num_stored
-        job.leg.bytes_written[place.client.transport_name] = chain.num_bytes
+        num_bytes = chain.num_bytes + (job.writer.num_bytes if job.writer is not None else 0)
+        job.leg.bytes_written[place.client.transport_name] = num_bytes
 
     # ---- ends
 
