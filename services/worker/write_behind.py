@@ -248,6 +248,8 @@ class WriteBehind:
     async def _drain(self) -> None:
         while self._queue:
             await self._wait_for_quiet()
+            if not self._queue:
+                return  # dropped meanwhile
             chain = self._current = next(iter(self._queue))
             del self._queue[chain]
             try:

@@ -440,6 +440,24 @@ async def test_loads_go_first_but_not_for_ever() -> None:
         assert other.num_stored >= 4
 
 
+async def test_a_chain_is_dropped_while_it_waits_for_loads() -> None:
+    """Its request was cancelled, say; the next one's is stored."""
+    async with bench(put_budget_s=2 * WAIT_S) as b:
+        chain = b.begin(PROMPT, num_known=0)
+        with b.writes.standing_back():
+            tokens = await answered(b, chain)
+            await settled()
+            b.writes.drop(chain)
+            assert b.writes.num_chains == 0
+        await b.settle()
+        assert not b.store.num_puts and not b.counts.not_written_back
+        other = b.begin(PROMPT)
+        await answered(b, other)
+        b.writes.end(other)
+        await b.settle()
+        b.assert_stored(tokens, 12)
+
+
 async def test_an_ended_chain_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench(put_budget_s=0.05) as b:
         b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
