@@ -11,8 +11,9 @@ counted by its reason: another worker will compute what is missing.
 
 Blocks are found by their chain hash in the engine's prefix cache and quarantined while a put reads
 them. So it does not matter whether their request is live, preempted or over, and a block that was
-evicted is not stored. There is one put at a time, of at most `max_put_bytes`: that is all that is
-ever held, and it is given back within `put_budget_s`.
+evicted is not stored. There is one put at a time to each store, of at most `max_put_bytes`: that is
+all that is ever held, and it is given back within `put_budget_s`. A store that is slow keeps the
+chains of no other store waiting.
 
 Presence in the store stays closed under prefixes: a put names the block before its first. The chain
 takes the blocks before `num_stored` to be in the store. Where they are not (evicted, or in another
@@ -29,6 +30,7 @@ Knows no request and no stub. Belongs to the loop's thread.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -122,13 +124,14 @@ class WriteBehind:
         self._on_room = on_room
         self._max_put_bytes = max_put_bytes
         self._max_chains = max_chains
-        self._queue: dict[WriteChain, None] = {}  # in the order of their turns
-        self._current: WriteChain | None = None
+        # By the store that they go to, in the order of their turns.
+        self._queues: dict[StoreClient | None, dict[WriteChain, None]] = {}
+        self._tasks: dict[StoreClient | None, asyncio.Task[None]] = {}
+        self._current: set[WriteChain] = set()
         self._deferred: dict[WriteChain, Callable[[], None]] = {}  # what ends each
         self._num_loads = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def has_store(self) -> bool:
@@ -207,19 +210,19 @@ class WriteBehind:
     def drop(self, chain: WriteChain) -> None:
         """Put nothing more of it: its request failed, or hands over through the store."""
         chain.problem = chain.problem or DROPPED
-        self._queue.pop(chain, None)
+        self._queues.get(chain.client, {}).pop(chain, None)
 
     @property
     def num_chains(self) -> int:
         """Chains that wait for their reader or for their turn, or are being put."""
-        return len({*self._deferred, *self._queue, self._current} - {None})
+        return len({*self._deferred, *itertools.chain(*self._queues.values()), *self._current})
 
     async def stop(self) -> None:
         """Store what has been added, for at most `put_budget_s`."""
         for end in list(self._deferred.values()):
             end()
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=self._limits.put_budget_s)
+        if self._tasks:
+            await asyncio.wait(set(self._tasks.values()), timeout=self._limits.put_budget_s)
 
     @contextmanager
     def standing_back(self) -> Iterator[None]:
@@ -236,30 +239,34 @@ class WriteBehind:
     # ---- one after another
 
     def _put_in_line(self, chain: WriteChain) -> None:
-        if not chain.is_due or chain in self._queue:
+        to, queue = chain.client, self._queues.get(chain.client, {})
+        if not chain.is_due or chain in queue:
             return
-        if len(self._queue) >= self._max_chains:
+        if sum(map(len, self._queues.values())) >= self._max_chains:
             self._give_up(chain, NO_ROOM)
             return
-        self._queue[chain] = None
-        if self._task is None or self._task.done():
-            self._task = self._connector.spawn(self._drain())
+        queue[chain] = None
+        self._queues[to] = queue
+        if to not in self._tasks or self._tasks[to].done():
+            self._tasks[to] = self._connector.spawn(self._drain(to, queue))
 
-    async def _drain(self) -> None:
-        while self._queue:
+    async def _drain(self, to: StoreClient | None, queue: dict[WriteChain, None]) -> None:
+        while queue:
             await self._wait_for_quiet()
-            if not self._queue:
-                return  # dropped meanwhile
-            chain = self._current = next(iter(self._queue))
-            del self._queue[chain]
+            if not queue:
+                break  # dropped meanwhile
+            chain = next(iter(queue))
+            del queue[chain]
+            self._current.add(chain)
             try:
                 got_further = await self._store(chain)
             finally:
-                self._current = None
+                self._current.discard(chain)
             if got_further:
                 self._put_in_line(chain)
             elif chain.ends_by is not None and not chain.problem:
                 self._give_up(chain, MISSING)  # the engine has it no more
+        del self._queues[to], self._tasks[to]
 
     async def _wait_for_quiet(self) -> None:
         """Let loads go first, for a while: they might never end."""

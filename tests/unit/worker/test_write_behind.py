@@ -20,6 +20,7 @@ from engine.loop import Engine
 from engine.step_output import RequestEvent, StepOutput
 from kvstore import block_hash
 from kvstore.block import Block
+from kvstore.client import StoreClient
 from kvstore.errors import TransferFailed
 from kvstore.putting import PutResult
 from process.deadline import Deadline
@@ -32,7 +33,7 @@ from services.worker.engine_thread import EngineThread
 from services.worker.provenance import Leg, WorkerCounts
 from services.worker.write_behind import WriteBehind, WriteChain
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, fake_engine, prompt_of, request, running
-from tests.harness.waiting import WAIT_S, settled
+from tests.harness.waiting import WAIT_S, settled, until
 
 FRAME_BYTES = 64
 
@@ -456,6 +457,26 @@ async def test_a_chain_is_dropped_while_it_waits_for_loads() -> None:
         b.writes.end(other)
         await b.settle()
         b.assert_stored(tokens, 12)
+
+
+async def test_a_store_that_is_slow_keeps_no_other_stores_chains_waiting() -> None:
+    async with bench(put_budget_s=WAIT_S) as b:
+        far = FakeStore(b.engine)
+        far.gate.clear()
+        await b.generate(PROMPT, 31)
+        hashes = b.hashes(PROMPT)
+        chains = [
+            b.writes.begin("t", hashes, Leg(18), num_stored=0, client=cast(StoreClient, client))
+            for client in (far, far, None)
+        ]
+        for chain in chains:
+            b.writes.end(chain)
+        await far.entered.wait()
+        await until(lambda: chains[2].num_left == 0)
+        assert b.store.num_puts == [4] and not far.num_puts and b.writes.num_chains == 2
+        far.gate.set()
+        await b.settle()
+        assert far.num_puts == [4, 0] and b.writes.num_chains == 0
 
 
 async def test_an_ended_chain_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
