@@ -38,8 +38,8 @@ class KvStoreSettings:
     capacity_bytes: int = 0
     """Memory for frames. Taken when the first worker attaches and tells how large a block is. On
     huge pages rounded up to whole ones, and then all that is taken. 0: a tenth of the memory that
-    is free then, 1,024 blocks at least, 32 GiB and half of what is free in memory and in slab_dir
-    at most."""
+    is free then, 1,024 blocks at least, 131,072 blocks, 8 GiB and half of what is free in memory
+    and in slab_dir at most."""
 
     slab_dir: str = "/dev/shm"
     """Folder of the slab's file, in memory (also huge pages: a hugetlbfs mount); workers that use

@@ -10,8 +10,12 @@ Knows no workers. One asyncio loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore import huge_pages
@@ -31,7 +35,9 @@ logger = logging.getLogger(__name__)
 
 TOUCH_AHEAD_BYTES = 64 * 1024 * 1024
 """Memory kept ready beyond the frames in use: a quarter of a second of writes at 256 MB/s."""
-_NUM_TRIES = 3
+_ALONE_S = 10.0
+"""Another store may have been stopped in the middle."""
+_LOOK_S = 0.02
 _TOUCH_STEP_BYTES = 8 * 1024 * 1024
 
 
@@ -55,21 +61,37 @@ def _make_slab(
 ) -> Slab:
     slab_dir = Path(settings.slab_dir)
     page_bytes = huge_pages.page_bytes_in(slab_dir)
-    num_tries = 1 if settings.capacity_bytes else _NUM_TRIES
-    while True:
+    with _alone_in(
+        slab_dir
+    ):  # what is free counts when the stores that start beside it have theirs
         capacity_bytes = settings.capacity_bytes or default_capacity_bytes(
             block_bytes,
             free_memory_bytes=host_memory.available_bytes(),
             free_folder_bytes=free_bytes(slab_dir),
         )
         layout = SlabLayout.fitting(capacity_bytes, block_bytes, page_bytes)
-        try:
-            return Slab.create(slab_dir, node_id, incarnation, layout)
-        except NoCapacity:
-            num_tries -= 1
-            if not num_tries:
-                raise
-            # Another store of this host may have taken its part meanwhile: there is less now.
+        return Slab.create(slab_dir, node_id, incarnation, layout)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other store takes memory in this folder while the body runs, for at most _ALONE_S."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise NoCapacity(f"slab_dir: {folder}: {error.strerror}") from error
+    try:
+        ends_s = time.monotonic() + _ALONE_S
+        while time.monotonic() < ends_s:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_LOOK_S)
+            else:
+                break
+        yield
+    finally:
+        os.close(fd)
 
 
 class Memory:

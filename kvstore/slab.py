@@ -43,8 +43,11 @@ page: 2.3 ms instead of 0.6 for 6 MiB (measured)."""
 MIN_DEFAULT_FRAMES = 1024
 """Blocks of 16 tokens for two prompts of 8,192: below that a store gives away what it has just
 taken in."""
-MAX_DEFAULT_BYTES = 32 << 30
-"""The kernel takes 0.3 s a GiB to clear the pages (measured), while the first worker waits."""
+MAX_DEFAULT_BYTES = 8 << 30
+"""The kernel takes 0.3 s a GiB to clear the pages (measured), and the first worker waits 3 s."""
+MAX_DEFAULT_FRAMES = 1 << 17
+"""The store's books take 60 bytes and a check of its laws 9 us for each (measured): blocks of a few
+kilobytes, as of test models, would make millions."""
 MIN_FRAMES = 64
 """A store that chose its size itself is not worth a start below that."""
 MAGIC = b"BATONSLB"
@@ -107,13 +110,14 @@ def default_capacity_bytes(
     frame_bytes: int, *, free_memory_bytes: int, free_folder_bytes: int
 ) -> int:
     """What a store takes that was given no size: a tenth of the free memory, MIN_DEFAULT_FRAMES at
-    least, MAX_DEFAULT_BYTES at most (unless those frames are more), and never more than half of
-    what is free in memory and in the slab's folder.
+    least, MAX_DEFAULT_BYTES (unless those frames are more) and MAX_DEFAULT_FRAMES at most, and
+    never more than half of what is free in memory and in the slab's folder.
 
     Raises: NoCapacity where that is less than MIN_FRAMES.
     """
     stride_bytes = _round_up(frame_bytes)
-    wanted = max(min(free_memory_bytes // 10, MAX_DEFAULT_BYTES), MIN_DEFAULT_FRAMES * stride_bytes)
+    most_bytes = min(MAX_DEFAULT_BYTES, MAX_DEFAULT_FRAMES * stride_bytes)
+    wanted = max(min(free_memory_bytes // 10, most_bytes), MIN_DEFAULT_FRAMES * stride_bytes)
     capacity_bytes = min(wanted, free_memory_bytes // 2, free_folder_bytes // 2)
     if capacity_bytes < MIN_FRAMES * stride_bytes:
         raise NoCapacity(

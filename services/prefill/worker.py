@@ -311,7 +311,8 @@ class PrefillWorker:
             job.last_filled = ()
         else:
             job.leg.num_blocks_behind = len(job.chain_hashes) - chain.num_stored
-        job.leg.bytes_written[place.client.transport_name] = chain.num_bytes
+        num_bytes = chain.num_bytes + (job.writer.num_bytes if job.writer is not None else 0)
+        job.leg.bytes_written[place.client.transport_name] = num_bytes
 
     # ---- ends
 
@@ -424,7 +425,7 @@ class PrefillWorker:
     ) -> WriteChain:
         """The prompt's chain into the store of `place`, which has its leading `num_stored`
         blocks. num_filled: leading blocks that are computed or loaded."""
-        is_home = place.client is self._core.connector.client
+        is_home = place.release_later == self._core.connector.release_later
         return self._core.write_behind.begin(
             job.ask.tenant,
             job.chain_hashes[:num_filled],

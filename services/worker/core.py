@@ -176,6 +176,9 @@ class WorkerCore:
             self.limits,
             self.counts,
             block_size=self.model.block_size,
+            max_held_blocks=max(
+                1, settings.engine.max_num_tokens_per_step // self.model.block_size
+            ),
             on_room=lambda: self.on_room(),
         )
         self.laws: LawCheck = (

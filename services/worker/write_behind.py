@@ -9,10 +9,12 @@ are filled -> stored in batches while the request runs -> `end`, or `end_after_r
 at most `put_budget_s` later -> forgotten. `drop` ends it at once. The first failure ends it, and is
 counted by its reason: another worker will compute what is missing.
 
-Blocks are found by their chain hash in the engine's prefix cache and quarantined while a put reads
-them. So it does not matter whether their request is live, preempted or over, and a block that was
-evicted is not stored. There is one put at a time, of at most `max_put_bytes`: that is all that is
-ever held, and it is given back within `put_budget_s`.
+Blocks are found by their chain hash in the engine's prefix cache and quarantined until a put has
+read them. So it does not matter whether their request is live, preempted or over, and a block that
+was evicted is not stored. The engine can be asked between two steps only, so a turn takes what one
+step fills, of several chains, and puts it in several puts of at most `max_put_bytes`, one at a time
+to each store. No more than that is held, each put for at most `put_budget_s`. A store that is slow
+keeps the chains of no other store waiting.
 
 Presence in the store stays closed under prefixes: a put names the block before its first. The chain
 takes the blocks before `num_stored` to be in the store. Where they are not (evicted, or in another
@@ -29,6 +31,7 @@ Knows no request and no stub. Belongs to the loop's thread.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,6 +47,7 @@ from process.spans import Span
 from services.worker.block_writer import BATCH_BYTES, NO_ROOM, ReleaseLater
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector, reason_of
+from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 from services.worker.provenance import Leg, WorkerCounts
 
@@ -99,6 +103,21 @@ class WriteChain:
         return self.num_left >= (BATCH_BLOCKS if self.ends_by is None else 1)
 
 
+@dataclass(eq=False)
+class _Turn:
+    """What of one chain is put in this turn."""
+
+    chain: WriteChain
+    first: int
+    """The first block of it."""
+    hashes: tuple[bytes, ...]
+    """From block 0 to the last of it."""
+    held: list[int] = field(default_factory=list)
+    """Ids of the blocks from `first` that are quarantined; filled on the engine's thread."""
+    num_over: int = 0
+    """Of `held`, blocks whose put is over."""
+
+
 class WriteBehind:
     """See the module."""
 
@@ -110,25 +129,33 @@ class WriteBehind:
         counts: WorkerCounts,
         *,
         block_size: int,
+        max_held_blocks: int,
         on_room: Callable[[], None],
         max_put_bytes: int = BATCH_BYTES,
         max_chains: int = MAX_CHAINS,
     ) -> None:
+        """
+        Args:
+            max_held_blocks: of one turn; what an engine step fills.
+            on_room: called when blocks have been given back.
+        """
         self._connector = connector
         self._thread = thread
         self._limits = limits
         self._counts = counts
         self._block_size = block_size
+        self._max_held_blocks = max_held_blocks
         self._on_room = on_room
         self._max_put_bytes = max_put_bytes
         self._max_chains = max_chains
-        self._queue: dict[WriteChain, None] = {}  # in the order of their turns
-        self._current: WriteChain | None = None
+        # By the store that they go to, in the order of their turns.
+        self._queues: dict[StoreClient | None, dict[WriteChain, None]] = {}
+        self._tasks: dict[StoreClient | None, asyncio.Task[None]] = {}
+        self._current: set[WriteChain] = set()
         self._deferred: dict[WriteChain, Callable[[], None]] = {}  # what ends each
         self._num_loads = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def has_store(self) -> bool:
@@ -207,19 +234,19 @@ class WriteBehind:
     def drop(self, chain: WriteChain) -> None:
         """Put nothing more of it: its request failed, or hands over through the store."""
         chain.problem = chain.problem or DROPPED
-        self._queue.pop(chain, None)
+        self._queues.get(chain.client, {}).pop(chain, None)
 
     @property
     def num_chains(self) -> int:
         """Chains that wait for their reader or for their turn, or are being put."""
-        return len({*self._deferred, *self._queue, self._current} - {None})
+        return len({*self._deferred, *itertools.chain(*self._queues.values()), *self._current})
 
     async def stop(self) -> None:
         """Store what has been added, for at most `put_budget_s`."""
         for end in list(self._deferred.values()):
             end()
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=self._limits.put_budget_s)
+        if self._tasks:
+            await asyncio.wait(set(self._tasks.values()), timeout=self._limits.put_budget_s)
 
     @contextmanager
     def standing_back(self) -> Iterator[None]:
@@ -236,74 +263,110 @@ class WriteBehind:
     # ---- one after another
 
     def _put_in_line(self, chain: WriteChain) -> None:
-        if not chain.is_due or chain in self._queue:
+        to, queue = chain.client, self._queues.get(chain.client, {})
+        if not chain.is_due or chain in queue:
             return
-        if len(self._queue) >= self._max_chains:
+        if sum(map(len, self._queues.values())) >= self._max_chains:
             self._give_up(chain, NO_ROOM)
             return
-        self._queue[chain] = None
-        if self._task is None or self._task.done():
-            self._task = self._connector.spawn(self._drain())
+        queue[chain] = None
+        self._queues[to] = queue
+        if to not in self._tasks or self._tasks[to].done():
+            self._tasks[to] = self._connector.spawn(self._drain(to, queue))
 
-    async def _drain(self) -> None:
-        while self._queue:
+    async def _drain(self, to: StoreClient | None, queue: dict[WriteChain, None]) -> None:
+        while queue:
             await self._wait_for_quiet()
-            chain = self._current = next(iter(self._queue))
-            del self._queue[chain]
+            turns = self._take(queue)
+            self._current.update(turn.chain for turn in turns)
             try:
-                got_further = await self._store(chain)
+                await self._hold(turns)
+                for turn in turns:
+                    await self._store(turn)
             finally:
-                self._current = None
-            if got_further:
-                self._put_in_line(chain)
-            elif chain.ends_by is not None and not chain.problem:
-                self._give_up(chain, MISSING)  # the engine has it no more
+                self._current.difference_update(turn.chain for turn in turns)
+                for turn in turns:
+                    self._give_back(turn)
+        del self._queues[to], self._tasks[to]
+
+    def _take(self, queue: dict[WriteChain, None]) -> list[_Turn]:
+        """Out of the queue, as much as may be held at once."""
+        turns, room = [], self._max_held_blocks
+        while queue and room > 0:
+            chain = next(iter(queue))
+            del queue[chain]
+            if chain.problem:
+                continue
+            first = chain.num_stored
+            turns.append(_Turn(chain, first, tuple(chain.hashes[: first + room])))
+            room -= len(turns[-1].hashes) - first
+        return turns
 
     async def _wait_for_quiet(self) -> None:
         """Let loads go first, for a while: they might never end."""
         try:
-            async with asyncio.timeout(self._limits.put_budget_s / 2):
+            async with asyncio.timeout(self._limits.put_yield_s):
                 await self._quiet.wait()
         except TimeoutError:
             return
 
-    async def _store(self, chain: WriteChain) -> bool:
-        """One put of a chain's next blocks. Returns: whether it got further."""
-        client = chain.client or self._connector.client
-        if client is None or client.broken is not None:
-            self._give_up(chain, STORE_UNAVAILABLE)
-            return False
-        if chain.ends_by is not None and chain.ends_by.expired:
-            self._give_up(chain, DEADLINE)
-            return False
-        first = chain.num_stored
-        hashes = tuple(chain.hashes[: first + max(1, self._max_put_bytes // client.frame_bytes)])
-        held: list[int] = []
-        try:
-            if not await self._hold(chain, hashes, first, held):
-                return False
-            result = await self._put(client, chain, hashes, first, held)
-        finally:
-            # Behind the hold, even where that has not run yet: it fills `held` on its own thread.
-            self._thread.post(lambda engine: engine.unquarantine(tuple(held)), self._on_room)
-        if result is None:
-            return not chain.problem
-        (chain.release_later or self._connector.release_later)(client, [result.lease_id])
-        return self._book(chain, hashes[first:], len(held), result, client.frame_bytes)
+    async def _hold(self, turns: Sequence[_Turn]) -> None:
+        """Quarantine what the engine has of them."""
 
-    async def _hold(
-        self, chain: WriteChain, hashes: tuple[bytes, ...], first: int, held: list[int]
-    ) -> bool:
-        """Returns: whether there is anything to put."""
+        def hold(engine: WorkerEngine) -> None:
+            for turn in turns:
+                turn.held.extend(engine.hold_cached(turn.hashes, turn.first))
+
         try:
             async with Deadline.after(self._limits.put_budget_s).timeout("holding blocks"):
-                await self._thread.call(
-                    lambda engine: held.extend(engine.hold_cached(hashes, first))
-                )
+                await self._thread.call(hold)
         except BatonError as error:  # the engine is gone, or in a very long step
-            self._give_up(chain, reason_of(error))
+            for turn in turns:
+                self._give_up(turn.chain, reason_of(error))
+
+    def _give_back(self, turn: _Turn, num_more: int | None = None) -> None:
+        """The next `num_more` held blocks, or all; behind the hold, even where that has not run
+        yet: it fills `held` on its own thread."""
+        first = turn.num_over
+        end = None if num_more is None else first + num_more
+        turn.num_over = len(turn.held) if end is None else end
+        self._thread.post(
+            lambda engine: engine.unquarantine(tuple(turn.held[first:end])), self._on_room
+        )
+
+    async def _store(self, turn: _Turn) -> None:
+        """Put the blocks of one chain that are held; then it waits for its next turn, if there is
+        more of it."""
+        chain, num_restarts = turn.chain, turn.chain.num_restarts
+        while turn.num_over < len(turn.held) and not chain.problem:
+            client = chain.client or self._connector.client
+            if client is None or client.broken is not None:
+                self._give_up(chain, STORE_UNAVAILABLE)
+            elif chain.ends_by is not None and chain.ends_by.expired:
+                self._give_up(chain, DEADLINE)
+            elif not await self._put_next(client, turn):
+                break
+        has_moved = chain.num_stored > turn.first or chain.num_restarts > num_restarts
+        if has_moved:
+            self._put_in_line(chain)
+        elif chain.ends_by is not None and not chain.problem:
+            self._give_up(chain, MISSING)  # the engine has it no more
+
+    async def _put_next(self, client: StoreClient, turn: _Turn) -> bool:
+        """One put. Returns: whether the chain got further."""
+        await self._wait_for_quiet()
+        chain, first = turn.chain, turn.first + turn.num_over
+        max_blocks = max(1, self._max_put_bytes // client.frame_bytes)
+        block_ids = turn.held[turn.num_over : turn.num_over + max_blocks]
+        hashes = turn.hashes[: first + len(block_ids)]
+        try:
+            result = await self._put(client, chain, hashes, first, block_ids)
+        finally:
+            self._give_back(turn, len(block_ids))
+        if result is None:
             return False
-        return bool(held)
+        (chain.release_later or self._connector.release_later)(client, [result.lease_id])
+        return self._book(chain, hashes[first:], len(block_ids), result, client.frame_bytes)
 
     async def _put(
         self,

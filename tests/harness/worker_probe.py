@@ -28,7 +28,7 @@ from protos import (
 )
 from services.decode import server as decode_server
 from services.prefill import server as prefill_server
-from services.worker import main, stores
+from services.worker import main
 from services.worker.connector import StoreConnector
 from services.worker.metrics import WorkerCollector
 from tests.harness.gated_engine import SALT
@@ -456,8 +456,8 @@ class WorkerProbe:
         return Gate(self._core.lender, "seal")
 
     def hold_attaching(self) -> Gate:
-        """No worker of this process comes to another node's store that it has not met."""
-        return Gate(stores, "attach")
+        """It comes to no other node's store that it has not met."""
+        return Gate(self._core.remote_stores, "_attach")
 
     def hold_meeting(self) -> Gate:
         """It comes to no other node's store until it is opened."""

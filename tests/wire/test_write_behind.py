@@ -75,6 +75,22 @@ async def test_an_answer_without_a_handle_does_not_wait_for_the_store(
     assert p.at_prefill.count(WRITTEN) == written + 7
 
 
+async def test_bytes_written_before_the_first_token_ended_the_answer_count(p: Pair) -> None:
+    """A handle was to name the store; now the rest is stored behind the answer."""
+    prompt = p.new_prompt(30)
+    p.prefill_model.hold_at(2)
+    asked, leg = p.prefill_request(prompt, max_tokens=1), None
+    async for message in PrefillCall(p.prefill_stub, asked, timeout_s=WAIT_S):
+        if message.handle.is_partial:
+            assert message.handle.num_tokens == 16
+            p.prefill_model.release()
+        leg = message.leg
+    assert leg is not None and leg.num_blocks_behind == 3
+    assert leg.num_bytes_written == 4 * p.model.layout.block_bytes
+    await p.check()
+    assert p.num_stored(prompt) == 7
+
+
 async def test_the_leg_says_what_was_stored_while_the_request_ran(p: Pair) -> None:
     prompt, before = p.new_prompt(30), p.at_decode.count(WRITTEN)
     home, num_putting = p.at_decode.home, 0

@@ -91,8 +91,9 @@ GIB = 1 << 30
         (2 << 20, 16 * GIB, 8 * GIB, 2 * GIB),  # 1,024 blocks
         (2 << 20, 3 * GIB, 8 * GIB, 3 * GIB // 2),  # half of the memory
         (65536, 20 * GIB, 64 << 20, 32 << 20),  # half of the folder
-        (2 << 20, 2000 * GIB, 1000 * GIB, 32 * GIB),  # no more by itself
+        (2 << 20, 2000 * GIB, 1000 * GIB, 8 * GIB),  # no more by itself
         (64 << 20, 2000 * GIB, 1000 * GIB, 64 * GIB),  # but for 1,024 blocks
+        (4096, 2000 * GIB, 1000 * GIB, GIB // 2),  # nor more than 131,072 blocks
         (100, 20 << 20, 1 << 20, 1 << 19),
     ],
 )

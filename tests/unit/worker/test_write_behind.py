@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from engine.loop import Engine
 from engine.step_output import RequestEvent, StepOutput
 from kvstore import block_hash
 from kvstore.block import Block
+from kvstore.client import StoreClient
 from kvstore.errors import TransferFailed
 from kvstore.putting import PutResult
 from process.deadline import Deadline
@@ -32,7 +34,7 @@ from services.worker.engine_thread import EngineThread
 from services.worker.provenance import Leg, WorkerCounts
 from services.worker.write_behind import WriteBehind, WriteChain
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, fake_engine, prompt_of, request, running
-from tests.harness.waiting import WAIT_S, settled
+from tests.harness.waiting import WAIT_S, settled, until
 
 FRAME_BYTES = 64
 
@@ -190,7 +192,11 @@ def expected_bytes(tokens: Sequence[int], places: Iterable[int]) -> bytes:
 
 @asynccontextmanager
 async def bench(
-    *, num_blocks: int = 64, put_budget_s: float = 5.0, **options: Any
+    *,
+    num_blocks: int = 64,
+    put_budget_s: float = 5.0,
+    max_held_blocks: int = 64,
+    **options: Any,
 ) -> AsyncIterator[Bench]:
     window = min(256, num_blocks * BLOCK_SIZE)
     engine = fake_engine(
@@ -206,6 +212,7 @@ async def bench(
             limits,
             made.counts,
             block_size=BLOCK_SIZE,
+            max_held_blocks=max_held_blocks,
             on_room=lambda: None,
             **options,
         )
@@ -291,6 +298,40 @@ async def test_long_chains_go_in_several_puts() -> None:
         await b.settle()
         b.assert_stored(tokens, 12)
         assert max(b.store.num_puts) == 3
+
+
+async def test_the_puts_of_one_turn_ask_the_engine_once() -> None:
+    """An engine can be asked between two steps only: one put a step would store too little."""
+    async with bench(max_put_bytes=3 * FRAME_BYTES) as b:
+        b.store.gate.clear()
+        chain = b.begin(PROMPT, num_known=0)
+        tokens = await answered(b, chain)
+        b.writes.end(chain)
+        await b.store.entered.wait()
+        step_is_over = threading.Event()
+        b.thread.post(lambda engine: step_is_over.wait(WAIT_S))
+        b.store.gate.set()
+        await until(lambda: b.store.num_puts == [3, 3, 3, 3])
+        step_is_over.set()
+        await b.settle()
+        b.assert_stored(tokens, 12)
+        await b.thread.call(lambda engine: engine.check_integrity())
+        assert b.thread.stats.num_quarantined_blocks == 0
+
+
+async def test_a_turn_holds_no_more_than_it_may() -> None:
+    async with bench(max_held_blocks=5) as b:
+        b.store.gate.clear()
+        chains = [b.begin(PROMPT, num_known=0) for _ in range(2)]
+        tokens = await answered(b, chains[0])
+        for chain in chains:
+            b.writes.end(chain)
+        await b.store.entered.wait()
+        assert b.thread.stats.num_quarantined_blocks == 5
+        b.store.gate.set()
+        await b.settle()
+        b.assert_stored(tokens, 12)
+        assert max(b.store.num_puts) == 5
 
 
 async def test_a_put_that_is_slow_reads_what_nobody_overwrites() -> None:
@@ -440,6 +481,44 @@ async def test_loads_go_first_but_not_for_ever() -> None:
         assert other.num_stored >= 4
 
 
+async def test_a_chain_is_dropped_while_it_waits_for_loads() -> None:
+    """Its request was cancelled, say; the next one's is stored."""
+    async with bench(put_budget_s=2 * WAIT_S) as b:
+        chain = b.begin(PROMPT, num_known=0)
+        with b.writes.standing_back():
+            tokens = await answered(b, chain)
+            await settled()
+            b.writes.drop(chain)
+            assert b.writes.num_chains == 0
+        await b.settle()
+        assert not b.store.num_puts and not b.counts.not_written_back
+        other = b.begin(PROMPT)
+        await answered(b, other)
+        b.writes.end(other)
+        await b.settle()
+        b.assert_stored(tokens, 12)
+
+
+async def test_a_store_that_is_slow_keeps_no_other_stores_chains_waiting() -> None:
+    async with bench(put_budget_s=WAIT_S) as b:
+        far = FakeStore(b.engine)
+        far.gate.clear()
+        await b.generate(PROMPT, 31)
+        hashes = b.hashes(PROMPT)
+        chains = [
+            b.writes.begin("t", hashes, Leg(18), num_stored=0, client=cast(StoreClient, client))
+            for client in (far, far, None)
+        ]
+        for chain in chains:
+            b.writes.end(chain)
+        await far.entered.wait()
+        await until(lambda: chains[2].num_left == 0)
+        assert b.store.num_puts == [4] and not far.num_puts and b.writes.num_chains == 2
+        far.gate.set()
+        await b.settle()
+        assert far.num_puts == [4, 0] and b.writes.num_chains == 0
+
+
 async def test_an_ended_chain_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench(put_budget_s=0.05) as b:
         b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
@@ -467,7 +546,10 @@ async def test_any_order_of_turns_stores_prefixes_with_the_right_bytes(
     seed: int, scale: Callable[[int], int]
 ) -> None:
     """200 conversations of several turns on a small cache, over a store that forgets."""
-    async with bench(num_blocks=40) as b:
+    draw = random.Random(f"write behind {seed}")
+    options = {"max_held_blocks": draw.randint(1, 30), "max_put_bytes": draw.randint(1, 900)}
+    print(options)  # noqa: T201  pytest shows it with a failure
+    async with bench(num_blocks=40, **options) as b:
         for index in range(scale(200)):
             rng = random.Random(f"write back {seed} {index}")
             prompt = prompt_of(rng.randint(1, 30), start=rng.randint(1, 3))
