@@ -34,9 +34,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine.step_output import FilledBlock
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient as StoreClient
+from kvstore.client import PutResult
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
-from kvstore.putting import PutResult
 from process import spans
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition

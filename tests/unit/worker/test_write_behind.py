@@ -20,8 +20,8 @@ from engine.loop import Engine
 from engine.step_output import RequestEvent, StepOutput
 from kvstore import block_hash
 from kvstore.block import Block
+from kvstore.client import PutResult
 from kvstore.errors import TransferFailed
-from kvstore.putting import PutResult
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.tasks import end_tasks
