@@ -487,7 +487,8 @@ class KvStoreClient:
                         )
                     )
 
-    # -- put: reserve, write, commit (the steps are public for kvstore/link_meter.py)
+    # -- put: reserve, write, commit. kvstore/link_meter.py takes the steps one by one, and is in no
+    # statistics
 
     async def put_unrecorded(
         self,
@@ -731,14 +732,13 @@ class KvStoreClient:
     ) -> dict[int, str]:
         """A stale generation has a better reason if the lease has lapsed: ask the store by a Renew
         of 0 s."""
-        if GENERATION not in failed.values() or not lease_id:
-            return dict(failed)
-        try:
-            await self._renew(lease_id, 0.0, deadline)
-        except LeaseLapsed:
-            return {i: LEASE_LAPSED if r == GENERATION else r for i, r in failed.items()}
-        except BatonError:
-            return dict(failed)  # the first reason stands
+        if GENERATION in failed.values() and lease_id:
+            try:
+                await self._renew(lease_id, 0.0, deadline)
+            except LeaseLapsed:
+                return {i: LEASE_LAPSED if r == GENERATION else r for i, r in failed.items()}
+            except BatonError:
+                pass  # the first reason stands
         return dict(failed)
 
     def _verify(

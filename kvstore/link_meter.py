@@ -41,12 +41,13 @@ _TTL_S = 10.0
 
 
 def num_blocks_wanted(block_bytes: int) -> int:
-    """How many blocks to lend: half of them are sent, half received into."""
+    """How many blocks a measurement needs: half of them are sent, half received into."""
     return 2 * max(1, min(MAX_BLOCKS, MAX_BYTES // (2 * MAX_ROUNDS * block_bytes)))
 
 
 async def measure(client: KvStoreClient, block_ids: Sequence[int], deadline: Deadline) -> Rates:
-    """See KvStoreClient.measure."""
+    """Measure the client's transport with blocks that are given for it; KvStoreClient.measure says
+    what it raises."""
     if is_lender(client.node_id):
         return await _measure_lender(client, block_ids, deadline)
     half = min(len(block_ids) // 2, max(1, int(client.num_frames * MAX_SHARE)))
