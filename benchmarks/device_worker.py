@@ -19,13 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.device_ceilings import dma, torch_copies
-from kvstore import attaching, block_hash
-from kvstore.attaching import Introduction
+from kvstore import block_hash
 from kvstore.block import Block
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.nixl_agent import NixlAgent, Region
 from kvstore.nixl_runs import merge_runs
-from kvstore.rpc import StoreRpc
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, Transport
 from kvstore.transport.cuda_device import CudaDevice
 from kvstore.transport.device import wait_for
@@ -81,7 +79,7 @@ class Worker:
         self.device = CudaDevice.open(device_id)
         self.cache: torch.Tensor
         self.memory: BlockMemory
-        self.client: StoreClient | None = None
+        self.client: KvStoreClient | None = None
         self.agent: NixlAgent | None = None
         self.region: Region
         self.metadata = b""
@@ -119,18 +117,17 @@ class Worker:
     async def do_attach(self, address: str) -> dict[str, Any]:
         """To the store, over its slab, locked for the device."""
         began = time.monotonic()
-        who = Introduction(
-            f"worker-{secrets.token_hex(4)}",
-            secrets.token_bytes(16),
-            FINGERPRINT,
-            self.memory,
-            "shm",
-            "lo",
+        self.client = await KvStoreClient.attach(
+            address,
+            worker_id=f"worker-{secrets.token_hex(4)}",
+            worker_incarnation=secrets.token_bytes(16),
+            fingerprint=FINGERPRINT,
+            memory=self.memory,
+            transport="shm",
+            timeout_s=BUDGET_S,
         )
-        rpc = StoreRpc(address)
-        attached, transport = await attaching.meet(rpc, who, Deadline.after(BUDGET_S))
-        self.timed = Timed(transport)
-        self.client = StoreClient(rpc, attached, self.memory, self.timed)
+        transport = self.client.transport
+        self.client.transport = self.timed = Timed(transport)
         return {"seconds": time.monotonic() - began, "transport": type(transport).__name__}
 
     async def do_detach(self) -> dict[str, Any]:
@@ -341,7 +338,7 @@ class Worker:
         return {"rate": rate, "first_s": seconds[0], "num_runs": len(runs)}
 
     @property
-    def _client(self) -> StoreClient:
+    def _client(self) -> KvStoreClient:
         if self.client is None:
             raise RuntimeError("not attached")
         return self.client

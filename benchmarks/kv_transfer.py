@@ -38,7 +38,7 @@ from benchmarks.context import context, publish
 from benchmarks.tcp_stream import TcpStream
 from kvstore import block_hash
 from kvstore.block import Block
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.transport import base, checked_copy, grpc_chunks
 from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
@@ -85,7 +85,7 @@ class Bench:
     """One client of one store over one transport; its lower half of blocks is written, its upper
     half read into."""
 
-    def __init__(self, client: StoreClient, num_blocks: int) -> None:
+    def __init__(self, client: KvStoreClient, num_blocks: int) -> None:
         self._client = client
         self._num_blocks = num_blocks
 
@@ -132,7 +132,7 @@ class Bench:
 @asynccontextmanager
 async def attached(address: str, transport: str, memory: BlockMemory) -> AsyncIterator[Bench]:
     """A client of the store, from its handshake to its goodbye."""
-    client = await StoreClient.attach(
+    client = await KvStoreClient.attach(
         address,
         worker_id=f"bench-{secrets.token_hex(4)}",
         worker_incarnation=secrets.token_bytes(16),

@@ -39,7 +39,7 @@ from benchmarks.bare_copies import copies_alone, median_s, ways_to_copy
 from benchmarks.context import context, publish
 from benchmarks.read_parts import PARTS, ReadParts, by_last_piece
 from kvstore.block import Block, Tier
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.lending import lender_node_id
 from kvstore.lending.lender import Lender, LenderIdentity
 from kvstore.lending.loans import LoanTable, Offer
@@ -196,7 +196,7 @@ def places() -> dict[str, tuple[list[int], list[int]]]:
 
 
 async def through(
-    client: StoreClient,
+    client: KvStoreClient,
     lender: LenderProcess,
     cache: torch.Tensor,
     where: tuple[list[int], list[int]],
@@ -205,7 +205,7 @@ async def through(
     """bytes/s of whole, verified reads over one transport."""
     sources, targets = where
     lease_id, refs, lend_s = lender.lend(sources)
-    transport: Any = client._transport  # noqa: SLF001
+    transport: Any = client.transport
     parts, is_mapped = ReadParts(), isinstance(transport, MappedTransport)
 
     async def read(items: Sequence[tuple[Block, int]]) -> float:
@@ -251,7 +251,7 @@ async def measured(
     try:
         for name in transports:
             began = time.perf_counter()
-            client = await StoreClient.attach(
+            client = await KvStoreClient.attach(
                 lender.address,
                 worker_id=f"reader-{name}",
                 worker_incarnation=secrets.token_bytes(16),
@@ -263,7 +263,7 @@ async def measured(
             found[name] = {"attach_ms": (time.perf_counter() - began) * 1e3}
             for place, where in places().items():
                 row = await through(client, lender, cache, where, repeats)
-                transport = client._transport  # noqa: SLF001
+                transport = client.transport
                 if isinstance(transport, MappedTransport):
                     row["moved"] = copies_alone(transport, where, num_bytes, repeats)
                     row["ways"] = ways_to_copy(transport, where, num_bytes, repeats)

@@ -4,7 +4,7 @@ gRPC does not say when a bit has turned on the way. What would be written to, co
 by must fit the question: as many blocks as were asked for, the same hashes in the same order,
 frames that exist, generations odd while writing and even after it. What cannot be told from a right
 answer (a wrong checksum, another frame's reference) is found when the block is read. Knows no
-connection: `StoreRpc.reading` makes a spoiled answer its end. Pure, any thread.
+connection: `StoreConnection.checking_reply` breaks it for a spoiled answer. Pure, any thread.
 """
 
 from __future__ import annotations

@@ -1,112 +1,178 @@
-"""A worker's view of one KV store: control over gRPC, bytes over the transport that was asked for.
+"""KvStoreClient: a worker's view of one KV store, or of another worker that lends its cache.
+Control goes over gRPC (kvstore/connection.py), bytes over the transport that the caller names.
 
 Life: `attach` -> match, put_blocks, get_blocks, renew, release ... -> `close`. When the store is
-away or another life answers, the client is `broken` for good: its owner attaches again. Nothing
-here retries, and no transport is replaced by another.
+away or another life of it answers, the client is `broken` for good: its owner attaches again.
+Nothing here retries, and no transport is replaced by another.
 
-The parts: kvstore/attaching.py handshake and heartbeat, kvstore/putting.py blocks into the store,
-kvstore/getting.py blocks out of it and their verification, kvstore/lease_calls.py leases,
-kvstore/link_meter.py how fast it all is.
+Guarantees:
+- no block is used whose checksum was not compared: the transport computes it over the worker's
+  bytes, `get_blocks` compares, and nothing else does;
+- a put that fails, is late or is cancelled leaves no reservation behind: it is undone in the
+  background, and frames that its transfer may still write into are quarantined at the store first;
+- blocks of the worker that a transfer may still write into are named by the error
+  (`kvstore.errors.quarantine_of`);
+- a block that arrived damaged is reported to the store, which checks its own bytes, drops what is
+  bad and repairs damaged generations, so that no reader meets the same damage again.
 
-What is guaranteed: no block is used whose checksum was not compared; a put that fails, is late or
-is cancelled leaves no reservation behind; blocks that a transfer may still write into are named by
-the error (`kvstore.errors.quarantine_of`).
-
-One asyncio loop; what copies much runs on threads, and checksums with it.
+One asyncio loop; large copies and checksums run on threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from kvstore import answer_checks, attaching, traced, wire
-from kvstore.attaching import HEARTBEAT_S, Introduction
+from kvstore import answer_checks, link_meter, traced, wire
 from kvstore.block import Block
-from kvstore.errors import MISSING, reason_of
-from kvstore.finishing import Background
-from kvstore.getting import Getter
-from kvstore.lease_calls import LeaseCalls
+from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection, StoreInfo
+from kvstore.errors import (
+    CHECKSUM,
+    DEADLINE,
+    GENERATION,
+    INCARNATION,
+    LEASE_LAPSED,
+    MISSING,
+    LeaseLapsed,
+    TransferTimeout,
+    reason_of,
+)
+from kvstore.lending.host import own_host_id
 from kvstore.lending.told import NO_WORD, Told, Word
 from kvstore.link import Rates
-from kvstore.link_meter import LinkMeter
-from kvstore.moved import Moved
-from kvstore.putting import PutResult, Putter
-from kvstore.rpc import Attached, StoreRpc
-from kvstore.transport.base import CUDA_IPC, BlockMemory, GetResult, Transport
-from process import serving, spans
+from kvstore.nixl_agent import NixlAgent
+from kvstore.transport.base import (
+    CUDA_IPC,
+    DIRECT_TRANSPORTS,
+    TRANSPORTS,
+    BlockMemory,
+    GetItems,
+    GetResult,
+    PutItem,
+    PutUnsettled,
+    Transport,
+)
+from kvstore.transport.connect import connect
+from kvstore.transport.nixl import region_of
+from process import logs, serving, spans
 from process.access import Role
 from process.deadline import Deadline
-from process.errors import Unavailable
+from process.errors import BatonError, DeadlineExceeded, Unavailable
 from process.serving import Dialer
 from process.spans import Kind
+from process.tasks import BackgroundTasks
 from protos import kvstore_pb2
 
+logger = logging.getLogger(__name__)
+
+MAX_VERIFIED_BLOCKS = 65_536
+"""Verified blocks that wait for the next Renew or Release; the store's history misses the rest."""
+
+_RESERVE_TIMEOUT_S = 10.0  # of the call itself; the caller waits for its own deadline only
+_UNDO_TIMEOUT_S = 2.0
+_REPORT_TIMEOUT_S = 10.0
 _CLOSE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Matched:
-    """The longest prefix present, in order. lease_id is empty when nothing was pinned. num_hits:
-    how often the last of the blocks was matched before."""
+class MatchResult:
+    """The longest prefix present, in order. lease_id: empty when nothing was pinned. num_hits: how
+    often the last of the blocks was matched before."""
 
     blocks: tuple[Block, ...]
     lease_id: str
     num_hits: int = 0
 
 
-class StoreClient:
-    """See the module. Made by `attach`."""
+@dataclass(frozen=True)
+class PutResult:
+    """refs: of blocks[: len(refs)]; the store had no room for the rest. tail: None if none was
+    given or the store had no room. num_bytes: written by this call; blocks that were present cost
+    none. not_stored: number of blocks, tail included, that the store had no room for."""
+
+    lease_id: str
+    refs: tuple[Block, ...]
+    tail: Block | None
+    num_bytes: int
+    not_stored: int
+
+
+@dataclass(frozen=True)
+class ReservedFrame:
+    """A frame of the store to be written with a block of the worker. num_tokens: filled slots.
+    chain_hash: empty for a tail."""
+
+    block_id: int
+    num_tokens: int
+    frame: int
+    generation: int
+    chain_hash: bytes = b""
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """One put or get as its caller sees it. num_bytes: usable bytes, those of failed blocks not
+    counted. seconds: of the whole call: control, bytes, checksums and their comparison. failed:
+    number of blocks by reason. num_put_again: blocks of a put that the store refused because it
+    lacks their parent and that the caller puts again with it; that is no failure."""
+
+    direction: Literal["read", "write"]
+    transport: str
+    num_bytes: int
+    seconds: float
+    failed: Mapping[str, int] = field(default_factory=dict)
+    num_put_again: int = 0
+
+
+class KvStoreClient:
+    """One attachment of a worker to a store; made by `attach`."""
 
     def __init__(
         self,
-        rpc: StoreRpc,
-        attached: Attached,
+        connection: StoreConnection,
+        store: StoreInfo,
         memory: BlockMemory,
         transport: Transport,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        self.address = rpc.address
-        self.node_id = attached.node_id
-        self.incarnation = attached.incarnation
-        self.frame_bytes = attached.frame_bytes
-        self.num_frames = attached.num_frames
+        self.address = connection.address
+        self.node_id = store.node_id
+        self.incarnation = store.incarnation
+        self.frame_bytes = store.frame_bytes
+        self.num_frames = store.num_frames
+        self.memory = memory
+        self.transport = transport
         self.transport_name = transport.name
-        self._rpc = rpc
-        self._memory = memory
-        self._attached = attached
-        self._attachment_id = attached.attachment_id
-        self._transport = transport
-        self._background = Background()
-        self._leases = LeaseCalls(rpc, attached)
-        parts = (rpc, attached, transport, self._leases, self._background)
-        self._putter, self._getter = Putter(*parts), Getter(*parts)
-        self._meter = LinkMeter(
-            attached,
-            memory,
-            transport,
-            self._leases,
-            self._putter,
-            self._getter,
-            self._background,
-            self.match,
-        )
-        self._num_moving = 0
-        self._still = asyncio.Event()
-        self._still.set()
         self.num_uses = 0
-        """Calls about blocks and leases since it was attached; heartbeats, looks and measurements
-        are none."""
-        self.on_moved: Callable[[Moved], None] = _unwatched
-        """Told of each put and get when it is over, whatever came of it; must not raise."""
-        # Of no request, though one may be why this store was met.
+        """Calls about blocks and leases since `attach`, without heartbeats, status and
+        measurements."""
+        self.num_bad_blocks = 0
+        """Blocks that arrived with a wrong checksum; each was reported to the store."""
+        self.on_transfer: Callable[[TransferStats], None] = lambda stats: None
+        """Called with the statistics of every put and get, failed ones included. Must not raise."""
+        self._connection = connection
+        self._store = store
+        self._attachment_id = store.attachment_id
+        self._background = BackgroundTasks()
+        self._num_transfers = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        # What the next Renew or Release tells the store.
+        self._num_bytes_untold = 0
+        self._verified: list[kvstore_pb2.VerifiedBlocks] = []
+        self._num_verified = 0
+        self._to_report: dict[tuple[int, int], Block] = {}
+        self._is_reporting = False
+        # Not part of the trace of the request that caused this attachment.
         self._heartbeat = asyncio.create_task(
-            attaching.beat(rpc, attached, heartbeat_s), context=spans.detached()
+            connection.send_heartbeats(store, heartbeat_s), context=spans.detached()
         )
         self._closing: asyncio.Task[None] | None = None
 
@@ -125,39 +191,49 @@ class StoreClient:
         dial: Dialer = serving.PLAIN,
         role: Role = Role.KVSTORE,
         heartbeat_s: float = HEARTBEAT_S,
-    ) -> StoreClient:
-        """Introduce this life of a worker to the store.
+    ) -> KvStoreClient:
+        """Attach this life of a worker to the store at `address`.
 
-        Args: fingerprint: hex. transport: shm, nixl or grpc, and no other is tried.
-            dial: how to connect. role: of who answers there. heartbeat_s: between two words to it.
+        Args: fingerprint: hex. transport: one of TRANSPORTS, or of DIRECT_TRANSPORTS for a lender;
+            no other is tried. dial: how to connect. role: what the peer's certificate must name.
+            heartbeat_s: between two heartbeats.
         Raises: FailedPrecondition (another layout; the transport cannot be used here), Unavailable,
-            NoCapacity (the store has no room for a slab), DeadlineExceeded.
+            NoCapacity (the store has no room for a slab), DeadlineExceeded. Nothing stays attached.
         """
-        who = Introduction(
-            worker_id, worker_incarnation, fingerprint, memory, transport, nixl_net_devices
+        known = dict.fromkeys((*TRANSPORTS, *DIRECT_TRANSPORTS))
+        if transport not in known:
+            raise ValueError(f"transport: one of {', '.join(known)}, got {transport!r}")
+        request = kvstore_pb2.AttachRequest(
+            worker_id=worker_id,
+            worker_incarnation=worker_incarnation,
+            model_fingerprint=bytes.fromhex(fingerprint),
+            block_bytes=memory.block_bytes,
+            transport=transport,
         )
-        rpc = StoreRpc(address, dial, role)
+        connection = StoreConnection(address, dial, role)
         with spans.current().child("kv_attach", spans.server_of(address), kind=Kind.CLIENT) as span:
-            attached, connected = await attaching.meet(rpc, who, Deadline.after(timeout_s))
-            span.set({"baton.store.node_id": attached.node_id, "baton.transport": connected.name})
-        return cls(rpc, attached, memory, connected, heartbeat_s)
+            store, connected = await _handshake(
+                connection, request, memory, nixl_net_devices, Deadline.after(timeout_s)
+            )
+            span.set({"baton.store.node_id": store.node_id, "baton.transport": connected.name})
+        return cls(connection, store, memory, connected, heartbeat_s)
 
     @property
     def broken(self) -> str | None:
-        """Why this client is of no use any more (attach again); None while it is."""
-        return self._rpc.broken
+        """Why this client is of no use any more (attach again); None while it works."""
+        return self._connection.broken
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody waits for bytes to move."""
-        return self._num_moving > 0
+        """Whether a transfer is under way."""
+        return self._num_transfers > 0
 
     @property
-    def num_bad_blocks(self) -> int:
-        """Blocks that arrived with a wrong checksum; each was told to the store."""
-        return self._getter.num_bad_blocks
+    def tells_when_lent(self) -> bool:
+        """Whether the peer answers `await_lent`."""
+        return self._store.tells_when_lent
 
-    # -- control
+    # -- blocks and leases
 
     async def match(
         self,
@@ -167,7 +243,7 @@ class StoreClient:
         pin: bool = True,
         ttl_s: float,
         deadline: Deadline,
-    ) -> Matched:
+    ) -> MatchResult:
         """The longest prefix of the chain that the store holds; pinned under `lease_id`, or under a
         new lease if that is None, for `ttl_s`.
 
@@ -182,78 +258,74 @@ class StoreClient:
             ttl_ms=wire.ttl_ms(ttl_s),
         )
         with spans.current().child("kv_match", kind=Kind.CLIENT) as span:
-            reply = await self._rpc.call(self._rpc.stub.Match, request, deadline)
-            with self._rpc.reading():
+            reply = await self._connection.call(self._connection.stub.Match, request, deadline)
+            with self._connection.checking_reply():
                 answer_checks.check_matched(reply, request, self.num_frames)
             blocks = tuple(wire.blocks_from_proto(reply.blocks))
             if span.is_recording:
                 span.set(spans.server_of(self.address))
                 span.set(traced.of_match(self.node_id, chain_hashes, blocks))
-        return Matched(blocks, reply.lease_id, reply.num_hits)
+        return MatchResult(blocks, reply.lease_id, reply.num_hits)
 
     async def pin(
         self, blocks: Sequence[Block], *, ttl_s: float, deadline: Deadline
     ) -> tuple[str, int]:
-        """Pin the longest prefix of `blocks` that still holds. Returns: the new lease's id (empty
-        when nothing holds) and how many blocks it pins."""
+        """Pin the longest prefix of `blocks` that is still valid. Returns: the new lease's id
+        (empty when no block is) and how many blocks it pins."""
         self.num_uses += 1
         request = kvstore_pb2.PinRequest(
             attachment_id=self._attachment_id,
             blocks=[wire.block_to_proto(block) for block in blocks],
             ttl_ms=wire.ttl_ms(ttl_s),
         )
-        reply = await self._rpc.call(self._rpc.stub.Pin, request, deadline)
-        with self._rpc.reading():
+        reply = await self._connection.call(self._connection.stub.Pin, request, deadline)
+        with self._connection.checking_reply():
             answer_checks.check_pinned(reply, request)
         return reply.lease_id, reply.num_pinned
 
     async def renew(self, lease_id: str, *, ttl_s: float, deadline: Deadline) -> None:
         """Let the lease live at least `ttl_s` from now. Raises: LeaseLapsed."""
         self.num_uses += 1
-        await self._leases.renew(lease_id, ttl_s, deadline)
+        await self._renew(lease_id, ttl_s, deadline)
 
     async def release(self, lease_ids: Sequence[str], *, deadline: Deadline) -> int:
-        """End leases; empty ids and leases that are over are passed over. Returns: how many
-        ended."""
-        return await self._leases.release(lease_ids, deadline)
-
-    @property
-    def tells_when_lent(self) -> bool:
-        """Whether `await_lent` can be asked."""
-        return self._attached.tells_when_lent
+        """End leases; empty ids and leases that are over are skipped. Returns: how many ended."""
+        request = kvstore_pb2.ReleaseRequest(
+            lease_ids=[lease_id for lease_id in lease_ids if lease_id]
+        )
+        reply = await self._call_and_tell(self._connection.stub.Release, request, deadline)
+        return int(reply.num_released)
 
     async def await_lent(
         self, lease_id: str, *, num_known: int, num_wanted: int, wait_s: float, deadline: Deadline
     ) -> tuple[Told, Word]:
         """Of a lender: what a lease lends beyond the first `num_known` blocks, as soon as it lends
-        `num_wanted` in all or grows no more, after `wait_s` at the latest; also what it has not
-        computed the checksums of.
+        `num_wanted` in all or grows no more, after `wait_s` at the latest; blocks whose checksum is
+        not computed yet are included.
 
         Args: num_wanted: more than `num_known`.
-        Returns: they, for which nothing vouches: no block may be used that no handle names just so;
-            and what may be relied on when they are copied.
+        Returns: the blocks, none of which may be used unless a handle names exactly it; and how
+            long the lender keeps them in place.
         Raises: LeaseLapsed, InvalidArgument, NoCapacity, Unavailable, DeadlineExceeded.
         """
         self.num_uses += 1
-        device = self._memory.device
+        device = self.memory.device
         hold_s = 0.0
         if device is not None and self.transport_name == CUDA_IPC:
             hold_s = device.peer_copies.hold_s
-        return await self._leases.await_lent(
-            lease_id, num_known, num_wanted, wait_s, hold_s, deadline
+        return await self._connection.await_lent(
+            self._attachment_id, lease_id, num_known, num_wanted, wait_s, hold_s, deadline
         )
 
     async def status(
         self, *, check_integrity: bool = False, deadline: Deadline
     ) -> kvstore_pb2.GetStatusReply:
-        """The store's own account of itself."""
+        """The store's numbers."""
         request = kvstore_pb2.GetStatusRequest(check_integrity=check_integrity)
-        reply: kvstore_pb2.GetStatusReply = await self._rpc.call(
-            self._rpc.stub.GetStatus, request, deadline
+        reply: kvstore_pb2.GetStatusReply = await self._connection.call(
+            self._connection.stub.GetStatus, request, deadline
         )
         return reply
-
-    # -- blocks
 
     async def put_blocks(
         self,
@@ -268,35 +340,32 @@ class StoreClient:
         tenant: str = "",
         puts_again: bool = False,
     ) -> PutResult:
-        """Store consecutive blocks of one prompt, and perhaps its tail, under one lease.
+        """Store consecutive blocks of one prompt, and optionally its tail, under one lease.
+
+        A call that is cancelled or late while its Reserve is under way does not stop the Reserve:
+        it goes on for 10 s and is undone when the answer comes. Without an answer the connection
+        breaks.
 
         Args:
-            lease_id: adds to this lease; None makes one, which the caller releases or hands on.
+            lease_id: adds to this lease; None makes one, which the caller releases or passes on.
             parent: chain hash before blocks[0]; empty at the start of a prompt.
             blocks: (chain hash, block id) in order. They must not change until this returns.
             tail: (name, block id, filled slots) of the unfilled last block; None: there is none.
             num_tokens: slots of a full block.
             tenant: whose share of the store the blocks are charged to.
-            puts_again: when the parent is not there, the caller puts the blocks again with it: that
-                is not counted as a failure.
-        Raises: LeaseLapsed; FailedPrecondition when the parent is not there; Unavailable;
+            puts_again: when the store lacks the parent, the caller puts the blocks again with it:
+                that is not counted as a failure.
+        Raises: LeaseLapsed; FailedPrecondition when the store lacks the parent; Unavailable;
             DeadlineExceeded; TransferFailed. Nothing of this call stays reserved then.
         """
         num_blocks = len(blocks) + (tail is not None)
-        with self._moving(), self._watched("write", num_blocks) as seen:
-            seen.puts_again = puts_again
-            result = await self._putter.put(
-                lease_id,
-                parent,
-                blocks,
-                tail,
-                ttl_s,
-                deadline,
-                num_tokens=num_tokens,
-                tenant=tenant,
+        with self._transferring(), self._recorded("write", num_blocks) as record:
+            record.puts_again = puts_again
+            put = await self.put_unrecorded(
+                lease_id, parent, blocks, tail, ttl_s, deadline, num_tokens, tenant
             )
-            seen.num_bytes, seen.failed = result.num_bytes, Counter(no_room=result.not_stored)
-            return result
+            record.num_bytes, record.failed = put.num_bytes, Counter(no_room=put.not_stored)
+            return put
 
     async def get_blocks(
         self,
@@ -310,40 +379,40 @@ class StoreClient:
         """Copy blocks out of the store and verify each: generation before and after, checksum.
 
         Args: items: (ref, block id to copy into). incarnation: of the store that the refs are from,
-            when they came from somebody else. word: of blocks that nobody but a lender has named
-            (`await_lent`): of those that are not sealed the caller compares the checksums.
-        Returns: what arrived and, by index, why something must not be used, and the checksums of
-            items that are not sealed. A store that fails is a reason, too, not an exception.
+            when another process named them. word: of blocks that only a lender has named
+            (`await_lent`): the caller compares the checksums of those that are not sealed.
+        Returns: what arrived and, by index, why a block must not be used, and the checksums of
+            items that are not sealed. A failure of the store is a reason, too, not an exception.
         Raises: TransferTimeout, TransferCancelled: the blocks named by their `quarantine` must not
             be used until it is settled.
         """
-        with self._moving(), self._watched("read", len(items)) as seen:
+        with self._transferring(), self._recorded("read", len(items)) as record:
             if spans.current().is_recording:
                 spans.current().set(traced.of_blocks([block for block, _ in items]))
-            result = await self._getter.get(lease_id, items, deadline, incarnation, word)
-            self._leases.num_bytes_untold += result.num_bytes_untold
-            seen.num_bytes, seen.failed = result.num_bytes, Counter(result.failed.values())
-            return result
+            got = await self.get_unrecorded(lease_id, items, deadline, incarnation, word)
+            self._num_bytes_untold += got.num_bytes_untold
+            record.num_bytes, record.failed = got.num_bytes, Counter(got.failed.values())
+            return got
 
     async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> Rates:
-        """How fast this client's own transport is, with blocks that are lent for it and are
-        written into (kvstore/link_meter.py; `num_blocks_wanted` says how many).
+        """How fast this client's transport is, with blocks that the caller gives for it and that
+        are written into (kvstore/link_meter.py; `num_blocks_wanted` says how many).
 
         Raises: NoCapacity (no frames, no blocks), DeadlineExceeded, Unavailable, TransferFailed;
             TransferTimeout, TransferCancelled: no block may be used until it is settled.
         """
-        with self._moving(is_use=False):
-            return await self._meter.measure(block_ids, deadline)
+        with self._transferring(is_use=False):
+            return await link_meter.measure(self, block_ids, deadline)
 
     # -- the end
 
     async def settle(self) -> None:
-        """Wait for what goes on in the background: reservations that are given back, reports of
-        bad blocks. Each has its own bound."""
+        """Wait for the work in the background: reservations that are undone, reports of bad blocks.
+        Each has a deadline of its own."""
         await self._background.settle()
 
     async def close(self) -> None:
-        """Say goodbye. Waits a bounded time; what a stalled transfer still needs (its agent, this
+        """Detach. Waits at most 2 s; what a stalled transfer still needs (its agent, this
         connection) stays until that transfer is over."""
         self._heartbeat.cancel()
         if self._closing is None:
@@ -352,68 +421,425 @@ class StoreClient:
             self._closing.add_done_callback(_closing.discard)
         await asyncio.wait([self._closing], timeout=_CLOSE_S)
 
+    async def _close(self) -> None:
+        await asyncio.wait([self._heartbeat])
+        # All copies must be over before the store may take this worker for gone: it would give
+        # their frames to another worker. Every copy has a deadline of its own.
+        await self._is_idle.wait()
+        await self._background.settle()
+        try:
+            await self.transport.close()
+        finally:
+            await self._connection.detach(self._attachment_id)
+            await self._connection.close()
+
+    # -- statistics
+
     @contextmanager
-    def _moving(self, *, is_use: bool = True) -> Iterator[None]:
+    def _transferring(self, *, is_use: bool = True) -> Iterator[None]:
         if self._closing is not None:
             raise Unavailable(f"store {self.address}: this client is closed")
-        self._num_moving += 1
-        self._still.clear()
+        self._num_transfers += 1
+        self._is_idle.clear()
         self.num_uses += is_use
         try:
             yield
         finally:
-            self._num_moving -= 1
-            if self._num_moving == 0:
-                self._still.set()
+            self._num_transfers -= 1
+            if self._num_transfers == 0:
+                self._is_idle.set()
 
     @contextmanager
-    def _watched(self, direction: Literal["read", "write"], num_blocks: int) -> Iterator[_Seen]:
-        began_s, seen = time.perf_counter(), _Seen()
-        # A read through mapped memory asks no server.
+    def _recorded(
+        self, direction: Literal["read", "write"], num_blocks: int
+    ) -> Iterator[_TransferRecord]:
+        """Makes the statistics and the span of a transfer from what the caller enters."""
+        began_s, record = time.perf_counter(), _TransferRecord()
+        # A read through mapped memory calls no server.
         is_call = direction == "write" or self.transport_name not in ("shm", CUDA_IPC)
         kind = Kind.CLIENT if is_call else Kind.INTERNAL
         with spans.current().child(f"kv_{direction}", kind=kind) as span:
             try:
-                yield seen
+                yield record
             except BaseException as error:
                 reason = reason_of(error)
-                if seen.puts_again and reason == MISSING:
-                    seen.num_put_again = num_blocks
+                if record.puts_again and reason == MISSING:
+                    record.num_put_again = num_blocks
                 else:
-                    seen.failed = Counter({reason: num_blocks})
+                    record.failed = Counter({reason: num_blocks})
                 raise
             finally:
-                seconds = time.perf_counter() - began_s
-                moved = Moved(
+                stats = TransferStats(
                     direction,
                     self.transport_name,
-                    seen.num_bytes,
-                    seconds,
-                    +seen.failed,
-                    seen.num_put_again,
+                    record.num_bytes,
+                    time.perf_counter() - began_s,
+                    +record.failed,
+                    record.num_put_again,
                 )
-                self.on_moved(moved)
+                self.on_transfer(stats)
                 if span.is_recording:
                     if is_call:
                         span.set(spans.server_of(self.address))
-                    span.set(traced.of_move(self.node_id, moved, num_blocks))
+                    span.set(
+                        traced.of_transfer(
+                            self.node_id, stats.transport, stats.num_bytes, num_blocks, stats.failed
+                        )
+                    )
 
-    async def _close(self) -> None:
-        await asyncio.wait([self._heartbeat])
-        # What copies must be over before the store may think that this worker is gone: it would
-        # give the frames to somebody else. Every copy has a deadline of its own.
-        await self._still.wait()
-        await self._background.settle()
+    # -- put: reserve, write, commit. kvstore/link_meter.py takes the steps one by one, and is in no
+    # statistics
+
+    async def put_unrecorded(
+        self,
+        lease_id: str | None,
+        parent: bytes,
+        blocks: Sequence[tuple[bytes, int]],
+        tail: tuple[str, int, int] | None,
+        ttl_s: float,
+        deadline: Deadline,
+        num_tokens: int,
+        tenant: str = "",
+        *,
+        is_probe: bool = False,
+    ) -> PutResult:
+        """`put_blocks` without statistics. is_probe: the lease that this makes is a measurement's:
+        the store counts none of its bytes."""
+        request = kvstore_pb2.ReserveRequest(
+            attachment_id=self._attachment_id,
+            lease_id=lease_id or "",
+            ttl_ms=wire.ttl_ms(ttl_s),
+            parent=parent,
+            chain_hashes=[chain_hash for chain_hash, _ in blocks],
+            tail_name=tail[0] if tail else "",
+            tenant=tenant,
+            is_probe=is_probe,
+        )
+        owns_lease = not lease_id
+        reply = await self._reserve(request, owns_lease, deadline)
+        reserved, answers = _reserved_frames(reply, blocks, tail, num_tokens)
+        committed: dict[int, Block] = {}
         try:
-            await self._transport.close()
+            if reserved:
+                items = [PutItem(each.block_id, each.frame, each.generation) for each in reserved]
+                checksums = await self.transport.put(reply.lease_id, items, deadline)
+                committed = await self.commit(reply.lease_id, reserved, checksums, deadline)
+        except BaseException as error:
+            cause = self.undo_later(reply.lease_id, reserved, error, owns_lease=owns_lease)
+            raise cause from (None if cause is error else error)
+        refs = [_ref(answer, committed) for answer in answers]
+        stored = tuple(ref for ref in refs[: len(blocks)] if ref is not None)
+        tail_ref = refs[-1] if tail else None
+        return PutResult(
+            lease_id=reply.lease_id,
+            refs=stored,
+            tail=tail_ref,
+            num_bytes=len(reserved) * self.frame_bytes,
+            not_stored=len(answers) - len(stored) - (tail_ref is not None),
+        )
+
+    async def reserve_tail(
+        self, lease_id: str, tail: tuple[str, int, int], ttl_s: float, deadline: Deadline
+    ) -> list[ReservedFrame]:
+        """Reserve a private frame under a lease; `tail` as in `put_blocks`. The caller writes it
+        and calls `commit`, or calls `undo_later`. Returns: empty when the store has no room."""
+        request = kvstore_pb2.ReserveRequest(
+            attachment_id=self._attachment_id,
+            lease_id=lease_id,
+            ttl_ms=wire.ttl_ms(ttl_s),
+            tail_name=tail[0],
+        )
+        reply = await self._reserve(request, False, deadline)
+        return _reserved_frames(reply, (), tail, 0)[0]
+
+    async def commit(
+        self,
+        lease_id: str,
+        reserved: Sequence[ReservedFrame],
+        checksums: Sequence[int],
+        deadline: Deadline,
+    ) -> dict[int, Block]:
+        """Commit frames whose bytes are all written. Returns: reserved frame -> the block as the
+        store has it."""
+        request = kvstore_pb2.CommitRequest(
+            attachment_id=self._attachment_id,
+            lease_id=lease_id,
+            blocks=[
+                kvstore_pb2.CommitBlock(
+                    frame=each.frame,
+                    generation=each.generation,
+                    checksum=checksum,
+                    num_tokens=each.num_tokens,
+                )
+                for each, checksum in zip(reserved, checksums, strict=True)
+            ],
+        )
+        reply = await self._connection.call(self._connection.stub.Commit, request, deadline)
+        with self._connection.checking_reply():
+            chain_hashes = [each.chain_hash for each in reserved]
+            answer_checks.check_written(reply, request, chain_hashes, self.num_frames)
+        blocks = wire.blocks_from_proto(reply.blocks)
+        return {each.frame: block for each, block in zip(reserved, blocks, strict=True)}
+
+    def undo_later(
+        self,
+        lease_id: str,
+        reserved: Sequence[ReservedFrame],
+        error: BaseException,
+        *,
+        owns_lease: bool,
+    ) -> BaseException:
+        """Give the reserved frames back, in the background, after `error`. Returns: the error to
+        raise."""
+        cause, settled = error, None
+        if isinstance(error, PutUnsettled):
+            cause, settled = error.cause, error.settled
+        self._background.spawn(self._undo(lease_id, reserved, settled, owns_lease))
+        return cause
+
+    def release_later(self, lease_id: str) -> asyncio.Task[int]:
+        """Release a lease in the background. A lease whose release fails lapses by itself."""
+        return self._background.spawn(
+            self.release([lease_id], deadline=Deadline.after(_UNDO_TIMEOUT_S))
+        )
+
+    async def _reserve(
+        self, request: kvstore_pb2.ReserveRequest, owns_lease: bool, deadline: Deadline
+    ) -> kvstore_pb2.ReserveReply:
+        """Call Reserve. The call outlives a caller that leaves early; what it reserved is then
+        given back."""
+        self._connection.check()
+        if deadline.expired:
+            raise DeadlineExceeded("put: no time is left")
+        call = self._background.spawn(self._call_reserve(request))
+        try:
+            await asyncio.wait([call], timeout=deadline.left_s())
+        except asyncio.CancelledError:
+            self._background.spawn(self._undo_reserve(call, owns_lease))
+            raise
+        if not call.done():
+            self._background.spawn(self._undo_reserve(call, owns_lease))
+            raise DeadlineExceeded("reserve: the time for it ran out")
+        return call.result()
+
+    async def _call_reserve(self, request: kvstore_pb2.ReserveRequest) -> kvstore_pb2.ReserveReply:
+        reply: kvstore_pb2.ReserveReply = await self._connection.call(
+            self._connection.stub.Reserve, request, Deadline.after(_RESERVE_TIMEOUT_S)
+        )
+        with self._connection.checking_reply():
+            answer_checks.check_reserved(reply, request, self.num_frames)
+        return reply
+
+    async def _undo_reserve(
+        self, call: asyncio.Task[kvstore_pb2.ReserveReply], owns_lease: bool
+    ) -> None:
+        try:
+            reply = await call
+        except BatonError as error:
+            if isinstance(error, DeadlineExceeded):
+                # What was reserved is unknown; a new attachment lets the store clean up.
+                self._connection.mark_broken("the store did not answer a reservation")
+            return
+        reserved, _ = _reserved_frames(reply, (), None, 0)
+        await self._undo(reply.lease_id, reserved, None, owns_lease)
+
+    async def _undo(
+        self,
+        lease_id: str,
+        reserved: Sequence[ReservedFrame],
+        settled: asyncio.Future[None] | None,
+        owns_lease: bool,
+    ) -> None:
+        """Give frames back after a failed put. Frames that are still being written are quarantined
+        first, and given back when `settled` is done."""
+        if settled is not None:
+            await self._abort(lease_id, reserved, quarantine=True)
+            await asyncio.wait([settled])
+        await self._abort(lease_id, reserved, quarantine=False)
+        if owns_lease and not self._connection.broken:
+            try:
+                await self.release([lease_id], deadline=Deadline.after(_UNDO_TIMEOUT_S))
+            except BatonError:
+                return  # it lapses by itself
+
+    async def _abort(
+        self, lease_id: str, reserved: Sequence[ReservedFrame], *, quarantine: bool
+    ) -> None:
+        """Call Abort until the store has answered. A broken connection ends that: the store gives
+        back an attachment's reservations when the attachment is over."""
+        request = kvstore_pb2.AbortRequest(
+            attachment_id=self._attachment_id,
+            lease_id=lease_id,
+            quarantine=quarantine,
+            blocks=[
+                kvstore_pb2.CommitBlock(frame=each.frame, generation=each.generation)
+                for each in reserved
+            ],
+        )
+        while reserved and not self._connection.broken:
+            try:
+                await self._connection.call(
+                    self._connection.stub.Abort, request, Deadline.after(_UNDO_TIMEOUT_S)
+                )
+                return
+            except DeadlineExceeded:
+                await asyncio.sleep(_UNDO_TIMEOUT_S)
+            except BatonError:
+                return
+
+    # -- get: copy, verify, report
+
+    async def get_unrecorded(
+        self,
+        lease_id: str,
+        items: Sequence[tuple[Block, int]],
+        deadline: Deadline,
+        incarnation: bytes | None = None,
+        word: Word = NO_WORD,
+    ) -> GetResult:
+        """`get_blocks` without statistics."""
+        if incarnation is not None and incarnation != self.incarnation:
+            return GetResult(0, dict.fromkeys(range(len(items)), INCARNATION))
+        if deadline.expired:
+            return GetResult(0, dict.fromkeys(range(len(items)), DEADLINE))
+        wanted = GetItems(items, word.held_until_s)
+        try:
+            got = await self.transport.get(lease_id, wanted, deadline)
+        except TransferTimeout:
+            raise
+        except BatonError as error:
+            return GetResult(0, dict.fromkeys(range(len(items)), reason_of(error)))
+        failed = await self._explain(lease_id, got.failed, deadline)
+        self._report_later([wanted[i][0] for i, r in failed.items() if r == GENERATION])
+        num_sealed = len(items) - word.num_unsealed
+        failed |= self._verify(wanted, num_sealed, got, failed)
+        if self._store.keeps_history:
+            self._note_verified(
+                [ref for index, (ref, _) in enumerate(wanted[:num_sealed]) if index not in failed]
+            )
+        found = got.checksums
+        unsealed = [index for index in range(num_sealed, len(items)) if index not in failed]
+        failed |= {index: CHECKSUM for index in unsealed if index not in found}
+        return GetResult(
+            (len(items) - len(failed)) * self.frame_bytes,
+            failed,
+            {index: found[index] for index in unsealed if index in found},
+            got.num_bytes if self.transport.counts_own_reads else got.num_bytes_untold,
+        )
+
+    async def _explain(
+        self, lease_id: str, failed: dict[int, str], deadline: Deadline
+    ) -> dict[int, str]:
+        """A stale generation has a better reason if the lease has lapsed: ask the store by a Renew
+        of 0 s."""
+        if GENERATION in failed.values() and lease_id:
+            try:
+                await self._renew(lease_id, 0.0, deadline)
+            except LeaseLapsed:
+                return {i: LEASE_LAPSED if r == GENERATION else r for i, r in failed.items()}
+            except BatonError:
+                pass  # the first reason stands
+        return dict(failed)
+
+    def _verify(
+        self, wanted: GetItems, num_sealed: int, got: GetResult, failed: dict[int, str]
+    ) -> dict[int, str]:
+        """Compare the checksums of the first `num_sealed` items that arrived. Returns: index ->
+        reason of those that differ."""
+        expected = wanted.checksums[:num_sealed]
+        found = list(map(got.checksums.get, range(num_sealed)))
+        bad: list[int] = []
+        if found != expected:  # almost never
+            bad = [
+                index
+                for index, (ours, theirs) in enumerate(zip(found, expected, strict=True))
+                if ours != theirs and index not in failed
+            ]
+        self.num_bad_blocks += len(bad)
+        self._report_later([wanted[index][0] for index in bad])
+        return dict.fromkeys(bad, CHECKSUM)
+
+    def _report_later(self, refs: Sequence[Block]) -> None:
+        """Report blocks to the store whose checksum is wrong, or whose generation is stale although
+        their lease lives."""
+        self._to_report |= {(ref.frame, ref.generation): ref for ref in refs}
+        if self._to_report and not self._is_reporting:
+            self._is_reporting = True
+            self._background.spawn(self._report())
+
+    async def _report(self) -> None:
+        """One call at a time; blocks that come while one is under way share the next."""
+        try:
+            while self._to_report and not self._connection.broken:
+                refs, self._to_report = list(self._to_report.values()), {}
+                request = kvstore_pb2.ReportRequest(
+                    attachment_id=self._attachment_id,
+                    blocks=[wire.block_to_proto(ref) for ref in refs],
+                )
+                reply = await self._connection.call(
+                    self._connection.stub.Report, request, Deadline.after(_REPORT_TIMEOUT_S)
+                )
+                self._log_reported(len(refs), num_dropped=reply.num_dropped)
+        except BatonError as error:
+            self._log_reported(len(refs), why=str(error))
         finally:
-            await attaching.say_goodbye(self._rpc, self._attachment_id)
-            await self._rpc.close()
+            self._is_reporting = False
+
+    def _log_reported(self, num_blocks: int, **fields: Any) -> None:
+        logs.event(
+            logger,
+            "bad_blocks_reported",
+            level=logging.WARNING,
+            node_id=self.node_id,
+            num_blocks=num_blocks,
+            **fields,
+        )
+
+    # -- what the store cannot see by itself travels with Renew and Release
+
+    def _note_verified(self, blocks: Sequence[Block]) -> None:
+        """For the store's history: these blocks arrived and their checksums are right."""
+        if not blocks:
+            return
+        self._num_verified += len(blocks)
+        if self._num_verified <= MAX_VERIFIED_BLOCKS:
+            self._verified.append(
+                kvstore_pb2.VerifiedBlocks(
+                    frames=[block.frame for block in blocks],
+                    generations=[block.generation for block in blocks],
+                    traceparent=spans.current().traceparent,
+                )
+            )
+
+    async def _renew(self, lease_id: str, ttl_s: float, deadline: Deadline) -> None:
+        request = kvstore_pb2.RenewRequest(lease_id=lease_id, ttl_ms=wire.ttl_ms(ttl_s))
+        await self._call_and_tell(self._connection.stub.Renew, request, deadline)
+
+    async def _call_and_tell(
+        self,
+        method: Callable[..., Any],
+        request: kvstore_pb2.RenewRequest | kvstore_pb2.ReleaseRequest,
+        deadline: Deadline,
+    ) -> Any:
+        """A call that also tells the store, once, how many bytes were read without a call of it,
+        and which blocks were verified."""
+        request.num_bytes_read, self._num_bytes_untold = self._num_bytes_untold, 0
+        if self._verified:
+            request.attachment_id = self._attachment_id
+            request.verified.extend(self._verified)
+            self._verified, self._num_verified = [], 0
+        try:
+            return await self._connection.call(method, request, deadline)
+        except LeaseLapsed:
+            raise  # the store has counted the bytes all the same
+        except (BatonError, asyncio.CancelledError):
+            self._num_bytes_untold += request.num_bytes_read
+            raise
 
 
 @dataclass
-class _Seen:
-    """What a call turns out to have moved."""
+class _TransferRecord:
+    """What a transfer moved, entered while it runs."""
 
     num_bytes: int = 0
     failed: Counter[str] = field(default_factory=Counter)
@@ -421,8 +847,95 @@ class _Seen:
     num_put_again: int = 0
 
 
-def _unwatched(moved: Moved) -> None:
-    """Nobody measures."""
+_closing: set[asyncio.Task[None]] = set()
+"""Keeps tasks that outlive their client from being garbage-collected."""
 
 
-_closing: set[asyncio.Task[None]] = set()  # keeps what outlives its client from being collected
+async def _handshake(
+    connection: StoreConnection,
+    request: kvstore_pb2.AttachRequest,
+    memory: BlockMemory,
+    nixl_net_devices: str,
+    deadline: Deadline,
+) -> tuple[StoreInfo, Transport]:
+    """Attach, and connect the transport that the request names. After a failure nothing stays
+    attached, and `connection` is closed."""
+    agent: NixlAgent | None = None
+    store: StoreInfo | None = None
+    try:
+        async with deadline.timeout(f"attaching to store {connection.address}"):
+            if request.transport == "nixl":
+                # A new name for each attachment: the store never takes it for an earlier life's.
+                name = f"worker-{secrets.token_hex(16)}"
+                agent = await NixlAgent.start(name, nixl_net_devices, deadline)
+                await _describe_region(request, agent, memory)
+            if request.transport == CUDA_IPC:
+                request.host_id = own_host_id()
+            request.checksum = wire.checksum_of(request)
+            reply = await connection.call(connection.stub.Attach, request, deadline)
+            with connection.checking_reply():
+                answer_checks.check_attached(reply, request)
+            store = StoreInfo.of(reply)
+            return store, await connect(request.transport, memory, connection, agent, store)
+    except BaseException:
+        if agent is not None:
+            await agent.close(Deadline.after(DETACH_S))
+        if store is not None:
+            await connection.detach(store.attachment_id)
+        await connection.close()
+        raise
+
+
+async def _describe_region(
+    request: kvstore_pb2.AttachRequest, agent: NixlAgent, memory: BlockMemory
+) -> None:
+    """Register the worker's cache with the agent, for the store to write into."""
+    region = region_of(memory)
+    request.nixl_agent = agent.name
+    device = memory.device
+    if device is None:
+        request.nixl_metadata = await agent.register(region)
+    else:
+        request.nixl_metadata = await agent.register(region, before=device.use_in_this_thread)
+    request.region_address = region.address
+    request.region_num_blocks = memory.num_blocks
+    request.region_device_id = region.device_id
+    request.region_memory = region.memory
+
+
+def _reserved_frames(
+    reply: kvstore_pb2.ReserveReply,
+    blocks: Sequence[tuple[bytes, int]],
+    tail: tuple[str, int, int] | None,
+    num_tokens: int,
+) -> tuple[list[ReservedFrame], list[kvstore_pb2.ReservedBlock]]:
+    """The frames to write, and all answers in order (the tail's last, if there is one). Without
+    `blocks` and `tail` the frames have no source: they are to be given back."""
+    answers = list(reply.blocks)
+    sources = [(block_id, num_tokens) for _, block_id in blocks]
+    if reply.HasField("tail"):
+        answers.append(reply.tail)
+        sources.append((tail[1], tail[2]) if tail else (0, 0))
+    if len(sources) < len(answers):
+        sources = [(0, 0)] * len(answers)
+    reserved = [
+        ReservedFrame(
+            block_id,
+            filled,
+            answer.block.frame,
+            answer.block.generation,
+            answer.block.chain_hash,
+        )
+        for answer, (block_id, filled) in zip(answers, sources, strict=True)
+        if answer.state == kvstore_pb2.RESERVE_STATE_RESERVED
+    ]
+    return reserved, answers
+
+
+def _ref(answer: kvstore_pb2.ReservedBlock, committed: dict[int, Block]) -> Block | None:
+    """Where a block lies after the put; None when the store had no room for it."""
+    if answer.state == kvstore_pb2.RESERVE_STATE_PRESENT:
+        return wire.block_from_proto(answer.block)
+    if answer.state == kvstore_pb2.RESERVE_STATE_RESERVED:
+        return committed[answer.block.frame]
+    return None

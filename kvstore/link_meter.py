@@ -1,7 +1,7 @@
-"""LinkMeter: measures a client's own transport with real bytes: private frames at the store, blocks
-that the worker lends for it. What it writes has no chain hash and is in no index, the store counts
-none of its bytes, and the frames are free again when its lease ends. A lender takes no writes: it
-is asked for a few of its free blocks, and they are read.
+"""Measures how fast a client's transport is, with real bytes: private frames at the store, blocks
+that the worker gives for it. The blocks written have no chain hash and are in no index, the store
+counts none of their bytes, and the frames are free again when the lease ends. A lender takes no
+writes: it is asked for a few of its free blocks, and they are read.
 
 At most MAX_BYTES go each way. The caller's deadline bounds it; blocks that a transfer may still
 touch are named by the error, as everywhere (`kvstore.errors`). One asyncio loop.
@@ -13,22 +13,20 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.block import Block
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
-from kvstore.finishing import Background
-from kvstore.getting import Getter
-from kvstore.lease_calls import LeaseCalls
 from kvstore.lending import PROBE_HASH, is_lender
 from kvstore.link import Rates
-from kvstore.putting import Putter, Wanted
-from kvstore.rpc import Attached
-from kvstore.transport.base import BlockMemory, GetItems, PutItem, PutUnsettled, Transport
+from kvstore.transport.base import GetItems, PutItem, PutUnsettled
 from process.deadline import Deadline
 from process.errors import NoCapacity
+
+if TYPE_CHECKING:
+    from kvstore.client import KvStoreClient, ReservedFrame
 
 MAX_BYTES = 32 * 1024 * 1024
 MAX_ROUNDS = 3
@@ -40,181 +38,142 @@ MAX_SHARE = 1 / 8
 """Of a store's frames: what others keep in a small one is worth more than a measurement."""
 
 _TTL_S = 10.0
-_RELEASE_S = 2.0
 
 
 def num_blocks_wanted(block_bytes: int) -> int:
-    """How many blocks to lend: half of them are sent, half received into."""
+    """How many blocks a measurement needs: half of them are sent, half received into."""
     return 2 * max(1, min(MAX_BLOCKS, MAX_BYTES // (2 * MAX_ROUNDS * block_bytes)))
 
 
-class Probe(Protocol):
-    """What a lender lends to be measured with."""
+async def measure(client: KvStoreClient, block_ids: Sequence[int], deadline: Deadline) -> Rates:
+    """Measure the client's transport with blocks that are given for it; KvStoreClient.measure says
+    what it raises."""
+    if is_lender(client.node_id):
+        return await _measure_lender(client, block_ids, deadline)
+    half = min(len(block_ids) // 2, max(1, int(client.num_frames * MAX_SHARE)))
+    if half < 1:
+        raise NoCapacity("the engine has no free blocks to measure with")
+    sources, targets = list(block_ids[:half]), list(block_ids[half : 2 * half])
+    name = f"link/{secrets.token_hex(16)}"
+    lease_id, block = await _store_one(client, f"{name}/first", sources[0], deadline)
+    try:
+        # The first time pays for connections and memory; every block has real bytes after it.
+        every = [(block, block_id) for block_id in (*sources, *targets)]
+        await _fetch(client, lease_id, every, deadline)
+        latency_s = await _latency(client, lease_id, block, targets[0], deadline)
+        write_s, blocks = await _write(client, lease_id, name, sources, deadline)
+        read_s = await _read(client, lease_id, blocks, targets, deadline)
+    finally:
+        # With all that was written under it.
+        releasing = client.release_later(lease_id)
+    await asyncio.wait([releasing])
+    num_bytes = half * client.memory.block_bytes
+    copy_s = await _copy(num_bytes, deadline)
+    return Rates(num_bytes, num_bytes / write_s, num_bytes / read_s, latency_s, num_bytes / copy_s)
 
-    @property
-    def blocks(self) -> tuple[Block, ...]: ...
-    @property
-    def lease_id(self) -> str: ...
+
+async def _measure_lender(
+    client: KvStoreClient, block_ids: Sequence[int], deadline: Deadline
+) -> Rates:
+    """Only reads, of blocks that the lender lends for it."""
+    if not block_ids:
+        raise NoCapacity("the engine has no free blocks to measure with")
+    asked = [PROBE_HASH] * min(len(block_ids), num_blocks_wanted(client.memory.block_bytes) // 2)
+    probe = await client.match(asked, ttl_s=_TTL_S, deadline=deadline)
+    lease_id, blocks = probe.lease_id, probe.blocks
+    if not blocks:
+        raise NoCapacity("the lender has no free blocks to measure with")
+    num_blocks = len(blocks)
+    try:
+        targets = list(block_ids[:num_blocks])
+        await _fetch(client, lease_id, list(zip(blocks, targets, strict=True)), deadline)
+        latency_s = await _latency(client, lease_id, blocks[0], targets[0], deadline)
+        read_s = await _read(client, lease_id, blocks, targets, deadline)
+    finally:
+        releasing = client.release_later(lease_id)
+    await asyncio.wait([releasing])
+    num_bytes = num_blocks * client.memory.block_bytes
+    copy_s = await _copy(num_bytes, deadline)
+    return Rates(num_bytes, 0.0, num_bytes / read_s, latency_s, num_bytes / copy_s)
 
 
-class Match(Protocol):
-    """StoreClient.match."""
+async def _store_one(
+    client: KvStoreClient, name: str, block_id: int, deadline: Deadline
+) -> tuple[str, Block]:
+    """One block under a new lease. Returns: the lease's id, the block."""
+    tail = (name, block_id, 1)
+    put = await client.put_unrecorded(None, b"", [], tail, _TTL_S, deadline, 1, is_probe=True)
+    if put.tail is None:
+        client.release_later(put.lease_id)
+        raise NoCapacity("the store has no free frame to measure with")
+    return put.lease_id, put.tail
 
-    def __call__(
-        self, chain_hashes: Sequence[bytes], *, ttl_s: float, deadline: Deadline
-    ) -> Awaitable[Probe]: ...
+
+async def _fetch(
+    client: KvStoreClient, lease_id: str, items: Sequence[tuple[Block, int]], deadline: Deadline
+) -> None:
+    got = await client.get_unrecorded(lease_id, items, deadline)
+    if got.failed:
+        raise TransferFailed(f"blocks did not come back: {sorted(set(got.failed.values()))}")
 
 
-class LinkMeter:
-    """See the module."""
+async def _latency(
+    client: KvStoreClient, lease_id: str, block: Block, target: int, deadline: Deadline
+) -> float:
+    """Seconds of reading one block as requests do, verified."""
+    return await _best(
+        lambda: _fetch(client, lease_id, [(block, target)], deadline), deadline, NUM_LATENCY_ROUNDS
+    )
 
-    def __init__(
-        self,
-        attached: Attached,
-        memory: BlockMemory,
-        transport: Transport,
-        leases: LeaseCalls,
-        putter: Putter,
-        getter: Getter,
-        background: Background,
-        match: Match,
-    ) -> None:
-        """match: of the client that this is a part of."""
-        self._max_blocks = max(1, int(attached.num_frames * MAX_SHARE))
-        self._is_lender = is_lender(attached.node_id)
-        self._match = match
-        self._memory = memory
-        self._transport = transport
-        self._leases = leases
-        self._putter = putter
-        self._getter = getter
-        self._background = background
 
-    async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> Rates:
-        """See StoreClient.measure."""
-        if self._is_lender:
-            return await self._measure_lender(block_ids, deadline)
-        half = min(len(block_ids) // 2, self._max_blocks)
-        if half < 1:
-            raise NoCapacity("the engine has no free blocks to measure with")
-        sources, targets = list(block_ids[:half]), list(block_ids[half : 2 * half])
-        name = f"link/{secrets.token_hex(16)}"
-        lease_id, block = await self._store_one(f"{name}/first", sources[0], deadline)
-        try:
-            # The first time pays for connections and memory; every block has real bytes after it.
-            every = [(block, block_id) for block_id in (*sources, *targets)]
-            await self._fetch(lease_id, every, deadline)
-            latency_s = await self._latency(lease_id, block, targets[0], deadline)
-            write_s, blocks = await self._write(lease_id, name, sources, deadline)
-            read_s = await self._read(lease_id, blocks, targets, deadline)
-        finally:
-            releasing = self._release_later(lease_id)
-        await asyncio.wait([releasing])
-        num_bytes = half * self._memory.block_bytes
-        copy_s = await _copy(num_bytes, deadline)
-        return Rates(
-            num_bytes, num_bytes / write_s, num_bytes / read_s, latency_s, num_bytes / copy_s
-        )
+async def _write(
+    client: KvStoreClient, lease_id: str, name: str, sources: Sequence[int], deadline: Deadline
+) -> tuple[float, list[Block]]:
+    """Seconds of one transfer of all sources, and where they lie then."""
+    reserved: list[ReservedFrame] = []
+    try:
+        for index, block_id in enumerate(sources):
+            reserved += await client.reserve_tail(
+                lease_id, (f"{name}/{index}", block_id, 1), _TTL_S, deadline
+            )
+        if len(reserved) < len(sources):
+            raise NoCapacity("the store has too few free frames to measure with")
+        items = [PutItem(each.block_id, each.frame, each.generation) for each in reserved]
+        seconds = await _best(lambda: client.transport.put(lease_id, items, deadline), deadline)
+        checksums = await asyncio.to_thread(client.memory.checksums, sources)
+        committed = await client.commit(lease_id, reserved, checksums, deadline)
+    except BaseException as error:
+        cause = client.undo_later(lease_id, reserved, error, owns_lease=False)
+        if not isinstance(error, PutUnsettled):
+            raise
+        # The transfer reads the sources until it is over: they stay out of use until then.
+        held = Quarantine(tuple(sources), error.settled)
+        if isinstance(cause, asyncio.CancelledError):
+            raise TransferCancelled("measuring: a put is not over", held) from error
+        raise TransferTimeout("measuring: a put is not over", held) from error
+    return seconds, [committed[each.frame] for each in reserved]
 
-    async def _measure_lender(self, block_ids: Sequence[int], deadline: Deadline) -> Rates:
-        """Reading only, of what it lends for that."""
-        if not block_ids:
-            raise NoCapacity("the engine has no free blocks to measure with")
-        asked = [PROBE_HASH] * min(len(block_ids), num_blocks_wanted(self._memory.block_bytes) // 2)
-        probe = await self._match(asked, ttl_s=_TTL_S, deadline=deadline)
-        lease_id, blocks = probe.lease_id, probe.blocks
-        if not blocks:
-            raise NoCapacity("the lender has no free blocks to measure with")
-        num_blocks = len(blocks)
-        try:
-            targets = list(block_ids[:num_blocks])
-            await self._fetch(lease_id, list(zip(blocks, targets, strict=True)), deadline)
-            latency_s = await self._latency(lease_id, blocks[0], targets[0], deadline)
-            read_s = await self._read(lease_id, blocks, targets, deadline)
-        finally:
-            releasing = self._release_later(lease_id)
-        await asyncio.wait([releasing])
-        num_bytes = num_blocks * self._memory.block_bytes
-        copy_s = await _copy(num_bytes, deadline)
-        return Rates(num_bytes, 0.0, num_bytes / read_s, latency_s, num_bytes / copy_s)
 
-    def _release_later(self, lease_id: str) -> asyncio.Task[int]:
-        """With all that was written under it. If nobody hears it, it lapses by itself."""
-        return self._background.spawn(self._leases.release([lease_id], Deadline.after(_RELEASE_S)))
+async def _read(
+    client: KvStoreClient,
+    lease_id: str,
+    blocks: Sequence[Block],
+    targets: Sequence[int],
+    deadline: Deadline,
+) -> float:
+    """Seconds of one transfer of all blocks, whose bytes are compared after it."""
+    items = GetItems(list(zip(blocks, targets, strict=True)))
 
-    async def _store_one(self, name: str, block_id: int, deadline: Deadline) -> tuple[str, Block]:
-        """Under a new lease, which it returns, too."""
-        put = await self._putter.put(
-            None,
-            b"",
-            [],
-            (name, block_id, 1),
-            _TTL_S,
-            deadline,
-            num_tokens=1,
-            tenant="",
-            is_probe=True,
-        )
-        if put.tail is None:
-            self._release_later(put.lease_id)
-            raise NoCapacity("the store has no free frame to measure with")
-        return put.lease_id, put.tail
-
-    async def _fetch(
-        self, lease_id: str, items: Sequence[tuple[Block, int]], deadline: Deadline
-    ) -> None:
-        got = await self._getter.get(lease_id, items, deadline, None)
+    async def once() -> None:
+        got = await client.transport.get(lease_id, items, deadline)
         if got.failed:
-            raise TransferFailed(f"blocks did not come back: {sorted(set(got.failed.values()))}")
+            raise TransferFailed(f"blocks did not come: {sorted(set(got.failed.values()))}")
 
-    async def _latency(self, lease_id: str, block: Block, target: int, deadline: Deadline) -> float:
-        """Seconds of reading one block as requests do, verified."""
-        return await _best(
-            lambda: self._fetch(lease_id, [(block, target)], deadline), deadline, NUM_LATENCY_ROUNDS
-        )
-
-    async def _write(
-        self, lease_id: str, name: str, sources: Sequence[int], deadline: Deadline
-    ) -> tuple[float, list[Block]]:
-        """Seconds of one transfer of all sources, and where they lie then."""
-        wanted: list[Wanted] = []
-        try:
-            for index, block_id in enumerate(sources):
-                wanted += await self._putter.reserve_tail(
-                    lease_id, (f"{name}/{index}", block_id, 1), _TTL_S, deadline
-                )
-            if len(wanted) < len(sources):
-                raise NoCapacity("the store has too few free frames to measure with")
-            items = [PutItem(each.block_id, each.frame, each.generation) for each in wanted]
-            seconds = await _best(lambda: self._transport.put(lease_id, items, deadline), deadline)
-            checksums = await asyncio.to_thread(self._memory.checksums, sources)
-            committed = await self._putter.commit(lease_id, wanted, checksums, deadline)
-        except BaseException as error:
-            cause = self._putter.undo_later(lease_id, wanted, error, owns_lease=False)
-            if not isinstance(error, PutUnsettled):
-                raise
-            # It reads the sources until it is over: nobody else shall have them before.
-            held = Quarantine(tuple(sources), error.settled)
-            if isinstance(cause, asyncio.CancelledError):
-                raise TransferCancelled("measuring: a put is not over", held) from error
-            raise TransferTimeout("measuring: a put is not over", held) from error
-        return seconds, [committed[each.frame] for each in wanted]
-
-    async def _read(
-        self, lease_id: str, blocks: Sequence[Block], targets: Sequence[int], deadline: Deadline
-    ) -> float:
-        items = GetItems(list(zip(blocks, targets, strict=True)))
-
-        async def once() -> None:
-            got = await self._transport.get(lease_id, items, deadline)
-            if got.failed:
-                raise TransferFailed(f"blocks did not come: {sorted(set(got.failed.values()))}")
-
-        seconds = await _best(once, deadline)
-        found = await asyncio.to_thread(self._memory.checksums, targets)
-        if found != [block.checksum for block in blocks]:
-            raise TransferFailed("what came is not what was sent")
-        return seconds
+    seconds = await _best(once, deadline)
+    found = await asyncio.to_thread(client.memory.checksums, targets)
+    if found != [block.checksum for block in blocks]:
+        raise TransferFailed("what came is not what was sent")
+    return seconds
 
 
 async def _best(

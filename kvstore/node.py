@@ -28,7 +28,6 @@ from kvstore.errors import (
     LeaseLapsed,
     UnknownAttachment,
 )
-from kvstore.finishing import finish
 from kvstore.history import PULLED, REFUSED
 from kvstore.leases import Lease
 from kvstore.memory import Memory
@@ -50,6 +49,7 @@ from process.errors import (
     NoCapacity,
     Unavailable,
 )
+from process.tasks import complete_despite_cancel
 from process.tracing import OFF, Tracing
 
 logger = logging.getLogger(__name__)
@@ -362,7 +362,7 @@ class StoreNode:
             # A worker that leaves meanwhile does not take the memory along: the next one needs it.
             making = asyncio.ensure_future(self._make_memory(block_bytes))
             making.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
-            await finish(making)
+            await complete_despite_cancel(making)
             making.result()
         if self.memory is None:
             raise Internal("the memory was made and is not there")

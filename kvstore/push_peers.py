@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kvstore.block import Block
-from kvstore.finishing import finish
 from kvstore.nixl_agent import NixlAgent, Region
 from kvstore.pushes import Frames, PushOutcome, PushTable, Readable, Target
 from process.deadline import Deadline
 from process.errors import FailedPrecondition, Internal, InvalidArgument
+from process.tasks import complete_despite_cancel
 
 START_S = 30.0
 _CLOSE_S = 1.0
@@ -75,13 +75,13 @@ class PushPeers:
         async with self._starting:
             if self._agent is None:
                 starting = asyncio.ensure_future(self._start())
-                await finish(starting)
+                await complete_despite_cancel(starting)
                 starting.result()
         if self._agent is None:
             raise Internal("NIXL was started and is not there")
         adding = asyncio.ensure_future(self._agent.add_peer(peer.metadata))
         try:
-            await finish(adding)
+            await complete_despite_cancel(adding)
         except asyncio.CancelledError:  # whoever asked has left, and nobody else knows of the peer
             if adding.exception() is None:
                 self._forget_later(adding.result())

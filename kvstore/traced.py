@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 
 from kvstore.block import Block
-from kvstore.moved import Moved
 from process import serving, spans, trace_context
 from process.spans import NOBODY, Span, Value
 from process.tracing import Tracing
@@ -81,15 +80,17 @@ def of_match(node_id: str, asked: Sequence[bytes], found: Sequence[Block]) -> di
     return about | of_blocks(found)
 
 
-def of_move(node_id: str, moved: Moved, num_blocks: int) -> dict[str, Value]:
-    """Blocks on their way into a store or out of one."""
+def of_transfer(
+    node_id: str, transport: str, num_bytes: int, num_blocks: int, failed: Mapping[str, int]
+) -> dict[str, Value]:
+    """A put into a store or a get out of it. failed: number of blocks by reason."""
     about: dict[str, Value] = {
         "baton.store.node_id": node_id,
-        "baton.transport": moved.transport,
-        "baton.num_bytes": moved.num_bytes,
+        "baton.transport": transport,
+        "baton.num_bytes": num_bytes,
         "baton.num_blocks": num_blocks,
     }
-    for reason, num_failed in moved.failed.items():
+    for reason, num_failed in failed.items():
         about[f"baton.not_usable.{reason}"] = num_failed
     return about
 

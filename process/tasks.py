@@ -1,16 +1,18 @@
-"""Tasks that nobody awaits: when one dies of an error the log says so, and their owner can end them
-for certain."""
+"""Tasks beside their callers: tasks that are not awaited, whose errors are logged and which their
+owner ends for certain, and work that must come to its end although its caller is gone."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Awaitable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from process import logs, spans
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _AGAIN_S = 1.0
 """A cancelled task that is not over by then is cancelled again."""
@@ -50,6 +52,44 @@ async def end_tasks(
     names = sorted(task.get_name() for task in left)
     if names:
         logs.event(logger, "tasks_not_ended", level=logging.ERROR, tasks=names)
+
+
+async def complete_despite_cancel(work: asyncio.Future[Any]) -> None:
+    """Wait until `work` (which must be bounded) is done, even if the caller is cancelled meanwhile;
+    then re-raise the cancellation. The result or error of `work` is left for the caller to take."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+class BackgroundTasks:
+    """Work that outlives its callers; its owner waits for all of it with `settle`. One asyncio
+    loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Awaitable[T]) -> asyncio.Task[T]:
+        """Run `work` as a task. Its error is raised where the task is awaited, if it is."""
+
+        async def run() -> T:
+            return await work
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    async def settle(self) -> None:
+        """Wait until no task is left. Each must have a bound of its own."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
 
 
 def _report(task: asyncio.Task[None]) -> None:

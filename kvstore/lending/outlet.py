@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from kvstore.finishing import finish
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.staging import PinnedStaging
+from process.tasks import complete_despite_cancel
 
 
 class Outlet:
@@ -56,5 +56,5 @@ class Outlet:
 
         async with self._turn:
             fetching = asyncio.ensure_future(asyncio.to_thread(fetch))
-            await finish(fetching)  # the rows are in use until then
+            await complete_despite_cancel(fetching)  # the rows are in use until then
         return fetching.result()

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from kvstore import block_hash
 from kvstore.catalog import Entry
-from kvstore.finishing import finish
 from kvstore.residency import StoredPage
 from kvstore.slab import Slab
 from kvstore.store import Store
@@ -33,7 +32,7 @@ from kvstore.tiers.page_file import SUFFIX, PageFile, PageLayout
 from process import logs
 from process.deadline import Deadline
 from process.errors import FailedPrecondition, NoCapacity
-from process.tasks import end_tasks, start_task
+from process.tasks import complete_despite_cancel, end_tasks, start_task
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +171,7 @@ class FileTier:
             return_exceptions=True,
         )
         try:
-            await finish(work)
+            await complete_despite_cancel(work)
         finally:
             if work.done():
                 self._demoted(demotion, work.result())
@@ -237,7 +236,7 @@ class FileTier:
             self._pool, self._pages.read, page.index, page.checksum, into
         )
         try:
-            await finish(work)
+            await complete_despite_cancel(work)
         finally:
             if work.done() and not work.cancelled():  # else the store is stopping
                 is_good = work.exception() is None and work.result()

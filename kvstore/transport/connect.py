@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from kvstore.connection import StoreConnection, StoreInfo
 from kvstore.nixl_agent import NixlAgent
-from kvstore.rpc import Attached, StoreRpc
 from kvstore.slab import Slab
 from kvstore.transport.base import CUDA_IPC, BlockMemory, Transport
 from kvstore.transport.device_shm import DeviceShmTransport
@@ -24,9 +24,9 @@ from process.errors import FailedPrecondition
 async def connect(
     transport: str,
     memory: BlockMemory,
-    rpc: StoreRpc,
+    connection: StoreConnection,
     agent: NixlAgent | None,
-    attached: Attached,
+    store: StoreInfo,
 ) -> Transport:
     """Args: transport: one of TRANSPORTS, or of DIRECT_TRANSPORTS to a lender. agent: for nixl,
         with `memory` registered.
@@ -35,30 +35,30 @@ async def connect(
     """
     if transport == "shm":
         if memory.device is not None:
-            return await DeviceShmTransport.connect(memory, attached)
-        return await ShmTransport.connect(memory, attached)
+            return await DeviceShmTransport.connect(memory, store)
+        return await ShmTransport.connect(memory, store)
     if transport == CUDA_IPC:
-        return await MappedTransport.connect(memory, rpc, attached)
+        return await MappedTransport.connect(memory, connection, store)
     if transport == "nixl" and agent is not None:
         if memory.device is not None and memory.device.memory == "VRAM":
-            await _refuse_store_of_this_host(attached)
-        return await NixlTransport.connect(memory, rpc, agent, attached)
+            await _refuse_store_of_this_host(store)
+        return await NixlTransport.connect(memory, connection, agent, store)
     if transport == "grpc":
         if memory.device is not None:
             return await StagedTransport.over(
-                memory, lambda rows: GrpcTransport(rows, rpc, attached)
+                memory, lambda rows: GrpcTransport(rows, connection, store)
             )
-        return GrpcTransport(memory, rpc, attached)
+        return GrpcTransport(memory, connection, store)
     raise ValueError(f"transport: {transport!r}, with{'' if agent else 'out'} an agent")
 
 
-async def _refuse_store_of_this_host(attached: Attached) -> None:
+async def _refuse_store_of_this_host(store: StoreInfo) -> None:
     """Between a device and another process' host memory NIXL falls to under 1 GB/s, without a word
     (measured). A lender has no slab, and its blocks lie on a device as a rule."""
-    if not attached.slab_path:
+    if not store.slab_path:
         return
     try:
-        slab = await asyncio.to_thread(Slab.open, Path(attached.slab_path), attached.incarnation)
+        slab = await asyncio.to_thread(Slab.open, Path(store.slab_path), store.incarnation)
     except FailedPrecondition:
         return  # another host's, as far as can be seen from here; a slow link shows as degraded
     slab.close()

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import block_hash
+from kvstore.connection import StoreInfo
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
-from kvstore.rpc import Attached
 from kvstore.slab import Slab
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, PutUnsettled
 from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
@@ -67,7 +67,7 @@ class DeviceShmTransport:
         self._unsettled: set[asyncio.Future[None]] = set()
 
     @classmethod
-    async def connect(cls, memory: BlockMemory, attached: Attached) -> DeviceShmTransport:
+    async def connect(cls, memory: BlockMemory, store: StoreInfo) -> DeviceShmTransport:
         """Map the store's slab, lock it for the device, show the store that this process lives.
 
         Raises: FailedPrecondition when that cannot be done here; there is no other way then.
@@ -75,14 +75,14 @@ class DeviceShmTransport:
         device = memory.device
         if device is None:
             raise TypeError("the blocks lie in host memory: ShmTransport")
-        slab = await open_registered(device, Path(attached.slab_path), attached.incarnation)
+        slab = await open_registered(device, Path(store.slab_path), store.incarnation)
         if slab.layout.frame_bytes != memory.block_bytes:
             await asyncio.to_thread(close_registered, device, slab)
             raise FailedPrecondition(
                 f"transport shm: the slab's frames have {slab.layout.frame_bytes} bytes, "
                 f"the worker's blocks {memory.block_bytes}"
             )
-        slab.lock_byte(attached.attachment_id)
+        slab.lock_byte(store.attachment_id)
         return cls(memory, device, slab)
 
     async def put(

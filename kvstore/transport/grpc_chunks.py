@@ -14,8 +14,8 @@ import grpc.aio
 import numpy as np
 
 from kvstore import block_hash, wire
+from kvstore.connection import StoreConnection, StoreInfo
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
-from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem
 from process import spans
 from process.deadline import Deadline
@@ -31,10 +31,10 @@ class GrpcTransport:
     name = "grpc"
     counts_own_reads = False
 
-    def __init__(self, memory: BlockMemory, rpc: StoreRpc, attached: Attached) -> None:
+    def __init__(self, memory: BlockMemory, connection: StoreConnection, store: StoreInfo) -> None:
         self._memory = memory
-        self._rpc = rpc
-        self._attachment_id = attached.attachment_id
+        self._connection = connection
+        self._attachment_id = store.attachment_id
 
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
@@ -42,7 +42,7 @@ class GrpcTransport:
         checksums: list[int] = []
         if items:
             chunks = self._chunks(lease_id, items, checksums)
-            await self._rpc.call(self._rpc.stub.Write, chunks, deadline)
+            await self._connection.call(self._connection.stub.Write, chunks, deadline)
         if len(checksums) < len(items):
             raise TransferFailed("the store did not wait for all blocks")
         return checksums
@@ -50,7 +50,7 @@ class GrpcTransport:
     async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
         if not items:
             return GetResult(0)
-        self._rpc.check()
+        self._connection.check()
         request = kvstore_pb2.ReadRequest(
             attachment_id=self._attachment_id,
             lease_id=lease_id,
@@ -59,11 +59,11 @@ class GrpcTransport:
         )
         received = [_Received(block_id) for block_id in items.block_ids]
         failed: dict[int, str] = {}
-        call = self._rpc.stub.Read(
+        call = self._connection.stub.Read(
             request, timeout=deadline.left_s(), metadata=spans.current().headers
         )
         try:
-            with self._rpc.closing_is_unavailable():
+            with self._connection.closing_is_unavailable():
                 async for chunk in call:
                     if chunk is None:  # what gRPC makes of a message that is none
                         call.cancel()
@@ -76,7 +76,7 @@ class GrpcTransport:
                     elif not self._take(chunk, received):
                         failed[chunk.index] = TRANSPORT
         except grpc.aio.AioRpcError as error:
-            raise self._rpc.translate(error) from error
+            raise self._connection.translate(error) from error
         except asyncio.CancelledError:
             call.cancel()
             raise

@@ -38,9 +38,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import answer_checks
+from kvstore.connection import StoreConnection, StoreInfo
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
-from kvstore.lease_calls import await_lent
-from kvstore.rpc import Attached, StoreRpc
 from kvstore.transport.base import (
     CUDA_IPC,
     BlockMemory,
@@ -70,16 +69,16 @@ class MappedTransport:
         self,
         memory: BlockMemory,
         device: Device,
-        rpc: StoreRpc,
-        attached: Attached,
+        connection: StoreConnection,
+        store: StoreInfo,
         shared: Shared,
         address: int,
     ) -> None:
         """address: where `shared` is mapped; owned by the transport from here on."""
         self._memory = memory
         self._device = device
-        self._rpc = rpc
-        self._attached = attached
+        self._connection = connection
+        self._store = store
         self._shared = shared
         self._address = address
         self._copies = device.peer_copies
@@ -89,10 +88,10 @@ class MappedTransport:
 
     @classmethod
     async def connect(
-        cls, memory: BlockMemory, rpc: StoreRpc, attached: Attached
+        cls, memory: BlockMemory, connection: StoreConnection, store: StoreInfo
     ) -> MappedTransport:
         """Map the lender's cache. Raises: FailedPrecondition when that cannot be done here."""
-        device, shared = memory.device, attached.shared
+        device, shared = memory.device, store.shared
         if device is None:
             raise FailedPrecondition(
                 "transport cuda_ipc: this worker's cache lies in host memory; set "
@@ -106,7 +105,7 @@ class MappedTransport:
         except asyncio.CancelledError:
             mapping.add_done_callback(lambda done: _give_back(done, device, shared))
             raise
-        return cls(memory, device, rpc, attached, shared, address)
+        return cls(memory, device, connection, store, shared, address)
 
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
@@ -118,7 +117,7 @@ class MappedTransport:
         """See Transport."""
         frames, blocks, generations = items.columns()
         held_until_s, here_s = items.held_until_s, math.inf
-        exists = frames < self._attached.num_frames
+        exists = frames < self._store.num_frames
         wanted = np.flatnonzero(exists)
         failed: dict[int, str] = {}
         if len(wanted) < len(frames):
@@ -126,7 +125,7 @@ class MappedTransport:
             frames, blocks, generations = frames[wanted], blocks[wanted], generations[wanted]
         if len(wanted) == 0:
             return GetResult(0, failed)
-        self._rpc.check()
+        self._connection.check()
         loop, is_here = asyncio.get_running_loop(), asyncio.Event()
 
         def is_held() -> bool:
@@ -217,7 +216,7 @@ class MappedTransport:
 
     def _asks_early(self, num_blocks: int) -> bool:
         is_long = num_blocks * self._memory.block_bytes >= self._copies.ask_early_bytes
-        return is_long and self._attached.tells_when_lent
+        return is_long and self._store.tells_when_lent
 
     async def _ask_to_keep(
         self, lease_id: str, frames: Ids, generations: Generations, deadline: Deadline
@@ -225,8 +224,8 @@ class MappedTransport:
         """Have a lease's blocks kept in place, these with them. Returns: until when they are, on
         this process' monotonic clock; 0: nobody said so. Raises: LeaseLapsed."""
         try:
-            told, word = await await_lent(
-                self._rpc, self._attached, lease_id, 0, 1, 0.0, self._copies.hold_s, deadline
+            told, word = await self._connection.await_lent(
+                self._store.attachment_id, lease_id, 0, 1, 0.0, self._copies.hold_s, deadline
             )
         except LeaseLapsed:
             raise
@@ -240,14 +239,14 @@ class MappedTransport:
         """Which of the frames, which are here, are not lent any more. Raises: LeaseLapsed,
         Unavailable, DeadlineExceeded."""
         request = kvstore_pb2.ConfirmRequest(
-            attachment_id=self._attached.attachment_id,
+            attachment_id=self._store.attachment_id,
             lease_id=lease_id,
             frames=frames.tolist(),
             generations=generations.tolist(),
             num_bytes_read=len(frames) * self._memory.block_bytes,
         )
-        reply = await self._rpc.call(self._rpc.stub.Confirm, request, deadline)
-        with self._rpc.reading():
+        reply = await self._connection.call(self._connection.stub.Confirm, request, deadline)
+        with self._connection.checking_reply():
             answer_checks.check_confirmed(reply, request)
         return set(reply.stale)
 

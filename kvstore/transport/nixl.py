@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Sequence
 
 from kvstore import answer_checks, wire
+from kvstore.connection import StoreConnection, StoreInfo
 from kvstore.errors import (
     GENERATION,
     Quarantine,
@@ -24,7 +25,6 @@ from kvstore.errors import (
 )
 from kvstore.nixl_agent import NixlAgent, Region
 from kvstore.nixl_runs import merge_runs
-from kvstore.rpc import Attached, StoreRpc
 from kvstore.slab import SlabLayout
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, PutUnsettled
 from process.deadline import Deadline
@@ -59,30 +59,30 @@ class NixlTransport:
     def __init__(
         self,
         memory: BlockMemory,
-        rpc: StoreRpc,
+        connection: StoreConnection,
         agent: NixlAgent,
         peer: str,
-        attached: Attached,
+        store: StoreInfo,
     ) -> None:
         self._memory = memory
-        self._rpc = rpc
+        self._connection = connection
         self._agent = agent
         self._peer = peer
-        self._attached = attached
-        self._layout = SlabLayout(attached.frame_bytes, attached.num_frames)
+        self._store = store
+        self._layout = SlabLayout(store.frame_bytes, store.num_frames)
         self._own = region_of(memory)
         self._frames = Region(
-            attached.region_address, self._layout.num_frames * self._layout.stride_bytes
+            store.region_address, self._layout.num_frames * self._layout.stride_bytes
         )
         self._unsettled: set[asyncio.Future[None]] = set()
 
     @classmethod
     async def connect(
-        cls, memory: BlockMemory, rpc: StoreRpc, agent: NixlAgent, attached: Attached
+        cls, memory: BlockMemory, connection: StoreConnection, agent: NixlAgent, store: StoreInfo
     ) -> NixlTransport:
         """agent: with `memory` registered; owned by the transport from here on."""
-        peer = await agent.add_peer(attached.nixl_metadata)
-        return cls(memory, rpc, agent, peer, attached)
+        peer = await agent.add_peer(store.nixl_metadata)
+        return cls(memory, connection, agent, peer, store)
 
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
@@ -116,7 +116,7 @@ class NixlTransport:
             return await (hashing or self._hash(block_ids))
         if isinstance(cause, TransferFailed):
             # The agents have lost each other; only a new attachment brings them together again.
-            self._rpc.mark_broken(f"NIXL transfer failed: {cause}")
+            self._connection.mark_broken(f"NIXL transfer failed: {cause}")
         cause = await _settling(transfer.settled, cause)
         if transfer.settled.done():
             raise cause
@@ -130,7 +130,7 @@ class NixlTransport:
         push_id = secrets.token_hex(16)
         budget_s = max(0.001, deadline.left_s() - _ANSWER_MARGIN_S)
         request = kvstore_pb2.PushRequest(
-            attachment_id=self._attached.attachment_id,
+            attachment_id=self._store.attachment_id,
             lease_id=lease_id,
             blocks=[wire.block_to_proto(ref) for ref, _ in items],
             destinations=block_ids,
@@ -138,10 +138,10 @@ class NixlTransport:
             push_id=push_id,
         )
         request.checksum = wire.checksum_of(request)
-        self._rpc.check()
+        self._connection.check()
         try:
-            reply = await self._rpc.call(self._rpc.stub.Push, request, deadline)
-            with self._rpc.reading():
+            reply = await self._connection.call(self._connection.stub.Push, request, deadline)
+            with self._connection.checking_reply():
                 answer_checks.check_pushed(reply, request, self._memory.block_bytes)
         except (BatonError, asyncio.CancelledError) as error:
             # Whatever came back, or nothing: the push may be under way. A refusal, too, may be an
@@ -193,8 +193,8 @@ class NixlTransport:
         pause_s = _POLL_S
         while True:
             try:
-                reply = await self._rpc.call(
-                    self._rpc.stub.GetPush,
+                reply = await self._connection.call(
+                    self._connection.stub.GetPush,
                     request,
                     Deadline.after(_POLL_TIMEOUT_S),
                     even_if_broken=True,

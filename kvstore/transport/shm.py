@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvstore.connection import StoreInfo
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
-from kvstore.finishing import finish
-from kvstore.rpc import Attached
 from kvstore.slab import FAULT_AROUND_BYTES, Slab
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem
 from kvstore.transport.checked_copy import CheckedCopy, Ids
 from kvstore.transport.copy_job import IsStopped
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, FailedPrecondition
+from process.tasks import complete_despite_cancel
 
 ROUND_BYTES = 4 * 1024 * 1024
 """Bytes copied between two looks at generations, deadline and cancellation: under 1 ms (6 GB/s,
@@ -49,20 +49,20 @@ class ShmTransport:
         self._is_mapped = np.zeros(slab.layout.num_frames, dtype=np.bool_)
 
     @classmethod
-    async def connect(cls, memory: BlockMemory, attached: Attached) -> ShmTransport:
+    async def connect(cls, memory: BlockMemory, store: StoreInfo) -> ShmTransport:
         """Map the store's slab and show the store that this process lives.
 
         Raises: FailedPrecondition when the file cannot be mapped here; there is no other way then.
         """
-        slab = await asyncio.to_thread(Slab.open, Path(attached.slab_path), attached.incarnation)
+        slab = await asyncio.to_thread(Slab.open, Path(store.slab_path), store.incarnation)
         if slab.layout.frame_bytes != memory.block_bytes:
             slab.close()
             raise FailedPrecondition(
                 f"transport shm: the slab's frames have {slab.layout.frame_bytes} bytes, "
                 f"the worker's blocks {memory.block_bytes}"
             )
-        slab.lock_byte(attached.attachment_id)
-        return cls(memory, slab, attached.attachment_id)
+        slab.lock_byte(store.attachment_id)
+        return cls(memory, slab, store.attachment_id)
 
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
@@ -155,5 +155,5 @@ async def finish_or_stop(job: asyncio.Future[Any], stop: threading.Event) -> Non
         await asyncio.wait([job])
     except asyncio.CancelledError:
         stop.set()
-        await finish(job)
+        await complete_despite_cancel(job)
         raise

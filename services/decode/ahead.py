@@ -23,7 +23,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.errors import CHECKSUM, LeaseLapsed
 from kvstore.lending import is_lender
 from kvstore.lending.limits import LENDER_LIMITS
@@ -178,7 +178,7 @@ class Ahead:
         self._on_rest()
 
     async def _await_rest(
-        self, client: StoreClient, run: handles.Run, num_wanted: int, deadline: Deadline
+        self, client: KvStoreClient, run: handles.Run, num_wanted: int, deadline: Deadline
     ) -> Rest | None:
         """What is lent behind a run, once that is all; None: nobody said so."""
         if not client.tells_when_lent:

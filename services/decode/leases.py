@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError, Unavailable
@@ -29,7 +29,7 @@ def is_home(core: WorkerCore, run: Run) -> bool:
     return run.store_address == core.connector.address
 
 
-async def client_for(core: WorkerCore, run: Run, deadline: Deadline) -> StoreClient:
+async def client_for(core: WorkerCore, run: Run, deadline: Deadline) -> KvStoreClient:
     """The way to the store that a run lies in.
 
     Raises: Unavailable (StoreUnusable for another node's) when it cannot be used now,
@@ -55,7 +55,7 @@ def is_for(handle: Handle, request_id: str, tenant: str) -> bool:
     return (handle.request_id, handle.tenant) == (request_id, tenant)
 
 
-def give_back(core: WorkerCore, handle: Handle, home: StoreClient | None = None) -> None:
+def give_back(core: WorkerCore, handle: Handle, home: KvStoreClient | None = None) -> None:
     """Release what a handle handed over, each lease at its own store.
 
     Args: home: the way to our own store as it was before somebody found it slow; None: as it is

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvstore.block import Block
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from process.deadline import Deadline
 from process.errors import BatonError
 from process.tasks import end_tasks, start_task
@@ -30,7 +30,7 @@ MIN_RENEWAL_S = 0.01
 class Pin:
     """Blocks 0.. of one prompt in one store, held by one lease (empty: nothing is pinned)."""
 
-    client: StoreClient
+    client: KvStoreClient
     lease_id: str
     refs: tuple[Block, ...]
     release_later: ReleaseLater

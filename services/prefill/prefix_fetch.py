@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from engine.request import Reservation
 from engine.step_output import FilledBlock
 from kvstore.block import Block
-from kvstore.client import Matched, StoreClient
+from kvstore.client import KvStoreClient, MatchResult
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
 from process import logs
 from process.deadline import Deadline
@@ -146,14 +146,14 @@ class PrefixFetch:
         return pin if self.num_blocks > num_before else None
 
     async def _match(
-        self, client: StoreClient, release_later: ReleaseLater, deadline: Deadline, end_block: int
+        self, client: KvStoreClient, release_later: ReleaseLater, deadline: Deadline, end_block: int
     ) -> Pin | None:
         """Pin what a store has of the prompt. Where it does not answer, blocks up to `end_block`
         are lost."""
         hashes = self._ask.chain_hashes
         had_s = deadline.left_s()
         try:
-            matched = Matched((), "")
+            matched = MatchResult((), "")
             if hashes:  # of a prompt without a full block no store has anything
                 matched = await client.match(hashes, ttl_s=self._ask.ttl_s, deadline=deadline)
         except BatonError as error:

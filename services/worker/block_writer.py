@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from engine.step_output import FilledBlock
 from kvstore.block import Block
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from process import spans
 from process.deadline import Deadline
 from process.errors import BatonError
@@ -36,7 +36,7 @@ RENEWALS_PER_TTL = 3
 BATCH_BYTES = 64 * 1024 * 1024
 """Most that one put moves: its budget is the batch's. Guessed: far above what a call costs."""
 
-ReleaseLater = Callable[[StoreClient, Iterable[str]], None]
+ReleaseLater = Callable[[KvStoreClient, Iterable[str]], None]
 """Gives leases back in the background."""
 
 
@@ -67,7 +67,7 @@ class BlockWriter:
     def __init__(
         self,
         connector: StoreConnector,
-        client: StoreClient,
+        client: KvStoreClient,
         *,
         lease_id: str,
         refs: Sequence[Block],

@@ -24,7 +24,7 @@ from typing import Any
 
 from kvstore import errors
 from kvstore.block import Block
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.errors import (
     DEADLINE,
     Quarantine,
@@ -82,7 +82,7 @@ class StoreConnector:
         limits: WorkerLimits,
         *,
         on_room: Callable[[], None] = lambda: None,
-        on_attached: Callable[[StoreClient], None] = lambda client: None,
+        on_attached: Callable[[KvStoreClient], None] = lambda client: None,
         min_backoff_s: float = MIN_BACKOFF_S,
         clock: Clock = time.monotonic,
         attach: Attach = attach,
@@ -97,9 +97,9 @@ class StoreConnector:
         self._min_backoff_s = min_backoff_s
         self._clock = clock
         self._attach = attach
-        self.on_other_suspect: Callable[[StoreClient, BatonError], None] = _nobody
+        self.on_other_suspect: Callable[[KvStoreClient, BatonError], None] = _nobody
         """Told of failed calls of clients that are another's: those of other nodes' stores."""
-        self._client: StoreClient | None = None
+        self._client: KvStoreClient | None = None
         self._is_stalled = False
         self._refusal: FailedPrecondition | None = None
         self._last_problem = ""
@@ -107,7 +107,7 @@ class StoreConnector:
         self._suspect = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
-        self._to_release: dict[StoreClient, list[str]] = {}
+        self._to_release: dict[KvStoreClient, list[str]] = {}
         self._releasing = asyncio.Lock()
         self.num_attached = 0
         self.num_in_quarantine = 0
@@ -144,7 +144,7 @@ class StoreConnector:
             self._client = None
 
     @property
-    def client(self) -> StoreClient | None:
+    def client(self) -> KvStoreClient | None:
         """The store as it is attached now; None while it is away or does not answer."""
         if self._client is not None and self._client.broken is not None:
             self._suspect.set()
@@ -170,7 +170,7 @@ class StoreConnector:
 
     async def load(
         self,
-        client: StoreClient,
+        client: KvStoreClient,
         engine_id: str,
         lease_id: str,
         items: Sequence[tuple[Block, int]],
@@ -185,7 +185,7 @@ class StoreConnector:
         Never raises for the store's sake. A cancelled load quarantines what may still be written
         into.
         Args: items: (block, destination block id), in the order of the prompt. word: see
-            StoreClient.get_blocks.
+            KvStoreClient.get_blocks.
         """
         if not items:
             return Loaded(0, 0)
@@ -210,7 +210,7 @@ class StoreConnector:
             self.suspect(client, DeadlineExceeded("a transfer"), had_s=had_s)
         return Loaded.of(result, len(items))
 
-    def suspect(self, client: StoreClient, error: BatonError, *, had_s: float = math.inf) -> None:
+    def suspect(self, client: KvStoreClient, error: BatonError, *, had_s: float = math.inf) -> None:
         """A call failed: look at the attachment now rather than at the next tick.
 
         After a call that was not answered in time, nobody else waits for this store until it
@@ -249,7 +249,7 @@ class StoreConnector:
 
     # ---- leases
 
-    def release_later(self, client: StoreClient | None, lease_ids: Iterable[str]) -> None:
+    def release_later(self, client: KvStoreClient | None, lease_ids: Iterable[str]) -> None:
         """Give leases back in the background. One that cannot be given back lapses by itself."""
         lease_ids = [lease_id for lease_id in lease_ids if lease_id]
         if client is not None and lease_ids and client.broken is None:
@@ -274,7 +274,7 @@ class StoreConnector:
         while self._background and not deadline.expired:
             await asyncio.wait(set(self._background), timeout=deadline.left_s())
 
-    async def _release(self, client: StoreClient, lease_ids: list[str]) -> None:
+    async def _release(self, client: KvStoreClient, lease_ids: list[str]) -> None:
         self._to_release.setdefault(client, []).extend(lease_ids)
         async with self._releasing:  # what comes while one call is under way shares the next
             lease_ids = self._to_release.pop(client, [])
@@ -301,7 +301,7 @@ class StoreConnector:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
 
-    async def _use(self, client: StoreClient) -> None:
+    async def _use(self, client: KvStoreClient) -> None:
         """Everybody's from here on, until it is of no use any more."""
         self._client, self._is_stalled, self._last_problem = client, False, ""
         self.num_attached += 1
@@ -321,7 +321,7 @@ class StoreConnector:
         logs.event(logger, "store_lost", level=logging.WARNING, why=why)
         self.spawn(self._close(client))
 
-    async def _try_attach(self, target: StoreTarget) -> StoreClient | None:
+    async def _try_attach(self, target: StoreTarget) -> KvStoreClient | None:
         try:
             return await self._attach(target, self._limits.attach_budget_s)
         except (BatonError, OSError) as error:
@@ -333,7 +333,7 @@ class StoreConnector:
                 logs.event(logger, "store_not_attached", level=logging.WARNING, why=str(error))
             return None
 
-    async def _watch(self, client: StoreClient) -> str:
+    async def _watch(self, client: KvStoreClient) -> str:
         """Wait until the client is of no use any more; returns why."""
         while True:
             try:
@@ -346,7 +346,7 @@ class StoreConnector:
             if why is not None:
                 return why
 
-    async def _ping(self, client: StoreClient) -> str | None:
+    async def _ping(self, client: KvStoreClient) -> str | None:
         """Ask the store who it is. Returns: why the client is of no use any more, if it is not."""
         try:
             status = await client.status(deadline=Deadline.after(self._limits.ping_budget_s))
@@ -361,7 +361,7 @@ class StoreConnector:
         self._attached.set()
         return None
 
-    async def _close(self, client: StoreClient) -> None:
+    async def _close(self, client: KvStoreClient) -> None:
         try:
             async with asyncio.timeout(RELEASE_BUDGET_S):
                 await client.close()
@@ -369,5 +369,5 @@ class StoreConnector:
             logs.event(logger, "store_not_closed", level=logging.WARNING, why=str(error))
 
 
-def _nobody(client: StoreClient, error: BatonError) -> None:
+def _nobody(client: KvStoreClient, error: BatonError) -> None:
     """No other store's client is anybody's here."""

@@ -23,7 +23,7 @@ from engine.metrics import MetricsSnapshot
 from engine.request import EngineStats
 from engine.speculation.draft_traces import DraftTraces
 from kvstore import block_hash
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.hash_turns import HashTurns
 from kvstore.transport.base import BlockMemory
 from process import tls
@@ -203,7 +203,7 @@ class WorkerCore:
         self._idle.set()
         self._numbers = itertools.count(1)
 
-    def _attached(self, client: StoreClient, *, is_home: bool) -> None:
+    def _attached(self, client: KvStoreClient, *, is_home: bool) -> None:
         """A new way to a store or lender."""
         self.transfers.watch(client, is_home=is_home)
         self.links.measure_later(client)

@@ -34,7 +34,7 @@ from engine.speculation.draft_pages import (
     PagesRefused,
 )
 from kvstore import block_hash
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.errors import (
     DEADLINE,
     STORE_UNAVAILABLE,
@@ -281,7 +281,7 @@ class StoreDraftPages:
             num_came, reason = 0, reason_of(error)
         self._end(fetch, num_came, reason)
 
-    async def _get(self, fetch: StoredFetch, client: StoreClient) -> tuple[int, str]:
+    async def _get(self, fetch: StoredFetch, client: KvStoreClient) -> tuple[int, str]:
         """Returns: how many of the leading pages came, and why no more."""
         deadline = Deadline.after(self._limits.transfer_budget_s)
         matched = await client.match(fetch.keys, ttl_s=self._limits.lease_ttl_s, deadline=deadline)

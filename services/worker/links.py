@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferFailed, TransferTimeout, quarantine_of
 from kvstore.link import Link, Rates, Verdict, judge
 from kvstore.link_meter import num_blocks_wanted
@@ -70,7 +70,7 @@ class Links:
         self._is_stopped = False
         self._again: dict[tuple[str, str], asyncio.TimerHandle] = {}
 
-    def measure_later(self, client: StoreClient) -> None:
+    def measure_later(self, client: KvStoreClient) -> None:
         """In the background, after those that wait already."""
         if self._is_stopped:
             return
@@ -103,12 +103,12 @@ class Links:
 
     # ---- inside
 
-    def _measure_again(self, client: StoreClient) -> None:
+    def _measure_again(self, client: KvStoreClient) -> None:
         self._again.pop((client.node_id, client.transport_name), None)
         if client.broken is None:
             self.measure_later(client)
 
-    async def _measure(self, client: StoreClient) -> None:
+    async def _measure(self, client: KvStoreClient) -> None:
         async with self._turn:
             rates, problem, is_fault = None, "", False
             for budget_s in self._budgets_s:
@@ -135,7 +135,7 @@ class Links:
             )
             self._again[link.node_id, link.transport] = timer
 
-    async def _rates(self, client: StoreClient, budget_s: float) -> Rates:
+    async def _rates(self, client: KvStoreClient, budget_s: float) -> Rates:
         lent: list[int] = []
         held: Quarantine | None = None
         try:

@@ -10,7 +10,7 @@ import enum
 
 from engine.parking import Blocks
 from kvstore.block import Block
-from kvstore.putting import PutResult
+from kvstore.client import PutResult
 from kvstore.transport.base import BlockMemory
 
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Sequence
 from engine.errors import IntegrityError, ParkingRefused
 from engine.kv.layout import KvLayout
 from engine.parking import Blocks, Parked
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.errors import (
     DEADLINE,
     LEASE_LAPSED,
@@ -335,7 +335,7 @@ class StoreParking:
                 self._has_room.clear()
                 await self._has_room.wait()
 
-    async def _get(self, put: Put, client: StoreClient, deadline: Deadline) -> str:
+    async def _get(self, put: Put, client: KvStoreClient, deadline: Deadline) -> str:
         """Returns: why the bytes are of no use; empty: they are."""
         result = await client.get_blocks(
             put.lease_id,

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from engine.errors import IntegrityError
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.errors import INCARNATION, STORE_UNAVAILABLE, TRANSPORT, TransferTimeout
 from process import logs
 from process.deadline import Clock, Deadline
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_BUDGET_S = 5.0
 
-Attach = Callable[[], Awaitable[StoreClient]]
+Attach = Callable[[], Awaitable[KvStoreClient]]
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
@@ -59,7 +59,7 @@ class RemotePeer:
         ping_budget_s: see WorkerLimits."""
         self.node_id = node_id
         self.address = address
-        self.client: StoreClient | None = None
+        self.client: KvStoreClient | None = None
         self.attaching: asyncio.Task[None] | None = None
         self.looking: asyncio.Task[None] | None = None
         self.is_stalled = False
@@ -105,11 +105,11 @@ class RemotePeer:
             raise self.refusal()
         return False
 
-    def begin(self, attach: Attach, on_attached: Callable[[StoreClient], None]) -> None:
+    def begin(self, attach: Attach, on_attached: Callable[[KvStoreClient], None]) -> None:
         """Attach for all who ask; it goes on when they leave. `attach` must be bounded."""
         self.attaching = start_task(self._attach(attach, on_attached), f"attach {self.address}")
 
-    async def attached(self) -> StoreClient:
+    async def attached(self) -> KvStoreClient:
         """Wait for what was begun; the caller bounds it. Raises: StoreUnusable."""
         if self.attaching is not None:
             await asyncio.wait([self.attaching])
@@ -161,7 +161,7 @@ class RemotePeer:
 
     # ---- inside
 
-    async def _attach(self, attach: Attach, on_attached: Callable[[StoreClient], None]) -> None:
+    async def _attach(self, attach: Attach, on_attached: Callable[[KvStoreClient], None]) -> None:
         try:
             client = await attach()
         except (BatonError, OSError) as error:
@@ -189,7 +189,7 @@ class RemotePeer:
         if self.client is not None and self.looking is None:
             self.looking = self._spawn(self._ping(self.client))
 
-    async def _ping(self, client: StoreClient) -> None:
+    async def _ping(self, client: KvStoreClient) -> None:
         try:
             status = await client.status(deadline=Deadline.after(self._ping_budget_s))
         except BatonError as error:
@@ -229,7 +229,7 @@ def _why_not(error: BatonError | OSError) -> str:
     return STORE_UNAVAILABLE
 
 
-async def close(client: StoreClient) -> None:
+async def close(client: KvStoreClient) -> None:
     """Say goodbye to the store; bounded."""
     try:
         async with asyncio.timeout(CLOSE_BUDGET_S):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.transport.base import BlockMemory
 from process import serving
 from process.access import Role
@@ -65,9 +65,9 @@ def target_of(
     )
 
 
-async def attach(target: StoreTarget, timeout_s: float) -> StoreClient:
-    """Introduce this life of the worker to the store. Raises: what StoreClient.attach raises."""
-    return await StoreClient.attach(
+async def attach(target: StoreTarget, timeout_s: float) -> KvStoreClient:
+    """Introduce this life of the worker to the store. Raises: what KvStoreClient.attach raises."""
+    return await KvStoreClient.attach(
         target.address,
         worker_id=target.worker_id,
         worker_incarnation=target.worker_incarnation,
@@ -81,5 +81,5 @@ async def attach(target: StoreTarget, timeout_s: float) -> StoreClient:
     )
 
 
-Attach = Callable[[StoreTarget, float], Awaitable[StoreClient]]
+Attach = Callable[[StoreTarget, float], Awaitable[KvStoreClient]]
 """`attach`, of a target and seconds."""

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from engine.errors import IntegrityError
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.errors import DEADLINE, INCARNATION, STORE_UNAVAILABLE
 from kvstore.lending import is_lender
 from process import logs
@@ -69,7 +69,7 @@ class RemoteStores:
         attach_budget_s: float,
         lease_ttl_s: float,
         ping_budget_s: float,
-        on_attached: Callable[[StoreClient], None] = lambda client: None,
+        on_attached: Callable[[KvStoreClient], None] = lambda client: None,
         clock: Clock = time.monotonic,
         attach: Attach = attach,
     ) -> None:
@@ -106,7 +106,7 @@ class RemoteStores:
 
     async def client(
         self, node_id: str, address: str, incarnation: bytes, deadline: Deadline
-    ) -> StoreClient:
+    ) -> KvStoreClient:
         """The way to that life of that store, attached if need be.
 
         Raises: StoreUnusable (its `reason` says how to count it); DeadlineExceeded.
@@ -120,13 +120,13 @@ class RemoteStores:
             self.refused[DEADLINE] += 1
             raise
 
-    def release_later(self, client: StoreClient | None, lease_ids: Iterable[str]) -> None:
+    def release_later(self, client: KvStoreClient | None, lease_ids: Iterable[str]) -> None:
         """Give leases back in the background. One that cannot be given back lapses by itself."""
         lease_ids = [lease_id for lease_id in lease_ids if lease_id]
         if client is not None and lease_ids and client.broken is None:
             self._spawn(self._release(client, lease_ids))
 
-    def suspect(self, client: StoreClient, error: BatonError) -> None:
+    def suspect(self, client: KvStoreClient, error: BatonError) -> None:
         """A call of this client failed.
 
         A transfer that was not over in time, or a connection that is gone, ends the client: the
@@ -159,7 +159,7 @@ class RemoteStores:
         await asyncio.gather(*(close(client) for client in clients))
 
     @property
-    def clients(self) -> list[StoreClient]:
+    def clients(self) -> list[KvStoreClient]:
         """Those that are attached now."""
         return [peer.client for peer in self._peers.values() if peer.client is not None]
 
@@ -175,7 +175,7 @@ class RemoteStores:
 
     async def _client(
         self, node_id: str, address: str, incarnation: bytes, deadline: Deadline
-    ) -> StoreClient:
+    ) -> KvStoreClient:
         if self._target is None or not self._target.transport or self._is_stopped:
             raise StoreUnusable(
                 "remote_transport: this worker pulls no blocks from other nodes' stores",
@@ -204,7 +204,7 @@ class RemoteStores:
             )
         return client
 
-    async def _attached(self, peer: RemotePeer, target: StoreTarget) -> StoreClient:
+    async def _attached(self, peer: RemotePeer, target: StoreTarget) -> KvStoreClient:
         """A client of whatever life is there. The caller bounds the wait."""
         if peer.may_begin():
             if self._is_stopped:
@@ -215,7 +215,7 @@ class RemoteStores:
             peer.begin(partial(self._attach, target, self._attach_budget_s), self._note)
         return await peer.attached()
 
-    def _note(self, client: StoreClient) -> None:
+    def _note(self, client: KvStoreClient) -> None:
         self.num_attached += 1
         self._on_attached(client)
 
@@ -250,7 +250,7 @@ class RemoteStores:
             if idle_s >= 2 * self._idle_s and not peer.is_open and peer.looking is None:
                 del self._peers[key]
 
-    async def _release(self, client: StoreClient, lease_ids: list[str]) -> None:
+    async def _release(self, client: KvStoreClient, lease_ids: list[str]) -> None:
         try:
             await client.release(lease_ids, deadline=Deadline.after(RELEASE_BUDGET_S))
         except BatonError as error:

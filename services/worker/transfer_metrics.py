@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import Metric
 
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient, TransferStats
 from kvstore.errors import REASONS
 from kvstore.lending import is_lender
-from kvstore.moved import Moved
 
 _BOUNDS_S = (
     *(0.000_25, 0.000_5, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
@@ -66,7 +65,7 @@ class TransferMetrics:
             registry=registry,
         )
 
-    def watch(self, client: StoreClient, *, is_home: bool) -> None:
+    def watch(self, client: KvStoreClient, *, is_home: bool) -> None:
         """Count what this client moves. is_home: of the worker's own store."""
         place = HOME if is_home else LENDER if is_lender(client.node_id) else ELSEWHERE
 
@@ -75,18 +74,18 @@ class TransferMetrics:
 
         self._put_again.labels(*self._who, client.transport_name, place)
 
-        def on_moved(moved: Moved) -> None:
-            labels = (*self._who, moved.direction, moved.transport, place)
-            if moved.num_bytes:
-                self._seconds.labels(*labels).observe(moved.seconds)
-                self._bytes.labels(*labels).observe(moved.num_bytes)
-            for reason, num_blocks in moved.failed.items():
+        def on_transfer(stats: TransferStats) -> None:
+            labels = (*self._who, stats.direction, stats.transport, place)
+            if stats.num_bytes:
+                self._seconds.labels(*labels).observe(stats.seconds)
+                self._bytes.labels(*labels).observe(stats.num_bytes)
+            for reason, num_blocks in stats.failed.items():
                 self._failed.labels(*labels, reason).inc(num_blocks)
-            if moved.num_put_again:
-                again = self._put_again.labels(*self._who, moved.transport, place)
-                again.inc(moved.num_put_again)
+            if stats.num_put_again:
+                again = self._put_again.labels(*self._who, stats.transport, place)
+                again.inc(stats.num_put_again)
 
-        client.on_moved = on_moved
+        client.on_transfer = on_transfer
 
     def collect(self) -> Iterable[Metric]:
         """All metrics, now."""

@@ -37,9 +37,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine.step_output import FilledBlock
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient, PutResult
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
-from kvstore.putting import PutResult
 from process import spans
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition
@@ -78,7 +77,7 @@ class WriteChain:
     """The most that `num_stored` ever was; blocks before it do not count as lost."""
     num_prompt_blocks: int = 0
     """Decode: full blocks of the prompt, which do not count as written."""
-    client: StoreClient | None = None
+    client: KvStoreClient | None = None
     """Another node's store that the chain's beginning lies in; None: this node's."""
     release_later: ReleaseLater | None = None
     """Gives leases of `client` back."""
@@ -149,8 +148,8 @@ class WriteBehind:
         self._max_put_bytes = max_put_bytes
         self._max_chains = max_chains
         # By the store that they go to, in the order of their turns.
-        self._queues: dict[StoreClient | None, dict[WriteChain, None]] = {}
-        self._tasks: dict[StoreClient | None, asyncio.Task[None]] = {}
+        self._queues: dict[KvStoreClient | None, dict[WriteChain, None]] = {}
+        self._tasks: dict[KvStoreClient | None, asyncio.Task[None]] = {}
         self._current: set[WriteChain] = set()
         self._deferred: dict[WriteChain, Callable[[], None]] = {}  # what ends each
         self._num_loads = 0
@@ -172,7 +171,7 @@ class WriteBehind:
         num_stored: int,
         num_reached: int | None = None,
         num_prompt_blocks: int = 0,
-        client: StoreClient | None = None,
+        client: KvStoreClient | None = None,
         release_later: ReleaseLater | None = None,
     ) -> WriteChain:
         """A sample, or a prompt, begins to fill blocks.
@@ -274,7 +273,7 @@ class WriteBehind:
         if to not in self._tasks or self._tasks[to].done():
             self._tasks[to] = self._connector.spawn(self._drain(to, queue))
 
-    async def _drain(self, to: StoreClient | None, queue: dict[WriteChain, None]) -> None:
+    async def _drain(self, to: KvStoreClient | None, queue: dict[WriteChain, None]) -> None:
         while queue:
             await self._wait_for_quiet()
             turns = self._take(queue)
@@ -352,7 +351,7 @@ class WriteBehind:
         elif chain.ends_by is not None and not chain.problem:
             self._give_up(chain, MISSING)  # the engine has it no more
 
-    async def _put_next(self, client: StoreClient, turn: _Turn) -> bool:
+    async def _put_next(self, client: KvStoreClient, turn: _Turn) -> bool:
         """One put. Returns: whether the chain got further."""
         await self._wait_for_quiet()
         chain, first = turn.chain, turn.first + turn.num_over
@@ -370,7 +369,7 @@ class WriteBehind:
 
     async def _put(
         self,
-        client: StoreClient,
+        client: KvStoreClient,
         chain: WriteChain,
         hashes: tuple[bytes, ...],
         first: int,

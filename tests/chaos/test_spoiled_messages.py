@@ -18,8 +18,8 @@ import pytest
 
 from kvstore import serve
 from kvstore.block import Block
+from kvstore.client import PutResult
 from kvstore.frames import FrameState
-from kvstore.putting import PutResult
 from process.errors import BatonError
 from tests.harness.control_proxy import ControlProxy, Mischief
 from tests.harness.store import SETTINGS, Worker
@@ -69,7 +69,7 @@ class _Spoiler:
 
     def spoil(self, client: Any) -> None:
         """From now on, every answer that this client's stub gives."""
-        stub = client._rpc.stub
+        stub = client._connection.stub
         for name in ("Match", "Reserve", "Commit", "Pin", "Push", "GetPush", "Abort"):
             setattr(stub, name, self._unary(getattr(stub, name)))
         stub.Read = self._streaming(stub.Read)

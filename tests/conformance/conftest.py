@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvstore.attaching import HEARTBEAT_S
 from kvstore.config import KvStoreSettings
+from kvstore.connection import HEARTBEAT_S
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from tests.harness.store import (
     BLOCK_BYTES,

@@ -20,7 +20,7 @@ import pytest
 
 from kvstore import block_hash, errors
 from kvstore.block import Block, Tier
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import wait_for
 from process.deadline import Deadline
@@ -104,10 +104,10 @@ class Reader:
             CudaDevice.open(device_id), self.cache.data_ptr(), BLOCK_BYTES, NUM_BLOCKS,
             DeviceChecksums(self.cache),
         )  # fmt: skip
-        self.client: StoreClient
+        self.client: KvStoreClient
 
     async def attach(self, address: str) -> None:
-        self.client = await StoreClient.attach(
+        self.client = await KvStoreClient.attach(
             address,
             worker_id="reader",
             worker_incarnation=secrets.token_bytes(16),
@@ -172,7 +172,7 @@ async def test_a_killed_lender_costs_its_blocks_not_the_device(
     assert set(after) == set(range(NUM_BLOCKS))
     assert set(after.values()) <= {errors.STORE_UNAVAILABLE, errors.DEADLINE}
     # The mapping itself, which nothing looked at since it broke: what does the device say?
-    transport: Any = reader.client._transport
+    transport: Any = reader.client.transport
     try:
         queue = reader.memory.device.new_queue()  # type: ignore[union-attr]
         places = (reader.memory.address, transport._address, BLOCK_BYTES)

@@ -18,7 +18,7 @@ import pytest
 import redis.asyncio
 
 from kvstore import serve, wire
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
 from kvstore.memory import TOUCH_AHEAD_BYTES
@@ -214,7 +214,7 @@ async def report(worker: Any, refs: Any) -> int:
     request = kvstore_pb2.ReportRequest(
         attachment_id=worker.client._attachment_id, blocks=map(wire.block_to_proto, refs)
     )
-    rpc = worker.client._rpc
+    rpc = worker.client._connection
     reply = await rpc.call(rpc.stub.Report, request, within())
     return int(reply.num_dropped)
 
@@ -302,7 +302,7 @@ async def test_a_heartbeat_notices_another_life(
     store: serve.RunningStore, new_worker: NewWorker
 ) -> None:
     worker = await new_worker(store.address, "grpc", heartbeat_s=0.01)
-    client: StoreClient = worker.client
+    client: KvStoreClient = worker.client
     await asyncio.wait([client._heartbeat], timeout=0.1)
     assert client.broken is None
     store.node.incarnation = b"another life 123"
@@ -347,7 +347,7 @@ async def test_attaching_to_a_stalled_store_is_bounded(
     process = await new_store()
     await process.pause()
     with pytest.raises((DeadlineExceeded, Unavailable)):
-        await StoreClient.attach(
+        await KvStoreClient.attach(
             process.address,
             worker_id="w",
             worker_incarnation=b"1" * 16,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvstore import errors, serve
-from kvstore.rpc import Attached
+from kvstore.connection import StoreInfo
 from kvstore.slab import Slab, SlabLayout
 from kvstore.transport import registered_slab, staging
 from kvstore.transport.base import BlockMemory
@@ -41,7 +41,7 @@ async def test_every_byte_is_copied_once_each_way(
     """Also the checksums of both directions come without another copy from the device."""
     worker = await new_worker(store.address, name)
     expected = DeviceShmTransport if name == "shm" else StagedTransport
-    assert type(worker.client._transport) is expected
+    assert type(worker.client.transport) is expected
     put = await worker.put(chain("a", 20), range(20))
     assert worker.device.num_moved_bytes == 20 * worker.view.shape[1]
     assert await worker.get(put.lease_id, put.refs, range(20, 40)) == {}
@@ -285,7 +285,7 @@ async def test_a_stalled_device_costs_a_staged_put_only_time(
     with pytest.raises(DeadlineExceeded):
         await worker.put(chain("a", 4), range(4), deadline=within(1.0))
     with pytest.raises(DeadlineExceeded, match="turn"):
-        await worker.client._transport.put("", [], within(0.1))
+        await worker.client.transport.put("", [], within(0.1))
     worker.device.engine_runs.set()
     assert (await worker.put(chain("a", 4), range(4))).not_stored == 0
 
@@ -335,7 +335,7 @@ async def test_nixl_from_a_gpu_to_a_store_of_this_host_is_refused(tmp_path: Path
     device = FakeDevice()
     device.memory = "VRAM"
     memory = BlockMemory.on_device(device, 4096, 4096, 4)
-    here = Attached("ab" * 8, "n", bytes(16), 4096, 4, str(slab.path), b"", 0)
+    here = StoreInfo("ab" * 8, "n", bytes(16), 4096, 4, str(slab.path), b"", 0)
     agent: Any = _Agent()
     rpc: Any = None
     with pytest.raises(FailedPrecondition, match="set transport to shm"):

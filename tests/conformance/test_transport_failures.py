@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore import errors, serve
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.frames import FrameState
 from kvstore.transport import nixl
@@ -175,7 +175,7 @@ async def test_a_cancelled_push_from_a_stalled_store_is_quarantined(
     worker = await new_worker(process.address, "nixl")
     put = await worker.put(chain("a", 1), [0])
     await process.pause()
-    rpc = worker.client._rpc
+    rpc = worker.client._connection
     call, is_asked = rpc.call, asyncio.Event()
 
     async def noted(method: Any, request: Any, deadline: Deadline, **options: Any) -> Any:
@@ -242,11 +242,11 @@ async def test_bytes_that_a_late_put_may_still_write_are_quarantined_at_the_stor
     WRITE is over, then they come free."""
     process = await new_store()
     worker = await new_worker(process.address, "nixl", block_bytes=8192)
-    client: StoreClient = worker.client
+    client: KvStoreClient = worker.client
     await worker.put(chain("a", 1), [0])
-    put = client._transport.put
+    put = client.transport.put
     unsettled: list[PutUnsettled] = []
-    abort, aborts = client._putter._abort, []
+    abort, aborts = client._abort, []
 
     async def watched_abort(*args: Any, quarantine: bool) -> None:
         aborts.append((quarantine, unsettled[0].settled.done()))
@@ -262,12 +262,12 @@ async def test_bytes_that_a_late_put_may_still_write_are_quarantined_at_the_stor
         finally:
             process.wake()
 
-    client._transport.put = stalled  # type: ignore[method-assign]
-    client._putter._abort = watched_abort  # type: ignore[method-assign]
+    client.transport.put = stalled  # type: ignore[method-assign]
+    client._abort = watched_abort  # type: ignore[method-assign]
     with pytest.raises(DeadlineExceeded):
         await worker.put(chain("b", 20), range(20), deadline=within(1.5))
     assert len(unsettled) == 1
-    client._transport.put = put  # type: ignore[method-assign]
+    client.transport.put = put  # type: ignore[method-assign]
     async with asyncio.timeout(30):
         while (status := await worker.status()).num_leases != 1:
             await asyncio.sleep(0.02)
@@ -382,7 +382,7 @@ async def test_a_push_that_nobody_knows_is_over_and_stays_so(
         )
     assert np.array_equal(worker.view, before)
     items = GetItems([(put.refs[0], 10)])
-    got = await worker.client._transport.get(put.lease_id, items, within())
+    got = await worker.client.transport.get(put.lease_id, items, within())
     assert got.failed == {}
 
 
@@ -393,7 +393,7 @@ async def test_a_refused_push_has_its_own_reason_however_busy_the_store_is(
     worker = await new_worker(store.address, "nixl")
     put = await worker.put(chain("a", 1), [0])
     await worker.client.release([put.lease_id], deadline=within())
-    rpc = worker.client._rpc
+    rpc = worker.client._connection
     call = rpc.call
 
     async def slow_to_say(method: Any, request: Any, deadline: Deadline, **options: Any) -> Any:
@@ -408,14 +408,14 @@ async def test_a_refused_push_has_its_own_reason_however_busy_the_store_is(
 async def test_the_slab_goes_with_its_store(new_store: NewStore, new_worker: NewWorker) -> None:
     process = await new_store()
     worker = await new_worker(process.address, "shm")
-    path = worker.client._transport._slab.path
+    path = worker.client.transport._slab.path
     assert path.exists()
     assert await process.end(signal.SIGTERM) == 0
     assert not path.exists()
     await process.start()
     await worker.client.close()
     await worker.attach(process.address)
-    killed = worker.client._transport._slab.path
+    killed = worker.client.transport._slab.path
     await process.end(signal.SIGKILL)
     assert killed.exists()
     await process.start()  # a later store cleans up

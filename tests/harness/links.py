@@ -54,7 +54,7 @@ def transfer_clock(
     worker: Worker, *, put_s: Callable[[int], float], get_s: Callable[[int], float]
 ) -> Iterator[None]:
     """What a measurement takes for seconds: transfers of so many blocks, and nothing else."""
-    transport: Any = worker.client._transport
+    transport: Any = worker.client.transport
     put, get, clock = transport.put, transport.get, mock.Mock()
     clock.perf_counter.side_effect = lambda: now_s
     now_s = 0.0

@@ -16,7 +16,7 @@ import sys
 import numpy as np
 
 from kvstore import block_hash
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 from protos import kvstore_pb2
@@ -28,7 +28,7 @@ TTL_MS = 60_000
 
 async def main(address: str, transport: str, what: str) -> None:
     view = np.full((NUM_BLOCKS, BLOCK_BYTES), 7, dtype=np.uint8)
-    client = await StoreClient.attach(
+    client = await KvStoreClient.attach(
         address,
         worker_id="lone",
         worker_incarnation=secrets.token_bytes(16),
@@ -43,7 +43,7 @@ async def main(address: str, transport: str, what: str) -> None:
         request = kvstore_pb2.ReserveRequest(
             attachment_id=client._attachment_id, ttl_ms=TTL_MS, chain_hashes=hashes, tail_name="t"
         )
-        await client._rpc.call(client._rpc.stub.Reserve, request, Deadline.after(10))
+        await client._connection.call(client._connection.stub.Reserve, request, Deadline.after(10))
     elif what == "hold":
         blocks = list(zip(hashes, range(3), strict=True))
         await client.put_blocks(

@@ -14,7 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from kvstore import attaching, block_hash, lease_calls
+from kvstore import block_hash
+from kvstore import client as client_module
+from kvstore import connection as connection_module
 from kvstore.block import Block
 from kvstore.lending import lender as lender_module
 from kvstore.lending.limits import LenderLimits as LenderLimits
@@ -113,24 +115,24 @@ class Mapping:
         """Blocks that are promised, without any time."""
         pairs = list(zip(blocks, block_ids, strict=True))
         items = GetItems(pairs, time.monotonic() + held_for_s)
-        await self.reader.client._transport.get(lease_id, items, Deadline.after(0.0))
+        await self.reader.client.transport.get(lease_id, items, Deadline.after(0.0))
 
     def forget_that_it_tells(self) -> None:
         """As if the lender were of a version that is not asked for promises."""
-        transport: Any = self.reader.client._transport
-        transport._attached = dataclasses.replace(transport._attached, tells_when_lent=False)
+        transport: Any = self.reader.client.transport
+        transport._store = dataclasses.replace(transport._store, tells_when_lent=False)
 
     def when_answered(self, then: Callable[[], object]) -> None:
         """Every answer comes to the reader behind this."""
-        rpc: Any = self.reader.client._rpc
-        call = rpc.call
+        connection: Any = self.reader.client._connection
+        call = connection.call
 
         async def late(*arguments: Any, **options: Any) -> Any:
             reply = await call(*arguments, **options)
             then()
             return reply
 
-        rpc.call = late
+        connection.call = late
 
     @contextlib.contextmanager
     def slow_checksums(self) -> Iterator[tuple[threading.Event, threading.Event]]:
@@ -169,7 +171,10 @@ async def mapping(
 def reader_clock() -> Iterator[Clock]:
     """By which a reader says whether a promise is over."""
     clock = Clock(time.monotonic())
-    with mock.patch.object(mapped, "time", clock), mock.patch.object(lease_calls, "time", clock):
+    with (
+        mock.patch.object(mapped, "time", clock),
+        mock.patch.object(connection_module, "time", clock),
+    ):
         yield clock
 
 
@@ -179,7 +184,7 @@ def hosts(lenders: str, readers: str | None = None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(lender_module, "own_host_id", lambda: lenders))
         if readers is not None:
-            stack.enter_context(mock.patch.object(attaching, "own_host_id", lambda: readers))
+            stack.enter_context(mock.patch.object(client_module, "own_host_id", lambda: readers))
         yield
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from engine.loop import Engine
 from kvstore import serve
 from kvstore.block import Block
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.transport.base import BlockMemory
 from process import keys, serving
@@ -250,7 +250,7 @@ class Reader:
         self._node = node
 
     async def __aenter__(self) -> Reader:
-        self._client = await StoreClient.attach(
+        self._client = await KvStoreClient.attach(
             self._node.settings.listen,
             worker_id="decode-0",
             worker_incarnation=bytes(16),

@@ -20,12 +20,11 @@ import grpc.aio
 import numpy as np
 
 from kvstore import block_hash, serve, wire
-from kvstore.attaching import HEARTBEAT_S
 from kvstore.block import Block
-from kvstore.client import Matched, StoreClient
+from kvstore.client import KvStoreClient, MatchResult, PutResult
 from kvstore.config import KvStoreSettings
+from kvstore.connection import HEARTBEAT_S
 from kvstore.errors import IntegrityError, TransferCancelled, TransferTimeout, reason_of
-from kvstore.putting import PutResult
 from kvstore.transport.base import BlockMemory, GetResult
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from kvstore.transport.shm import ShmTransport
@@ -206,7 +205,7 @@ class Worker:
             self.memory = BlockMemory.on_device(self.device, address, block_bytes, num_blocks)
         self.worker_id = f"worker-{secrets.token_hex(4)}"
         self.incarnation = secrets.token_bytes(16)
-        self.client: StoreClient
+        self.client: KvStoreClient
 
     async def attach(
         self,
@@ -215,8 +214,8 @@ class Worker:
         *,
         timeout_s: float = START_S,
         heartbeat_s: float = HEARTBEAT_S,
-    ) -> StoreClient:
-        self.client = await StoreClient.attach(
+    ) -> KvStoreClient:
+        self.client = await KvStoreClient.attach(
             address,
             worker_id=self.worker_id,
             worker_incarnation=self.incarnation,
@@ -275,7 +274,7 @@ class Worker:
             await asyncio.wait_for(error.quarantine.settled, START_S)
             return dict.fromkeys(range(len(refs)), reason_of(error))
 
-    async def match(self, chain: Sequence[bytes], ttl_s: float = 30.0) -> Matched:
+    async def match(self, chain: Sequence[bytes], ttl_s: float = 30.0) -> MatchResult:
         return await self.client.match(chain, ttl_s=ttl_s, deadline=within())
 
     async def release(self, *lease_ids: str) -> int:
@@ -287,9 +286,8 @@ class Worker:
             request = iter([kvstore_pb2.WriteChunk(**fields)])
         else:
             request = getattr(kvstore_pb2, f"{method}Request")(**fields)
-        return await self.client._rpc.call(
-            getattr(self.client._rpc.stub, method), request, within()
-        )
+        connection = self.client._connection
+        return await connection.call(getattr(connection.stub, method), request, within())
 
     @property
     def attachment_id(self) -> str:
@@ -305,11 +303,12 @@ class Worker:
             transport=transport,
         )
         request.checksum = wire.checksum_of(request)
-        return await self.client._rpc.call(self.client._rpc.stub.Attach, request, within())
+        connection = self.client._connection
+        return await connection.call(connection.stub.Attach, request, within())
 
     async def write_nothing(self, timeout_s: float) -> None:
         """Its transport alone is asked to."""
-        await self.client._transport.put("", [], within(timeout_s))
+        await self.client.transport.put("", [], within(timeout_s))
 
     async def report(self, blocks: Sequence[Block]) -> int:
         """Tell the store that they are bad. Returns: how many it dropped."""
@@ -319,11 +318,11 @@ class Worker:
 
     def hold_gets(self) -> Gate:
         """Copies that its client begins."""
-        return Gate(self.client._transport, "get")
+        return Gate(self.client.transport, "get")
 
     def alter_gets(self, change: Callable[[GetResult], GetResult]) -> None:
         """What its transport says of blocks that arrived."""
-        transport = self.client._transport
+        transport = self.client.transport
         get = transport.get
 
         async def altered(*arguments: Any) -> GetResult:
@@ -334,7 +333,7 @@ class Worker:
     @contextlib.contextmanager
     def spoiling_gets(self, num_blocks: int) -> Iterator[None]:
         """One of so many blocks arrives with a flipped bit, and its transport notices nothing."""
-        transport: Any = self.client._transport
+        transport: Any = self.client.transport
         get = transport.get
 
         async def wrong(lease_id: str, items: Any, deadline: Deadline) -> GetResult:
@@ -351,7 +350,7 @@ class Worker:
     @contextlib.contextmanager
     def failing_puts(self, num_blocks: int, error: Exception) -> Iterator[None]:
         """Those of so many blocks."""
-        transport: Any = self.client._transport
+        transport: Any = self.client.transport
         put = transport.put
 
         async def failing(lease_id: str, items: Any, deadline: Deadline) -> Any:
@@ -373,14 +372,14 @@ class Worker:
             blocks=[wire.block_to_proto(block) for block in blocks],
             chunk_bytes=chunk_bytes,
         )
-        call: grpc.aio.UnaryStreamCall[Any, Any] = self.client._rpc.stub.Read(
+        call: grpc.aio.UnaryStreamCall[Any, Any] = self.client._connection.stub.Read(
             request, timeout=timeout_s
         )
         return call
 
     async def listed(self) -> list[bytes]:
         """What an audit is told."""
-        replies = self.client._rpc.stub.List(kvstore_pb2.ListRequest(), timeout=CALL_S)
+        replies = self.client._connection.stub.List(kvstore_pb2.ListRequest(), timeout=CALL_S)
         return [each async for reply in replies for each in reply.chain_hashes]
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
@@ -402,8 +401,8 @@ class Calls:
     def __init__(self, worker: Worker, method: str, error: Exception | None = None) -> None:
         self.requests: list[Any] = []
         self.may_go_on = asyncio.Event()
-        rpc = worker.client._rpc
-        real, watched = rpc.call, getattr(rpc.stub, method)
+        connection = worker.client._connection
+        real, watched = connection.call, getattr(connection.stub, method)
 
         async def call(method: Any, request: Any, deadline: Deadline, **options: Any) -> Any:
             if method is watched:
@@ -413,7 +412,7 @@ class Calls:
                 await self.may_go_on.wait()
             return await real(method, request, deadline, **options)
 
-        rpc.call = call  # type: ignore[method-assign]
+        connection.call = call  # type: ignore[method-assign]
 
 
 NewWorker = Callable[..., Awaitable[Worker]]

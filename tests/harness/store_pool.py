@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.block import Block
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferTimeout
 from kvstore.transport.base import BlockMemory
 from process.errors import BatonError
@@ -59,7 +59,7 @@ def place_of(store: LocalStore) -> Place:
 
 async def place_now(process: StoreProcess) -> Place:
     """The life that answers there now."""
-    probe = await StoreClient.attach(
+    probe = await KvStoreClient.attach(
         process.address,
         worker_id="probe",
         worker_incarnation=secrets.token_bytes(16),
@@ -105,12 +105,12 @@ class StorePool:
             attach=self._attach,
         )
 
-    async def _attach(self, target: StoreTarget, timeout_s: float) -> StoreClient:
+    async def _attach(self, target: StoreTarget, timeout_s: float) -> KvStoreClient:
         self.num_tries += 1
         return await attach(target, timeout_s)
 
     @property
-    def clients(self) -> list[StoreClient]:
+    def clients(self) -> list[KvStoreClient]:
         """Those that are attached."""
         return self._stores.clients
 
@@ -129,7 +129,7 @@ class StorePool:
         """How often it could give no client, by reason."""
         return dict(self._stores.refused)
 
-    async def meet(self, place: Place, timeout_s: float = WAIT_S) -> StoreClient:
+    async def meet(self, place: Place, timeout_s: float = WAIT_S) -> KvStoreClient:
         """A client of that life."""
         return await self._stores.client(
             place.node_id, place.address, place.life, within(timeout_s)
@@ -144,7 +144,7 @@ class StorePool:
             return error.reason
         raise AssertionError(f"{place.node_id} was met: {client.incarnation.hex()}")
 
-    async def meet_or_none(self, place: Place) -> StoreClient | None:
+    async def meet_or_none(self, place: Place) -> KvStoreClient | None:
         try:
             return await self.meet(place)
         except StoreUnusable:
@@ -157,27 +157,27 @@ class StorePool:
         """As it does every few seconds."""
         self._stores.sweep()
 
-    def suspect(self, client: StoreClient, error: BatonError) -> None:
+    def suspect(self, client: KvStoreClient, error: BatonError) -> None:
         """A call of it failed so."""
         self._stores.suspect(client, error)
 
-    def suspect_hanging(self, client: StoreClient) -> None:
+    def suspect_hanging(self, client: KvStoreClient) -> None:
         """A transfer of it was not over in time."""
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         settled.set_result(None)
         self.suspect(client, TransferTimeout("hangs", Quarantine((1,), settled)))
 
-    def lose(self, client: StoreClient) -> None:
+    def lose(self, client: KvStoreClient) -> None:
         """Its connection breaks, and nobody asks."""
-        client._rpc.mark_broken("no heartbeat")
+        client._connection.mark_broken("no heartbeat")
 
     @contextlib.contextmanager
-    def moving(self, client: StoreClient) -> Any:
+    def moving(self, client: KvStoreClient) -> Any:
         """Bytes move."""
-        with client._moving():
+        with client._transferring():
             yield
 
-    async def put(self, client: StoreClient, hashes: Sequence[bytes]) -> tuple[str, Any]:
+    async def put(self, client: KvStoreClient, hashes: Sequence[bytes]) -> tuple[str, Any]:
         """The view's first blocks. Returns: their lease, and where they lie."""
         blocks = list(zip(hashes, range(len(hashes)), strict=True))
         put = await client.put_blocks(
@@ -185,7 +185,7 @@ class StorePool:
         )
         return put.lease_id, put.refs
 
-    def release_later(self, client: StoreClient | None, *lease_ids: str) -> None:
+    def release_later(self, client: KvStoreClient | None, *lease_ids: str) -> None:
         self._stores.release_later(client, lease_ids)
 
     async def settle(self) -> None:
@@ -221,7 +221,7 @@ class HomeStore:
         self._engine, self._thread, self._connector, self._links = engine, thread, connector, links
 
     @property
-    def client(self) -> StoreClient | None:
+    def client(self) -> KvStoreClient | None:
         """None: the store is away."""
         return self._connector.client
 
@@ -230,7 +230,7 @@ class HomeStore:
         """Attachments that were made."""
         return self._connector.num_attached
 
-    async def met_anew(self, *former: StoreClient) -> StoreClient:
+    async def met_anew(self, *former: KvStoreClient) -> KvStoreClient:
         """A client that is none of these."""
         await until(lambda: self.client is not None and self.client not in former)
         assert self.client is not None
@@ -258,7 +258,7 @@ class HomeStore:
         return items
 
     async def load(
-        self, client: StoreClient, items: Sequence[tuple[Block, int]], life: bytes, seconds: float
+        self, client: KvStoreClient, items: Sequence[tuple[Block, int]], life: bytes, seconds: float
     ) -> dict[str, int]:
         """As a request does that was told of them. Returns: why how many are of no use."""
         loaded = await self._connector.load(

@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from kvstore.transport.base import GetResult
 from process import serving
@@ -66,7 +66,7 @@ class StoreWay:
     """A worker's way to one store: its calls `match`, `get`, `put` and `renew`, to be watched, held
     and broken."""
 
-    def __init__(self, client: StoreClient) -> None:
+    def __init__(self, client: KvStoreClient) -> None:
         self.client: Any = client
 
     @property
@@ -171,7 +171,7 @@ class StoreWay:
 
     def silence(self, answers: asyncio.Event | None = None) -> Callable[[], int]:
         """Calls wait until `answers`, those that have the time for it. Returns: how many wait."""
-        rpc = self.client._rpc
+        rpc = self.client._connection
         real, heard, num_waiting = rpc.call, answers or asyncio.Event(), 0
 
         async def call(method: Any, request: Any, deadline: Any, **options: Any) -> Any:
@@ -191,7 +191,7 @@ class StoreWay:
 
     def speak(self) -> None:
         """After `silence`."""
-        vars(self.client._rpc).pop("call", None)
+        vars(self.client._connection).pop("call", None)
 
 
 class WorkerProbe:

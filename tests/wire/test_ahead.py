@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from kvstore import errors
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
+from kvstore.connection import StoreInfo
 from kvstore.lending.followers import Followers
 from kvstore.lending.server import LenderServicer
 from kvstore.lending.told import Told
-from kvstore.rpc import Attached
 from kvstore.transport.device import PeerCopies
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import common_pb2, kvstore_pb2
@@ -450,11 +450,11 @@ async def test_a_question_that_fails_is_counted_and_its_lender_looked_at(
         has_failed = True
         raise error
 
-    def suspect(_: Any, client: StoreClient, why: BatonError, *, had_s: float = math.inf) -> None:
+    def suspect(_: Any, client: KvStoreClient, why: BatonError, *, had_s: float = math.inf) -> None:
         if why is error:
             suspected.append((why, had_s))
 
-    monkeypatch.setattr(StoreClient, "await_lent", fails)
+    monkeypatch.setattr(KvStoreClient, "await_lent", fails)
     monkeypatch.setattr(StoreConnector, "suspect", suspect)
     async with ahead(tmp_path) as a:
         await until(lambda: has_failed and a.num_read == CHUNK // BLOCK_SIZE)
@@ -470,13 +470,13 @@ async def test_a_lender_of_an_earlier_version_is_not_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would refuse a call that it does not know, and the connection with it."""
-    of = Attached.of
+    of = StoreInfo.of
 
-    def earlier(reply: kvstore_pb2.AttachReply) -> Attached:
+    def earlier(reply: kvstore_pb2.AttachReply) -> StoreInfo:
         reply.tells_when_lent = False
         return of(reply)
 
-    monkeypatch.setattr(Attached, "of", earlier)
+    monkeypatch.setattr(StoreInfo, "of", earlier)
     monkeypatch.delattr(LenderServicer, "AwaitLent")
     async with ahead(tmp_path) as a:
         await until(lambda: a.num_read == CHUNK // BLOCK_SIZE)

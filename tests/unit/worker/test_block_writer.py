@@ -14,8 +14,8 @@ import pytest
 
 from engine.step_output import FilledBlock
 from kvstore.block import Block
+from kvstore.client import PutResult
 from kvstore.errors import LeaseLapsed, TransferFailed
-from kvstore.putting import PutResult
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from services.worker.block_writer import BlockWriter, TailSource

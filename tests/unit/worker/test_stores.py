@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from engine.errors import IntegrityError
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferTimeout
 from kvstore.lending import lender_node_id
 from kvstore.transport.base import BlockMemory
@@ -49,7 +49,7 @@ class World:
     def kill(self, address: str) -> None:
         self.lives[address] = None
 
-    async def attach(self, target: StoreTarget, timeout_s: float) -> StoreClient:
+    async def attach(self, target: StoreTarget, timeout_s: float) -> KvStoreClient:
         assert target.address not in self.tried, "two try at once"
         self.tried.add(target.address)
         try:
@@ -62,7 +62,7 @@ class World:
             raise Unavailable("nobody there")
         client = FakeClient(self, target.address, life)
         self.clients.append(client)
-        return cast(StoreClient, client)
+        return cast(KvStoreClient, client)
 
 
 class FakeClient:
@@ -123,7 +123,7 @@ def happen(stores: RemoteStores, world: World) -> None:
     elif what == 1:
         world.restart(address)
     elif what == 2 and world.clients:
-        stores.suspect(cast(StoreClient, rng.choice(world.clients[-8:])), rng.choice(errors))
+        stores.suspect(cast(KvStoreClient, rng.choice(world.clients[-8:])), rng.choice(errors))
     elif what == 3 and world.clients:
         client = rng.choice(world.clients[-8:])
         client.broken = client.broken or "no heartbeat"
@@ -198,11 +198,11 @@ async def test_workers_that_lend_have_a_transport_of_their_own(seed: int) -> Non
     world = World(random.Random(seed))
     targets: dict[str, StoreTarget] = {}
 
-    async def attach(target: StoreTarget, timeout_s: float) -> StoreClient:
+    async def attach(target: StoreTarget, timeout_s: float) -> KvStoreClient:
         targets[target.address] = target
         client = FakeClient(world, target.address, bytes(16))
         client.node_id = names[target.address]
-        return cast(StoreClient, client)
+        return cast(KvStoreClient, client)
 
     names = {"a:1": "a", "b:1": lender_node_id("b")}
     for direct, expected in (("cuda_ipc", "cuda_ipc"), ("", "grpc")):

@@ -21,9 +21,8 @@ from engine.loop import Engine
 from engine.step_output import RequestEvent, StepOutput
 from kvstore import block_hash
 from kvstore.block import Block
-from kvstore.client import StoreClient
+from kvstore.client import KvStoreClient, PutResult
 from kvstore.errors import TransferFailed
-from kvstore.putting import PutResult
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.tasks import end_tasks
@@ -506,7 +505,7 @@ async def test_a_store_that_is_slow_keeps_no_other_stores_chains_waiting() -> No
         await b.generate(PROMPT, 31)
         hashes = b.hashes(PROMPT)
         chains = [
-            b.writes.begin("t", hashes, Leg(18), num_stored=0, client=cast(StoreClient, client))
+            b.writes.begin("t", hashes, Leg(18), num_stored=0, client=cast(KvStoreClient, client))
             for client in (far, far, None)
         ]
         for chain in chains:

@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from kvstore.rpc import StoreRpc
+from kvstore.connection import StoreConnection
 from process.deadline import Deadline
 from process.errors import Unavailable
 
@@ -27,15 +27,15 @@ class _Slow:
         return await self.future
 
 
-def _rpc() -> StoreRpc:
-    rpc = StoreRpc.__new__(StoreRpc)
-    rpc.address, rpc.broken = "there", None
-    return rpc
+def _connection() -> StoreConnection:
+    connection = StoreConnection.__new__(StoreConnection)
+    connection.address, connection.broken = "there", None
+    return connection
 
 
 async def test_a_call_cut_by_close_is_unavailable(tmp_path: Path) -> None:
     method = _Slow()
-    task = asyncio.create_task(_rpc().call(method, None, Deadline.after(30)))
+    task = asyncio.create_task(_connection().call(method, None, Deadline.after(30)))
     await method.began.wait()
     method.future.cancel()  # what closing the channel does to its calls
     with pytest.raises(Unavailable, match="there"):
@@ -44,7 +44,7 @@ async def test_a_call_cut_by_close_is_unavailable(tmp_path: Path) -> None:
 
 async def test_a_cancel_of_the_caller_stays_one() -> None:
     method = _Slow()
-    task = asyncio.create_task(_rpc().call(method, None, Deadline.after(30)))
+    task = asyncio.create_task(_connection().call(method, None, Deadline.after(30)))
     await method.began.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -59,24 +59,24 @@ async def test_rests_on_one_connection_leave_one_watch_of_it(
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    rpc = StoreRpc(f"127.0.0.1:{port}")
-    await asyncio.wait_for(rpc._channel.channel_ready(), 30)
+    connection = StoreConnection(f"127.0.0.1:{port}")
+    await asyncio.wait_for(connection._channel.channel_ready(), 30)
     num_watches = 0
-    watch = rpc._channel.wait_for_state_change
+    watch = connection._channel.wait_for_state_change
 
     async def counted(state: grpc.ChannelConnectivity) -> None:
         nonlocal num_watches
         num_watches += 1
         await watch(state)
 
-    monkeypatch.setattr(rpc._channel, "wait_for_state_change", counted)
+    monkeypatch.setattr(connection._channel, "wait_for_state_change", counted)
     try:
         for _ in range(5):
-            await rpc.rest(0.001)
+            await connection.sleep_until_lost(0.001)
         assert num_watches == 1
-        resting = asyncio.create_task(rpc.rest(60))
+        resting = asyncio.create_task(connection.sleep_until_lost(60))
         await server.stop(0)
         await asyncio.wait_for(resting, 30)  # the connection is lost
     finally:
         await server.stop(0)
-        await rpc.close()
+        await connection.close()

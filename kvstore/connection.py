@@ -1,0 +1,246 @@
+"""A worker's gRPC channel to one life of one store: calls with deadlines, errors of
+`process.errors`, heartbeats.
+
+The connection breaks when the store is away, when another life of it answers, and when a reply
+cannot be right. It stays broken for good: every further call fails at once, and its owner attaches
+again. Nothing here retries. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from kvstore import answer_checks, wire
+from kvstore.answer_checks import SpoiledAnswer
+from kvstore.errors import LeaseLapsed
+from kvstore.lending.told import Told, Word
+from kvstore.transport.device import Shared
+from process import logs, serving, spans
+from process.access import Role
+from process.deadline import Deadline
+from process.errors import BatonError, DeadlineExceeded, Internal, NotFound, Unavailable
+from process.serving import Dialer
+from protos import kvstore_pb2, kvstore_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 5.0
+"""A twelfth of the store's default attachment_ttl_s."""
+DETACH_S = 2.0
+"""Time for the Detach call; a store that does not receive it notices the worker's end by itself."""
+_HEARTBEAT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class StoreInfo:
+    """What the store's answer to Attach says: its identity, and where its frames lie.
+
+    shared: a lender's memory, of transport cuda_ipc. keeps_history: the store asks to be told which
+    blocks were verified. tells_when_lent: a lender that answers AwaitLent.
+    """
+
+    attachment_id: str
+    node_id: str
+    incarnation: bytes
+    frame_bytes: int
+    num_frames: int
+    slab_path: str
+    nixl_metadata: bytes
+    region_address: int
+    shared: Shared | None = None
+    keeps_history: bool = False
+    tells_when_lent: bool = False
+
+    @classmethod
+    def of(cls, reply: kvstore_pb2.AttachReply) -> StoreInfo:
+        return cls(
+            attachment_id=reply.attachment_id,
+            node_id=reply.node_id,
+            incarnation=reply.incarnation,
+            frame_bytes=reply.frame_bytes,
+            num_frames=reply.num_frames,
+            slab_path=reply.slab_path,
+            nixl_metadata=reply.nixl_metadata,
+            region_address=reply.region_address,
+            shared=Shared(reply.ipc_handle, reply.ipc_offset_bytes) if reply.ipc_handle else None,
+            keeps_history=reply.keeps_history,
+            tells_when_lent=reply.tells_when_lent,
+        )
+
+
+class StoreConnection:
+    """Calls `stub`'s methods for one worker. `broken` says why the connection is of no use any
+    more; None while it works."""
+
+    def __init__(
+        self, address: str, dial: Dialer = serving.PLAIN, role: Role = Role.KVSTORE
+    ) -> None:
+        """role: what the peer's certificate must name: a store, or a prefill worker that lends."""
+        self.address = address
+        self.broken: str | None = None
+        self._channel = dial(address, role)
+        self._loss: asyncio.Task[None] | None = None
+        self.stub = kvstore_pb2_grpc.KvStoreStub(self._channel)
+
+    # -- calls
+
+    async def call(
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        deadline: Deadline,
+        *,
+        even_if_broken: bool = False,
+    ) -> Any:
+        """One call (unary, or a stream of requests with one reply).
+
+        Raises: LeaseLapsed, Unavailable, DeadlineExceeded, and any other error of the store.
+        """
+        if not even_if_broken:
+            self.check()
+        if deadline.expired:
+            # gRPC would send the request all the same.
+            raise DeadlineExceeded("no time is left for the call")
+        with self.closing_is_unavailable():
+            try:
+                reply = await method(
+                    request, timeout=deadline.left_s(), metadata=spans.current().headers
+                )
+            except grpc.aio.AioRpcError as error:
+                raise self.translate(error) from error
+        with self.checking_reply():
+            if reply is None:  # gRPC gives None for a message that it cannot parse
+                raise SpoiledAnswer("it cannot be read")
+        return reply
+
+    async def await_lent(
+        self,
+        attachment_id: str,
+        lease_id: str,
+        num_known: int,
+        num_wanted: int,
+        wait_s: float,
+        hold_s: float,
+        deadline: Deadline,
+    ) -> tuple[Told, Word]:
+        """Call AwaitLent; see KvStoreClient.await_lent.
+
+        Args: hold_s: how long the lender is asked to keep the blocks in place.
+        """
+        request = kvstore_pb2.AwaitLentRequest(
+            attachment_id=attachment_id,
+            lease_id=lease_id,
+            num_known=num_known,
+            num_wanted=num_wanted,
+            budget_ms=wire.ttl_ms(wait_s),
+            takes_unsealed=True,
+            hold_ms=int(hold_s * 1000),
+        )
+        asked_s = time.monotonic()
+        reply = await self.call(self.stub.AwaitLent, request, deadline)
+        with self.checking_reply():
+            told = answer_checks.read_rest(reply, request, time.monotonic() - asked_s)
+        return told, told.word(asked_s)
+
+    @contextlib.contextmanager
+    def checking_reply(self) -> Iterator[None]:
+        """Within it, a SpoiledAnswer breaks the connection: what the store did for that call is
+        unknown, and the store cleans up after an attachment that is over.
+
+        Raises: Unavailable for a SpoiledAnswer.
+        """
+        try:
+            yield
+        except SpoiledAnswer as error:
+            self.mark_broken(f"an answer came that cannot be right: {error}")
+            raise Unavailable(f"store {self.address}: {error}", retry_after_s=0.0) from error
+
+    @contextlib.contextmanager
+    def closing_is_unavailable(self) -> Iterator[None]:
+        """Closing the channel cancels the calls on it. Their callers were not cancelled: for them
+        the store is away."""
+        task = asyncio.current_task()
+        num_cancels = task.cancelling() if task is not None else 0
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task is not None and task.cancelling() > num_cancels:
+                raise
+            self.check()
+            raise Unavailable(f"store {self.address}: the connection was closed") from None
+
+    def translate(self, error: grpc.aio.AioRpcError) -> BatonError:
+        """The BatonError for a failed call. Unavailable and Internal break the connection: the
+        store is away, or its answer was damaged, and what it reserved is unknown."""
+        ours = serving.error_from_rpc(error)
+        if isinstance(ours, Unavailable | Internal):
+            self.mark_broken(str(ours))
+        if isinstance(ours, NotFound):
+            return LeaseLapsed(str(ours))
+        return ours
+
+    # -- broken for good
+
+    def check(self) -> None:
+        """Raises: Unavailable when the connection is broken."""
+        if self.broken is not None:
+            raise Unavailable(f"store {self.address}: {self.broken}", retry_after_s=0.0)
+
+    def mark_broken(self, reason: str) -> None:
+        """Every further call fails with the first reason given."""
+        if self.broken is None:
+            self.broken = reason
+
+    async def send_heartbeats(self, store: StoreInfo, every_s: float) -> None:
+        """Show the store that this worker lives, and notice when the store does not, until the
+        connection is broken."""
+        request = kvstore_pb2.MatchRequest(attachment_id=store.attachment_id)
+        while not self.broken:
+            await self.sleep_until_lost(every_s)
+            try:
+                reply = await self.call(
+                    self.stub.Match, request, Deadline.after(_HEARTBEAT_TIMEOUT_S)
+                )
+            except BatonError as error:
+                self.mark_broken(f"no heartbeat: {error}")
+            else:
+                if reply.incarnation != store.incarnation:
+                    self.mark_broken("another life of the store answers")
+
+    async def sleep_until_lost(self, seconds: float) -> None:
+        """Sleep for `seconds`, less if the channel loses its connection: the store may be dead."""
+        ready = grpc.ChannelConnectivity.READY
+        if self._loss is None or self._loss.done():
+            if self._channel.get_state() is not ready:
+                await asyncio.sleep(seconds)
+                return
+            # One watch for as long as the connection lasts: gRPC keeps each until it ends.
+            self._loss = asyncio.create_task(self._channel.wait_for_state_change(ready))
+            self._loss.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait([self._loss], timeout=seconds)
+
+    async def detach(self, attachment_id: str) -> None:
+        """End the attachment at the store. A failure is only logged: the store notices the
+        worker's end by itself."""
+        if self.broken:
+            return
+        request = kvstore_pb2.DetachRequest(attachment_id=attachment_id)
+        try:
+            await self.call(self.stub.Detach, request, Deadline.after(DETACH_S))
+        except BatonError as error:
+            logs.event(logger, "detach_failed", level=logging.DEBUG, why=str(error))
+
+    async def close(self) -> None:
+        """Close the channel; calls under way fail with Unavailable."""
+        self.mark_broken("closed")
+        if self._loss is not None:
+            self._loss.cancel()
+        await self._channel.close()
