@@ -44,13 +44,13 @@ def test_every_command_is_one() -> None:
     for page, line in found:
         arguments = shlex.split(line, comments=True)
         command: click.Command = command_group
-        context = click.Context(command_group)
+        context = click.Context(command_group, **command_group.context_settings)
         try:
             while isinstance(command, click.Group):
                 _, inner, arguments = command.resolve_command(context, arguments)
                 assert inner is not None
                 command = inner
-            command.make_context(str(command.name), arguments)
+            command.make_context(str(command.name), arguments, parent=context)
         except click.ClickException as error:
             pytest.fail(f"{page}: baton {line}: {error.format_message()}")
 
