@@ -27,7 +27,7 @@ from baton.errors import BatonError, InvalidArgument
 from baton.messages import Completion
 from tests.conftest import LONG
 from tests.harness.adapters import merged, save_adapter
-from tests.harness.cluster import Oracle, assert_idle, oracle, prompts
+from tests.harness.cluster import STORE_SIZE, Oracle, assert_idle, oracle, prompts
 from tests.harness.rolling import LONG_TOKENS, Load, asks
 
 pytestmark = [
@@ -65,6 +65,7 @@ def pairs(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         # What a dead router or decode worker leaves (handles, an adapter that was prepared) is soon
         # forgotten.
         overrides=(
+            STORE_SIZE,
             "worker.limits.lease_ttl_s=5.0",
             "router.times.adapter_s=30.0",
             "router.times.max_step_s=10",
@@ -78,7 +79,8 @@ def pairs(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
 def lone() -> Iterator[LocalCluster]:
     """One worker of each role, as by default, and as the chart's."""
     config = ClusterConfig(
-        port=0, overrides=("worker.limits.lease_ttl_s=5.0", "router.times.max_step_s=6")
+        port=0,
+        overrides=(STORE_SIZE, "worker.limits.lease_ttl_s=5.0", "router.times.max_step_s=6"),
     )
     with LocalCluster(config) as running:
         yield running
