@@ -35,7 +35,7 @@ def cluster(request: pytest.FixtureRequest, adapter: Path) -> Iterator[LocalClus
     config = ClusterConfig(
         port=0,
         transport=transport,
-        handover="store",  # the other way is in test_handover.py
+        handover="store",  # the other way is in test_secured_handover.py
         overrides=(
             STORE_SIZE,
             f"worker.engine.max_num_tokens_per_step={chunk}",
