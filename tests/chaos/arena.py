@@ -34,7 +34,14 @@ from kvstore.slab import SUFFIX, Slab
 from kvstore.tiers.page_file import SUFFIX as PAGES_SUFFIX
 from process import serving
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
-from tests.harness.cluster import assert_idle, oracle, prompts, run_engine, single_engine
+from tests.harness.cluster import (
+    STORE_SIZE,
+    assert_idle,
+    oracle,
+    prompts,
+    run_engine,
+    single_engine,
+)
 from tests.harness.control_proxy import ControlProxy
 
 logger = logging.getLogger(__name__)
@@ -182,6 +189,7 @@ class Arena:
                 num_stores=self.shape.num_stores,
                 handover=self.shape.handover,
                 overrides=(
+                    STORE_SIZE,
                     f'prefill.store_address="{self.links["prefill"].address}"',
                     f'decode.store_address="{self.links["decode"].address}"',
                     f'router.redis_url="redis://{self.links["redis"].address}/0"',

@@ -10,7 +10,7 @@ import pytest
 from baton import ClusterConfig, LocalCluster
 from baton.client import SyncClient
 from tests.harness.adapters import save_adapter
-from tests.harness.cluster import CLUSTERS, assert_idle, oracle
+from tests.harness.cluster import CLUSTERS, STORE_SIZE, assert_idle, oracle
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,9 @@ def cluster(request: pytest.FixtureRequest, adapter: Path) -> Iterator[LocalClus
     config = ClusterConfig(
         port=0,
         transport=transport,
-        handover="store",  # the other way is in test_handover.py
+        handover="store",  # the other way is in test_secured_handover.py
         overrides=(
+            STORE_SIZE,
             f"worker.engine.max_num_tokens_per_step={chunk}",
             f"worker.engine.max_num_running={min(32, chunk)}",
             'router.tenant_scopes=["a=team", "b=team"]',

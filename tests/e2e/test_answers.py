@@ -180,9 +180,9 @@ def test_the_stores_own_counters_saw_the_bytes(
     cluster: LocalCluster, client: SyncClient, reference: Oracle, seed: int
 ) -> None:
     rng = random.Random(seed + 2)
+    before = _settled(cluster)
     for length in (5, 16, 33, 90):
         prompt = [rng.randrange(100, 2000) for _ in range(length)]
-        before = _settled(cluster)
         answer = client.complete(prompt, max_tokens=4, temperature=0.0, ignore_eos=True)
         after = _settled(cluster)
         num_blocks = -(-length // BLOCK_SIZE)  # a tail block travels like a full one
@@ -194,6 +194,7 @@ def test_the_stores_own_counters_saw_the_bytes(
         assert leg(answer, "decode").num_bytes_read == num_blocks * after.frame_bytes
         assert leg(answer, "prefill").num_bytes_written == num_blocks * after.frame_bytes
         assert answer.provenance.legs[0].transport == cluster.config.transport
+        before = after
 
 
 @over_one_transport

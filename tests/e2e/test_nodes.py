@@ -23,7 +23,7 @@ from baton.client import Client, SyncClient
 from baton.messages import Completion, KvLeg
 from process import keys
 from process.access import Role
-from tests.harness.cluster import BLOCK_SIZE, Oracle, assert_idle, oracle, prompts
+from tests.harness.cluster import BLOCK_SIZE, STORE_SIZE, Oracle, assert_idle, oracle, prompts
 from tests.wire.test_roles import methods
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -94,6 +94,7 @@ def nodes(log_dir: Path) -> Iterator[LocalCluster]:
         # What is behind the answer is not surely stored yet when a test kills who stores it.
         handover="store",
         overrides=(
+            STORE_SIZE,
             # Else decode brings the prompt to its own node, and nobody needs the other's.
             "decode.limits.write_back=false",
             "autoscaler.interval_s=3600.0",

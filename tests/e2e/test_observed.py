@@ -28,7 +28,7 @@ from baton.client import SyncClient
 from process.trace_context import TraceContext
 from protos import inference_pb2, inference_pb2_grpc
 from tests.harness.browser import browsing, text_of
-from tests.harness.cluster import assert_idle
+from tests.harness.cluster import STORE_SIZE, assert_idle
 from tests.harness.otlp_receiver import OtlpReceiver, Received, receiving
 from tests.wire.test_trace import assert_sums, root_of, stages_of
 from tools import dashboard_panels
@@ -102,7 +102,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
             trace_to=receiver.address,
             log_dir=str(log_dir),
             handover="store",
-            overrides=(*quick, "worker.engine.max_num_tokens_per_step=128"),
+            overrides=(STORE_SIZE, *quick, "worker.engine.max_num_tokens_per_step=128"),
         )
         with LocalCluster(config) as cluster:
             yield Traced(cluster, receiver, log_dir)

@@ -16,7 +16,7 @@ from baton import ClusterConfig, LocalCluster
 from baton.client import SyncClient
 from baton.messages import Completion
 from process.errors import InvalidArgument
-from tests.harness.cluster import DRAWN_TRANSPORT, assert_idle, oracle, prompts
+from tests.harness.cluster import DRAWN_TRANSPORT, STORE_SIZE, assert_idle, oracle, prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -32,6 +32,7 @@ def cluster() -> Iterator[LocalCluster]:
         more_models=MODELS[1:],
         transport=DRAWN_TRANSPORT,
         handover="store",
+        overrides=(STORE_SIZE,),
     )
     with LocalCluster(config) as running:
         yield running

@@ -20,6 +20,7 @@ from google.protobuf import json_format
 from baton import ClusterConfig, LocalCluster, cli
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.golden.recorded import check
+from tests.harness.cluster import STORE_SIZE
 
 pytestmark = [pytest.mark.oracle, pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -38,7 +39,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(ClusterConfig(port=0, metrics=True)) as running:
+    with LocalCluster(ClusterConfig(port=0, metrics=True, overrides=(STORE_SIZE,))) as running:
         yield running
 
 

@@ -20,7 +20,6 @@ import torch
 import transformers
 
 from baton import LocalCluster
-from baton.client import SyncClient
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
@@ -126,6 +125,9 @@ def run_engine(
 TRANSPORTS = ("shm", "nixl", "grpc")
 DRAWN_TRANSPORT = TRANSPORTS[1 + TURN % 2]
 """What a cluster has that may have any: by the seed one of those that are not the default."""
+STORE_SIZE = "store.capacity_bytes=256_000_000"
+"""For `overrides`: room for 4,000 blocks of a bundled model. A store that is given no size takes a
+tenth of the free memory, and starts later by the time in which the kernel clears it."""
 # Most tokens of a step: chunks of a prompt that do (48) and do not (37) divide into blocks, and one
 # that holds most prompts whole.
 CHUNK_TOKENS = (512, 48, 37)
@@ -153,7 +155,7 @@ def assert_idle(
     Leases of handles that nobody came for lapse by themselves, so this waits, within a bound.
     """
     deadline = time.monotonic() + timeout_s
-    with SyncClient(cluster.address) as client:
+    with cluster.connect() as client:
         while True:
             status = client.status()
             found = complaints(status)

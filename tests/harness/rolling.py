@@ -21,7 +21,7 @@ from tests.conftest import LONG
 from tests.harness.cluster import oracle, prompts, run_engine, single_engine
 
 NUM_CLIENTS = 8 if LONG else 2
-PAUSE_S = 0.0 if LONG else 0.5
+PAUSE_S = 0.0 if LONG else 1.0
 """Between two requests of one client: parts start sooner where others leave them a core."""
 MAX_TOKENS = 48 if LONG else 24
 LONG_TOKENS = 512
