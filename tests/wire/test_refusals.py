@@ -19,7 +19,7 @@ from process.errors import (
     Unavailable,
 )
 from protos import common_pb2
-from tests.harness.gated_engine import prompt_of
+from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import changed
 from tests.harness.prefill_decode_pair import (
     WAIT_S,
@@ -88,8 +88,9 @@ async def test_one_token_is_the_whole_answer_and_nothing_is_handed_over(p: Pair)
     assert list(reply.token_ids) == p.expected(prompt, 1)
     assert reply.finish_reason == common_pb2.FINISH_REASON_LENGTH
     assert not reply.HasField("handle")
-    assert reply.leg.num_bytes_written > 0  # the prefix is there for the next one
+    assert reply.leg.num_blocks_behind > 0  # the prefix will be there for the next one
     await p.check()
+    assert p.num_stored(prompt) == len(prompt) // BLOCK_SIZE
 
 
 async def test_a_stop_at_the_first_token_hands_nothing_over(p: Pair) -> None:
