@@ -148,6 +148,7 @@ def test_status_as_tables_and_as_json(router: Any, capsys: pytest.CaptureFixture
             )
         ],
         num_requests_finished=9,
+        num_requests_failed_by_code={"internal": 3},
     )
     assert cli.main(["status", "--address", router.address]) == 0
     out = capsys.readouterr().out
@@ -156,6 +157,7 @@ def test_status_as_tables_and_as_json(router: Any, capsys: pytest.CaptureFixture
     value = json.loads(capsys.readouterr().out)
     assert value["workers"][0]["num_prompt_tokens_from_store"] == 75
     assert value["stores"][0]["reachable"] is True and value["num_requests_finished"] == 9
+    assert value["num_requests_failed_by_code"] == {"internal": 3}
 
 
 def test_status_shows_links_tiers_tenants_and_problems_where_there_are_any(
