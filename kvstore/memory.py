@@ -35,9 +35,8 @@ logger = logging.getLogger(__name__)
 
 TOUCH_AHEAD_BYTES = 64 * 1024 * 1024
 """Memory kept ready beyond the frames in use: a quarter of a second of writes at 256 MB/s."""
-_ALONE_S = 10.0
-"""Another store may have been stopped in the middle."""
-_LOOK_S = 0.02
+_LOCK_WAIT_S = 10.0
+_LOCK_POLL_S = 0.02
 _TOUCH_STEP_BYTES = 8 * 1024 * 1024
 
 
@@ -61,9 +60,8 @@ def _make_slab(
 ) -> Slab:
     slab_dir = Path(settings.slab_dir)
     page_bytes = huge_pages.page_bytes_in(slab_dir)
-    with _alone_in(
-        slab_dir
-    ):  # what is free counts when the stores that start beside it have theirs
+    # What is free counts once the stores that start beside this one have their memory.
+    with _locked(slab_dir):
         capacity_bytes = settings.capacity_bytes or default_capacity_bytes(
             block_bytes,
             free_memory_bytes=host_memory.available_bytes(),
@@ -74,28 +72,32 @@ def _make_slab(
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """No other store takes memory in this folder while the body runs, for at most _ALONE_S."""
+def _locked(folder: Path) -> Iterator[None]:
+    """No other store takes memory in this folder while the body runs. Where another store keeps
+    the lock for _LOCK_WAIT_S, as one that was stopped does, the body runs without it, and the log
+    says so."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise NoCapacity(f"slab_dir: {folder}: {error.strerror}") from error
     try:
-        ends_s = time.monotonic() + _ALONE_S
+        ends_s = time.monotonic() + _LOCK_WAIT_S
         while time.monotonic() < ends_s:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                time.sleep(_LOOK_S)
+                time.sleep(_LOCK_POLL_S)
             else:
                 break
+        else:
+            logs.event(logger, "slab_dir_not_locked", level=logging.WARNING, path=str(folder))
         yield
     finally:
         os.close(fd)
 
 
 class Memory:
-    """See the module."""
+    """The slab, its store and the file tier under it."""
 
     def __init__(
         self,

@@ -99,7 +99,7 @@ class StoreNode:
             logs.event(logger, "stale_slab_removed", path=str(path))
         check_room(folder, self.settings.capacity_bytes)
         if not self.settings.capacity_bytes:
-            free_bytes(folder)  # says how large the slab may be
+            free_bytes(folder)  # raises where the folder cannot say it
         if self.settings.file_tier_dir and not Path(self.settings.file_tier_dir).is_dir():
             raise NoCapacity(f"file_tier_dir: {self.settings.file_tier_dir} is not a folder")
 

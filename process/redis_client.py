@@ -104,10 +104,10 @@ class _TlsConnection(redis.asyncio.SSLConnection):
     does not answer, and a command that ends before the answer never closes it.
     """
 
-    async def disconnect(self, nowait: bool = False, *told: Any, **named: Any) -> None:
+    async def disconnect(self, nowait: bool = False, *arguments: Any, **options: Any) -> None:
         if nowait and self._writer is not None:
             self._writer.transport.abort()
-        await super().disconnect(nowait, *told, **named)
+        await super().disconnect(nowait, *arguments, **options)
 
 
 class _FromFile(CredentialProvider):

@@ -489,7 +489,7 @@ def _scrape_config(targets_path: Path) -> str:
 
 
 def _scrape_targets(targets: Iterable[ScrapeTarget]) -> str:
-    """The targets as Prometheus' file discovery reads them, one group each, labelled by who it
+    """The targets as Prometheus' file discovery reads them, one group each, labelled by what it
     is."""
     groups: list[Mapping[str, object]] = [
         {"targets": [each.address], "labels": {"part": each.name, "kind": each.kind}}

@@ -118,7 +118,7 @@ class _Turn:
 
 
 class WriteBehind:
-    """See the module."""
+    """The chains of one worker, and what of them is being put."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class WriteBehind:
         """Blocks were filled, in order."""
         for block in blocks:
             if block.index != len(chain.hashes):
-                continue  # there before, or behind one that nobody was told of
+                continue  # in the chain already, or after a block that was not added
             chain.hashes.append(block.chain_hash)
             if chain.problem:
                 self._count_lost(chain, chain.problem, 1)
@@ -294,7 +294,7 @@ class WriteBehind:
         while queue and room > 0:
             chain = next(iter(queue))
             del queue[chain]
-            if chain.problem:
+            if not chain.is_due:  # by now: it comes again with its next blocks, or its end
                 continue
             first = chain.num_stored
             turns.append(_Turn(chain, first, tuple(chain.hashes[: first + room])))
