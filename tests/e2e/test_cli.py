@@ -268,7 +268,8 @@ def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_part_that_dies_comes_back_and_the_next_answer_is_right(up: Up) -> None:
-    """The only decode worker: who asks meanwhile waits for it."""
+    """The only decode worker: a request that comes meanwhile waits for it. The router may try the
+    dead process once before it knows: that attempt is a leg of its own, with what ended it."""
     asked = ("generate", "Once upon a time", "--max-tokens", "8", "--temperature", "0")
     asked += ("--timeout", str(WAIT_S), "--json")
     before = json.loads(up.baton(*asked).stdout)
@@ -284,8 +285,11 @@ def test_a_part_that_dies_comes_back_and_the_next_answer_is_right(up: Up) -> Non
     assert answer.returncode == 0, answer.stderr
     after = json.loads(answer.stdout)
     assert after["token_ids"] == before["token_ids"]
-    (leg,) = (leg for leg in after["provenance"]["legs"] if leg["role"] == "decode")
-    assert leg["worker_id"] == "decode-0"
+    legs = [leg for leg in after["provenance"]["legs"] if leg["role"] == "decode"]
+    assert {leg["worker_id"] for leg in legs} == {"decode-0"}
+    assert [leg["ended_by"] for leg in legs][-1] == "", legs
+    assert {leg["ended_by"] for leg in legs[:-1]} <= {"worker_lost"}, legs
+    assert legs[-1]["incarnation"] not in {leg["incarnation"] for leg in legs[:-1]}
 
 
 @pytest.mark.long
