@@ -432,7 +432,6 @@ class PrefillWorker:
             job.leg,
             num_stored=num_stored,
             client=None if is_home else place.client,
-            release_later=None if is_home else place.release_later,
         )
 
     def _end_behind(self, job: PrefillJob, chain: WriteChain) -> None:

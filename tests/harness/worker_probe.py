@@ -34,7 +34,7 @@ from services.worker.metrics import WorkerCollector
 from tests.harness.gated_engine import SALT
 from tests.harness.waiting import WAIT_S, Gate, until
 
-_CALLS = {"match": "match", "get": "get_blocks", "put": "put_blocks", "renew": "renew"}
+_CALLS = {"match": "match", "get": "get_blocks", "put": "_put", "renew": "renew"}
 
 
 def leases_of(handle: common_pb2.KvHandle) -> set[str]:
