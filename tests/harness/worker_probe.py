@@ -527,7 +527,7 @@ def translated() -> Iterator[None]:
 
 
 class _StalledConnector(StoreConnector):
-    _is_stalled = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
+    client = property(lambda self: None)  # type: ignore[assignment]
 
 
 def _by_name(families: Iterable[Any]) -> dict[tuple[str, ...], float]:
