@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore import wire
+from kvstore.blocks import PackedBlocks
 from kvstore.lending.told import Told
-from kvstore.packed import PackedBlocks
 from protos import common_pb2, kvstore_pb2
 
 _INCARNATION_BYTES = 16

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.block import Block, Tier
+from kvstore.blocks import Block, Tier
 from kvstore.catalog import Entry
 from kvstore.tenancy import TenantShares
 

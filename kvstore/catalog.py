@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstore.block import Block, Page
+from kvstore.blocks import Block, Page
 from kvstore.errors import IntegrityError
 
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvstore import answer_checks, link_meter, traced, wire
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection, StoreInfo
 from kvstore.errors import (
     CHECKSUM,

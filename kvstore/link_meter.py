@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from kvstore.lending import PROBE_HASH, is_lender
 from kvstore.link import Rates

@@ -20,7 +20,7 @@ import numpy as np
 from kvstore import memory, reports
 from kvstore.answers import Match
 from kvstore.attachments import Attachment
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.config import KvStoreSettings
 from kvstore.errors import (
     GENERATION,

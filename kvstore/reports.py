@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 
 from kvstore import block_hash
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.slab import Slab
 from kvstore.store import Store
 from process import logs

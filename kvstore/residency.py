@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
 from kvstore import integrity
-from kvstore.block import Block, Page
+from kvstore.blocks import Block, Page, StoredPage
 from kvstore.catalog import Catalog, Entry
 from kvstore.errors import IntegrityError
 from kvstore.eviction import LruOrder
@@ -29,19 +28,6 @@ from kvstore.frames import FramePool, FrameState
 from kvstore.history import EVICTED, LEFT_MEMORY, LOST, BlockHistory
 from kvstore.tenancy import PlaceAccount, TenantShares
 from kvstore.tiers.pages import PagePool
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPage:
-    """What a page's header says: a block that an earlier life of the store left."""
-
-    index: int
-    chain_hash: bytes
-    parent: bytes
-    checksum: int
-    num_tokens: int
-    tenant: str
-    serial: int
 
 
 class Residency:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from kvstore import history, integrity
 from kvstore.answers import Match, StoreCounters, StoreLimits
 from kvstore.attachments import Attachment, AttachmentTable, QuarantineList
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.catalog import Entry
 from kvstore.errors import CHECKSUM
 from kvstore.history import BlockHistory

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 
 from kvstore import block_hash
-from kvstore.block import Block, Tier
+from kvstore.blocks import Block, Tier
 from kvstore.nixl_agent import Region
 from kvstore.push_peers import PeerBlocks
 from process.errors import InvalidArgument

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from kvstore.answers import NO_ROOM, Reserved, StoreCounters, Written
 from kvstore.attachments import Attachment, AttachmentTable, QuarantineList
-from kvstore.block import Block
 from kvstore.block_hash import CHAIN_HASH_BYTES
+from kvstore.blocks import Block
 from kvstore.errors import IntegrityError, LeaseLapsed
 from kvstore.history import WRITTEN, BlockHistory
 from kvstore.leases import Lease, LeaseTable, Reservation

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore import block_hash
+from kvstore.blocks import StoredPage
 from kvstore.catalog import Entry
-from kvstore.residency import StoredPage
 from kvstore.slab import Slab
 from kvstore.store import Store
 from kvstore.tiers.moves import Demotion, PageWrite, Promotion

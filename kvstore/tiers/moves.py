@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore import integrity
-from kvstore.block import Block, Page
+from kvstore.blocks import Block, Page
 from kvstore.catalog import Entry
 from kvstore.errors import IntegrityError
 from kvstore.history import DAMAGED, DEMOTED, PROMOTED

@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 
 from kvstore import serve
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import PutResult
 from kvstore.frames import FrameState
 from process.errors import BatonError

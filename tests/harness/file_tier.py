@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.catalog import Entry
 from kvstore.tiers.page_file import SUFFIX, PageFile
 from tests.harness.store import LocalStore

@@ -22,7 +22,7 @@ from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Request
 from kvstore import block_hash, serve
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.config import KvStoreSettings
 from process import keys, serving
 from process.errors import BatonError

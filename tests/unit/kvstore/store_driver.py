@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.answers import Match, Reserved, StoreLimits, Written
-from kvstore.block import Block
+from kvstore.blocks import Block, StoredPage
 from kvstore.frames import FrameState
-from kvstore.residency import StoredPage
 from kvstore.store import Store
 from kvstore.tiers.moves import Demotion, PageWrite, Promotion
 

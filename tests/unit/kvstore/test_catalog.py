@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.block import Block, Page
+from kvstore.blocks import Block, Page
 from kvstore.catalog import Catalog, Entry
 from kvstore.errors import IntegrityError
 

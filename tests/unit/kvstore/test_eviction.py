@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.catalog import Catalog, Entry
 from kvstore.eviction import LruOrder
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore import history
 from kvstore.answers import StoreLimits, Written
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.catalog import Entry
 from kvstore.history import MAX_EVENTS, BlockHistory
 from kvstore.store import Store

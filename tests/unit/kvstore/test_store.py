@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.answers import NO_ROOM, Match, Reserved, StoreLimits, Written
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.errors import LeaseLapsed, UnknownAttachment
 from kvstore.frames import FrameState
 from kvstore.store import Store

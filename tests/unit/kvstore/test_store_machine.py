@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.answers import StoreLimits, Written
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.errors import LeaseLapsed, UnknownAttachment
 from kvstore.frames import FrameState
 from process.errors import FailedPrecondition

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore import block_hash
 from kvstore.answers import StoreLimits, Written
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.tenancy import TenantShares
 from kvstore.tiers.moves import Demotion, PageWrite, Promotion
 from kvstore.tiers.page_file import HEADER_BYTES, PageFile, PageLayout

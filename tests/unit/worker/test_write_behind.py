@@ -20,7 +20,7 @@ from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.step_output import RequestEvent, StepOutput
 from kvstore import block_hash
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import KvStoreClient, PutResult
 from kvstore.errors import TransferFailed
 from process.deadline import Deadline
