@@ -8,7 +8,7 @@ from typing import Any
 import grpc.aio
 
 from kvstore import account, traced, wire
-from kvstore.answers import Reserved, Written
+from kvstore.block_store import Reserved, Written
 from kvstore.errors import LeaseLapsed
 from kvstore.newcomer import Newcomer
 from kvstore.node import StoreNode
@@ -134,7 +134,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     ) -> kvstore_pb2.ReserveReply:
         store, now_s = self._node.seen(request.attachment_id)
         _check_ttl(request.ttl_ms)
-        lease_id, answers, tail = store.writes.reserve(
+        lease_id, answers, tail = store.reserve(
             request.attachment_id,
             request.parent,
             request.chain_hashes,
@@ -163,7 +163,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         store, now_s = self._node.seen(request.attachment_id)
         if any(block.num_tokens < 1 for block in request.blocks):
             raise InvalidArgument("num_tokens", "a block has at least one filled slot")
-        blocks = store.writes.commit(
+        blocks = store.commit(
             request.attachment_id, request.lease_id, _written(request.blocks), now_s
         )
         self._node.look_for_room()
@@ -175,7 +175,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.AbortRequest, context: Context
     ) -> kvstore_pb2.AbortReply:
         store, now_s = self._node.seen(request.attachment_id)
-        store.writes.abort(
+        store.abort(
             request.attachment_id,
             request.lease_id,
             _written(request.blocks),

@@ -103,7 +103,7 @@ class Node(WorkerProbe):
 
     def holds(self, hashes: Sequence[bytes]) -> int:
         """How many of these blocks lie in the store, from the first on."""
-        found = [self.store.node.store.catalog.find(each) is not None for each in hashes]
+        found = [self.store.node.store.tree.find(each) is not None for each in hashes]
         num_held = found.index(False) if False in found else len(found)
         assert not any(found[num_held:]), "presence has a gap"
         return num_held

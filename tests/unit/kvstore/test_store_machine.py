@@ -10,10 +10,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.answers import StoreLimits, Written
+from kvstore.block_store import StoreLimits, Written
 from kvstore.blocks import Block
 from kvstore.errors import LeaseLapsed, UnknownAttachment
-from kvstore.frames import FrameState
+from kvstore.slot_pool import SlotState
 from process.errors import FailedPrecondition
 from tests.conftest import examples
 from tests.unit.kvstore.store_driver import StoreDriver
@@ -214,7 +214,7 @@ class StoreMachine(RuleBasedStateMachine):
     def hold_and_let_go(self, pick: int) -> None:
         blocks = [b for held in self.pinned.values() for b in held.values()][pick : pick + 2]
         hold_id, _ = self.store.hold(blocks)
-        self.store.check_integrity()
+        self.driver.check_integrity()
         self.store.unhold(hold_id)
 
     @precondition(lambda self: self.pinned)
@@ -233,7 +233,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_law_holds(self) -> None:
-        self.store.check_integrity()
+        self.driver.check_integrity()
 
     @invariant()
     def presence_is_prefix_closed(self) -> None:
@@ -259,11 +259,11 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.detach(worker, self.now_s)
         self.now_s += 1000.0
         self.store.lapse(self.now_s)
-        self.store.check_integrity()
+        self.driver.check_integrity()
         assert len(self.store.leases) == 0
         assert self.store.num_pinned() == 0
-        assert self.driver.count(FrameState.COMMITTED) == len(self.driver.present)
-        free = self.driver.count(FrameState.FREE)
+        assert self.driver.count(SlotState.COMMITTED) == len(self.driver.present)
+        free = self.driver.count(SlotState.FREE)
         assert free + len(self.driver.present) == NUM_FRAMES
 
 

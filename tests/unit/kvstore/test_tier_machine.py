@@ -18,11 +18,11 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore import block_hash
-from kvstore.answers import StoreLimits, Written
+from kvstore.block_store import StoreLimits, Written
 from kvstore.blocks import Block
+from kvstore.frame_table import Demotion, PageWrite, Promotion
+from kvstore.page_file import HEADER_BYTES, PageFile, PageLayout
 from kvstore.tenancy import TenantShares
-from kvstore.tiers.moves import Demotion, PageWrite, Promotion
-from kvstore.tiers.page_file import HEADER_BYTES, PageFile, PageLayout
 from process.errors import FailedPrecondition
 from tests.conftest import examples
 from tests.unit.kvstore.store_driver import StoreDriver
@@ -188,7 +188,7 @@ class TierMachine(RuleBasedStateMachine):
             self.driver.end_demotion(demotion, done)
             bad = [w.block for w, ok in zip(demotion.writes, done, strict=True) if not ok]
             self.store.drop(bad)
-            self.store.check_integrity()
+            self.driver.check_integrity()
 
     @precondition(lambda self: self.is_on and self.demotion is None)
     @rule(max_blocks=st.integers(1, 4))
@@ -310,7 +310,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_law_holds(self) -> None:
-        self.store.check_integrity()
+        self.driver.check_integrity()
         held = [entry.chain_hash for entry in self.driver.entries()]
         assert sorted(self.driver.present) == sorted(held)
 
@@ -337,7 +337,7 @@ class TierMachine(RuleBasedStateMachine):
             self.end_demotion(0)
         for lease_id in list(self.leases):
             self._release(lease_id)
-        self.store.check_integrity()
+        self.driver.check_integrity()
         assert self.store.num_pinned() == 0 and self.driver.num_moving() == 0
         self.pages.close()
         self.folder.cleanup()
