@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.device_ceilings import dma, torch_copies
 from kvstore import block_hash
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import KvStoreClient
 from kvstore.nixl_agent import NixlAgent, Region
 from kvstore.nixl_runs import merge_runs

@@ -37,7 +37,7 @@ from benchmarks import store_process
 from benchmarks.context import context, publish
 from benchmarks.tcp_stream import TcpStream
 from kvstore import block_hash
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import KvStoreClient
 from kvstore.transport import base, checked_copy, grpc_chunks
 from kvstore.transport.base import BlockMemory

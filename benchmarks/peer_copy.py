@@ -38,13 +38,12 @@ from rich.table import Table
 from benchmarks.bare_copies import copies_alone, median_s, ways_to_copy
 from benchmarks.context import context, publish
 from benchmarks.read_parts import PARTS, ReadParts, by_last_piece
-from kvstore.block import Block, Tier
+from kvstore.blocks import Block, PackedBlocks, PackedItems, Tier
 from kvstore.client import KvStoreClient
 from kvstore.lending import lender_node_id
 from kvstore.lending.lender import Lender, LenderIdentity
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
-from kvstore.packed import PackedBlocks, PackedItems
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda_device import CudaDevice
 from kvstore.transport.mapped import MappedTransport

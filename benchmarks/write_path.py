@@ -146,7 +146,9 @@ async def _serve(
                     request_id=f"r{draw.getrandbits(64):x}",
                     tenant="default",
                     tenant_salt=b"salt",
-                    prompt_token_ids=[draw.randrange(VOCAB) for _ in range(arguments.prompt_tokens)],
+                    prompt_token_ids=[
+                        draw.randrange(VOCAB) for _ in range(arguments.prompt_tokens)
+                    ],
                     sampling=SAMPLING,
                     model_fingerprint=fingerprint,
                 )
@@ -175,9 +177,7 @@ async def _cell(name: str, folder: Path, arguments: argparse.Namespace) -> dict[
             large = int(num_prompts) * (arguments.prompt_tokens // BLOCK_SIZE)
             num_frames = large if name == "large" else DEFAULT_FRAMES
             store = stack.enter_context(
-                store_process.running(
-                    capacity_bytes=num_frames * FRAME_BYTES, slab_dir="/dev/shm"
-                )
+                store_process.running(capacity_bytes=num_frames * FRAME_BYTES, slab_dir="/dev/shm")
             )
             address = store.address
         async with _worker(address, folder) as (said, process):

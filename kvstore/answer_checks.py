@@ -13,8 +13,8 @@ import numpy as np
 
 from kvstore import wire
 from kvstore.block_hash import CHAIN_HASH_BYTES
+from kvstore.blocks import PackedBlocks
 from kvstore.lending.told import Told
-from kvstore.packed import PackedBlocks
 from protos import common_pb2, kvstore_pb2
 
 _INCARNATION_BYTES = 16

@@ -33,7 +33,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvstore import answer_checks, link_meter, traced, wire
-from kvstore.block import Block
+from kvstore.blocks import Block, PackedBlocks
 from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection, StoreInfo
 from kvstore.errors import (
     CHECKSUM,
@@ -50,7 +50,6 @@ from kvstore.lending.host import own_host_id
 from kvstore.lending.told import NO_WORD, Told, Word
 from kvstore.link import Rates
 from kvstore.nixl_agent import NixlAgent
-from kvstore.packed import PackedBlocks
 from kvstore.transport.base import (
     CUDA_IPC,
     DIRECT_TRANSPORTS,

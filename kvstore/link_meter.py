@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.block import Block
+from kvstore.blocks import Block, PackedBlocks
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from kvstore.lending import PROBE_HASH, is_lender
 from kvstore.link import Rates
-from kvstore.packed import PackedBlocks
 from kvstore.transport.base import GetItems, PutItem, PutUnsettled
 from process.deadline import Deadline
 from process.errors import NoCapacity

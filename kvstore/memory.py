@@ -15,17 +15,17 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore import huge_pages
-from kvstore.answers import StoreLimits
+from kvstore.block_store import BlockStore, StoreLimits
+from kvstore.change_log import ChangeLog
 from kvstore.config import KvStoreSettings
+from kvstore.file_tier import FileTier, OpenedPages, open_pages
 from kvstore.history import BlockHistory
 from kvstore.slab import Slab, SlabLayout, default_capacity_bytes, free_bytes
-from kvstore.store import Store
 from kvstore.tenancy import TenantShares
-from kvstore.tiers.file_tier import FileTier, OpenedPages, open_pages
 from process import host_memory, logs
 from process.errors import NoCapacity
 from process.tasks import end_tasks
@@ -104,19 +104,19 @@ class Memory:
         settings: KvStoreSettings,
         slab: Slab,
         opened: OpenedPages,
-        on_change: Callable[[bool, bytes], None] | None,
+        changes: ChangeLog | None,
         tracing: Tracing = OFF,
     ) -> None:
         """Takes over what `make` made; must be called on the loop."""
         shares = TenantShares.parse(settings.tenant_shares)
         self.slab = slab
-        self.store = Store(
+        self.store = BlockStore(
             slab.layout.num_frames,
             slab.layout.frame_bytes,
             StoreLimits(settings.max_lease_s, settings.quarantine_grace_s, shares),
-            publish=slab.publish,
-            on_change=on_change,
-            past=BlockHistory(settings.max_history_blocks, tracing=tracing),
+            published=slab.generations,
+            changes=changes,
+            history=BlockHistory(settings.max_history_blocks, tracing=tracing),
         )
         logs.event(
             logger,
@@ -159,7 +159,7 @@ class Memory:
     def touch_ahead(self) -> None:
         """Keep memory ready for the next frames: free ones are taken lowest first."""
         ahead = TOUCH_AHEAD_BYTES // self.slab.layout.stride_bytes
-        goal = min(self.store.frames.num_frames, self.store.frames.num_ever_taken + ahead)
+        goal = min(self.store.frames.num_slots, self.store.frames.num_ever_taken + ahead)
         is_busy = self._toucher is not None and not self._toucher.done()
         if goal > self.num_touched and not is_busy:
             self._toucher = asyncio.create_task(self._touch(goal))

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from prometheus_client.metrics_core import Metric
 
 from kvstore import tenancy
+from kvstore.block_store import BlockStore
 from kvstore.errors import REASONS
-from kvstore.frames import FrameState
 from kvstore.index_publisher import PrefixIndexPublisher
 from kvstore.node import StoreNode
 from kvstore.slab import Slab
-from kvstore.store import Store
+from kvstore.slot_pool import SlotState
 from process.families import Labels, counter, counters, gauge, gauges, spans
 
 OTHER_TENANTS = "(others)"
@@ -93,9 +93,9 @@ def _of_slab(slab: Slab, labels: Labels) -> Iterator[Metric]:
     )
 
 
-def _of_store(store: Store, labels: Labels) -> Iterator[Metric]:
-    frames, pages, counts = store.frames, store.places.pages, store.counters
-    by_state = [(state.value, frames.count(state)) for state in FrameState]
+def _of_store(store: BlockStore, labels: Labels) -> Iterator[Metric]:
+    frames, pages, counts = store.frames, store.table.pages, store.counters
+    by_state = [(state.value, frames.count(state)) for state in SlotState]
     yield gauges("baton_store_frames", "Frames by state.", labels, "state", by_state)
     yield gauge("baton_store_frame_bytes", "Size of a frame.", labels, store.frame_bytes)
     yield gauge(
@@ -104,7 +104,8 @@ def _of_store(store: Store, labels: Labels) -> Iterator[Metric]:
     yield gauge(
         "baton_store_tail_frames", "Unfilled last blocks of prompts.", labels, store.num_tails
     )
-    by_state = [("used", pages.num_used), ("free", pages.num_pages - pages.num_used)]
+    num_used = pages.count(SlotState.COMMITTED)
+    by_state = [("used", num_used), ("free", pages.num_slots - num_used)]
     yield gauges("baton_store_pages", "Pages of the file tier.", labels, "state", by_state)
     yield gauge("baton_store_leases", "Leases that live.", labels, len(store.leases))
     yield gauge(
@@ -130,17 +131,17 @@ def _of_store(store: Store, labels: Labels) -> Iterator[Metric]:
             "Of those found, gone or bad when they were brought into memory.",
             counts.num_blocks_lost,
         ),
-        ("baton_store_evictions", "Blocks that gave way to others.", store.places.num_evictions),
+        ("baton_store_evictions", "Blocks that gave way to others.", store.table.num_evictions),
         (
             "baton_store_leases_lapsed",
             "Leases that nobody released in time.",
             counts.num_leases_lapsed,
         ),
-        ("baton_store_demoted_blocks", "Blocks copied to the file tier.", store.moves.num_demoted),
+        ("baton_store_demoted_blocks", "Blocks copied to the file tier.", store.table.num_demoted),
         (
             "baton_store_promoted_blocks",
             "Blocks brought back from the file tier.",
-            store.moves.num_promoted,
+            store.table.num_promoted,
         ),
         (
             "baton_store_damaged_blocks",
@@ -150,7 +151,7 @@ def _of_store(store: Store, labels: Labels) -> Iterator[Metric]:
         (
             "baton_store_bad_pages",
             "Pages found damaged, or that could not be read; never used.",
-            store.moves.num_pages_bad,
+            store.table.num_pages_bad,
         ),
     )
     for name, text, count in one_by_one:
@@ -172,11 +173,11 @@ def _of_store(store: Store, labels: Labels) -> Iterator[Metric]:
     )
 
 
-def _by_tenant(store: Store) -> list[tuple[str, float]]:
-    rows = tenancy.usage([store.places.frame_account, store.places.page_account])
+def _by_tenant(store: BlockStore) -> list[tuple[str, float]]:
+    rows = tenancy.usage([store.table.frame_account, store.table.page_account])
     shares = store.limits.shares.shares
-    named = [(row.tenant, row.num_places) for row in rows if row.tenant in shares]
-    others = sum(row.num_places for row in rows) - sum(num for _, num in named)
+    named = [(row.tenant, row.num_slots) for row in rows if row.tenant in shares]
+    others = sum(row.num_slots for row in rows) - sum(num for _, num in named)
     return [*named, (OTHER_TENANTS, others)]
 
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from kvstore import memory, reports
-from kvstore.answers import Match
 from kvstore.attachments import Attachment
-from kvstore.block import Block
+from kvstore.block_store import BlockStore, PrefixMatch
+from kvstore.blocks import Block
+from kvstore.change_log import ChangeLog, NullLog
 from kvstore.config import KvStoreSettings
 from kvstore.errors import (
     GENERATION,
@@ -28,6 +29,7 @@ from kvstore.errors import (
     LeaseLapsed,
     UnknownAttachment,
 )
+from kvstore.file_tier import FileTier
 from kvstore.history import PULLED, REFUSED
 from kvstore.leases import Lease
 from kvstore.memory import Memory
@@ -36,8 +38,6 @@ from kvstore.nixl_agent import Region
 from kvstore.push_peers import PushPeers
 from kvstore.pushes import Frames, PushOutcome, Target
 from kvstore.slab import Slab, check_room, free_bytes, remove_stale
-from kvstore.store import Store
-from kvstore.tiers.file_tier import FileTier
 from kvstore.watch import StoreWatch
 from process import incarnation, logs
 from process.deadline import Clock, Deadline
@@ -69,11 +69,11 @@ class StoreNode:
         settings: KvStoreSettings,
         node_id: str,
         *,
-        on_change: Callable[[bool, bytes], None] | None = None,
+        changes: ChangeLog | None = None,
         clock: Clock = time.monotonic,
         tracing: Tracing = OFF,
     ) -> None:
-        """on_change: told of every block that comes or goes, in order; see Catalog."""
+        """changes: gets each block that comes or goes; None: the store is in no index."""
         self.settings = settings
         self.node_id = node_id
         self.incarnation = incarnation.new()
@@ -81,7 +81,7 @@ class StoreNode:
         self.peers: PushPeers | None = None
         self.watch: StoreWatch | None = None
         self.tracing = tracing
-        self._on_change = on_change
+        self._changes = NullLog() if changes is None else changes
         self._clock = clock
         self._attaching = asyncio.Lock()
         self._is_stopping = False
@@ -120,7 +120,7 @@ class StoreNode:
             await self.memory.close()
 
     @property
-    def store(self) -> Store | None:
+    def store(self) -> BlockStore | None:
         """None until the first worker attached."""
         return self.memory.store if self.memory is not None else None
 
@@ -148,7 +148,7 @@ class StoreNode:
         whether that was in time."""
         self.is_draining = True
         if self.store is not None:
-            self.store.writes.is_closed = True
+            self.store.is_closed = True
         try:
             async with deadline.timeout("leases to end"):
                 while self.store is not None and len(self.store.leases):
@@ -207,7 +207,14 @@ class StoreNode:
         """Every chain hash that is there now, parents before children."""
         if self.store is None:
             return []
-        return [entry.chain_hash for entry in self.store.catalog]
+        return list(self.store.tree.nodes)
+
+    def snapshot(self) -> list[bytes]:
+        """See PrefixTree."""
+        if self.store is None:
+            self._changes.clear()
+            return []
+        return self.store.tree.snapshot()
 
     @property
     def file_tier_problem(self) -> str:
@@ -223,7 +230,7 @@ class StoreNode:
         lease_id: str,
         ttl_s: float,
         budget_s: float,
-    ) -> Match:
+    ) -> PrefixMatch:
         """The longest prefix; with `pin` what lies in the file tier only is brought into memory, as
         far as that goes within `budget_s`.
 
@@ -236,16 +243,16 @@ class StoreNode:
         is_of_use = False
         try:
             if self.tier is not None:
-                await self.tier.promote(match.entries, Deadline.after(budget_s))
+                await self.tier.promote(match.nodes, Deadline.after(budget_s))
             store.settle(match, self._clock())
-            is_of_use = bool(match.entries)
+            is_of_use = bool(match.nodes)
         finally:
             if not lease_id and not is_of_use:  # it pins nothing, or nobody will learn of it
                 store.release([match.lease_id], now_s=self._clock())
                 match.lease_id = ""
         return match
 
-    def seen(self, attachment_id: str, *, is_beat: bool = False) -> tuple[Store, float]:
+    def seen(self, attachment_id: str, *, is_beat: bool = False) -> tuple[BlockStore, float]:
         """The store and the time of this call, for a worker that is attached.
 
         Raises: UnknownAttachment.
@@ -273,7 +280,7 @@ class StoreNode:
     ) -> None:
         """Write a piece of a block into a reserved frame (gRPC transport)."""
         store, now_s = self.seen(attachment_id)
-        store.writes.check_reservation(attachment_id, lease_id, frame, generation, now_s)
+        store.check_reservation(attachment_id, lease_id, frame, generation, now_s)
         if offset + len(data) > store.frame_bytes or self.slab is None:
             raise InvalidArgument("offset", f"a frame has {store.frame_bytes} bytes")
         target = self.slab.block(frame)[offset : offset + len(data)]
@@ -372,7 +379,7 @@ class StoreNode:
         made = await asyncio.to_thread(
             memory.make, self.settings, self.node_id, self.incarnation, block_bytes
         )
-        self.memory = Memory(self.settings, *made, self._on_change, self.tracing)
+        self.memory = Memory(self.settings, *made, self._changes, self.tracing)
         slab = self.memory.slab
         self.peers = PushPeers(
             self.memory.store,
@@ -383,12 +390,12 @@ class StoreNode:
         self.watch = StoreWatch(self.memory, self.settings, self._clock, self._forget_gone)
         self.watch.start()
 
-    def _name_of(self, store: Store, attachment_id: str) -> str:
+    def _name_of(self, store: BlockStore, attachment_id: str) -> str:
         """Of the worker; empty: it is gone by now."""
         attachment = store.attachments.find(attachment_id)
         return attachment.worker_id if attachment is not None else ""
 
-    def _need_lease(self, store: Store, lease_id: str) -> Lease:
+    def _need_lease(self, store: BlockStore, lease_id: str) -> Lease:
         try:
             store.lapse(self._clock())
             return store.leases.get(lease_id)

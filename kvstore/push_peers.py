@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.nixl_agent import NixlAgent, Region
 from kvstore.pushes import Frames, PushOutcome, PushTable, Readable, Target
 from process.deadline import Deadline

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.errors import GENERATION, TransferFailed
 from kvstore.nixl_agent import NixlAgent, Region, Transfer
 from kvstore.nixl_runs import merge_runs

@@ -13,15 +13,15 @@ import logging
 from collections.abc import Sequence
 
 from kvstore import block_hash
-from kvstore.block import Block
+from kvstore.block_store import BlockStore
+from kvstore.blocks import Block
 from kvstore.slab import Slab
-from kvstore.store import Store
 from process import logs
 
 logger = logging.getLogger(__name__)
 
 
-async def mend(store: Store, slab: Slab, blocks: Sequence[Block]) -> int:
+async def mend(store: BlockStore, slab: Slab, blocks: Sequence[Block]) -> int:
     """Repair the generations and recompute the checksums of those frames that still are what they
     say, and drop what is bad with all below.
 

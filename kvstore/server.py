@@ -8,13 +8,11 @@ from typing import Any
 import grpc.aio
 
 from kvstore import account, traced, wire
-from kvstore.answers import NO_ROOM, Reserved, Written
-from kvstore.block import Tier
+from kvstore.block_store import NO_ROOM, Reserved, Written, check_chain
+from kvstore.blocks import PackedBlocks, Tier, row, row_of
 from kvstore.errors import LeaseLapsed
 from kvstore.newcomer import Newcomer
 from kvstore.node import StoreNode
-from kvstore.packed import PackedBlocks, row, row_of
-from kvstore.writes import check_chain
 from process import serving, spans, trace_context
 from process.errors import FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2, kvstore_pb2_grpc
@@ -147,7 +145,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         )
         for chain, chain_hashes in chains:
             try:
-                reply.lease_id, answers, tail = store.writes.reserve(
+                reply.lease_id, answers, tail = store.reserve(
                     request.attachment_id,
                     chain.parent,
                     chain_hashes,
@@ -175,7 +173,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         written = _written(request.blocks)
         if any(each.num_tokens < 1 for each in written):
             raise InvalidArgument("num_tokens", "a block has at least one filled slot")
-        blocks = store.writes.commit(request.attachment_id, request.lease_id, written, now_s)
+        blocks = store.commit(request.attachment_id, request.lease_id, written, now_s)
         reply = kvstore_pb2.CommitReply(blocks=PackedBlocks.of(blocks).data)
         if request.ends_lease:
             store.release([request.lease_id], num_bytes_read=0, now_s=now_s)
@@ -188,7 +186,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.AbortRequest, context: Context
     ) -> kvstore_pb2.AbortReply:
         store, now_s = self._node.seen(request.attachment_id)
-        store.writes.abort(
+        store.abort(
             request.attachment_id,
             request.lease_id,
             _written(request.blocks),

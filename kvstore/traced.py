@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 
-from kvstore.block import Block
+from kvstore.blocks import Block
 from process import serving, spans, trace_context
 from process.spans import NOBODY, Span, Value
 from process.tracing import Tracing

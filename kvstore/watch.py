@@ -22,6 +22,7 @@ import math
 import time
 from collections.abc import Callable
 
+from kvstore import invariants
 from kvstore.attachments import Attachment
 from kvstore.config import KvStoreSettings
 from kvstore.errors import IntegrityError
@@ -101,7 +102,7 @@ class StoreWatch:
         """Returns: whether it came to its end: nothing changed meanwhile, in time."""
         store = self._memory.store
         self._in_use(lambda: store.lapse(self._clock()))
-        state, steps = self._state(), store.checks()
+        state, steps = self._state(), invariants.check_store(store)
         slice_end_s = time.monotonic() + self._slice_s
         try:
             while next(itertools.islice(steps, _STEPS - 1, None), _END) is not _END:
@@ -120,7 +121,7 @@ class StoreWatch:
 
     def _holds_in_one_go(self) -> bool:
         try:
-            self._memory.store.check_integrity()
+            invariants.check(self._memory.store)
         except IntegrityError as error:
             self._tell(error)
             return False

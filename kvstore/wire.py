@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterable
 
 from kvstore import block_hash
-from kvstore.block import Block, Tier
 from kvstore.block_hash import CHAIN_HASH_BYTES
+from kvstore.blocks import Block, PackedBlocks, Tier
 from kvstore.nixl_agent import Region
-from kvstore.packed import PackedBlocks
 from kvstore.push_peers import PeerBlocks
 from process.errors import InvalidArgument
 from protos import common_pb2, kvstore_pb2

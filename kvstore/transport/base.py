@@ -30,8 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import block_hash
-from kvstore.block import Block
-from kvstore.packed import PackedItems
+from kvstore.blocks import Block, PackedItems
 from kvstore.transport.device import Device, DeviceChecksums
 from kvstore.transport.staging import PinnedStaging
 from process.deadline import Deadline

@@ -23,7 +23,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from kvstore import errors
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import KvStoreClient, MatchResult
 from kvstore.errors import (
     DEADLINE,

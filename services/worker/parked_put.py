@@ -9,7 +9,7 @@ import asyncio
 import enum
 
 from engine.parking import Blocks
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import PutResult
 from kvstore.transport.base import BlockMemory
 

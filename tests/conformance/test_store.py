@@ -512,14 +512,14 @@ async def test_integrity_is_watched_in_the_background(
     put = await worker.put(chain("a", 1), [0])
     truth = store.node.store
     assert truth is not None
-    entry = truth.catalog.find(put.refs[0].chain_hash)
-    assert entry is not None
-    entry.num_pins += 1
+    node = truth.tree.find(put.refs[0].chain_hash)
+    assert node is not None
+    node.num_pins += 1
     await worker.client.match([], ttl_s=1, deadline=within())
     await until(lambda: "pins" in store.node.integrity_error)
     status = await worker.client.status(deadline=within())
     assert "pins" in status.integrity_error
-    entry.num_pins -= 1
+    node.num_pins -= 1
 
 
 @pytest.fixture

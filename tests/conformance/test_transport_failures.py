@@ -15,7 +15,7 @@ import pytest
 from kvstore import errors, serve
 from kvstore.client import KvStoreClient
 from kvstore.config import KvStoreSettings
-from kvstore.frames import FrameState
+from kvstore.slot_pool import SlotState
 from kvstore.transport import nixl
 from kvstore.transport.base import GetItems, PutUnsettled
 from process.deadline import Deadline
@@ -311,7 +311,7 @@ async def test_a_killed_worker_leaks_nothing(
         await passes(lambda: len(truth.leases) == 0 and len(truth.attachments) == 0)
         num_committed = 3 if what == "hold" else 0  # they stay, unpinned; the tail does not
         free = truth.frames.num_frames - num_committed
-        await passes(lambda: truth.frames.count(FrameState.FREE) == free)
+        await passes(lambda: truth.frames.count(SlotState.FREE) == free)
         assert (truth.num_pinned(), truth.num_tails) == (0, 0)
         assert await running.node.check_integrity() == ""
 

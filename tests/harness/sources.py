@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.errors import TransferFailed
 from kvstore.lending import PROBE_HASH, lender_node_id
 from kvstore.lending.lender import Lender, LenderIdentity

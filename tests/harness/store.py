@@ -20,7 +20,7 @@ import grpc.aio
 import numpy as np
 
 from kvstore import block_hash, serve, wire
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import KvStoreClient, MatchResult, PutResult
 from kvstore.config import KvStoreSettings
 from kvstore.connection import HEARTBEAT_S
@@ -98,7 +98,7 @@ class LocalStore(serve.RunningStore):
     @contextlib.contextmanager
     def miscounting_pins(self, block: Block) -> Iterator[None]:
         assert self.node.store is not None
-        entry = self.node.store.catalog.find(block.chain_hash)
+        entry = self.node.store.tree.find(block.chain_hash)
         assert entry is not None
         entry.num_pins += 1
         try:

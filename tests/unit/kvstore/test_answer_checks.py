@@ -12,9 +12,8 @@ from google.protobuf.message import DecodeError
 
 from kvstore import answer_checks, block_hash, wire
 from kvstore.answer_checks import SpoiledAnswer
-from kvstore.block import Block
+from kvstore.blocks import ROW_BYTES, Block, PackedBlocks
 from kvstore.lending.told import Told
-from kvstore.packed import ROW_BYTES, PackedBlocks
 from protos import common_pb2, kvstore_pb2
 
 NUM_FRAMES = 8

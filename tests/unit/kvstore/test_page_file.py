@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvstore import block_hash
-from kvstore.residency import StoredPage
-from kvstore.tiers.page_file import HEADER_BYTES, PageFile, PageLayout
+from kvstore.blocks import StoredPage
+from kvstore.page_file import HEADER_BYTES, PageFile, PageLayout
 from process.errors import FailedPrecondition, NoCapacity
 
 LAYOUT = PageLayout(5000, 6)

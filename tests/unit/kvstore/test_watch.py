@@ -11,7 +11,7 @@ from typing import Any
 
 from kvstore.config import KvStoreSettings
 from kvstore.watch import StoreWatch
-from tests.unit.kvstore.test_store import _Bench as Bench
+from tests.unit.kvstore.test_block_store import _Bench as Bench
 
 NUM_BLOCKS = 300
 
@@ -59,21 +59,21 @@ async def test_a_change_in_the_middle_begins_the_check_again(tmp_path: Path) -> 
 async def test_a_broken_law_is_found_and_a_later_check_finds_it_mended(tmp_path: Path) -> None:
     bench = full_bench()
     made = watch_of(bench, tmp_path)
-    entry = bench.store.catalog.find((7).to_bytes(16, "big"))
-    assert entry is not None
-    entry.num_hits += 1  # no law
-    entry.num_pins += 1
+    node = bench.store.tree.find((7).to_bytes(16, "big"))
+    assert node is not None
+    node.num_hits += 1  # no law
+    node.num_pins += 1
     assert "pins kept" in await made.check_integrity(budget_s=60.0)
-    entry.num_pins -= 1
+    node.num_pins -= 1
     assert await made.check_integrity(budget_s=60.0) == ""
 
 
 async def test_without_time_the_result_of_the_last_check_is_given(tmp_path: Path) -> None:
     bench = full_bench()
     made = watch_of(bench, tmp_path)
-    entry = bench.store.catalog.find((7).to_bytes(16, "big"))
-    assert entry is not None
-    entry.num_pins += 1
+    node = bench.store.tree.find((7).to_bytes(16, "big"))
+    assert node is not None
+    node.num_pins += 1
     assert await made.check_integrity(budget_s=0.0) == ""
     assert "pins kept" in await made.check_integrity(budget_s=60.0)
     assert "pins kept" in await made.check_integrity(budget_s=0.0)

@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 import pytest
 
 from kvstore import serve
+from kvstore.block_store import BlockStore
 from kvstore.config import KvStoreSettings
 from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
-from kvstore.store import Store
 from process.deadline import Deadline
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
@@ -90,8 +90,8 @@ class StoreBench(Generic[User]):
             await self.kill_store()
 
     @property
-    def store(self) -> Store:
-        store: Store = self.node.store
+    def store(self) -> BlockStore:
+        store: BlockStore = self.node.store
         return store
 
     @property

@@ -13,7 +13,7 @@ import pytest
 
 from engine.loop import Engine
 from engine.request import Reservation
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import MatchResult
 from kvstore.errors import (
     LeaseLapsed,

@@ -20,10 +20,9 @@ from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.step_output import RequestEvent, StepOutput
 from kvstore import block_hash
-from kvstore.block import Block
+from kvstore.blocks import Block, PackedBlocks
 from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import TransferFailed
-from kvstore.packed import PackedBlocks
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from process.tasks import end_tasks

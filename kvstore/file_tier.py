@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore import block_hash
-from kvstore.catalog import Entry
-from kvstore.residency import StoredPage
+from kvstore.block_store import BlockStore
+from kvstore.blocks import StoredPage
+from kvstore.frame_table import Demotion, PageWrite, Promotion
+from kvstore.page_file import SUFFIX, PageFile, PageLayout
+from kvstore.prefix_tree import TreeNode
 from kvstore.slab import Slab
-from kvstore.store import Store
-from kvstore.tiers.moves import Demotion, PageWrite, Promotion
-from kvstore.tiers.page_file import SUFFIX, PageFile, PageLayout
 from process import logs
 from process.deadline import Deadline
 from process.errors import FailedPrecondition, NoCapacity
@@ -79,7 +79,7 @@ class FileTier:
 
     def __init__(
         self,
-        store: Store,
+        store: BlockStore,
         slab: Slab,
         opened: PageFile,
         stored: Sequence[StoredPage],
@@ -93,14 +93,14 @@ class FileTier:
         self._store = store
         self._slab = slab
         self._pages = opened
-        self._num_wanted = math.ceil(demote_below_free * store.frames.num_frames)
+        self._num_wanted = math.ceil(demote_below_free * store.frames.num_slots)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="file-tier")
         self._serials = itertools.count(1 + max((each.serial for each in stored), default=0))
-        self._promoting: dict[Entry, asyncio.Task[None]] = {}
+        self._promoting: dict[TreeNode, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._demoter: asyncio.Task[None] | None = None
-        num_kept = store.places.open_pages(opened.layout.num_pages, stored)
-        store.moves.num_pages_bad += num_torn
+        num_kept = store.table.open_pages(opened.layout.num_pages, stored)
+        store.table.num_pages_bad += num_torn
         logs.event(
             logger,
             "file_tier",
@@ -119,17 +119,17 @@ class FileTier:
         if self._is_short():
             self._wake.set()
 
-    async def promote(self, entries: Sequence[Entry], deadline: Deadline) -> None:
+    async def promote(self, nodes: Sequence[TreeNode], deadline: Deadline) -> None:
         """Bring blocks that lie in pages only into frames, in order, as far as room, the time and
         the pages themselves allow. What is under way at the deadline goes on by itself."""
-        absent = [entry for entry in entries if entry.block is None]
+        absent = [node for node in nodes if node.block is None]
         for start in range(0, len(absent), BATCH):
             batch = absent[start : start + BATCH]
-            tasks = [self._promotion_of(entry) for entry in batch if entry.block is None]
+            tasks = [self._promotion_of(node) for node in batch if node.block is None]
             waiting = [task for task in tasks if task is not None]
             if waiting:
                 await asyncio.wait(waiting, timeout=deadline.left_s())
-            if any(entry.block is None for entry in batch):
+            if any(node.block is None for node in batch):
                 return
 
     async def close(self) -> None:
@@ -139,26 +139,26 @@ class FileTier:
         if self._promoting:
             await asyncio.wait(list(self._promoting.values()), timeout=_CLOSE_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if not self._store.moves.num_moving:
+        if not self._store.table.num_moving:
             self._pages.close()
 
     # -- demotion
 
     def _is_short(self) -> bool:
-        return not self.problem and self._store.places.num_available < self._num_wanted
+        return not self.problem and self._store.table.num_available < self._num_wanted
 
     async def _demote_for_ever(self) -> None:
         while not self.problem:
             await self._wake.wait()
             self._wake.clear()
             while self._is_short():
-                demotion = self._store.moves.begin_demotion(BATCH)
+                demotion = self._store.table.begin_demotion(BATCH)
                 if demotion is None:
                     break
                 await self._demote(demotion)
         if self._promoting:
             await asyncio.wait(list(self._promoting.values()))
-        num_lost = self._store.places.close_pages()
+        num_lost = self._store.table.close_pages()
         logs.event(
             logger, "file_tier_off", level=logging.ERROR, why=self.problem, num_blocks=num_lost
         )
@@ -177,7 +177,7 @@ class FileTier:
                 self._demoted(demotion, work.result())
 
     def _demoted(self, demotion: Demotion, results: Sequence[bool | BaseException]) -> None:
-        self._store.moves.end_demotion(demotion, [result is True for result in results])
+        self._store.table.end_demotion(demotion, [result is True for result in results])
         bad = [
             write.block
             for write, result in zip(demotion.writes, results, strict=True)
@@ -198,17 +198,17 @@ class FileTier:
 
     def _write(self, write: PageWrite) -> bool:
         """In a thread. Returns: False when the frame's bytes are bad. Raises: OSError."""
-        entry, block = write.entry, write.block
+        node, block = write.node, write.block
         data = self._slab.block(block.frame)
         if block_hash.checksum(data) != block.checksum:
             return False
         page = StoredPage(
             index=write.index,
-            chain_hash=entry.chain_hash,
-            parent=entry.parent.chain_hash if entry.parent is not None else b"",
+            chain_hash=node.chain_hash,
+            parent=node.parent.chain_hash if node.parent is not None else b"",
             checksum=block.checksum,
             num_tokens=block.num_tokens,
-            tenant=entry.tenant,
+            tenant=node.tenant,
             serial=next(self._serials),
         )
         self._pages.write(page, data)
@@ -216,17 +216,17 @@ class FileTier:
 
     # -- promotion
 
-    def _promotion_of(self, entry: Entry) -> asyncio.Task[None] | None:
-        """The one promotion of an entry that is under way; None when there is no room."""
-        task = self._promoting.get(entry)
-        if task is not None or self.problem or entry.page is None:
+    def _promotion_of(self, node: TreeNode) -> asyncio.Task[None] | None:
+        """The one promotion of an node that is under way; None when there is no room."""
+        task = self._promoting.get(node)
+        if task is not None or self.problem or node.page is None:
             return task
-        promotion = self._store.moves.begin_promotion(entry)
+        promotion = self._store.table.begin_promotion(node)
         if promotion is None:
             return None
         task = start_task(self._bring(promotion), "promotion")
-        self._promoting[entry] = task
-        task.add_done_callback(lambda _: self._promoting.pop(entry, None))
+        self._promoting[node] = task
+        task.add_done_callback(lambda _: self._promoting.pop(node, None))
         return task
 
     async def _bring(self, promotion: Promotion) -> None:
@@ -240,7 +240,7 @@ class FileTier:
         finally:
             if work.done() and not work.cancelled():  # else the store is stopping
                 is_good = work.exception() is None and work.result()
-                num_dropped = self._store.moves.end_promotion(promotion, is_good)
+                num_dropped = self._store.table.end_promotion(promotion, is_good)
                 if not is_good:
                     logs.event(
                         logger,

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import block_hash
-from kvstore.residency import StoredPage
+from kvstore.blocks import StoredPage
 from process.errors import FailedPrecondition, NoCapacity
 
 MAGIC = b"BATONPGS"

@@ -1,22 +1,24 @@
-"""PackedBlocks: blocks in the form in which a handle carries them: a row of fixed size for each,
-side by side.
+"""Blocks as values: where one lies (`Block` in a frame of a store or lender, which the wire calls
+`BlockRef`; `Page` in the file tier), and many of them packed as a handle carries them.
 
-The references of a long prompt are made, signed, sent, verified and compared as one piece of bytes;
-a block becomes a value when somebody asks for it. A row names everything of its block, so equal
-bytes are equal blocks and the other way round. Immutable; no I/O, any thread.
+`PackedBlocks` holds a row of fixed size for each block. The references of a long prompt are made,
+signed, sent, verified and compared as one piece of bytes; a block becomes a `Block` when it is read
+out. A row holds everything about its block: equal bytes are equal blocks, and the other way round.
+All values are immutable; no I/O, any thread.
 """
 
 from __future__ import annotations
 
+import enum
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.block import Block, Tier
 from kvstore.block_hash import CHAIN_HASH_BYTES
 
 _ROW = struct.Struct("<16sQQIIBB")
@@ -31,14 +33,64 @@ _COLUMNS = np.dtype(
         ("num_hash_bytes", "u1"),
     ]
 )
-"""The row again, for looks at one field of all rows."""
+"""The same row for numpy: one field of all rows at once."""
 
 ROW_BYTES = _ROW.size
+
+
+class Tier(enum.IntEnum):
+    """Where a block lies. The numbers are those of the wire."""
+
+    UNSPECIFIED = 0
+    DEVICE = 1
+    HOST = 2
+    FILE = 3
+    OBJECT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A committed block. `chain_hash` is empty for a tail block; `generation` is even; `num_tokens`
+    counts filled slots. `tier` is where the block lay when it was matched."""
+
+    chain_hash: bytes
+    frame: int
+    generation: int
+    checksum: int
+    num_tokens: int
+    tier: Tier = Tier.HOST
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A block's place in the file tier. Its checksum is of the bytes there: another writer of the
+    same block may have left slightly other ones in a frame."""
+
+    index: int
+    checksum: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """A block in the file tier as its page's header describes it; an earlier life of the store may
+    have written it. serial: grows with each page written, so that the newer of two pages of one
+    block is known."""
+
+    index: int
+    chain_hash: bytes
+    parent: bytes
+    checksum: int
+    num_tokens: int
+    tenant: str
+    serial: int
+
+
 _TIERS = {tier.value: tier for tier in Tier}
 
 
 class InTier(NamedTuple):
-    """Neighbours that lie in one tier, and their tokens."""
+    """Neighbouring blocks that lie in one tier, and their tokens."""
 
     tier: Tier
     num_blocks: int
@@ -46,17 +98,17 @@ class InTier(NamedTuple):
 
 
 class PackedBlocks(Sequence[Block]):
-    """See the module."""
+    """A row for each block, side by side."""
 
     __slots__ = ("data",)
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, data: bytes = b"") -> None:
-        """Raises: ValueError for what are no whole rows, or a row that no `of` makes."""
+        """Raises: ValueError if these are no whole rows, or `of` makes no such row."""
         if len(data) % ROW_BYTES:
             raise ValueError(f"blocks of {ROW_BYTES} bytes each, not {len(data)} bytes")
         self.data = data
-        """As it goes over the wire."""
+        """The rows, as they go over the wire."""
         if data:
             sizes = self._column("num_hash_bytes")
             others = sizes != CHAIN_HASH_BYTES
@@ -69,19 +121,19 @@ class PackedBlocks(Sequence[Block]):
     @classmethod
     def of(cls, blocks: Iterable[Block]) -> PackedBlocks:
         """Raises: ValueError for a chain hash that is neither empty nor of 16 bytes; struct.error
-        for a number that has no place."""
+        for a number that its field cannot hold."""
         if isinstance(blocks, PackedBlocks):
             return blocks
         return cls.of_rows(map(row_of, blocks))
 
     @classmethod
     def of_rows(cls, rows: Iterable[bytes]) -> PackedBlocks:
-        """Of what `row` made, or `rows`."""
+        """From rows that `row` or `rows` made."""
         return cls._whole(b"".join(rows))
 
     @property
     def rows(self) -> list[bytes]:
-        """Of each block."""
+        """One for each block."""
         data = self.data
         return [data[at : at + ROW_BYTES] for at in range(0, len(data), ROW_BYTES)]
 
@@ -111,7 +163,7 @@ class PackedBlocks(Sequence[Block]):
         return np.asarray(self.generations % 2, bool)
 
     def with_checksums(self, first: int, checksums: Sequence[int]) -> PackedBlocks:
-        """The same with other checksums from block `first` on."""
+        """The same blocks with these checksums from block `first` on."""
         columns = np.frombuffer(self.data, _COLUMNS).copy()
         columns["checksum"][first : first + len(checksums)] = np.array(checksums, np.uint64)
         return self._whole(columns.tobytes())
@@ -140,7 +192,7 @@ class PackedBlocks(Sequence[Block]):
         ]
 
     def num_matching(self, chain_hashes: Sequence[bytes], num_tokens: int) -> int:
-        """How many leading blocks have these hashes, of 16 bytes, and so many tokens each."""
+        """How many leading blocks have these hashes (16 bytes each) and `num_tokens` tokens."""
         count = min(len(self), len(chain_hashes))
         if not count:
             return 0
@@ -154,7 +206,7 @@ class PackedBlocks(Sequence[Block]):
         return int(fits.argmin())
 
     def num_same(self, other: PackedBlocks) -> int:
-        """How many leading blocks are the same in both, in everything that is said of them."""
+        """How many leading blocks have equal rows in both."""
         count = min(len(self), len(other))
         ours, theirs = self.data[: count * ROW_BYTES], other.data[: count * ROW_BYTES]
         if ours == theirs:
@@ -181,7 +233,7 @@ class PackedBlocks(Sequence[Block]):
         )
 
     def has_all(self, frames: npt.NDArray[Any], generations: npt.NDArray[Any]) -> bool:
-        """Whether each of these frames, [n], is one of a block here at its generation, [n]."""
+        """Whether a block here lies in each of these frames [n] at its generation [n]."""
         if not self.data:
             return not len(frames)
         own = self.frames
@@ -225,7 +277,7 @@ class PackedBlocks(Sequence[Block]):
 
     @classmethod
     def _whole(cls, data: bytes) -> PackedBlocks:
-        """Of rows that were looked at before."""
+        """From rows that are known to be valid."""
         made = cls()
         made.data = data
         return made
@@ -235,7 +287,7 @@ class PackedBlocks(Sequence[Block]):
 
 
 class PackedItems(Sequence[tuple[Block, int]]):
-    """Blocks, each with its place. Immutable."""
+    """Blocks, each with the index of a worker's block that it is copied to."""
 
     __slots__ = ("blocks", "places")
     __hash__ = None  # type: ignore[assignment]
@@ -289,7 +341,7 @@ def row_of(block: Block) -> bytes:
 
 
 def block_of(row: bytes) -> Block:
-    """The other way round."""
+    """The block of a row that `row` made."""
     return _block(*_ROW.unpack(row))
 
 

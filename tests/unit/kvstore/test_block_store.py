@@ -3,13 +3,15 @@ test_store_machine."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from kvstore.answers import NO_ROOM, Match, Reserved, StoreLimits, Written
-from kvstore.block import Block
+from kvstore import invariants
+from kvstore.block_store import NO_ROOM, BlockStore, PrefixMatch, Reserved, StoreLimits, Written
+from kvstore.blocks import Block
+from kvstore.change_log import ChangeLog
 from kvstore.errors import LeaseLapsed, UnknownAttachment
-from kvstore.frames import FrameState
-from kvstore.store import Store
+from kvstore.slot_pool import SlotState
 from process.errors import FailedPrecondition, InvalidArgument
 
 GRACE_S = 30.0
@@ -27,9 +29,10 @@ class _Bench:
 
     def __init__(self, num_frames: int = 8) -> None:
         limits = StoreLimits(max_ttl_s=100.0, quarantine_grace_s=GRACE_S)
-        self.changes: list[tuple[bool, bytes]] = []
-        self.store = Store(
-            num_frames, 1000, limits, on_change=lambda p, h: self.changes.append((p, h))
+        self.log = ChangeLog()
+        self.generations = np.zeros(num_frames, np.uint64)
+        self.store = BlockStore(
+            num_frames, 1000, limits, published=self.generations, changes=self.log
         )
         self.worker = self.attach("w1", one_sided=True)
         self.other = self.attach("w2", one_sided=True)
@@ -49,7 +52,7 @@ class _Bench:
         who: str = "",
         now_s: float = 0.0,
     ) -> tuple[str, list[Reserved], Reserved | None]:
-        answer = self.store.writes.reserve(
+        answer = self.store.reserve(
             who or self.worker,
             parent,
             chain,
@@ -58,7 +61,7 @@ class _Bench:
             ttl_s=10.0,
             now_s=now_s,
         )
-        self.store.check_integrity()
+        invariants.check(self.store)
         return answer
 
     def commit(
@@ -69,8 +72,8 @@ class _Bench:
             for a in answers
             if a.frame >= 0
         ]
-        blocks = self.store.writes.commit(who or self.worker, lease_id, written, now_s)
-        self.store.check_integrity()
+        blocks = self.store.commit(who or self.worker, lease_id, written, now_s)
+        invariants.check(self.store)
         return blocks
 
     def put(self, chain: list[bytes], *, parent: bytes = b"", who: str = "") -> list[Block]:
@@ -78,10 +81,14 @@ class _Bench:
         lease_id, answers, _ = self.reserve(chain, parent=parent, who=who)
         blocks = self.commit(lease_id, answers, who=who)
         self.store.release([lease_id], now_s=0.0)
-        self.store.check_integrity()
+        invariants.check(self.store)
         return blocks
 
-    def count(self, state: FrameState) -> int:
+    def changes(self) -> list[tuple[bool, bytes]]:
+        """What came or left since this was last asked."""
+        return [(each.is_present, each.chain_hash) for each in self.log.take(999)]
+
+    def count(self, state: SlotState) -> int:
         return self.store.frames.count(state)
 
     def present(self, chain: list[bytes]) -> int:
@@ -107,8 +114,8 @@ def test_of_two_writers_the_first_to_commit_wins() -> None:
     won = bench.commit(two, answers_two, who=bench.other)
     lost = bench.commit(one, answers_one)
     assert lost == won
-    assert bench.count(FrameState.COMMITTED) == 2
-    assert bench.count(FrameState.FREE) == 6
+    assert bench.count(SlotState.COMMITTED) == 2
+    assert bench.count(SlotState.FREE) == 6
     bench.store.release([two], now_s=0.0)
     assert bench.store.num_pinned() == 2  # the loser's lease pins the winner
     assert bench.store.counters.num_bytes_written == 2000
@@ -128,7 +135,7 @@ def test_asking_twice_under_one_lease_gives_the_same_frames() -> None:
     lease_id, first, _ = bench.reserve(CHAIN[:2])
     _, again, _ = bench.reserve(CHAIN[:3], lease_id=lease_id)
     assert again[:2] == first
-    assert bench.count(FrameState.WRITING) == 3
+    assert bench.count(SlotState.WRITING) == 3
 
 
 def test_a_parent_must_be_there_or_be_written_under_the_same_lease() -> None:
@@ -148,7 +155,7 @@ def test_a_child_cannot_be_committed_before_its_parent() -> None:
     with pytest.raises(FailedPrecondition, match="parent"):
         bench.commit(lease_id, answers[1:])
     assert bench.present(CHAIN) == 0
-    bench.store.check_integrity()
+    invariants.check(bench.store)
     bench.commit(lease_id, answers)
     assert bench.present(CHAIN) == 2
 
@@ -164,7 +171,7 @@ def test_a_commit_is_all_or_nothing() -> None:
     with pytest.raises(LeaseLapsed):  # another worker's reservation
         bench.commit(lease_id, answers, who=bench.other)
     assert bench.present(CHAIN) == 0
-    bench.store.check_integrity()
+    invariants.check(bench.store)
 
 
 def test_no_room_ends_the_chain_and_the_tail() -> None:
@@ -182,8 +189,8 @@ def test_room_is_made_from_the_oldest_unpinned_tail_first() -> None:
     bench.put(CHAIN[:3])
     bench.reserve([_hash(50), _hash(51)])
     assert bench.present(CHAIN[:3]) == 2
-    assert bench.store.places.num_evictions == 1
-    assert bench.changes[-1] == (False, CHAIN[2])
+    assert bench.store.table.num_evictions == 1
+    assert bench.changes()[-1] == (False, CHAIN[2])
     lease_id = bench.store.match(CHAIN, pin=True, ttl_s=5.0, now_s=0.0).lease_id
     assert bench.reserve([_hash(52)])[1] == [NO_ROOM]
     bench.store.release([lease_id], now_s=0.0)
@@ -225,8 +232,8 @@ def test_a_tail_is_private_leased_and_gone_with_its_last_lease() -> None:
     bench.store.release([pinned], now_s=0.0)
     assert bench.store.num_tails == 0
     assert bench.store.pin([block], ttl_s=5.0, now_s=0.0) == ("", 0)
-    assert all(chain_hash for _, chain_hash in bench.changes)
-    bench.store.check_integrity()
+    assert all(chain_hash for _, chain_hash in bench.changes())
+    invariants.check(bench.store)
 
 
 def test_a_tail_is_never_evicted() -> None:
@@ -254,14 +261,14 @@ def test_a_lapsed_lease_gives_everything_back() -> None:
     assert bench.store.num_pinned() == 2
     bench.store.lapse(10.0)
     assert (bench.store.num_pinned(), bench.store.num_tails) == (0, 0)
-    assert bench.count(FrameState.WRITING) == 0
-    assert bench.count(FrameState.FREE) == 7
+    assert bench.count(SlotState.WRITING) == 0
+    assert bench.count(SlotState.FREE) == 7
     assert bench.store.counters.num_leases_lapsed == 1
     with pytest.raises(LeaseLapsed):
         bench.commit(lease_id, [answers[1]], who=bench.chunked, now_s=10.0)
     with pytest.raises(LeaseLapsed):
         bench.store.renew(lease_id, ttl_s=1.0, now_s=10.0)
-    bench.store.check_integrity()
+    invariants.check(bench.store)
 
 
 def test_a_renewed_lease_lives_on() -> None:
@@ -279,14 +286,14 @@ def test_a_lapsed_one_sided_reservation_is_quarantined_until_its_writer_says_so(
     bench = _Bench()
     lease_id, answers, _ = bench.reserve(CHAIN[:2])
     bench.store.lapse(1000.0)
-    bench.store.check_integrity()
-    assert bench.count(FrameState.QUARANTINED) == 2
+    invariants.check(bench.store)
+    assert bench.count(SlotState.QUARANTINED) == 2
     written = [Written(a.frame, a.generation) for a in answers]
-    bench.store.writes.abort(bench.other, lease_id, written, quarantine=False, now_s=1000.0)
-    assert bench.count(FrameState.QUARANTINED) == 2  # not its own
-    bench.store.writes.abort(bench.worker, lease_id, written, quarantine=False, now_s=1000.0)
-    assert bench.count(FrameState.FREE) == 8
-    bench.store.check_integrity()
+    bench.store.abort(bench.other, lease_id, written, quarantine=False, now_s=1000.0)
+    assert bench.count(SlotState.QUARANTINED) == 2  # not its own
+    bench.store.abort(bench.worker, lease_id, written, quarantine=False, now_s=1000.0)
+    assert bench.count(SlotState.FREE) == 8
+    invariants.check(bench.store)
 
 
 def test_an_abort_with_quarantine_needs_a_second_one() -> None:
@@ -294,20 +301,20 @@ def test_an_abort_with_quarantine_needs_a_second_one() -> None:
     lease_id, answers, _ = bench.reserve(CHAIN[:1])
     written = [Written(answers[0].frame, answers[0].generation)]
     for _ in range(2):
-        bench.store.writes.abort(bench.worker, lease_id, written, quarantine=True, now_s=0.0)
-        bench.store.check_integrity()
-        assert bench.count(FrameState.QUARANTINED) == 1
+        bench.store.abort(bench.worker, lease_id, written, quarantine=True, now_s=0.0)
+        invariants.check(bench.store)
+        assert bench.count(SlotState.QUARANTINED) == 1
     for _ in range(2):
-        bench.store.writes.abort(bench.worker, lease_id, written, quarantine=False, now_s=0.0)
-        assert bench.count(FrameState.FREE) == 8
-    bench.store.check_integrity()
+        bench.store.abort(bench.worker, lease_id, written, quarantine=False, now_s=0.0)
+        assert bench.count(SlotState.FREE) == 8
+    invariants.check(bench.store)
 
 
 def test_an_aborted_block_can_be_reserved_again_under_the_same_lease() -> None:
     bench = _Bench()
     lease_id, answers, _ = bench.reserve(CHAIN[:1])
     written = [Written(answers[0].frame, answers[0].generation)]
-    bench.store.writes.abort(bench.worker, lease_id, written, quarantine=True, now_s=0.0)
+    bench.store.abort(bench.worker, lease_id, written, quarantine=True, now_s=0.0)
     _, again, _ = bench.reserve(CHAIN[:1], lease_id=lease_id)
     assert again[0].frame != answers[0].frame
     bench.commit(lease_id, again)
@@ -326,13 +333,13 @@ def test_quarantine_ends_when_the_writer_is_gone(by: str) -> None:
     else:
         bench.store.detach(bench.worker, 5.0, grace_s=0.0)
         free_at = 5.0
-    bench.store.check_integrity()
+    invariants.check(bench.store)
     bench.store.lapse(free_at - 0.01)
-    bench.store.check_integrity()
-    assert bench.count(FrameState.QUARANTINED) == (0 if by == "dead process" else 2)
+    invariants.check(bench.store)
+    assert bench.count(SlotState.QUARANTINED) == (0 if by == "dead process" else 2)
     bench.store.lapse(free_at)
-    assert bench.count(FrameState.FREE) == 8
-    bench.store.check_integrity()
+    assert bench.count(SlotState.FREE) == 8
+    invariants.check(bench.store)
     with pytest.raises(UnknownAttachment):
         bench.reserve(CHAIN[:1])
 
@@ -342,14 +349,14 @@ def test_one_life_of_a_worker_may_be_attached_twice() -> None:
     bench = _Bench()
     bench.reserve(CHAIN[:2])
     second = bench.attach("w1", one_sided=True)
-    assert bench.count(FrameState.WRITING) == 2
+    assert bench.count(SlotState.WRITING) == 2
     bench.reserve(CHAIN[2:3], who=second)
     bench.attach("w1", one_sided=True, life=b"2")
-    assert bench.count(FrameState.QUARANTINED) == 3  # both were of the earlier life
+    assert bench.count(SlotState.QUARANTINED) == 3  # both were of the earlier life
     for gone in (bench.worker, second):
         with pytest.raises(UnknownAttachment):
             bench.reserve(CHAIN[:1], who=gone)
-    bench.store.check_integrity()
+    invariants.check(bench.store)
 
 
 def test_what_a_gone_worker_pinned_lives_until_its_leases_end() -> None:
@@ -358,7 +365,7 @@ def test_what_a_gone_worker_pinned_lives_until_its_leases_end() -> None:
     lease_id, answers, _ = bench.reserve(CHAIN[:2])
     bench.commit(lease_id, answers)
     bench.store.detach(bench.worker, 1.0)
-    bench.store.check_integrity()
+    invariants.check(bench.store)
     assert bench.store.num_pinned() == 2
     bench.store.lapse(10.0)
     assert bench.store.num_pinned() == 0
@@ -373,7 +380,7 @@ def test_a_pin_is_refused_at_the_first_block_that_changed() -> None:
     forged = Block(_hash(9), blocks[0].frame, blocks[0].generation, 0, 16)
     assert bench.store.pin([forged], ttl_s=5.0, now_s=0.0) == ("", 0)
     bench.store.release([lease_id], now_s=0.0)
-    bench.store.check_integrity()
+    invariants.check(bench.store)
 
 
 def test_a_hold_keeps_frames_while_the_store_copies() -> None:
@@ -404,7 +411,7 @@ def test_malformed_chains_are_refused_before_anything_is_taken(
     with pytest.raises(InvalidArgument):
         bench.reserve(chain, parent=parent)
     assert len(bench.store.leases) == 0
-    bench.store.check_integrity()
+    invariants.check(bench.store)
 
 
 def test_lookups_are_counted() -> None:
@@ -422,7 +429,7 @@ def test_lookups_are_counted() -> None:
 
 def test_an_empty_match_makes_no_lease() -> None:
     bench = _Bench()
-    assert bench.store.match(CHAIN, pin=True, ttl_s=5.0, now_s=0.0) == Match([], "", 0)
+    assert bench.store.match(CHAIN, pin=True, ttl_s=5.0, now_s=0.0) == PrefixMatch([], "", 0)
     assert len(bench.store.leases) == 0
 
 
@@ -430,11 +437,11 @@ def test_a_bad_block_goes_with_all_below_it() -> None:
     bench = _Bench()
     blocks = bench.put(CHAIN[:4])
     branch = bench.put([_hash(90)], parent=CHAIN[0])
-    bench.changes.clear()
+    bench.changes()
     assert bench.store.drop([blocks[1], blocks[1], blocks[2]]) == 3
-    bench.store.check_integrity()
-    assert bench.changes == [(False, CHAIN[3]), (False, CHAIN[2]), (False, CHAIN[1])]
-    assert bench.present(CHAIN) == 1 and bench.count(FrameState.FREE) == 6
+    invariants.check(bench.store)
+    assert bench.changes() == [(False, CHAIN[3]), (False, CHAIN[2]), (False, CHAIN[1])]
+    assert bench.present(CHAIN) == 1 and bench.count(SlotState.FREE) == 6
     assert bench.store.drop(blocks[1:2]) == 0  # it is not there any more
     assert bench.store.hold(branch)[1] == [True]
 
@@ -442,22 +449,20 @@ def test_a_bad_block_goes_with_all_below_it() -> None:
 def test_pins_on_dropped_blocks_end_with_their_leases() -> None:
     """Bad bytes are stale to every reader at once; good ones below stay readable for who leased
     them, and both frames stay out of use until then."""
-    generations: dict[int, int] = {}
     bench = _Bench()
-    bench.store.frames._publish = generations.__setitem__
     bench.put(CHAIN[:3])
     match = bench.store.match(CHAIN, pin=True, ttl_s=5.0, now_s=0.0)
     bench.store.drop(match.blocks[1:2])
-    bench.store.check_integrity()
-    assert [bench.count(s) for s in (FrameState.COMMITTED, FrameState.QUARANTINED)] == [2, 1]
-    assert generations[match.blocks[1].frame] == match.blocks[1].generation + 1
+    invariants.check(bench.store)
+    assert [bench.count(s) for s in (SlotState.COMMITTED, SlotState.QUARANTINED)] == [2, 1]
+    assert bench.generations[match.blocks[1].frame] == match.blocks[1].generation + 1
     assert bench.store.hold(match.blocks)[1] == [True, False, True]
     again = bench.put(CHAIN[1:2], parent=CHAIN[0])  # a good copy may come while the bad one is read
     assert bench.present(CHAIN) == 2 and again[0].frame != match.blocks[1].frame
     for lease in list(bench.store.leases):
         bench.store.release([lease.lease_id], now_s=0.0)
-    bench.store.check_integrity()
-    assert bench.count(FrameState.QUARANTINED) == 0 and bench.count(FrameState.COMMITTED) == 2
+    invariants.check(bench.store)
+    assert bench.count(SlotState.QUARANTINED) == 0 and bench.count(SlotState.COMMITTED) == 2
 
 
 def test_a_bad_tail_is_stale_at_once_and_free_with_its_lease() -> None:
@@ -466,11 +471,11 @@ def test_a_bad_tail_is_stale_at_once_and_free_with_its_lease() -> None:
     assert tail is not None
     blocks = bench.commit(lease_id, [tail])
     assert bench.store.drop(blocks) == 1
-    bench.store.check_integrity()
+    invariants.check(bench.store)
     assert bench.store.hold(blocks)[1] == [False]
     bench.store.release([lease_id], now_s=0.0)
-    bench.store.check_integrity()
-    assert bench.count(FrameState.FREE) == 8
+    invariants.check(bench.store)
+    assert bench.count(SlotState.FREE) == 8
 
 
 def test_a_put_below_a_dropped_block_is_refused_and_leaves_nothing() -> None:
@@ -480,7 +485,7 @@ def test_a_put_below_a_dropped_block_is_refused_and_leaves_nothing() -> None:
     bench.store.drop([first])
     with pytest.raises(FailedPrecondition, match="parent"):
         bench.commit(lease_id, answers)
-    bench.store.writes.abort(
+    bench.store.abort(
         bench.worker,
         lease_id,
         [Written(answers[0].frame, answers[0].generation)],
@@ -488,8 +493,8 @@ def test_a_put_below_a_dropped_block_is_refused_and_leaves_nothing() -> None:
         now_s=0.0,
     )
     bench.store.release([lease_id], now_s=0.0)
-    bench.store.check_integrity()
-    assert bench.count(FrameState.FREE) == 8
+    invariants.check(bench.store)
+    assert bench.count(SlotState.FREE) == 8
 
 
 def test_hits_are_those_of_the_last_block_before_this_one() -> None:
