@@ -163,7 +163,7 @@ async def test_without_rows_a_put_is_refused_and_keeps_nothing(tmp_path: Path) -
 
 async def test_a_full_store_is_a_reason_and_keeps_nothing(tmp_path: Path) -> None:
     async with lot(tmp_path, num_frames=3) as made:
-        num_frames = made.store.frames.num_frames
+        num_frames = made.store.frames.num_slots
         assert num_frames < 8
         made.parking.put("a", hashes_of(8), blocks_of(8))
         await until(lambda: made.stage("a") is Stage.LOST)
@@ -178,7 +178,7 @@ async def test_a_tenants_share_bounds_what_is_parked_for_it(tmp_path: Path) -> N
     tenant's blocks out: what finds no frame is lost with a reason, and is computed again."""
     async with lot(tmp_path, num_frames=32, tenant_shares=("acme=0.25", "other=0.25")) as made:
         account = made.store.places.frame_account
-        num_frames = made.store.frames.num_frames
+        num_frames = made.store.frames.num_slots
         num_pool = account.guaranteed[POOL]
         for index in range(num_pool):  # the blocks of tenants without a share fill theirs
             made.parking.put("p", hashes_of(1, 10 + index), blocks_of(1))
