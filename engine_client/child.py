@@ -22,6 +22,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from engine.config import EngineConfig
+from engine.parallel.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter
 from engine_client.base import News
 from engine_client.failure import Failure
 from engine_client.messages import (
@@ -46,7 +47,6 @@ from engine_client.messages import (
 )
 from process import entry, interpreter, logs
 from process.errors import BatonError, FailedPrecondition, Internal, Unavailable
-from process.frames import MAX_FRAME_BYTES, FrameReader, FrameWriter
 
 if TYPE_CHECKING:
     from engine.loop import Engine

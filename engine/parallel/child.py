@@ -26,6 +26,7 @@ from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import free_memory_bytes
 from engine.parallel.ahead import FollowingDecoder, build
+from engine.parallel.framing import FrameReader, FrameWriter
 from engine.parallel.memory import RankMemory
 from engine.parallel.messages import (
     Attach,
@@ -58,7 +59,6 @@ from engine.parallel.rank_model import RankModel, load_rank
 from engine.parallel.shared_cache import SharedCache, share
 from process import entry, logs
 from process.errors import BatonError, FailedPrecondition, Unavailable
-from process.frames import FrameReader, FrameWriter
 
 _START_S = 60.0
 """For the first message; it is sent before this process has begun."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from engine.errors import LoadError, RankFailed
+from engine.parallel.framing import FrameReader, FrameWriter
 from engine.parallel.messages import (
     Attached,
     Failed,
@@ -42,7 +43,6 @@ from engine.parallel.messages import (
 )
 from engine.parallel.place import Grid
 from process.errors import Unavailable
-from process.frames import FrameReader, FrameWriter
 
 PROGRAM = (sys.executable, "-P", "-m", "engine.parallel.child")
 """Run with the numbers of its socket and its two files as the last arguments."""
