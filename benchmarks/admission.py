@@ -338,7 +338,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each of the two times")
     parser.add_argument(
-        "--plain-interpreter", action="store_true", help="without process/interpreter.py"
+        "--plain-interpreter", action="store_true", help="without process/entrypoint.py"
     )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

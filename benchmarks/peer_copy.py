@@ -48,7 +48,7 @@ from kvstore.packed import PackedBlocks, PackedItems
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda_device import CudaDevice
 from kvstore.transport.mapped import MappedTransport
-from process import entry, serving
+from process import entrypoint, serving
 from process.deadline import Deadline
 from services.worker.device_checksums import DeviceChecksums
 
@@ -314,7 +314,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.serve >= 0:
-        entry.die_with_parent()
+        entrypoint.die_with_parent()
         uvloop.run(serve(arguments.serve, arguments.block_bytes))
         return 0
     num_devices = torch.cuda.device_count()

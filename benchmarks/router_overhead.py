@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from process import grpc_io  # before gRPC; the children inherit what it sets
+from process import entrypoint  # before gRPC; the children inherit what it sets
 
 # isort: split
 import aiohttp
@@ -263,7 +263,7 @@ async def measure(arguments: argparse.Namespace, redis_url: str, folder: Path) -
     peers = (sys.executable, "-m", "benchmarks.router_peers")
     result: dict[str, Any] = {
         **context(),
-        "grpc": grpc_io.chosen(),
+        "grpc": entrypoint.grpc_experiments(),
         "text_us_per_token": text_cost_us(tokenizer),
     }
     with started(*peers, "workers", redis_url, MODEL) as workers:

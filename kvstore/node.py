@@ -39,7 +39,7 @@ from kvstore.slab import Slab, check_room, free_bytes, remove_stale
 from kvstore.store import Store
 from kvstore.tiers.file_tier import FileTier
 from kvstore.watch import StoreWatch
-from process import incarnation, logs
+from process import entrypoint, logs
 from process.deadline import Clock, Deadline
 from process.errors import (
     DeadlineExceeded,
@@ -76,7 +76,7 @@ class StoreNode:
         """on_change: told of every block that comes or goes, in order; see Catalog."""
         self.settings = settings
         self.node_id = node_id
-        self.incarnation = incarnation.new()
+        self.incarnation = entrypoint.new_incarnation()
         self.memory: Memory | None = None
         self.peers: PushPeers | None = None
         self.watch: StoreWatch | None = None

@@ -1,6 +1,6 @@
 """How a draft worker's process starts, serves and ends: the model is loaded on a thread (progress
 as log lines) -> a worker (services/draft/worker.py) -> ready line. It ends on a signal, or when
-guessing has failed. Signals, exit codes and parent watch are `process.entry`'s.
+guessing has failed. Signals, exit codes and parent watch are `process.entrypoint`'s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.speculation.draft_model import DraftModel
 from engine.speculation.draft_port import About
 from engine.speculation.drafter import Task
 from engine.speculation.load import load_draft_model
-from process import entry, interpreter, logs, tls
+from process import entrypoint, logs, tls
 from process.access import Role
 from process.health import Health
 from process.metrics import MetricsServer
@@ -53,7 +53,7 @@ async def run(settings: DraftSettings, stop: asyncio.Event) -> None:
             await _first(stop, worker.thread.failed)
             if worker.thread.is_stuck:
                 await asyncio.sleep(STOP_GRACE_S)
-                entry.end_now("draft", worker.thread.failure)
+                entrypoint.end_now("draft", worker.thread.failure)
             logs.event(logger, "stopping", num_sessions=len(worker.thread.sessions))
             worker.is_draining = True
         if worker.thread.failure is not None:
@@ -64,7 +64,7 @@ async def run(settings: DraftSettings, stop: asyncio.Event) -> None:
 
 
 def _say_ready(worker: DraftWorker, drafter: DraftModel, metrics: MetricsServer) -> None:
-    interpreter.begin_serving()
+    entrypoint.begin_serving()
     logs.event(
         logger,
         "ready",

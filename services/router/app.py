@@ -20,7 +20,7 @@ import grpc.aio
 from prometheus_client.metrics_core import Metric
 
 from kvstore import index
-from process import families, incarnation, logs, redis_client, serving
+from process import entrypoint, families, logs, redis_client, serving
 from process.access import RULES, Role
 from process.errors import BatonError, Unavailable
 from process.families import Labels
@@ -159,7 +159,7 @@ class Router:
             settings.redis_url,
             settings.redis,
             router_id=self.router_id,
-            incarnation=incarnation.new().hex(),
+            incarnation=entrypoint.new_incarnation().hex(),
             address=lambda: self.address,
             traffic=self._traffic,
             adapters=lambda: self._changes.to_proto(),

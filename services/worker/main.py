@@ -3,7 +3,7 @@
 Start: an entry in the registry that says so, for routers whose requests wait -> load the engine on
 a thread (progress as log lines) -> a worker (services/worker/worker.py) -> ready line. End, on a
 signal or when the engine failed: as the worker does. The process's signals, exit codes and parent
-watch are `process.entry`'s.
+watch are `process.entrypoint`'s.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.speculation.draft_port import DraftPeer
-from process import entry, incarnation, interpreter, logs, tls
+from process import entrypoint, logs, tls
 from process.access import Role as PeerRole
 from process.health import Health
 from process.metrics import MetricsServer
@@ -94,7 +94,7 @@ async def _said_to_start(settings: WorkerSettings, role_name: str) -> AsyncItera
         settings.redis_url,
         STARTING,
         entry_id=settings.worker_id,
-        incarnation=incarnation.new().hex(),
+        incarnation=entrypoint.new_incarnation().hex(),
         entry=lambda: json.dumps(about),
         access=settings.redis,
     )
@@ -108,7 +108,7 @@ async def _said_to_start(settings: WorkerSettings, role_name: str) -> AsyncItera
 async def _serve(worker: Worker, role_name: str, stop: asyncio.Event) -> None:
     """From ready to the end, by `stop` or by the engine's failure, which is raised."""
     core = worker.core
-    interpreter.begin_serving()
+    entrypoint.begin_serving()
     logs.event(
         logger,
         "ready",
@@ -128,7 +128,7 @@ async def _serve(worker: Worker, role_name: str, stop: asyncio.Event) -> None:
             await _first(stop, core.failed)
             if worker.core.thread.is_stuck:
                 await asyncio.sleep(core.settings.limits.stop_grace_s)
-                entry.end_now(role_name, worker.failure)
+                entrypoint.end_now(role_name, worker.failure)
     finally:
         logs.event(logger, "stopping", num_live=worker.core.num_live)
         await worker.stop()
@@ -190,7 +190,7 @@ async def _load(
         outcome: tuple[Any, Exception | None]
         try:
             # Here, because it takes seconds: wrong keys and certificates are told before that.
-            with interpreter.importing():
+            with entrypoint.importing():
                 from engine.loop import load_engine
 
             engine = load_engine(

@@ -1,5 +1,5 @@
 """StepWatch: finds a step that takes longer than it may, since its device does not answer. Nothing
-can end such a step: its process must end (process/entry.py:end_now).
+can end such a step: its process must end (process/entrypoint.py:end_now).
 
 The engine's thread says when a step begins and ends; the event loop looks.
 """

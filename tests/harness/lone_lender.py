@@ -26,7 +26,7 @@ from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda_device import CudaDevice
-from process import entry, serving
+from process import entrypoint, serving
 from services.worker.device_checksums import DeviceChecksums
 
 FINGERPRINT = "ab" * 16
@@ -81,5 +81,5 @@ async def main(device_id: int, block_bytes: int, num_blocks: int, seed: int) -> 
 
 
 if __name__ == "__main__":
-    entry.die_with_parent()
+    entrypoint.die_with_parent()
     asyncio.run(main(*map(int, sys.argv[1:])))

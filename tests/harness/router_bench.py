@@ -27,7 +27,7 @@ import grpc.aio
 import pytest
 
 from kvstore import block_hash, index
-from process import incarnation, registry_beat, serving
+from process import entrypoint, registry_beat, serving
 from process.errors import BatonError
 from process.serving import channel as channel
 from process.serving import error_from_rpc as error_from_rpc
@@ -182,7 +182,7 @@ class Bench:
             self.redis.url,
             registry_beat.STARTING,
             entry_id=worker_id,
-            incarnation=incarnation.new().hex(),
+            incarnation=entrypoint.new_incarnation().hex(),
             entry=lambda: json.dumps(entry),
         )
         beat.start()
@@ -194,7 +194,7 @@ class Bench:
 
     async def add_store(self, node_id: str, address: str = "127.0.0.1:9") -> str:
         """Register a store that is alive, without a process. Returns: its incarnation (hex)."""
-        life = incarnation.new().hex()
+        life = entrypoint.new_incarnation().hex()
         entry = {"node_id": node_id, "address": address, "incarnation": life}
         await self._client.hset(index.STORES_KEY, node_id, json.dumps(entry))
         await self._client.set(index.beat_key(node_id), life, px=60_000)

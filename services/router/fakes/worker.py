@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf import json_format
 
-from process import incarnation, serving
+from process import entrypoint, serving
 from process.errors import BatonError
 from protos import common_pb2
 from services.router.fakes.gate import Gate
@@ -26,7 +26,7 @@ class FakeWorker:
     def __init__(self, worker_id: str, model: FakeModel) -> None:
         self.worker_id = worker_id
         self.model = model
-        self.incarnation = incarnation.new().hex()
+        self.incarnation = entrypoint.new_incarnation().hex()
         self.address = ""
         self.is_draining = False
         self.num_blocks = 1000
