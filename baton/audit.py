@@ -22,11 +22,11 @@ import redis.asyncio
 from baton.errors import BatonError, Unavailable
 from kvstore import index
 from kvstore.block_hash import CHAIN_HASH_BYTES
-from process import redis_client, serving
+from process import redis_client, rpc
 from process.access import Role
 from process.deadline import Deadline
 from process.redis_client import RedisAccess
-from process.serving import Dialer
+from process.rpc import Dialer
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 REDIS_TIMEOUT_S = 5.0
@@ -136,7 +136,7 @@ async def audit(
     *,
     settle_s: float,
     timeout_s: float,
-    dial: Dialer = serving.PLAIN,
+    dial: Dialer = rpc.PLAIN,
     access: RedisAccess = redis_client.NO_ACCESS,
 ) -> list[StoreAudit]:
     """Audit every store that is registered in this Redis, one after the other, by node id.
@@ -245,7 +245,7 @@ class _Looking:
                 kvstore_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
-            raise serving.error_from_rpc(error) from error
+            raise rpc.error_from_rpc(error) from error
         self._check_life(status.incarnation)
         return status
 
@@ -259,7 +259,7 @@ class _Looking:
                 sequence = reply.index_sequence
                 present.update(reply.chain_hashes)
         except grpc.aio.AioRpcError as error:
-            raise serving.error_from_rpc(error) from error
+            raise rpc.error_from_rpc(error) from error
         return sequence, frozenset(present)
 
     async def _read_index(self) -> tuple[frozenset[bytes], int]:

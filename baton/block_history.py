@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import grpc.aio
 
 from kvstore import index
-from process import redis_client, serving
+from process import redis_client, rpc
 from process.access import Role
 from process.errors import BatonError
 from process.redis_client import RedisAccess
-from process.serving import Dialer
+from process.rpc import Dialer
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 REDIS_TIMEOUT_S = 5.0
@@ -38,7 +38,7 @@ async def ask(
     *,
     max_blocks: int,
     timeout_s: float,
-    dial: Dialer = serving.PLAIN,
+    dial: Dialer = rpc.PLAIN,
     access: RedisAccess = redis_client.NO_ACCESS,
 ) -> list[Told]:
     """All stores' histories of blocks whose chain hash begins with `prefix`, by node id.
@@ -67,7 +67,7 @@ async def _ask_one(
         try:
             reply = await stub.GetBlockHistory(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            ours: BatonError = serving.error_from_rpc(error)
+            ours: BatonError = rpc.error_from_rpc(error)
             return Told(store.node_id, problem=str(ours))
     if not reply.keeps_history:
         return Told(store.node_id, problem="remembers nothing (max_history_blocks = 0)")

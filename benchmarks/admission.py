@@ -43,7 +43,7 @@ from engine.config import EngineConfig
 from engine.loop import Engine
 from kvstore import serve
 from kvstore.config import KvStoreSettings
-from process import keys, serving
+from process import keys, rpc
 from protos import (
     common_pb2,
     decode_pb2,
@@ -207,8 +207,7 @@ async def _measured(folder: Path, arguments: argparse.Namespace) -> dict[str, An
         }
         address, process = await stack.enter_async_context(_decode_worker(ask))
         channels = [
-            await stack.enter_async_context(serving.channel(to))
-            for to in (prefill.address, address)
+            await stack.enter_async_context(rpc.channel(to)) for to in (prefill.address, address)
         ]
         router = Router(
             KeyedStream(

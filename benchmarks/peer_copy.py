@@ -48,7 +48,7 @@ from kvstore.packed import PackedBlocks, PackedItems
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda_device import CudaDevice
 from kvstore.transport.mapped import MappedTransport
-from process import entrypoint, serving
+from process import entrypoint, grpc_server
 from process.deadline import Deadline
 from services.worker.device_checksums import DeviceChecksums
 
@@ -98,7 +98,7 @@ async def serve(device_id: int, block_bytes: int) -> None:
         lender_node_id("lender"), secrets.token_bytes(16), bytes.fromhex(FINGERPRINT)
     )
     lender = Lender(identity, memory, loans, no_free, lets_map=True)
-    server, address = await serving.listen("127.0.0.1:0", [LenderServicer(lender).add_to])
+    server, address = await grpc_server.listen("127.0.0.1:0", [LenderServicer(lender).add_to])
     lender.start()
     _tell({"address": address})
     while line := await asyncio.to_thread(sys.stdin.readline):

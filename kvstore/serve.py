@@ -22,7 +22,7 @@ from kvstore.index_publisher import PrefixIndexPublisher
 from kvstore.metrics import StoreMetrics
 from kvstore.node import StoreNode
 from kvstore.server import KvStoreServicer
-from process import redis_client, serving
+from process import grpc_server, redis_client
 from process.access import RULES, Role
 from process.health import Health
 from process.metrics import LoopCollector, MetricsServer
@@ -60,7 +60,7 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
     servicer = KvStoreServicer(
         node, lambda: (changes[0].sequence, changes[0].synced) if changes else (0, False)
     )
-    server, bound = await serving.listen(
+    server, bound = await grpc_server.listen(
         settings.listen,
         [servicer.add_to],
         identity=Identity.of(settings.tls, Role.KVSTORE),

@@ -30,7 +30,7 @@ from baton.credentials import Credentials
 from baton.errors import ClusterError, InvalidArgument, Unavailable
 from process import secret_file
 from process.access import Role
-from process.serving import Dialer
+from process.rpc import Dialer
 from process.settings import field_docstrings
 from process.tls import TlsSettings
 

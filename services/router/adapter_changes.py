@@ -24,7 +24,7 @@ import grpc.aio
 import redis.asyncio
 from google.protobuf import json_format
 
-from process import adapter_wishes, logs, redis_client, serving
+from process import adapter_wishes, logs, redis_client, rpc
 from process.access import Role
 from process.deadline import Deadline
 from process.errors import (
@@ -35,7 +35,7 @@ from process.errors import (
     NotFound,
     Unavailable,
 )
-from process.serving import Dialer
+from process.rpc import Dialer
 from process.tasks import end_tasks, start_task
 from protos import (
     common_pb2,
@@ -74,7 +74,7 @@ class AdapterChanges:
         times: RouterTimes,
         models: Callable[[], ServedModels],
         beat_now: Callable[[], None],
-        dial: Dialer = serving.PLAIN,
+        dial: Dialer = rpc.PLAIN,
     ) -> None:
         """`client` stays its owner's. beat_now: others should hear of this router at once."""
         self._registry = registry
@@ -336,7 +336,7 @@ class AdapterChanges:
                         asked, timeout=max(0.001, deadline.left_s())
                     )
             except grpc.aio.AioRpcError as error:
-                refusal = serving.error_from_rpc(error)
+                refusal = rpc.error_from_rpc(error)
                 if not isinstance(refusal, Unavailable | DeadlineExceeded):
                     refusal.args = (f"{worker.worker_id}: {refusal}; nothing changed",)
                     raise refusal from error

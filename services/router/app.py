@@ -20,14 +20,14 @@ import grpc.aio
 from prometheus_client.metrics_core import Metric
 
 from kvstore import index
-from process import entrypoint, families, logs, redis_client, serving
+from process import entrypoint, families, grpc_server, logs, redis_client
 from process.access import RULES, Role
 from process.errors import BatonError, Unavailable
 from process.families import Labels
+from process.grpc_server import HealthServicer, ReflectionServicer
 from process.health import Health as ProcessHealth
 from process.metrics import MetricsServer
-from process.serving import Dialer
-from process.standard_services import Health, Reflection
+from process.rpc import Dialer
 from process.tls import Identity, is_loopback
 from process.tracing import Tracing
 from services.router import beats, http_origins, http_roles, policies
@@ -218,17 +218,17 @@ class Router:
             await self._index.prepare()
         self._prober.start()
         self._history.start()
-        self._server, self.address = await serving.listen(
+        self._server, self.address = await grpc_server.listen(
             self._settings.listen,
             [
                 InferenceServicer(self.desk, self._clients, self._changes).add_to,
-                Health({SERVICE: self._is_ready}).add_to,
-                Reflection((SERVICE,)).add_to,
+                HealthServicer({SERVICE: self._is_ready}).add_to,
+                ReflectionServicer((SERVICE,)).add_to,
             ],
             max_message_bytes=self._settings.limits.hard_request_bytes,
             identity=self._client_tls,
             rules=RULES[Role.ROUTER],
-            strangers=self._clients.strangers(SERVICE, self.desk.caller_of),
+            limits=self._clients.port_limits(SERVICE, self.desk.caller_of),
         )
         if self._settings.http_listen:
             client_tls = self._client_tls

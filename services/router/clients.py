@@ -12,8 +12,8 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from process.families import Labels, counter, gauge
+from process.grpc_server import PublicPortLimits
 from process.intake import Intake, Room
-from process.serving import Strangers
 from services.router.caller import Caller
 from services.router.config import RouterLimits, RouterTimes
 from services.router.stalled_readers import StalledReaders
@@ -42,7 +42,7 @@ class Clients:
             owner_of(caller, host), most if num_bytes is None else min(num_bytes, most)
         )
 
-    def strangers(self, service: str, caller_of: Callable[[str], Caller]) -> Strangers:
+    def port_limits(self, service: str, caller_of: Callable[[str], Caller]) -> PublicPortLimits:
         """The bounds of a gRPC port; `caller_of` is asked about calls of `service`."""
         prefix = f"/{service}/"
 
@@ -50,7 +50,7 @@ class Clients:
             caller = caller_of(authorization_of(context)) if method.startswith(prefix) else None
             return owner_of(caller, context.peer().rpartition(":")[0])
 
-        return Strangers(
+        return PublicPortLimits(
             authenticate,
             self.intake,
             read_s=self.read_s,

@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import Metric
 from process import logs
 from process.errors import Unavailable
 from process.families import Labels, counter
-from process.serving import HANDSHAKE_S
+from process.grpc_server import HANDSHAKE_S
 from services.router.http_connections import HttpConnections
 from services.router.http_errors import HttpError, http_error_of, http_error_of_status
 from services.router.http_half_open import half_open_of

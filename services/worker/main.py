@@ -24,7 +24,7 @@ from process.access import Role as PeerRole
 from process.health import Health
 from process.metrics import MetricsServer
 from process.registry_beat import STARTING, RegistryBeat
-from process.serving import Dialer
+from process.rpc import Dialer
 from process.tasks import end_tasks, start_task
 from process.tracing import Tracing
 from services.worker.config import WorkerSettings

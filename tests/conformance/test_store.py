@@ -24,7 +24,7 @@ from kvstore.index import PrefixIndex
 from kvstore.memory import TOUCH_AHEAD_BYTES
 from kvstore.server import KvStoreServicer
 from kvstore.transport.base import BlockMemory
-from process import redis_client, serving
+from process import grpc_server, redis_client, rpc
 from process.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -214,8 +214,8 @@ async def report(worker: Any, refs: Any) -> int:
     request = kvstore_pb2.ReportRequest(
         attachment_id=worker.client._attachment_id, blocks=map(wire.block_to_proto, refs)
     )
-    rpc = worker.client._connection
-    reply = await rpc.call(rpc.stub.Report, request, within())
+    connection = worker.client._connection
+    reply = await connection.call(connection.stub.Report, request, within())
     return int(reply.num_dropped)
 
 
@@ -253,9 +253,9 @@ async def test_everything_present_is_listed_parents_first(
     """In several messages, by a server whose messages hold four."""
     servicer = KvStoreServicer(store.node, list_chunk=4)
     async with contextlib.AsyncExitStack() as stack:
-        server, address = await serving.listen("127.0.0.1:0", [servicer.add_to])
+        server, address = await grpc_server.listen("127.0.0.1:0", [servicer.add_to])
         stack.push_async_callback(server.stop, 0)
-        channel = await stack.enter_async_context(serving.channel(address))
+        channel = await stack.enter_async_context(rpc.channel(address))
         stub = kvstore_pb2_grpc.KvStoreStub(channel)
 
         async def listed() -> list[kvstore_pb2.ListReply]:

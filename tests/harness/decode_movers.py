@@ -20,7 +20,7 @@ from engine.loop import Engine
 from engine.plain_ahead import AheadModel
 from kvstore import serve
 from kvstore.config import KvStoreSettings
-from process import keys, serving
+from process import keys, rpc
 from process.deadline import Deadline
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.role import DecodeRole
@@ -361,7 +361,7 @@ async def movers(
             workers.append(worker)
         stubs, streams = [], []
         for worker in workers:
-            channel = await stack.enter_async_context(serving.channel(worker.address))
+            channel = await stack.enter_async_context(rpc.channel(worker.address))
             stubs.append(decode_pb2_grpc.DecodeStub(channel))
             streams.append(RouterStream(stubs[-1].Stream()))
             stack.push_async_callback(streams[-1].close)

@@ -27,10 +27,9 @@ import grpc.aio
 import pytest
 
 from kvstore import block_hash, index
-from process import entrypoint, registry_beat, serving
+from process import entrypoint, grpc_server, registry_beat, rpc
 from process.errors import BatonError
-from process.serving import channel as channel
-from process.serving import error_from_rpc as error_from_rpc
+from process.rpc import channel, error_from_rpc
 from process.settings import SettingsError as SettingsError
 from protos import (
     common_pb2,
@@ -217,7 +216,7 @@ class Bench:
         self.router = Router(settings, self.model_for_router, *others)
         self.probe = RouterProbe(self.router)
         await self.router.start()
-        self.channel = serving.channel(self.router.address)
+        self.channel = rpc.channel(self.router.address)
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
 
     @asynccontextmanager
@@ -292,7 +291,7 @@ class LeaseStore(kvstore_pb2_grpc.KvStoreServicer):
 @asynccontextmanager
 async def lease_store() -> AsyncIterator[LeaseStore]:
     store = LeaseStore()
-    server, store.address = await serving.listen(
+    server, store.address = await grpc_server.listen(
         "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
     )
     try:
@@ -332,7 +331,7 @@ def say_something_after(monkeypatch: pytest.MonkeyPatch, grace_s: float) -> None
 
 def abort_after(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
     """What a gRPC client is told last waits so long for it to read."""
-    monkeypatch.setattr(serving, "ABORT_S", wait_s)
+    monkeypatch.setattr(rpc, "ABORT_S", wait_s)
 
 
 class ReaderClock:

@@ -12,7 +12,7 @@ import pytest
 from google.protobuf import json_format
 
 from baton.client import Client
-from process import registry_beat, serving
+from process import registry_beat, rpc
 from process.errors import Unavailable
 from protos import inference_pb2, router_status_pb2
 from services.router.fakes.decode import FakeDecode
@@ -154,7 +154,7 @@ async def test_too_long_is_refused() -> None:
     async with running(num_prefill=0, num_decode=0, hold_without_workers_s=0.3) as bench:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await bench.generate(request())
-        error = serving.error_from_rpc(caught.value)
+        error = rpc.error_from_rpc(caught.value)
         assert isinstance(error, Unavailable) and "none started within 0.3 s" in str(error)
         assert error.retry_after_s is not None
 
