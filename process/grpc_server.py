@@ -39,7 +39,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2  # type: ignore[i
 
 from process import access, errors, logs, rpc
 from process.access import Rules
-from process.intake import Intake, Room
+from process.memory_budget import MemoryBudget, MemoryGrant
 from process.settings import UNIX
 from process.tls import Identity
 
@@ -74,7 +74,7 @@ class PublicPortLimits:
 
     authenticate: Authenticate | None = None
     """Called before a call's message is read."""
-    intake: Intake | None = None
+    intake: MemoryBudget | None = None
     """Memory for messages."""
     read_s: float = 60.0
     """For a message to arrive."""
@@ -208,12 +208,12 @@ class CallGate:
     """Authenticates a call and reserves memory before its message is read. Of one server."""
 
     guard: Guard
-    intake: Intake | None = None
+    intake: MemoryBudget | None = None
     """Memory for messages; None: without bound."""
     max_bytes: int = 0
     """Most that one message may have, with an intake."""
     read_s: float = 60.0
-    """For a message to arrive; less where others wait for its memory (`process.intake`)."""
+    """For a message to arrive; less where others wait for its memory (`process.memory_budget`)."""
 
     def handler(self, handler: Any, path: str) -> Any:
         """The same handler behind this gate."""
@@ -257,26 +257,26 @@ class CallGate:
                 await rpc.abort(context, error)
             yield request
         else:
-            room = self.intake.room(owner, self.max_bytes)
+            grant = self.intake.grant(owner, self.max_bytes)
             try:
-                request = await self._read_within(context, room)
+                request = await self._read_within(context, grant)
             except errors.BatonError as error:
                 # The memory is released already: a client that does not read delays its refusal.
                 await rpc.abort(context, error)
             try:
                 yield request
             finally:
-                room.release()
+                grant.release()
 
-    async def _read_within(self, context: Any, room: Room) -> Any:
-        """As `_read`; the room is taken where it returns, and only there. Raises: NoCapacity."""
-        await room.take()
+    async def _read_within(self, context: Any, grant: MemoryGrant) -> Any:
+        """As `_read`; the grant is taken where it returns, and only there. Raises: NoCapacity."""
+        await grant.take()
         try:
-            request = await self._read(context, room.reading())
+            request = await self._read(context, grant.reading())
             # One that is written otherwise may come out longer than it was sent.
-            room.shrink(min(_num_bytes(request), room.num_bytes))
+            grant.shrink(min(_num_bytes(request), grant.num_bytes))
         except BaseException:
-            room.release()
+            grant.release()
             raise
         return request
 

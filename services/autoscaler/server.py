@@ -10,7 +10,7 @@ import grpc.aio
 
 from process import rpc
 from process.grpc_server import PublicPortLimits
-from process.intake import Intake
+from process.memory_budget import MemoryBudget
 from protos import autoscaler_pb2, autoscaler_pb2_grpc
 
 SERVICE = "baton.v1.Autoscaler"
@@ -34,7 +34,7 @@ def callers() -> PublicPortLimits:
     """Bounds of a port with small requests: few of them at once, by few."""
     return PublicPortLimits(
         lambda method, context: context.peer().rpartition(":")[0],
-        Intake(16 * MAX_REQUEST_BYTES, wait_s=2.0),
+        MemoryBudget(16 * MAX_REQUEST_BYTES, wait_s=2.0),
         read_s=5.0,
         max_connections=256,
         idle_s=300.0,

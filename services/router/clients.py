@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from process.families import Labels, counter, gauge
 from process.grpc_server import PublicPortLimits
-from process.intake import Intake, Room
+from process.memory_budget import MemoryBudget, MemoryGrant
 from services.router.caller import Caller
 from services.router.config import RouterLimits, RouterTimes
 from services.router.stalled_readers import StalledReaders
@@ -31,14 +31,14 @@ class Clients:
         """For a message, or a body, to arrive."""
         self.keep_alive_s = times.sse_keep_alive_s
         """For which an event stream may be silent."""
-        self.intake = Intake(limits.max_intake_bytes, wait_s=times.intake_wait_s)
+        self.intake = MemoryBudget(limits.max_intake_bytes, wait_s=times.intake_wait_s)
         self._limits = limits
         self._times = times
 
-    def room(self, caller: Caller, host: str, num_bytes: int | None) -> Room:
+    def grant(self, caller: Caller, host: str, num_bytes: int | None) -> MemoryGrant:
         """For one body. None: it does not say how long it is."""
         most = self._limits.max_request_bytes
-        return self.intake.room(
+        return self.intake.grant(
             owner_of(caller, host), most if num_bytes is None else min(num_bytes, most)
         )
 

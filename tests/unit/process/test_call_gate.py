@@ -12,7 +12,7 @@ import pytest
 from process import rpc
 from process.errors import BatonError, DeadlineExceeded, InvalidArgument, NoCapacity
 from process.grpc_server import CallGate
-from process.intake import Intake
+from process.memory_budget import MemoryBudget
 from tests.harness.waiting import settled
 
 WAIT_S = 60.0
@@ -38,7 +38,7 @@ class _Caller:
 class _Refusals:
     """Each takes until `may_end`: its client reads nothing."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: MemoryBudget) -> None:
         self.begun = asyncio.Event()
         self.may_end = asyncio.Event()
         self.errors: list[BatonError] = []
@@ -61,26 +61,26 @@ async def _serve(request: Any, context: Any) -> Any:
     return request
 
 
-def _method(intake: Intake, read_s: float = WAIT_S) -> Any:
+def _method(intake: MemoryBudget, read_s: float = WAIT_S) -> Any:
     gate = CallGate(_guard, intake, max_bytes=50, read_s=read_s)
     handler = grpc.unary_unary_rpc_method_handler(_serve)
     return gate.handler(handler, PATH).stream_unary
 
 
 @pytest.fixture
-def intake() -> Intake:
-    return Intake(100, wait_s=WAIT_S)
+def intake() -> MemoryBudget:
+    return MemoryBudget(100, wait_s=WAIT_S)
 
 
 @pytest.fixture
-def refusals(intake: Intake, monkeypatch: pytest.MonkeyPatch) -> _Refusals:
+def refusals(intake: MemoryBudget, monkeypatch: pytest.MonkeyPatch) -> _Refusals:
     made = _Refusals(intake)
     monkeypatch.setattr(rpc, "abort", made.refuse)
     return made
 
 
 async def test_who_is_refused_for_being_slow_and_reads_nothing_holds_nobody_up(
-    intake: Intake, refusals: _Refusals
+    intake: MemoryBudget, refusals: _Refusals
 ) -> None:
     intake.patience_s = 0.001
     method = _method(intake)
@@ -105,7 +105,7 @@ async def test_who_is_refused_for_being_slow_and_reads_nothing_holds_nobody_up(
     [(None, 0.001, DeadlineExceeded), (grpc.aio.EOF, WAIT_S, InvalidArgument)],
 )
 async def test_whoever_is_refused_holds_no_room(
-    intake: Intake,
+    intake: MemoryBudget,
     refusals: _Refusals,
     message: object,
     read_s: float,
@@ -120,7 +120,7 @@ async def test_whoever_is_refused_holds_no_room(
 
 
 async def test_a_call_that_is_cancelled_while_it_is_read_gives_its_room_back(
-    intake: Intake,
+    intake: MemoryBudget,
 ) -> None:
     call = asyncio.create_task(_method(intake)(None, _Caller(None)))
     await settled()
