@@ -43,7 +43,7 @@ from engine.config import EngineConfig
 from engine.loop import Engine
 from kvstore import serve
 from kvstore.config import KvStoreSettings
-from process import keys, rpc
+from process import rpc, signing_keys
 from protos import (
     common_pb2,
     decode_pb2,
@@ -179,7 +179,7 @@ async def _tell(process: asyncio.subprocess.Process, word: str) -> None:
 
 async def _measured(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     key_file = folder / "handle.keys"
-    keys.create(key_file)
+    signing_keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(
             serve.running(KvStoreSettings(capacity_bytes=1 << 15 << 12, stop_timeout_s=0.0))

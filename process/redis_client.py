@@ -12,9 +12,9 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError
 
-from process import secret_file
+from process import secret_files
+from process.secret_files import WatchedFile
 from process.settings import SettingsError
-from process.watched_file import Watched
 
 FAILURES = (RedisError, OSError, TimeoutError)
 """What a call raises when Redis is away, slow or says no."""
@@ -117,7 +117,7 @@ class _FromFile(CredentialProvider):
         self._user = user
 
         def read() -> str:
-            content = secret_file.read(
+            content = secret_files.read_secret(
                 path,
                 what="redis.password_file",
                 max_bytes=_MAX_PASSWORD_BYTES,
@@ -125,7 +125,7 @@ class _FromFile(CredentialProvider):
             )
             return content.decode(errors="strict").strip()
 
-        self._password = Watched("redis.password_file", [path], read)
+        self._password = WatchedFile("redis.password_file", [path], read)
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         password = self._password.get()

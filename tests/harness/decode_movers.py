@@ -20,7 +20,7 @@ from engine.loop import Engine
 from engine.plain_ahead import AheadModel
 from kvstore import serve
 from kvstore.config import KvStoreSettings
-from process import keys, rpc
+from process import rpc, signing_keys
 from process.deadline import Deadline
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.role import DecodeRole
@@ -335,7 +335,7 @@ async def movers(
     """
     limits = limits or patient()
     key_file = slab_dir / "handle.keys"
-    keys.create(key_file)
+    signing_keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
         store_settings = KvStoreSettings(
             slab_dir=str(slab_dir), capacity_bytes=store_bytes, stop_timeout_s=0.0

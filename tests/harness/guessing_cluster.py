@@ -20,7 +20,7 @@ from engine.models.interface import LoadedModel
 from engine.speculation.config import SpeculationConfig
 from kvstore import serve
 from kvstore.config import KvStoreSettings
-from process import keys, rpc
+from process import rpc, signing_keys
 from process.deadline import Deadline
 from process.errors import BatonError
 from process.rpc import PLAIN
@@ -112,7 +112,7 @@ async def site(
 ) -> AsyncIterator[Site]:
     """Start it; at the end check its laws and stop it."""
     key_file = folder / "handle.keys"
-    keys.create(key_file)
+    signing_keys.create(key_file)
     # All share a loop and its interpreter: late is not away.
     redis_waits = "redis_timeout_s", "lookup_timeout_s"
     worker_waits = "connect_timeout_s", "reserve_answer_s", "reserve_wait_s", "failover_wait_s"

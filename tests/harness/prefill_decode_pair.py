@@ -24,7 +24,7 @@ from engine.request import Request
 from kvstore import block_hash, serve
 from kvstore.block import Block
 from kvstore.config import KvStoreSettings
-from process import keys, rpc
+from process import rpc, signing_keys
 from process.errors import BatonError
 from process.tracing import TracingSettings
 from protos import (
@@ -204,7 +204,7 @@ class Pair:
 
     def rotate_keys(self) -> None:
         """Of handles, as the operator does, while both workers run."""
-        keys.rotate(Path(self.prefill.core.settings.handle_keys_file))
+        signing_keys.rotate(Path(self.prefill.core.settings.handle_keys_file))
 
     # ---- requests
 
@@ -713,7 +713,7 @@ async def pair(
     models = [GatedModel() for _ in range(3)]
     key_file = slab_dir / "handle.keys"
     if not key_file.exists():
-        keys.create(key_file)
+        signing_keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
         store_exit = contextlib.AsyncExitStack()
         settings = KvStoreSettings(

@@ -20,7 +20,7 @@ from kvstore.block import Block
 from kvstore.client import KvStoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.transport.base import BlockMemory
-from process import keys, rpc
+from process import rpc, signing_keys
 from process.deadline import Deadline
 from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.prefill.role import PrefillRole
@@ -300,7 +300,7 @@ async def nodes(
 ) -> AsyncIterator[Nodes]:
     """Start all of them; at the end stop them."""
     key_file = folder / "handle.keys"
-    keys.create(key_file)
+    signing_keys.create(key_file)
     made = Nodes(GatedModel(), [])
     async with contextlib.AsyncExitStack() as stack:
         for index in range(num_nodes):
