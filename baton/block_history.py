@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import grpc.aio
 
 from kvstore import index
-from process import redis_client, rpc
+from process import registry, rpc
 from process.access import Role
 from process.errors import BatonError
-from process.redis_client import RedisAccess
+from process.registry import RedisAccess
 from process.rpc import Dialer
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 
@@ -39,14 +39,14 @@ async def ask(
     max_blocks: int,
     timeout_s: float,
     dial: Dialer = rpc.PLAIN,
-    access: RedisAccess = redis_client.NO_ACCESS,
+    access: RedisAccess = registry.NO_ACCESS,
 ) -> list[Told]:
     """All stores' histories of blocks whose chain hash begins with `prefix`, by node id.
 
     Args: max_blocks: of each store. timeout_s: for one store.
     Raises: Unavailable when Redis does not answer.
     """
-    client = redis_client.connect(redis_url, REDIS_TIMEOUT_S, access)
+    client = registry.connect_redis(redis_url, REDIS_TIMEOUT_S, access)
     try:
         stores = await index.PrefixIndex(client, REDIS_TIMEOUT_S).stores()
     finally:

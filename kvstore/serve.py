@@ -22,7 +22,7 @@ from kvstore.index_publisher import PrefixIndexPublisher
 from kvstore.metrics import StoreMetrics
 from kvstore.node import StoreNode
 from kvstore.server import KvStoreServicer
-from process import grpc_server, redis_client
+from process import grpc_server, registry
 from process.access import RULES, Role
 from process.health import Health
 from process.metrics import LoopCollector, MetricsServer
@@ -73,7 +73,7 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
         tracing.start()
         client = None
         if settings.redis_url:
-            client = redis_client.connect(
+            client = registry.connect_redis(
                 settings.redis_url, settings.redis_timeout_s, settings.redis
             )
             changes.append(_publisher(settings, node, address, client))

@@ -21,13 +21,14 @@ from dataclasses import replace
 import grpc.aio
 from prometheus_client.metrics_core import Metric
 
-from process import grpc_server, logs, redis_client
+from process import grpc_server, logs
 from process.access import RULES
 from process.access import Role as PeerRole
 from process.errors import BatonError, Unavailable
 from process.grpc_server import HealthServicer, ReflectionServicer
 from process.health import Health as ProcessHealth
 from process.metrics import LoopCollector, MetricsServer
+from process.registry import connect_redis
 from process.rpc import Dialer
 from process.tasks import end_tasks, start_task
 from process.tls import Identity
@@ -80,9 +81,7 @@ class Autoscaler:
         self._settings = settings
         self._clock = clock
         self._identity = Identity.of(settings.tls, PeerRole.AUTOSCALER)
-        self._redis = redis_client.connect(
-            settings.redis_url, settings.look_timeout_s, settings.redis
-        )
+        self._redis = connect_redis(settings.redis_url, settings.look_timeout_s, settings.redis)
         self._leadership: Leadership = Alone()
         self._scaler = scaler or self._make_scaler()
         self._flips = Flips(

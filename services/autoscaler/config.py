@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from process import redis_client
+from process import registry
 from process.metrics import check_listen
-from process.redis_client import RedisAccess
+from process.registry import RedisAccess
 from process.settings import SettingsError
 from process.tls import TlsSettings
 from services.autoscaler.limits import PlanSettings
@@ -147,6 +147,6 @@ class AutoscalerSettings:
         if self.scaler == "local" and not self.local_address:
             raise SettingsError("local_address: needed with scaler=local")
         check_listen("metrics_listen", self.metrics_listen)
-        redis_client.check(self.redis_url, self.redis)
+        registry.check_redis(self.redis_url, self.redis)
         self.tls.check_peers("tls")
         self.tls.check_listen("listen", self.listen, "tls")

@@ -24,7 +24,7 @@ import grpc.aio
 import redis.asyncio
 from google.protobuf import json_format
 
-from process import adapter_wishes, logs, redis_client, rpc
+from process import adapter_wishes, logs, rpc
 from process.access import Role
 from process.deadline import Deadline
 from process.errors import (
@@ -35,6 +35,7 @@ from process.errors import (
     NotFound,
     Unavailable,
 )
+from process.registry import REDIS_FAILURES
 from process.rpc import Dialer
 from process.tasks import end_tasks, start_task
 from protos import (
@@ -210,7 +211,7 @@ class AdapterChanges:
                     before = raw.get(name.encode(), b"")
                     if is_over or wanted != read.get(name):
                         await adapter_wishes.swap(self._redis, name, before, after)
-        except redis_client.FAILURES as error:
+        except REDIS_FAILURES as error:
             logs.event(logger, "wishes_not_tidied", level=logging.WARNING, why=str(error))
 
     # ---- inside
@@ -418,7 +419,7 @@ class AdapterChanges:
                     after = adapter_wishes.to_json(wish)
                     if await adapter_wishes.swap(self._redis, name, data, after):
                         break
-            except redis_client.FAILURES as error:
+            except REDIS_FAILURES as error:
                 if deadline.expired:
                     raise Unavailable(
                         f"Redis does not say whether {name!r} was changed ({error}); "

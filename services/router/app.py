@@ -20,7 +20,7 @@ import grpc.aio
 from prometheus_client.metrics_core import Metric
 
 from kvstore import index
-from process import entrypoint, families, grpc_server, logs, redis_client
+from process import entrypoint, families, grpc_server, logs, registry
 from process.access import RULES, Role
 from process.errors import BatonError, Unavailable
 from process.families import Labels
@@ -87,10 +87,10 @@ class Router:
         self.address = ""
         """host:port clients speak to; known once started."""
         self._settings = settings
-        self._redis = redis_client.connect(
+        self._redis = registry.connect_redis(
             settings.redis_url, times.redis_timeout_s, settings.redis
         )
-        self._index_redis = redis_client.connect(
+        self._index_redis = registry.connect_redis(
             settings.redis_url, times.lookup_timeout_s, settings.redis
         )
         self._dial = Dialer(Identity.of(settings.tls, Role.ROUTER))

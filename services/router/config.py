@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from process import redis_client
+from process import registry
 from process.metrics import check_listen
-from process.redis_client import RedisAccess
+from process.registry import RedisAccess
 from process.settings import SettingsError
 from process.tls import TlsSettings, is_loopback
 from process.tracing import TracingSettings
@@ -369,7 +369,7 @@ class RouterSettings:
         self.check_clients_listen("listen", self.listen)
         if self.http_listen:
             self.check_clients_listen("http_listen", self.http_listen)
-        redis_client.check(self.redis_url, self.redis)
+        registry.check_redis(self.redis_url, self.redis)
         if len(self.tenant_secret.encode()) > 64:
             raise SettingsError("tenant_secret: at most 64 bytes")
         parse_scopes(self.tenant_scopes)

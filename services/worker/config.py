@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import EngineConfig
-from process import redis_client
+from process import registry
 from process.metrics import check_listen
-from process.redis_client import RedisAccess
+from process.registry import RedisAccess
 from process.settings import SettingsError
 from process.tls import TlsSettings
 from process.tracing import TracingSettings
@@ -239,7 +239,7 @@ class WorkerSettings:
             raise SettingsError("link_floor_bytes_per_s: must not be negative")
         self.tls.check_peers("tls")
         self.tls.check_listen("listen", self.listen, "tls")
-        redis_client.check(self.redis_url, self.redis)
+        registry.check_redis(self.redis_url, self.redis)
         if self.store_address and not self.handle_keys_file:
             raise SettingsError(
                 "handle_keys_file: is needed with store_address, for handles are signed; "

@@ -23,7 +23,7 @@ from process import entrypoint, logs, tls
 from process.access import Role as PeerRole
 from process.health import Health
 from process.metrics import MetricsServer
-from process.registry_beat import STARTING, RegistryBeat
+from process.registry import STARTING_WORKER, RegistryHeartbeat
 from process.rpc import Dialer
 from process.tasks import end_tasks, start_task
 from process.tracing import Tracing
@@ -90,9 +90,9 @@ async def _said_to_start(settings: WorkerSettings, role_name: str) -> AsyncItera
         yield
         return
     about = {"worker_id": settings.worker_id, "role": role_name, "model": settings.engine.model}
-    beat = RegistryBeat(
+    beat = RegistryHeartbeat(
         settings.redis_url,
-        STARTING,
+        STARTING_WORKER,
         entry_id=settings.worker_id,
         incarnation=entrypoint.new_incarnation().hex(),
         entry=lambda: json.dumps(about),

@@ -24,7 +24,7 @@ from kvstore.index import PrefixIndex
 from kvstore.memory import TOUCH_AHEAD_BYTES
 from kvstore.server import KvStoreServicer
 from kvstore.transport.base import BlockMemory
-from process import grpc_server, redis_client, rpc
+from process import grpc_server, registry, rpc
 from process.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -458,7 +458,7 @@ async def test_the_index_follows_the_store(
 ) -> None:
     """From put to lookup and from eviction to its absence, and away with the store."""
     settings = dataclasses.replace(store_settings, redis_url=redis_url, heartbeat_s=0.05)
-    client: redis.asyncio.Redis = redis_client.connect(redis_url, 2.0)
+    client: redis.asyncio.Redis = registry.connect_redis(redis_url, 2.0)
     lookup = PrefixIndex(client, 5.0)
     async with serve.running(settings) as running:
         worker = await new_worker(running.address, "grpc")

@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf import json_format
 
-from process import grpc_server, registry_beat, rpc
+from process import grpc_server, registry, rpc
 from process.errors import BatonError
 from protos import (
     common_pb2,
@@ -122,8 +122,8 @@ class Cluster:
 
     async def _write(self, kind: str, entry_id: str, status: Any) -> None:
         text = json_format.MessageToJson(status, indent=None)
-        await self.client.hset(registry_beat.entries_key(kind), entry_id, text)
-        key = registry_beat.beat_key(kind, entry_id)
+        await self.client.hset(registry.entries_key(kind), entry_id, text)
+        key = registry.beat_key(kind, entry_id)
         # A minute: it is new for that long, however slow the test is.
         await self.client.set(key, status.incarnation, px=60_000)
 

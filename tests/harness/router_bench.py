@@ -27,7 +27,7 @@ import grpc.aio
 import pytest
 
 from kvstore import block_hash, index
-from process import entrypoint, grpc_server, registry_beat, rpc
+from process import entrypoint, grpc_server, registry, rpc
 from process.errors import BatonError
 from process.rpc import channel, error_from_rpc
 from process.settings import SettingsError as SettingsError
@@ -166,7 +166,7 @@ class Bench:
 
     async def silence(self, worker: FakeWorker) -> None:
         """The worker has no heartbeat any more."""
-        await self._client.delete(registry_beat.beat_key("worker", worker.worker_id))
+        await self._client.delete(registry.beat_key("worker", worker.worker_id))
 
     async def lapse(self, worker: FakeWorker) -> None:
         """As `silence`, and the router knows."""
@@ -177,9 +177,9 @@ class Bench:
     async def starting_decode(self, worker_id: str) -> AsyncIterator[None]:
         """This decode worker has said that it starts, and the router knows."""
         entry = {"worker_id": worker_id, "role": "decode", "model": self.model.name}
-        beat = registry_beat.RegistryBeat(
+        beat = registry.RegistryHeartbeat(
             self.redis.url,
-            registry_beat.STARTING,
+            registry.STARTING_WORKER,
             entry_id=worker_id,
             incarnation=entrypoint.new_incarnation().hex(),
             entry=lambda: json.dumps(entry),

@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from process import registry_beat, rpc
+from process import registry, rpc
 from process.errors import (
     BatonError,
     FailedPrecondition,
@@ -125,7 +125,7 @@ async def test_nobody_asks_so_nobody_is_there_until_somebody_waits() -> None:
         for worker in cluster.workers.values():
             await worker.stop()
         cluster.workers.clear()
-        await cluster.client.delete(registry_beat.entries_key("worker"))
+        await cluster.client.delete(registry.entries_key("worker"))
         cluster.traffic.num_arrived += 1
         cluster.traffic.num_held = 1
         record = await cluster.decide()
