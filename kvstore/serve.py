@@ -24,8 +24,7 @@ from kvstore.node import StoreNode
 from kvstore.server import KvStoreServicer
 from process import grpc_server, registry
 from process.access import RULES, Role
-from process.health import Health
-from process.metrics import LoopCollector, MetricsServer
+from process.metrics import HealthProbes, LoopCollector, MetricsServer
 from process.tls import Identity
 from process.tracing import Tracing
 from protos import inference_pb2
@@ -79,12 +78,12 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
             changes.append(_publisher(settings, node, address, client))
             changes[0].start()
         publisher = changes[0] if changes else None
-        health = Health()
+        health = HealthProbes()
         metrics = _metrics_server(node, publisher, health)
         try:
             health.follow()
             # It listens, and needs no more.
-            health.judge_by(lambda: "draining" if node.is_draining else "")
+            health.set_check(lambda: "draining" if node.is_draining else "")
             if settings.metrics_listen:
                 metrics.start(settings.metrics_listen)
             yield RunningStore(node, address, publisher, metrics.address)
@@ -102,7 +101,7 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
 
 
 def _metrics_server(
-    node: StoreNode, publisher: PrefixIndexPublisher | None, health: Health
+    node: StoreNode, publisher: PrefixIndexPublisher | None, health: HealthProbes
 ) -> MetricsServer:
     shown = StoreMetrics(node, publisher)
     collector = LoopCollector(asyncio.get_running_loop(), shown.read, shown.silent)

@@ -20,7 +20,7 @@ import grpc
 from process import secret_files
 from process.access import Role
 from process.secret_files import WatchedFile
-from process.settings import UNIX, SettingsError, check_address
+from process.settings import UNIX, SettingsError, check_address, split_host_port
 
 _MAX_FILE_BYTES = 1024 * 1024
 _FIX = "`baton certs --out FOLDER` makes a set for development"
@@ -78,11 +78,11 @@ def is_loopback(listen: str) -> bool:
     """Whether only this machine can connect to host:port or unix:/path."""
     if listen.startswith(UNIX):
         return True
-    host = listen.rpartition(":")[0].strip("[]")
     try:
-        return ipaddress.ip_address(host).is_loopback
+        host, _ = split_host_port(listen)
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return False
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from process.access import RULES
 from process.access import Role as PeerRole
 from process.errors import BatonError, Unavailable
 from process.grpc_server import HealthServicer, ReflectionServicer
-from process.health import Health as ProcessHealth
-from process.metrics import LoopCollector, MetricsServer
+from process.metrics import HealthProbes, LoopCollector, MetricsServer
 from process.registry import connect_redis
 from process.rpc import Dialer
 from process.tasks import end_tasks, start_task
@@ -105,7 +104,7 @@ class Autoscaler:
         self._observations: Observations | None = None
         self._problems: tuple[str, ...] = ()
         self._keda = ExternalScaler(self._wanted)
-        self._health = ProcessHealth()
+        self._health = HealthProbes()
         self._metrics_server: MetricsServer | None = None
         self._server: grpc.aio.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -153,7 +152,7 @@ class Autoscaler:
         )
         self._leadership.start()
         self._task = start_task(self._run(), "autoscaling")
-        self._health.judge_by(self._why_not_ready)
+        self._health.set_check(self._why_not_ready)
 
     async def stop(self) -> None:
         """Act no more, let another lead, and end. Workers that were told to flip go on."""

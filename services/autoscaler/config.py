@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from process import registry
-from process.metrics import check_listen
 from process.registry import RedisAccess
-from process.settings import SettingsError
+from process.settings import SettingsError, check_host_port
 from process.tls import TlsSettings
 from services.autoscaler.limits import PlanSettings
 
@@ -146,7 +145,7 @@ class AutoscalerSettings:
             raise SettingsError("redis_url: needed; workers and routers are found there")
         if self.scaler == "local" and not self.local_address:
             raise SettingsError("local_address: needed with scaler=local")
-        check_listen("metrics_listen", self.metrics_listen)
+        check_host_port("metrics_listen", self.metrics_listen)
         registry.check_redis(self.redis_url, self.redis)
         self.tls.check_peers("tls")
         self.tls.check_listen("listen", self.listen, "tls")

@@ -20,13 +20,11 @@ import grpc.aio
 from prometheus_client.metrics_core import Metric
 
 from kvstore import index
-from process import entrypoint, families, grpc_server, logs, registry
+from process import entrypoint, grpc_server, logs, metrics, registry
 from process.access import RULES, Role
 from process.errors import BatonError, Unavailable
-from process.families import Labels
 from process.grpc_server import HealthServicer, ReflectionServicer
-from process.health import Health as ProcessHealth
-from process.metrics import MetricsServer
+from process.metrics import HealthProbes, Labels, MetricsServer
 from process.rpc import Dialer
 from process.tls import Identity, is_loopback
 from process.tracing import Tracing
@@ -138,7 +136,7 @@ class Router:
         self._log = RequestLog()
         self._history = UsageHistory(lambda: self._log.totals, self._usage_levels)
         http_metrics = HttpMetrics(self.router_id)
-        self._health = ProcessHealth()
+        self._health = HealthProbes()
         self._metrics_server = MetricsServer(
             self.metrics,
             AdmissionMetrics(self._admission, self.router_id),
@@ -236,7 +234,7 @@ class Router:
                 self._settings.http_listen, client_tls.http_context() if client_tls else None
             )
         self._beat.start()
-        self._health.judge_by(self._why_not_ready)
+        self._health.set_check(self._why_not_ready)
 
     @property
     def metrics_address(self) -> str:
@@ -308,8 +306,10 @@ class Router:
 
     def _other_metrics(self, labels: Labels) -> Iterator[Metric]:
         counts = self.tracing.counters
-        yield families.spans(labels, counts.num_exported, counts.num_failed, counts.num_dropped)
-        yield families.counter(
+        yield metrics.trace_spans(
+            labels, counts.num_exported, counts.num_failed, counts.num_dropped
+        )
+        yield metrics.counter(
             "baton_router_traces_not_followed",
             "Requests that have no trace though their client wanted one, beyond "
             "tracing.max_followed_per_s.",

@@ -11,9 +11,9 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
-from process.families import Labels, counter, gauge
 from process.grpc_server import PublicPortLimits
 from process.memory_budget import MemoryBudget, MemoryGrant
+from process.metrics import Labels, counter, gauge
 from services.router.caller import Caller
 from services.router.config import RouterLimits, RouterTimes
 from services.router.stalled_readers import StalledReaders

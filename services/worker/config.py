@@ -10,9 +10,8 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from process import registry
-from process.metrics import check_listen
 from process.registry import RedisAccess
-from process.settings import SettingsError
+from process.settings import SettingsError, check_host_port
 from process.tls import TlsSettings
 from process.tracing import TracingSettings
 
@@ -245,7 +244,7 @@ class WorkerSettings:
                 "handle_keys_file: is needed with store_address, for handles are signed; "
                 "`baton keys new FILE` makes one"
             )
-        check_listen("metrics_listen", self.metrics_listen)
+        check_host_port("metrics_listen", self.metrics_listen)
         names = [name for name, _ in adapter_folders(self)]
         if len(set(names)) < len(names):
             raise SettingsError(f"adapters: a name twice in {names}")

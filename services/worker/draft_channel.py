@@ -23,8 +23,7 @@ from engine.speculation.draft_port import About, Answer, Ask, DraftPeer
 from engine.speculation.draft_traces import DraftTraces
 from process import rpc
 from process.access import Role
-from process.families import counters, gauges
-from process.metrics import MetricsServer
+from process.metrics import MetricsServer, counters, gauges
 from process.rpc import Dialer
 from protos import draft_pb2, draft_pb2_grpc
 from services.worker.identity import Identity

@@ -21,8 +21,7 @@ from typing import Any
 from engine.speculation.draft_port import DraftPeer
 from process import entrypoint, logs, tls
 from process.access import Role as PeerRole
-from process.health import Health
-from process.metrics import MetricsServer
+from process.metrics import HealthProbes, MetricsServer
 from process.registry import STARTING_WORKER, RegistryHeartbeat
 from process.rpc import Dialer
 from process.tasks import end_tasks, start_task
@@ -57,7 +56,7 @@ async def run(
     HandleKeys.of(settings.handle_keys_file)
     identity = tls.Identity.of(settings.tls, PeerRole(role_name))
     Tracing.check(settings.tracing)
-    health = Health("loading the model")
+    health = HealthProbes("loading the model")
     metrics = MetricsServer(health=health)
     health.follow()
     if settings.metrics_listen:
@@ -75,7 +74,7 @@ async def run(
                 engine, settings, role_name, make_role, metrics, draft_traces=drafts.traces
             )
         drafts.show(metrics, lambda: worker.core.identity)
-        health.judge_by(worker.why_not_ready)
+        health.set_check(worker.why_not_ready)
         await _serve(worker, role_name, stop)
     finally:
         health.end()
@@ -169,7 +168,7 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 async def _load(
-    settings: WorkerSettings, stop: asyncio.Event, health: Health, peers: Sequence[DraftPeer]
+    settings: WorkerSettings, stop: asyncio.Event, health: HealthProbes, peers: Sequence[DraftPeer]
 ) -> WorkerEngine | None:
     """Load the engine on a thread that does not hold the process back when it is told to stop.
 
@@ -217,7 +216,7 @@ async def _load(
 class _Progress:
     """Progress of loading, for probes and as log lines: not more than anybody can look at."""
 
-    def __init__(self, health: Health) -> None:
+    def __init__(self, health: HealthProbes) -> None:
         self._health = health
         self._what = ""
         self._logged = 0
