@@ -26,7 +26,7 @@ class KubernetesSettings:
     """
 
     namespace: str = ""
-    """Where everything lies; empty: the service account's own."""
+    """Where everything lies; empty: the pod's own or, outside of a cluster, the kubeconfig's."""
 
     prefill_deployment: str = "baton-prefill"
     """The Deployment whose pods start as prefill workers."""
