@@ -2,8 +2,8 @@
 
 A load prepares the content beside what the workers have: each is asked, and holds it for a while.
 When every worker that lives says in the registry that it has it, the wish in Redis
-(`process.adapter_wishes`) is changed, by comparison with what it was: from then on new requests get
-the new content, whatever dies; before, all have the old, and what was prepared lapses. Requests
+(`services.adapter_wishes`) is changed, by comparison with what it was: from then on new requests
+get the new content, whatever dies; before, all have the old, and what was prepared lapses. Requests
 that began keep their content: it stays in the wish as an old one until no router says that it uses
 it. An unload is the same change to no content.
 
@@ -24,7 +24,7 @@ import grpc.aio
 import redis.asyncio
 from google.protobuf import json_format
 
-from process import adapter_wishes, logs, rpc
+from process import logs, rpc
 from process.access import Role
 from process.deadline import Deadline
 from process.errors import (
@@ -45,6 +45,7 @@ from protos import (
     prefill_pb2_grpc,
     router_status_pb2,
 )
+from services import adapter_wishes
 from services.router.adapter_use import AdapterUse
 from services.router.config import RouterTimes
 from services.router.policy import PREFILL

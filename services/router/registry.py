@@ -28,10 +28,11 @@ from typing import Any
 import redis.asyncio
 from google.protobuf import json_format
 
-from process import adapter_wishes, logs, registry
+from process import logs, registry
 from process.registry import BEAT_EVERY_S, BEAT_TTL_MS
 from process.tasks import end_tasks
 from protos import common_pb2, inference_pb2
+from services import adapter_wishes
 from services.router.remembered import Remembered
 from services.router.views import (
     Snapshot,

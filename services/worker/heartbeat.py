@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from process import adapter_wishes, registry
+from process import registry
 from process.registry import BEAT_EVERY_S, RedisAccess, RegistryHeartbeat
 from protos import common_pb2
+from services import adapter_wishes
 from services.worker.status import status_to_json
 
 KIND = "worker"
