@@ -22,11 +22,11 @@ import redis.asyncio
 from baton.errors import BatonError, Unavailable
 from kvstore import index
 from kvstore.block_hash import CHAIN_HASH_BYTES
-from process import redis_client, serving
+from process import registry, rpc
 from process.access import Role
 from process.deadline import Deadline
-from process.redis_client import RedisAccess
-from process.serving import Dialer
+from process.registry import RedisAccess
+from process.rpc import Dialer
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 REDIS_TIMEOUT_S = 5.0
@@ -136,8 +136,8 @@ async def audit(
     *,
     settle_s: float,
     timeout_s: float,
-    dial: Dialer = serving.PLAIN,
-    access: RedisAccess = redis_client.NO_ACCESS,
+    dial: Dialer = rpc.PLAIN,
+    access: RedisAccess = registry.NO_ACCESS,
 ) -> list[StoreAudit]:
     """Audit every store that is registered in this Redis, one after the other, by node id.
 
@@ -145,7 +145,7 @@ async def audit(
         store and its index once.
     Raises: Unavailable when Redis does not answer.
     """
-    client = redis_client.connect(redis_url, REDIS_TIMEOUT_S, access)
+    client = registry.connect_redis(redis_url, REDIS_TIMEOUT_S, access)
     try:
         stores = await index.PrefixIndex(client, REDIS_TIMEOUT_S).stores()
         ordered = sorted(stores, key=lambda store: store.node_id)
@@ -245,7 +245,7 @@ class _Looking:
                 kvstore_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
-            raise serving.error_from_rpc(error) from error
+            raise rpc.error_from_rpc(error) from error
         self._check_life(status.incarnation)
         return status
 
@@ -259,7 +259,7 @@ class _Looking:
                 sequence = reply.index_sequence
                 present.update(reply.chain_hashes)
         except grpc.aio.AioRpcError as error:
-            raise serving.error_from_rpc(error) from error
+            raise rpc.error_from_rpc(error) from error
         return sequence, frozenset(present)
 
     async def _read_index(self) -> tuple[frozenset[bytes], int]:
@@ -283,7 +283,7 @@ class _Looking:
         try:
             async with asyncio.timeout(REDIS_TIMEOUT_S):
                 return await call
-        except redis_client.FAILURES as error:
+        except registry.REDIS_FAILURES as error:
             raise Unavailable(f"Redis does not answer: {error!r}") from error
 
     def _check_life(self, incarnation: bytes) -> None:

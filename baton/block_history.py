@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import grpc.aio
 
 from kvstore import index
-from process import redis_client, serving
+from process import registry, rpc
 from process.access import Role
 from process.errors import BatonError
-from process.redis_client import RedisAccess
-from process.serving import Dialer
+from process.registry import RedisAccess
+from process.rpc import Dialer
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 REDIS_TIMEOUT_S = 5.0
@@ -38,15 +38,15 @@ async def ask(
     *,
     max_blocks: int,
     timeout_s: float,
-    dial: Dialer = serving.PLAIN,
-    access: RedisAccess = redis_client.NO_ACCESS,
+    dial: Dialer = rpc.PLAIN,
+    access: RedisAccess = registry.NO_ACCESS,
 ) -> list[Told]:
     """All stores' histories of blocks whose chain hash begins with `prefix`, by node id.
 
     Args: max_blocks: of each store. timeout_s: for one store.
     Raises: Unavailable when Redis does not answer.
     """
-    client = redis_client.connect(redis_url, REDIS_TIMEOUT_S, access)
+    client = registry.connect_redis(redis_url, REDIS_TIMEOUT_S, access)
     try:
         stores = await index.PrefixIndex(client, REDIS_TIMEOUT_S).stores()
     finally:
@@ -67,7 +67,7 @@ async def _ask_one(
         try:
             reply = await stub.GetBlockHistory(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            ours: BatonError = serving.error_from_rpc(error)
+            ours: BatonError = rpc.error_from_rpc(error)
             return Told(store.node_id, problem=str(ours))
     if not reply.keeps_history:
         return Told(store.node_id, problem="remembers nothing (max_history_blocks = 0)")

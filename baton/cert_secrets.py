@@ -18,12 +18,13 @@ from typing import Any
 
 from baton import certs
 from baton.certs import CertsError
+from process import kubernetes_config
 from process.access import Role
+from process.kubernetes_config import NAMESPACE_FILE
+from process.settings import SettingsError
 
 TIMEOUT_S = 10.0
 """Of one call."""
-
-NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 @dataclass(frozen=True)
@@ -83,18 +84,13 @@ def write(
 
 
 def _connect() -> Any:
-    from kubernetes import client, config
+    from kubernetes import client
 
     try:
-        config.load_incluster_config()  # type: ignore[no-untyped-call]
-    except config.ConfigException:
-        try:
-            config.load_kube_config()  # type: ignore[no-untyped-call]
-        except config.ConfigException as error:
-            raise CertsError(
-                f"--secrets: neither inside a cluster, nor with a kubeconfig: {error}"
-            ) from error
-    return client.ApiClient()
+        configuration, _ = kubernetes_config.load()
+    except SettingsError as error:
+        raise CertsError(f"--secrets: {error}") from error
+    return client.ApiClient(configuration)
 
 
 class _Secrets:

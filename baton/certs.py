@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from baton.cert_set import CertSet
 from baton.errors import BatonError
 from process.access import WORKERS, Role
+from process.secret_files import replace_file
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 NO_SERVERS: Mapping[str, str] = MappingProxyType({})
@@ -62,13 +62,13 @@ def write(
             certificate = _leaf(
                 role.value, [*_names_of_role(role, flips), *own], key, ca_key, ca, days
             )
-            _write(made.key_file(role), _key_pem(key), 0o600)
-            _write(made.cert_file(role), _pem(certificate), 0o644)
+            replace_file(made.key_file(role), _key_pem(key), mode=0o600)
+            replace_file(made.cert_file(role), _pem(certificate), mode=0o644)
         for server, host in servers.items():
             key = ec.generate_private_key(ec.SECP256R1())
             certificate = _leaf(server, [_name_of(host)], key, ca_key, ca, days)
-            _write(folder / f"{server}.key", _key_pem(key), 0o600)
-            _write(folder / f"{server}.crt", _pem(certificate), 0o644)
+            replace_file(folder / f"{server}.key", _key_pem(key), mode=0o600)
+            replace_file(folder / f"{server}.crt", _pem(certificate), mode=0o644)
     except OSError as error:
         raise CertsError(f"{error.filename or folder}: {error.strerror}") from error
     return made
@@ -117,8 +117,8 @@ def _ca(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    _write(key_file, _key_pem(key), 0o600)
-    _write(cert_file, _pem(certificate), 0o644)
+    replace_file(key_file, _key_pem(key), mode=0o600)
+    replace_file(cert_file, _pem(certificate), mode=0o644)
     return key, certificate
 
 
@@ -180,13 +180,3 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
-    """Readers see the old file or the new one, and nobody a key that is open for a moment."""
-    scratch = path.with_name(f".{path.name}.new")
-    scratch.unlink(missing_ok=True)
-    handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.replace(scratch, path)

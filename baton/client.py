@@ -38,7 +38,7 @@ from baton.messages import (
     embedding_from,
 )
 from baton.request import Prompt, build_embed_request, build_request
-from process import serving
+from process import rpc
 from protos import inference_pb2, inference_pb2_grpc
 
 Result = TypeVar("Result")
@@ -73,7 +73,7 @@ class Client:
         """
         self.address = address
         self._metadata = credentials.metadata
-        self._channel = serving.channel(address, identity=credentials.identity())
+        self._channel = rpc.channel(address, identity=credentials.identity())
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
@@ -268,7 +268,7 @@ class Client:
                 f"nobody answers at {self.address}; start a cluster with `baton up`, or name "
                 "another address"
             )
-        return serving.error_from_rpc(error)
+        return rpc.error_from_rpc(error)
 
 
 async def collect_samples(chunks: AsyncIterator[Chunk]) -> list[Completion]:

@@ -43,7 +43,7 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.paced import DevicePace, PacedModel
-from process import interpreter, keys, serving
+from process import entrypoint, rpc, signing_keys
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.prefill.role import PrefillRole
 from services.worker import main as worker_main
@@ -79,7 +79,7 @@ async def _work(ask: dict[str, Any]) -> None:
         handle_keys_file=ask["key_file"],
     )
     worker = await worker_main.start(Engine(config, model), settings, "prefill", PrefillRole)
-    interpreter.begin_serving()
+    entrypoint.begin_serving()
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def listen() -> None:
@@ -132,7 +132,7 @@ async def _serve(
     """Prompts, so many at once. Returns: how many were served after the first second, and for how
     many seconds."""
     draw = random.Random(f"write path {time.monotonic_ns()}")
-    async with serving.channel(address) as channel:
+    async with rpc.channel(address) as channel:
         stream = KeyedStream(
             prefill_pb2_grpc.PrefillStub(channel).Stream(), prefill_pb2.PrefillCommand
         )
@@ -206,7 +206,7 @@ async def _cell(name: str, folder: Path, arguments: argparse.Namespace) -> dict[
 async def _num_committed(address: str) -> int:
     from protos import kvstore_pb2, kvstore_pb2_grpc
 
-    async with serving.channel(address) as channel:
+    async with rpc.channel(address) as channel:
         stub = kvstore_pb2_grpc.KvStoreStub(channel)
         status = await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
         return int(status.num_committed)
@@ -216,7 +216,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.cells}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        keys.create(folder / "handle.keys")
+        signing_keys.create(folder / "handle.keys")
         for number in range(arguments.rounds):
             for cell in arguments.cells:
                 result = await _cell(cell, folder, arguments)

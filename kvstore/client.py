@@ -63,11 +63,11 @@ from kvstore.transport.base import (
 )
 from kvstore.transport.connect import connect
 from kvstore.transport.nixl import region_of
-from process import logs, serving, spans
+from process import logs, rpc, spans
 from process.access import Role
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
-from process.serving import Dialer
+from process.rpc import Dialer
 from process.spans import Kind
 from process.tasks import BackgroundTasks
 from protos import kvstore_pb2
@@ -204,7 +204,7 @@ class KvStoreClient:
         transport: str,
         timeout_s: float,
         nixl_net_devices: str = "lo",
-        dial: Dialer = serving.PLAIN,
+        dial: Dialer = rpc.PLAIN,
         role: Role = Role.KVSTORE,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> KvStoreClient:

@@ -19,7 +19,7 @@ from kvstore.index_publisher import PrefixIndexPublisher
 from kvstore.node import StoreNode
 from kvstore.slab import Slab
 from kvstore.slot_pool import SlotState
-from process.families import Labels, counter, counters, gauge, gauges, spans
+from process.metrics import Labels, counter, counters, gauge, gauges, trace_spans
 
 OTHER_TENANTS = "(others)"
 
@@ -75,7 +75,7 @@ def _of_node(node: StoreNode, labels: Labels) -> Iterator[Metric]:
 
 def _of_spans(node: StoreNode, labels: Labels) -> Metric:
     counts = node.tracing.counters
-    return spans(labels, counts.num_exported, counts.num_failed, counts.num_dropped)
+    return trace_spans(labels, counts.num_exported, counts.num_failed, counts.num_dropped)
 
 
 def _of_slab(slab: Slab, labels: Labels) -> Iterator[Metric]:

@@ -39,7 +39,7 @@ from kvstore.push_peers import PushPeers
 from kvstore.pushes import Frames, PushOutcome, Target
 from kvstore.slab import Slab, check_room, free_bytes, remove_stale
 from kvstore.watch import StoreWatch
-from process import incarnation, logs
+from process import entrypoint, logs
 from process.deadline import Clock, Deadline
 from process.errors import (
     DeadlineExceeded,
@@ -76,7 +76,7 @@ class StoreNode:
         """changes: gets each block that comes or goes; None: the store is in no index."""
         self.settings = settings
         self.node_id = node_id
-        self.incarnation = incarnation.new()
+        self.incarnation = entrypoint.new_incarnation()
         self.memory: Memory | None = None
         self.peers: PushPeers | None = None
         self.watch: StoreWatch | None = None

@@ -23,10 +23,9 @@ from kvstore.metrics import StoreMetrics
 from kvstore.node import StoreNode
 from kvstore.server import KvStoreServicer
 from kvstore.slot_pool import SlotState
-from process import redis_client, serving
+from process import grpc_server, registry
 from process.access import RULES, Role
-from process.health import Health
-from process.metrics import LoopCollector, MetricsServer
+from process.metrics import HealthProbes, LoopCollector, MetricsServer
 from process.tls import Identity
 from process.tracing import Tracing
 from protos import inference_pb2
@@ -57,7 +56,7 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
     servicer = KvStoreServicer(
         node, lambda: (publisher.sequence, publisher.synced) if publisher else (0, False)
     )
-    server, bound = await serving.listen(
+    server, bound = await grpc_server.listen(
         settings.listen,
         [servicer.add_to],
         identity=Identity.of(settings.tls, Role.KVSTORE),
@@ -70,17 +69,17 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
         tracing.start()
         client = None
         if settings.redis_url:
-            client = redis_client.connect(
+            client = registry.connect_redis(
                 settings.redis_url, settings.redis_timeout_s, settings.redis
             )
             publisher = _publisher(settings, node, changes, address, client)
             publisher.start()
-        health = Health()
+        health = HealthProbes()
         metrics = _metrics_server(node, publisher, health)
         try:
             health.follow()
             # It listens, and needs no more.
-            health.judge_by(lambda: "draining" if node.is_draining else "")
+            health.set_check(lambda: "draining" if node.is_draining else "")
             if settings.metrics_listen:
                 metrics.start(settings.metrics_listen)
             yield RunningStore(node, address, publisher, metrics.address)
@@ -99,7 +98,7 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
 
 
 def _metrics_server(
-    node: StoreNode, publisher: PrefixIndexPublisher | None, health: Health
+    node: StoreNode, publisher: PrefixIndexPublisher | None, health: HealthProbes
 ) -> MetricsServer:
     shown = StoreMetrics(node, publisher)
     collector = LoopCollector(asyncio.get_running_loop(), shown.read, shown.silent)

@@ -13,7 +13,7 @@ from kvstore.blocks import PackedBlocks, Tier, row, row_of
 from kvstore.errors import LeaseLapsed
 from kvstore.newcomer import Newcomer
 from kvstore.node import StoreNode
-from process import serving, spans, trace_context
+from process import rpc, spans, trace_context
 from process.errors import FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
@@ -56,7 +56,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self, server)
 
-    @serving.unary
+    @rpc.unary
     async def Attach(
         self, request: kvstore_pb2.AttachRequest, context: Context
     ) -> kvstore_pb2.AttachReply:
@@ -92,14 +92,14 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         reply.checksum = wire.checksum_of(reply)
         return reply
 
-    @serving.unary
+    @rpc.unary
     async def Detach(
         self, request: kvstore_pb2.DetachRequest, context: Context
     ) -> kvstore_pb2.DetachReply:
         self._node.detach(request.attachment_id)
         return kvstore_pb2.DetachReply()
 
-    @serving.unary
+    @rpc.unary
     @traced.call
     async def Match(
         self, request: kvstore_pb2.MatchRequest, context: Context
@@ -128,7 +128,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
                 span.link(link.context, link.attributes)
         return reply
 
-    @serving.unary
+    @rpc.unary
     @traced.call
     async def Reserve(
         self, request: kvstore_pb2.ReserveRequest, context: Context
@@ -164,7 +164,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         reply.checksum = wire.checksum_of(reply)
         return reply
 
-    @serving.unary
+    @rpc.unary
     @traced.call
     async def Commit(
         self, request: kvstore_pb2.CommitRequest, context: Context
@@ -180,7 +180,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self._node.look_for_room()
         return reply
 
-    @serving.unary
+    @rpc.unary
     @traced.call
     async def Abort(
         self, request: kvstore_pb2.AbortRequest, context: Context
@@ -195,7 +195,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         )
         return kvstore_pb2.AbortReply()
 
-    @serving.unary
+    @rpc.unary
     async def Pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinReply:
         store, now_s = self._node.seen(request.attachment_id)
         _check_ttl(request.ttl_ms)
@@ -204,7 +204,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         )
         return kvstore_pb2.PinReply(lease_id=lease_id, num_pinned=num_pinned)
 
-    @serving.unary
+    @rpc.unary
     @traced.call
     async def Renew(
         self, request: kvstore_pb2.RenewRequest, context: Context
@@ -221,7 +221,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         )
         return kvstore_pb2.RenewReply()
 
-    @serving.unary
+    @rpc.unary
     @traced.call
     async def Release(
         self, request: kvstore_pb2.ReleaseRequest, context: Context
@@ -247,7 +247,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
                     trace_context.parse(each.traceparent) if each.traceparent else None,
                 )
 
-    @serving.unary
+    @rpc.unary
     @traced.call
     async def Push(
         self, request: kvstore_pb2.PushRequest, context: Context
@@ -268,13 +268,13 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             stale=outcome.stale,
         )
 
-    @serving.unary
+    @rpc.unary
     async def GetPush(
         self, request: kvstore_pb2.GetPushRequest, context: Context
     ) -> kvstore_pb2.GetPushReply:
         return kvstore_pb2.GetPushReply(terminal=self._node.is_push_terminal(request.push_id))
 
-    @serving.unary
+    @rpc.unary
     @traced.call
     async def Write(
         self, request: AsyncIterator[kvstore_pb2.WriteChunk], context: Context
@@ -292,7 +292,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             num_bytes += len(chunk.data)
         return kvstore_pb2.WriteReply(num_bytes=num_bytes)
 
-    @serving.streaming
+    @rpc.streaming
     async def Read(
         self, request: kvstore_pb2.ReadRequest, context: Context
     ) -> AsyncIterator[kvstore_pb2.ReadChunk]:
@@ -306,7 +306,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             async for index, offset, data, stale in pieces:
                 yield kvstore_pb2.ReadChunk(index=index, offset=offset, data=data, stale=stale)
 
-    @serving.unary
+    @rpc.unary
     @traced.call
     async def Report(
         self, request: kvstore_pb2.ReportRequest, context: Context
@@ -316,7 +316,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         )
         return kvstore_pb2.ReportReply(num_dropped=num_dropped)
 
-    @serving.streaming
+    @rpc.streaming
     async def List(
         self, request: kvstore_pb2.ListRequest, context: Context
     ) -> AsyncIterator[kvstore_pb2.ListReply]:
@@ -330,7 +330,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
                 chain_hashes=present[at : at + self._list_chunk],
             )
 
-    @serving.unary
+    @rpc.unary
     async def GetBlockHistory(
         self, request: kvstore_pb2.GetBlockHistoryRequest, context: Context
     ) -> kvstore_pb2.GetBlockHistoryReply:
@@ -346,7 +346,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
                 reply.blocks.append(account.history(chain_hash, past, store))
         return reply
 
-    @serving.unary
+    @rpc.unary
     async def GetStatus(
         self, request: kvstore_pb2.GetStatusRequest, context: Context
     ) -> kvstore_pb2.GetStatusReply:

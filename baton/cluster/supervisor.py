@@ -38,7 +38,6 @@ from typing import Any, Protocol, TypeVar
 
 from baton.cluster.plan import ProcessSpec
 from baton.errors import ClusterError
-from process import pulse
 
 _READ_BYTES = 4096
 
@@ -199,7 +198,7 @@ class Child:
                 env=os.environ
                 | {
                     "BATON_PARENT_PID": str(os.getpid()),
-                    pulse.ENVIRONMENT: str(pipe.write_fd),
+                    "BATON_PULSE_FD": str(pipe.write_fd),
                     "PYTHONUNBUFFERED": "1",
                 },
                 pass_fds=(pipe.write_fd,),

@@ -24,7 +24,7 @@ from kvstore.index import PrefixIndex
 from kvstore.memory import TOUCH_AHEAD_BYTES
 from kvstore.server import KvStoreServicer
 from kvstore.transport.base import BlockMemory
-from process import redis_client, serving
+from process import grpc_server, registry, rpc
 from process.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -291,8 +291,8 @@ async def report(worker: Any, refs: Any) -> int:
     request = kvstore_pb2.ReportRequest(
         attachment_id=worker.client._attachment_id, blocks=map(wire.block_to_proto, refs)
     )
-    rpc = worker.client._connection
-    reply = await rpc.call(rpc.stub.Report, request, within())
+    connection = worker.client._connection
+    reply = await connection.call(connection.stub.Report, request, within())
     return int(reply.num_dropped)
 
 
@@ -330,9 +330,9 @@ async def test_everything_present_is_listed_parents_first(
     """In several messages, by a server whose messages hold four."""
     servicer = KvStoreServicer(store.node, list_chunk=4)
     async with contextlib.AsyncExitStack() as stack:
-        server, address = await serving.listen("127.0.0.1:0", [servicer.add_to])
+        server, address = await grpc_server.listen("127.0.0.1:0", [servicer.add_to])
         stack.push_async_callback(server.stop, 0)
-        channel = await stack.enter_async_context(serving.channel(address))
+        channel = await stack.enter_async_context(rpc.channel(address))
         stub = kvstore_pb2_grpc.KvStoreStub(channel)
 
         async def listed() -> list[kvstore_pb2.ListReply]:
@@ -535,7 +535,7 @@ async def test_the_index_follows_the_store(
 ) -> None:
     """From put to lookup and from eviction to its absence, and away with the store."""
     settings = dataclasses.replace(store_settings, redis_url=redis_url, heartbeat_s=0.05)
-    client: redis.asyncio.Redis = redis_client.connect(redis_url, 2.0)
+    client: redis.asyncio.Redis = registry.connect_redis(redis_url, 2.0)
     lookup = PrefixIndex(client, 5.0)
     async with serve.running(settings) as running:
         worker = await new_worker(running.address, "grpc")

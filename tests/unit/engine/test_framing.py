@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
+from engine.parallel.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter
 from process.errors import InvalidArgument, Unavailable
-from process.frames import MAX_FRAME_BYTES, FrameReader, FrameWriter
 from tests.harness.waiting import WAIT_S
 
 

@@ -13,7 +13,7 @@ import pytest
 PROGRAM = """
 import asyncio
 from dataclasses import dataclass
-from process import entry, errors
+from process import entrypoint, errors
 
 @dataclass(frozen=True)
 class Settings:
@@ -25,7 +25,7 @@ async def main(settings, stop):
     stop.set()
     await stop.wait()
 
-raise SystemExit(entry.run("part", Settings, main))
+raise SystemExit(entrypoint.run("part", Settings, main))
 """
 
 WITHOUT_TORCH = """
@@ -123,7 +123,7 @@ def test_a_process_that_is_told_to_end_while_it_imports_ends(tmp_path: Path) -> 
 TWICE = """
 import asyncio, os, signal
 from dataclasses import dataclass
-from process import entry
+from process import entrypoint
 
 @dataclass(frozen=True)
 class Settings:
@@ -135,7 +135,7 @@ async def main(settings, stop):
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.sleep(50)  # an end that takes its time
 
-raise SystemExit(entry.run("part", Settings, main))
+raise SystemExit(entrypoint.run("part", Settings, main))
 """
 
 
@@ -148,3 +148,62 @@ def test_a_second_signal_ends_a_process_at_once() -> None:
         check=False,
     )
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+
+
+CODE = """if True:
+    import gc
+    import sys
+    import weakref
+
+    from process import entrypoint
+
+    class Node:
+        pass
+
+    garbage = Node()
+    garbage.itself = garbage
+    gone = weakref.ref(garbage)
+    del garbage
+    kept = [[] for _ in range(1000)]
+    entrypoint.begin_serving()
+    assert gone() is None
+    assert gc.get_freeze_count() > len(kept)
+    assert not any(each is kept for each in gc.get_objects())  # no collection comes upon it
+    assert round(sys.getswitchinterval() * 1e6) == entrypoint.SWITCH_INTERVAL_S * 1e6 < 1000
+    later = Node()
+    later.itself = later
+    gone = weakref.ref(later)
+    del later
+    gc.collect()
+    assert gone() is None  # what is made from here on is collected as ever
+"""
+
+IMPORTING_CODE = """if True:
+    import gc
+
+    from process import entrypoint
+
+    class Broken(Exception):
+        pass
+
+    try:
+        with entrypoint.importing():
+            assert not gc.isenabled()
+            kept = [[] for _ in range(1000)]
+            raise Broken
+    except Broken:
+        pass
+    assert gc.isenabled() and not any(each is kept for each in gc.get_objects())
+    gc.disable()
+    with entrypoint.importing():
+        assert not gc.isenabled()
+    assert not gc.isenabled()  # as it was
+"""
+
+
+def test_the_collector_rests_while_something_is_imported_and_then_goes_on() -> None:
+    subprocess.run([sys.executable, "-c", IMPORTING_CODE], timeout=60, check=True)
+
+
+def test_what_is_loaded_is_out_of_the_collectors_way() -> None:
+    subprocess.run([sys.executable, "-c", CODE], timeout=60, check=True)

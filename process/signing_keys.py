@@ -1,47 +1,42 @@
-"""The file of secret keys that a deployment shares: read, made, rotated.
+"""The file of signing keys that a deployment shares: read, made, rotated. Blocking; any thread.
 
-One key a line, `key_id:64 hex digits`; `#` begins a comment. The first key signs, all of them
-verify, so that two lives of a secret overlap while it is rotated. Nobody but the owner (and, for
-secrets that a pod mounts, its group) may read the file. Knows nothing of what is signed.
+One key a line, `key_id:64 hex digits`; `#` begins a comment. The first key signs and all verify, so
+that the old key stays valid while it is rotated. Only the owner (and, for secrets that a pod
+mounts, its group) may read the file.
 
-A rotation where all processes read one file is one step (`rotate`): the old key stays valid.
-Where copies of the file arrive at different moments it is three: `add_next` everywhere, then
-`use_next`, then `drop_old`; no process ever meets a key that it does not know.
-
-Blocking; any thread. Source of the format: ours.
+A rotation where all processes read one file is one step (`rotate`). Where copies of the file arrive
+at different moments it is three: `add_next` everywhere, then `use_next`, then `drop_old`; no
+process ever meets a key that it does not know.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
-import stat
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from process import secret_file
+from process import secret_files
 from process.settings import SettingsError
 
 KEY_BYTES = 32
 MAX_KEYS = 4
-"""One that signs, one that is coming, and the ones that go; more is a file nobody tends."""
+"""One that signs, one that is coming, and old ones; a file of more is not maintained."""
 
 MAX_FILE_BYTES = 64 * 1024
-"""No key file is longer; what is was named by mistake."""
+"""Far above any key file: a longer file was named by mistake."""
 
 _KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SECRET = re.compile(r"[0-9a-fA-F]{64}")
 
 
 @dataclass(frozen=True)
-class Key:
-    """One key."""
+class SigningKey:
+    """A key that signs and verifies handles."""
 
     key_id: str
-    """What a signature names; no secret."""
+    """Named by signatures; no secret."""
     secret: bytes = field(repr=False)
     """32 bytes."""
 
@@ -52,17 +47,17 @@ class Key:
             raise SettingsError(f"key {self.key_id}: must have {KEY_BYTES} bytes")
 
 
-def new_key() -> Key:
+def new_key() -> SigningKey:
     """A random key under a random name."""
-    return Key(f"k-{secrets.token_hex(6)}", secrets.token_bytes(KEY_BYTES))
+    return SigningKey(f"k-{secrets.token_hex(6)}", secrets.token_bytes(KEY_BYTES))
 
 
-def load(path: Path) -> tuple[Key, ...]:
+def load(path: Path) -> tuple[SigningKey, ...]:
     """The keys of a file, the one that signs first.
 
     Raises: SettingsError naming the file, the line and the fix. A key is never part of a message.
     """
-    content = secret_file.read(
+    content = secret_files.read_secret(
         path,
         what="key file",
         max_bytes=MAX_FILE_BYTES,
@@ -75,9 +70,9 @@ def load(path: Path) -> tuple[Key, ...]:
     return parse(text, where=f"key file {path}")
 
 
-def parse(text: str, *, where: str) -> tuple[Key, ...]:
+def parse(text: str, *, where: str) -> tuple[SigningKey, ...]:
     """Keys from the text of a file. Raises: SettingsError as `load`."""
-    keys: list[Key] = []
+    keys: list[SigningKey] = []
     for number, line in enumerate(text.splitlines(), 1):
         line = line.partition("#")[0].strip()
         if not line:
@@ -85,12 +80,12 @@ def parse(text: str, *, where: str) -> tuple[Key, ...]:
         key_id, colon, digits = (part.strip() for part in line.partition(":"))
         if not (colon and _KEY_ID.fullmatch(key_id) and _SECRET.fullmatch(digits)):
             raise SettingsError(f"{where}, line {number}: is not key_id:64 hex digits")
-        keys.append(Key(key_id, bytes.fromhex(digits)))
+        keys.append(SigningKey(key_id, bytes.fromhex(digits)))
     check(keys, where=where)
     return tuple(keys)
 
 
-def check(keys: Sequence[Key], *, where: str) -> None:
+def check(keys: Sequence[SigningKey], *, where: str) -> None:
     """Raises: SettingsError for no key, too many, or two that are the same."""
     if not keys:
         raise SettingsError(f"{where}: holds no key; `baton keys new FILE` makes one")
@@ -102,14 +97,14 @@ def check(keys: Sequence[Key], *, where: str) -> None:
         raise SettingsError(f"{where}: the same key under two ids")
 
 
-def create(path: Path) -> Key:
+def create(path: Path) -> SigningKey:
     """Make a file with one new key, readable by us only.
 
     Raises: SettingsError when there is a file already, or no place for one.
     """
     key = new_key()
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        path.touch(mode=0o600, exist_ok=False)
     except FileExistsError:
         raise SettingsError(
             f"key file {path}: is there already; `baton keys rotate {path}` adds a key to it"
@@ -117,16 +112,14 @@ def create(path: Path) -> Key:
     except OSError as error:
         raise SettingsError(f"key file {path}: {error.strerror}") from error
     try:
-        _write(handle, [key])
-    except BaseException as error:
-        path.unlink(missing_ok=True)  # half of it, and ours: it was not there before
-        if isinstance(error, OSError):
-            raise SettingsError(f"key file {path}: {error.strerror}") from error
+        _replace(path, [key])
+    except BaseException:
+        path.unlink(missing_ok=True)  # empty, and not there before
         raise
     return key
 
 
-def rotate(path: Path) -> Key:
+def rotate(path: Path) -> SigningKey:
     """A new key signs from now on; the one that signed stays valid, older ones go."""
     old = load(path)
     key = new_key()
@@ -134,7 +127,7 @@ def rotate(path: Path) -> Key:
     return key
 
 
-def add_next(path: Path) -> Key:
+def add_next(path: Path) -> SigningKey:
     """First of three steps: a new key is known and does not sign yet."""
     old = load(path)
     key = new_key()
@@ -144,7 +137,7 @@ def add_next(path: Path) -> Key:
     return key
 
 
-def use_next(path: Path) -> Key:
+def use_next(path: Path) -> SigningKey:
     """Second step: the key that came last signs; the others stay valid."""
     old = load(path)
     if len(old) < 2:
@@ -153,47 +146,24 @@ def use_next(path: Path) -> Key:
     return old[-1]
 
 
-def drop_old(path: Path) -> Key:
+def drop_old(path: Path) -> SigningKey:
     """Third step: only the key that signs stays."""
     old = load(path)
     _replace(path, old[:1])
     return old[0]
 
 
-def _replace(path: Path, keys: Sequence[Key]) -> None:
-    """Readers see the old file or the new one; it stays its owner's, and its mode is never
-    wider."""
-    path = path.resolve()  # a link stays one
-    scratch: Path | None = None
+def _replace(path: Path, keys: Sequence[SigningKey]) -> None:
     try:
-        found = path.stat()
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # 0600
-        scratch = Path(name)
-        _write(handle, keys, like=found)
-        os.replace(scratch, path)
-        scratch = None
+        secret_files.replace_file(path, _text(keys))
     except PermissionError as error:
         raise SettingsError(
             f"key file {path}: {error.strerror}; change it as its owner, or as root"
         ) from error
     except OSError as error:
         raise SettingsError(f"key file {path}: {error.strerror}") from error
-    finally:
-        if scratch is not None:
-            scratch.unlink(missing_ok=True)
 
 
-def _write(handle: int, keys: Sequence[Key], *, like: os.stat_result | None = None) -> None:
-    """Fill a new file, which is owned and may be used like another one, and close it."""
-    with os.fdopen(handle, "w", encoding="ascii") as file:
-        file.write(_text(keys))
-        file.flush()
-        if like is not None:
-            os.fchown(file.fileno(), like.st_uid, like.st_gid)
-            os.fchmod(file.fileno(), stat.S_IMODE(like.st_mode))  # behind it: owners lose bits
-        os.fsync(file.fileno())
-
-
-def _text(keys: Sequence[Key]) -> str:
+def _text(keys: Sequence[SigningKey]) -> str:
     lines = ["# Keys of a Baton deployment. Secret. The first signs, all verify."]
     return "\n".join([*lines, *(f"{key.key_id}:{key.secret.hex()}" for key in keys), ""])

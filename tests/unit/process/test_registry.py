@@ -11,16 +11,16 @@ import pytest
 from redis.exceptions import RedisError
 
 from baton import certs
-from process import redis_client
+from process import registry
 from process.access import Role
-from process.redis_client import RedisAccess
+from process.registry import RedisAccess
 from process.settings import SettingsError
 from tests.harness.redis_server import PASSWORD, a_redis, behind_tls, password_file
 from tests.harness.waiting import WAIT_S
 
 
 async def pings(url: str, access: RedisAccess) -> bool:
-    client = redis_client.connect(url, WAIT_S, access)
+    client = registry.connect_redis(url, WAIT_S, access)
     try:
         async with asyncio.timeout(WAIT_S):
             return bool(await client.ping())
@@ -37,7 +37,7 @@ async def test_a_password_out_of_a_file_is_used_and_taken_up_when_it_changes(
             await pings(url, RedisAccess())
         file = password_file(tmp_path, "wrong")
         access = RedisAccess(password_file=file)
-        client = redis_client.connect(url, WAIT_S, access)
+        client = registry.connect_redis(url, WAIT_S, access)
         with pytest.raises(RedisError) as raised:
             await client.ping()
         assert "wrong" not in str(raised.value).replace("wrong password", "").lower()
@@ -61,23 +61,23 @@ async def test_over_tls_both_sides_are_checked(tmp_path: Path) -> None:
             RedisAccess("", *ours, password_file=file),
             RedisAccess(str(made.ca_file), password_file=file),  # without a certificate
         ):
-            with pytest.raises(redis_client.FAILURES):
+            with pytest.raises(registry.REDIS_FAILURES):
                 await pings(url, access)
         wrong_name = f"rediss://127.0.0.2:{port}/0"
-        with pytest.raises(redis_client.FAILURES):
+        with pytest.raises(registry.REDIS_FAILURES):
             await pings(wrong_name, RedisAccess(str(made.ca_file), *ours, password_file=file))
 
 
 def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="begin redis_url with rediss://"):
-        redis_client.check("redis://h/0", RedisAccess(ca_file="x"))
+        registry.check_redis("redis://h/0", RedisAccess(ca_file="x"))
     with pytest.raises(SettingsError, match="names a user or password, too") as raised:
-        redis_client.check("redis://:hunter2@h/0", RedisAccess(password_file="x"))
+        registry.check_redis("redis://:hunter2@h/0", RedisAccess(password_file="x"))
     assert "hunter2" not in str(raised.value)
     with pytest.raises(SettingsError, match="goes with password_file"):
         RedisAccess(user="x")
     with pytest.raises(SettingsError, match="No such file"):
-        redis_client.connect("redis://h/0", 1.0, RedisAccess(password_file=str(tmp_path / "no")))
+        registry.connect_redis("redis://h/0", 1.0, RedisAccess(password_file=str(tmp_path / "no")))
 
 
 async def test_a_tls_connection_that_is_refused_is_closed_at_once(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ async def test_a_tls_connection_that_is_refused_is_closed_at_once(tmp_path: Path
                     pass
 
         url = f"rediss://localhost:{listener.getsockname()[1]}/0"
-        client = redis_client.connect(url, WAIT_S, RedisAccess(str(made.ca_file)))
+        client = registry.connect_redis(url, WAIT_S, RedisAccess(str(made.ca_file)))
         until_closed = asyncio.create_task(asyncio.to_thread(refuse))
         with pytest.raises(RedisError, match="Authentication required"):
             await client.ping()

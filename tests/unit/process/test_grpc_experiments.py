@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from process.grpc_io import EXPERIMENTS, VARIABLE
+from process.entrypoint import GRPC_EXPERIMENTS, OFF_EXPERIMENTS
 
 _ENTRIES = (
     "services.router",
@@ -36,7 +36,7 @@ asyncio.run(main())
 
 
 def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {key: value for key, value in os.environ.items() if key != VARIABLE}
+    inherited = {key: value for key, value in os.environ.items() if key != GRPC_EXPERIMENTS}
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -58,23 +58,25 @@ from importlib.abc import MetaPathFinder
 class Watch(MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "grpc":
-            print(os.environ.get({VARIABLE!r}, "nothing was set"), flush=True)
+            print(os.environ.get({GRPC_EXPERIMENTS!r}, "nothing was set"), flush=True)
             os._exit(0)
 
 sys.meta_path.insert(0, Watch())
 import {component}.__main__
 """
-    assert _run(code).stdout.strip() == ",".join(EXPERIMENTS)
+    assert _run(code).stdout.strip() == ",".join(OFF_EXPERIMENTS)
 
 
 def test_an_environment_that_has_chosen_is_left_as_it_is() -> None:
-    code = f"import os, process.entry; print(repr(os.environ[{VARIABLE!r}]))"
-    assert _run(code, **{VARIABLE: ""}).stdout.strip() == "''"
+    code = f"import os, process.entrypoint; print(repr(os.environ[{GRPC_EXPERIMENTS!r}]))"
+    assert _run(code, **{GRPC_EXPERIMENTS: ""}).stdout.strip() == "''"
 
 
 def test_grpc_knows_the_names() -> None:
     """It says so of one that it does not know: a new version may drop them, and nothing breaks."""
-    told = _run(_CALL, **{VARIABLE: "-no_such_thing", "GRPC_VERBOSITY": "ERROR"}).stderr
+    told = _run(_CALL, **{GRPC_EXPERIMENTS: "-no_such_thing", "GRPC_VERBOSITY": "ERROR"}).stderr
     assert "Unknown experiment" in told
-    told = _run(_CALL, **{VARIABLE: ",".join(EXPERIMENTS), "GRPC_VERBOSITY": "ERROR"}).stderr
+    told = _run(
+        _CALL, **{GRPC_EXPERIMENTS: ",".join(OFF_EXPERIMENTS), "GRPC_VERBOSITY": "ERROR"}
+    ).stderr
     assert "Unknown experiment" not in told

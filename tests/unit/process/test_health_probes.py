@@ -8,19 +8,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from process import health
-from process.health import Health
-from process.metrics import MetricsServer
+from process import metrics
+from process.metrics import HealthProbes, MetricsServer
 from tests.harness.waiting import Clock, until
 
 
 def test_it_is_alive_from_the_start_and_ready_when_its_own_check_says_so() -> None:
     why = ["no route"]
-    one = Health("loading the model")
+    one = HealthProbes("loading the model")
     assert (one.why_not_alive(), one.why_not_ready()) == ("", "loading the model")
     one.say("weights, 1 of 2")
     assert one.why_not_ready() == "weights, 1 of 2"
-    one.judge_by(lambda: why[0])
+    one.set_check(lambda: why[0])
     assert (one.why_not_alive(), one.why_not_ready()) == ("", "no route")
     why[0] = ""
     assert one.why_not_ready() == ""
@@ -31,14 +30,14 @@ def test_it_is_alive_from_the_start_and_ready_when_its_own_check_says_so() -> No
 async def test_a_loop_that_does_not_turn_is_not_alive() -> None:
     """And one that turns again is."""
     clock = Clock(0.0)
-    one = Health(clock=clock, turn_s=0.001)
+    one = HealthProbes(clock=clock, turn_s=0.001)
     one.follow()
-    clock.now_s = health.STUCK_S  # busy, for as long as anybody ever was
+    clock.now_s = metrics.STUCK_S  # busy, for as long as anybody ever was
     assert one.why_not_alive() == ""
     clock.now_s += 1
     assert one.why_not_alive() == "the event loop has not turned for 61 s"
     await until(lambda: not one.why_not_alive())
-    clock.now_s += health.STUCK_S + 1
+    clock.now_s += metrics.STUCK_S + 1
     turn = one._turn
     one.end()
     assert one.why_not_alive() == ""  # it ends: nobody shall cut that short
@@ -46,8 +45,8 @@ async def test_a_loop_that_does_not_turn_is_not_alive() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[MetricsServer, Health]]:
-    one = Health()
+def server() -> Iterator[tuple[MetricsServer, HealthProbes]]:
+    one = HealthProbes()
     made = MetricsServer(health=one)
     made.start("127.0.0.1:0")
     yield made, one
@@ -63,11 +62,11 @@ def ask(server: MetricsServer, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def test_probes_are_told_in_one_line(server: tuple[MetricsServer, Health]) -> None:
+def test_probes_are_told_in_one_line(server: tuple[MetricsServer, HealthProbes]) -> None:
     made, one = server
     assert ask(made, "/livez") == (200, "ok\n")
     assert ask(made, "/readyz") == (503, "starting\n")
-    one.judge_by(lambda: "")
+    one.set_check(lambda: "")
     assert ask(made, "/readyz") == (200, "ok\n")
     assert ask(made, "/metrics")[0] == 200
 

@@ -1,30 +1,30 @@
-"""gRPC at a process's border: a server with a clean end, channels, and errors to status codes and
-back.
+"""gRPC calls at a process's border: channels to peers, and errors to status codes and back.
 
-This is the only module that knows status codes. A servicer wraps its methods in `unary` or
-`streaming`; a client turns what it catches with `error_from_rpc`. Everything in between speaks
-`process.errors`.
+The only module that knows status codes. A servicer wraps its methods in `unary` or `streaming`; a
+client converts what it catches with `error_from_rpc`. Everything in between raises and catches
+`process.errors`. Which field is wrong and when to retry travel in the details of a
+`google.rpc.Status`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc._cython import cygrpc
 from grpc_status import rpc_status
 
-from process import access, error_details, errors, grpc_server, logs
-from process.access import Role, Rules
-from process.intake import Intake
-from process.late_reading import Door
-from process.settings import UNIX
+from process import errors, logs
+from process.access import Role
 from process.tls import Identity
 
 logger = logging.getLogger(__name__)
@@ -38,23 +38,26 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_METADATA_BYTES = 16 * 1024
 """Of a call's headers; gRPC refuses more with RESOURCE_EXHAUSTED."""
 
-MAX_CONCURRENT_CALLS = 4096
-"""On one connection; more wait at their client."""
-
-_METADATA_BOUNDS = (
+METADATA_OPTIONS = (
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
 )
 
-CallOver = grpc_server.ExecuteBatchError
-"""What a write raises on a call that is over."""
-
-HANDSHAKE_S = 10.0
-"""For the TLS handshake of a client's connection, over gRPC as over HTTP."""
+CallOver: type[Exception] = cygrpc.ExecuteBatchError
+"""Raised by a write on a call that is over, or that can send nothing behind a write that hangs."""
 
 ABORT_S = 5.0
 """For a status to go out. One whose client has stopped reading waits behind what it did not read:
 that call is given up without."""
+
+UNREADABLE = object()
+"""What a handler is called with instead of a request that cannot be parsed
+(process.grpc_server)."""
+
+_MAX_RETRY_AFTER_S = 3600.0
+"""Longest pause that a process of ours asks for; a longer one is a damaged message's."""
+
+_DETAILS_KEY = "grpc-status-details-bin"
 
 # Most specific first: the first that matches decides.
 _CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
@@ -104,7 +107,7 @@ def code_number(code: grpc.StatusCode) -> int:
 def error_of_code(
     number: int, message: str, retry_after_s: float | None = None
 ) -> errors.BatonError:
-    """The error behind a code that travelled as a field."""
+    """The error of a code that a message carries as a field."""
     for code in grpc.StatusCode:
         if code_number(code) == number:
             return _error(code, message, retry_after_s, field=None)
@@ -113,8 +116,59 @@ def error_of_code(
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> errors.BatonError:
     """The error that the server raised, or what the failed connection means."""
-    field, retry_after_s = error_details.read(error.trailing_metadata() or ())
+    field, retry_after_s = _read_details(error.trailing_metadata() or ())
     return _error(error.code(), error.details() or "", retry_after_s, field)
+
+
+def _error(
+    code: grpc.StatusCode, message: str, retry_after_s: float | None, field: str | None
+) -> errors.BatonError:
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        name, _, problem = message.partition(": ")
+        return errors.InvalidArgument(field or name, problem if field in (None, name) else message)
+    kind = _ERRORS.get(code)
+    if kind is None:
+        return errors.Internal(f"{code.name}: {message}")
+    return kind(message, retry_after_s=retry_after_s)
+
+
+def _status(error: BaseException) -> status_pb2.Status:
+    """The code and message of `error`, with the wrong field and the retry time as details."""
+    code, message = status_of(error)
+    details = []
+    if isinstance(error, errors.InvalidArgument):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=str(error)
+        )
+        details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
+    if isinstance(error, errors.BatonError) and error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return status_pb2.Status(code=code_number(code), message=message, details=details)
+
+
+def _packed(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _read_details(trailers: Iterable[tuple[str, Any]]) -> tuple[str | None, float | None]:
+    """The wrong field and the retry time in a call's trailing metadata. Details that cannot be
+    parsed or are out of range are ignored: the status itself says what is wrong."""
+    field: str | None = None
+    retry_after_s: float | None = None
+    bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    packed = next((value for key, value in trailers if key == _DETAILS_KEY), b"")
+    with contextlib.suppress(DecodeError):
+        for detail in status_pb2.Status.FromString(packed).details:
+            if detail.Unpack(bad_request) and bad_request.field_violations:
+                field = bad_request.field_violations[0].field
+            elif detail.Unpack(retry):
+                delay_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+                retry_after_s = delay_s if 0 <= delay_s <= _MAX_RETRY_AFTER_S else None
+    return field, retry_after_s
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
@@ -123,12 +177,11 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
     code, message = status_of(error)
     if code is grpc.StatusCode.INTERNAL:
         logs.event(logger, "rpc_failed", level=logging.ERROR, exc_info=True, message=message)
-    status = error_details.status(code_number(code), message, error)
     try:
         async with asyncio.timeout(ABORT_S):
-            await context.abort_with_status(rpc_status.to_status(status))
+            await context.abort_with_status(rpc_status.to_status(_status(error)))
     except (TimeoutError, CallOver):
-        # What gRPC takes for a call that is over: it forgets it, and tells the client so.
+        # gRPC takes this for a cancelled call: it forgets the call and resets the client's stream.
         raise asyncio.CancelledError from None
     raise AssertionError("abort_with_status returned")
 
@@ -143,7 +196,7 @@ async def write_first(context: grpc.aio.ServicerContext[Any, Any], message: Any)
     except asyncio.CancelledError:
         await asyncio.wait([writing], timeout=ABORT_S)
         if not writing.cancel() and not writing.cancelled():
-            writing.exception()  # seen: whoever cancelled has a reason of his own
+            writing.exception()  # retrieved; the cancel below is what counts
         raise
 
 
@@ -159,7 +212,7 @@ def unary(handler: Unary[Request, Reply]) -> Unary[Request, Reply]:
         self: Any, request: Request, context: grpc.aio.ServicerContext[Any, Any]
     ) -> Reply:
         try:
-            grpc_server.check_readable(request)
+            _check_readable(request)
             return await handler(self, request, context)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
@@ -177,7 +230,7 @@ def streaming(handler: Streaming[Request, Reply]) -> Streaming[Request, Reply]:
         self: Any, request: Request, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Reply]:
         try:
-            grpc_server.check_readable(request)
+            _check_readable(request)
             async for reply in handler(self, request, context):
                 yield reply
         except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
@@ -186,6 +239,16 @@ def streaming(handler: Streaming[Request, Reply]) -> Streaming[Request, Reply]:
             await abort(context, error)
 
     return wrapped
+
+
+def unreadable() -> errors.InvalidArgument:
+    """The error for a request that cannot be parsed."""
+    return errors.InvalidArgument("request", "cannot be read")
+
+
+def _check_readable(request: object) -> None:
+    if request is UNREADABLE:
+        raise unreadable()
 
 
 def channel(
@@ -205,7 +268,7 @@ def channel(
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
-        *_METADATA_BOUNDS,
+        *METADATA_OPTIONS,
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.http2.max_pings_without_data", 0),
@@ -243,140 +306,3 @@ class Dialer:
 
 PLAIN = Dialer()
 """In the clear."""
-
-Authenticate = Callable[[str, grpc.aio.ServicerContext[Any, Any]], str]
-"""Told a method's path and its call: whose it is. Raises: Unauthenticated, PermissionDenied."""
-
-
-@dataclass(frozen=True)
-class Strangers:
-    """Bounds of a port that is open to others than our own processes. None, or 0: no bound."""
-
-    authenticate: Authenticate | None = None
-    """Asked before a call's message is read."""
-    intake: Intake | None = None
-    """Room for messages."""
-    read_s: float = 60.0
-    """For a message to arrive."""
-    max_connections: int = 0
-    """At the same time; the next one is closed at once."""
-    idle_s: float = 0.0
-    """A connection without calls is closed after so long."""
-    handshake_s: float = HANDSHAKE_S
-    """A connection whose TLS handshake takes longer is closed; it counts as one until then."""
-
-    @property
-    def options(self) -> list[tuple[str, int]]:
-        """As gRPC has them."""
-        found = [("grpc.server_handshake_timeout_ms", round(self.handshake_s * 1000))]
-        if self.max_connections:
-            found.append(("grpc.max_allowed_incoming_connections", self.max_connections))
-        if self.idle_s:
-            found.append(("grpc.max_connection_idle_ms", round(self.idle_s * 1000)))
-        return found
-
-
-async def listen(
-    listen_address: str,
-    add_services: Iterable[Callable[[grpc.aio.Server], None]],
-    *,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
-    max_reply_bytes: int | None = None,
-    identity: Identity | None = None,
-    rules: Rules | None = None,
-    strangers: Strangers | None = None,
-) -> tuple[grpc.aio.Server, str]:
-    """Start a server on `host:port` (port 0: a free one), or on `unix:/path`, which only this user
-    may connect to. A socket file that an earlier process left there is replaced.
-
-    Args: max_reply_bytes: None: as `max_message_bytes`. identity: over TLS, as this one. rules: who
-        may call what, by the certificates that such an identity asks for; looked at with each call.
-        strangers: bounds, where others than our own processes call.
-    Returns: the started server (its owner stops it) and the address it listens on.
-    Raises: Unavailable naming the address when it is taken or not ours.
-    """
-    server = grpc_server.make(
-        [
-            # Without this a second process shares the port in silence.
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_send_message_length", max_reply_bytes or max_message_bytes),
-            ("grpc.max_receive_message_length", max_message_bytes),
-            *_METADATA_BOUNDS,
-            ("grpc.max_concurrent_streams", MAX_CONCURRENT_CALLS),
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            *(strangers.options if strangers is not None else ()),
-        ],
-        _door(
-            rules if identity is not None and identity.asks_clients else None,
-            strangers,
-            max_message_bytes,
-        ),
-    )
-    for add in add_services:
-        add(server)
-    try:
-        if identity is None:
-            port = server.add_insecure_port(listen_address)
-        else:
-            port = server.add_secure_port(listen_address, identity.server_credentials())
-        if listen_address.startswith(UNIX):
-            Path(listen_address.removeprefix(UNIX)).chmod(0o600)  # before the first call is taken
-    except (RuntimeError, OSError) as error:
-        raise errors.Unavailable(
-            f"cannot listen on {listen_address}: the port is taken, the address is not this "
-            "machine's, or the folder cannot be written; choose another"
-        ) from error
-    await server.start()
-    if listen_address.startswith(UNIX):
-        return server, listen_address
-    return server, f"{listen_address.rsplit(':', 1)[0]}:{port}"
-
-
-def _door(rules: Rules | None, strangers: Strangers | None, max_bytes: int) -> Door | None:
-    """Role before key, and both before a message is read. None: anybody may call anything."""
-    if rules is None and strangers is None:
-        return None
-    bounds = strangers or Strangers()
-
-    async def guard(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> str:
-        if rules is not None:
-            await _check_role(rules, method, context)
-        if bounds.authenticate is None:
-            return ""
-        try:
-            return bounds.authenticate(method, context)
-        except errors.BatonError as error:
-            await abort(context, error)
-
-    return Door(guard, abort, bounds.intake, max_bytes, bounds.read_s)
-
-
-async def _check_role(
-    rules: Rules, method: str, context: grpc.aio.ServicerContext[Any, Any]
-) -> None:
-    uris = context.auth_context().get("peer_uri", ())
-    roles = access.roles_of(uri.decode(errors="replace") for uri in uris)
-    problem = access.refusal(rules, method, roles)
-    if problem:
-        logs.event(
-            logger,
-            "call_refused",
-            level=logging.WARNING,
-            method=method,
-            role=access.names_of(roles),
-            peer=context.peer(),
-        )
-        await abort(context, errors.PermissionDenied(problem))
-
-
-def _error(
-    code: grpc.StatusCode, message: str, retry_after_s: float | None, field: str | None
-) -> errors.BatonError:
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
-        name, _, problem = message.partition(": ")
-        return errors.InvalidArgument(field or name, problem if field in (None, name) else message)
-    kind = _ERRORS.get(code)
-    if kind is None:
-        return errors.Internal(f"{code.name}: {message}")
-    return kind(message, retry_after_s=retry_after_s)

@@ -1,7 +1,7 @@
-"""StepWatch: whether a thread's step takes longer than it may, so that it waits for a device which
-will not answer. Nothing can end such a step: its process must end (process/entry.py:end_now).
+"""StepWatch: finds a step that takes longer than it may, since its device does not answer. Nothing
+can end such a step: its process must end (process/entrypoint.py:end_now).
 
-The thread says when a step begins and ends; the loop's thread looks. Knows neither.
+The engine's thread says when a step begins and ends; the event loop looks.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Callable
 from process.errors import Internal
 
 WATCH_S = 1.0
-"""How often it is looked whether a step is late; more often where that is short."""
+"""Seconds between two looks; a quarter of `timeout_s` where that is less."""
 
 
 class StepWatch:
-    """See the module.
+    """Times the step under way.
 
     Args:
-        timeout_s: 0: a step may take as long as it likes.
-        what: that did not end, for the one line.
+        timeout_s: 0: no bound.
+        what: what did not end, for the error's message.
     """
 
     def __init__(

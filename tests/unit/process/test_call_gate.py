@@ -9,9 +9,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from process import rpc
 from process.errors import BatonError, DeadlineExceeded, InvalidArgument, NoCapacity
-from process.intake import Intake
-from process.late_reading import Door
+from process.grpc_server import CallGate
+from process.memory_budget import MemoryBudget
 from tests.harness.waiting import settled
 
 WAIT_S = 60.0
@@ -37,7 +38,7 @@ class _Caller:
 class _Refusals:
     """Each takes until `may_end`: its client reads nothing."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: MemoryBudget) -> None:
         self.begun = asyncio.Event()
         self.may_end = asyncio.Event()
         self.errors: list[BatonError] = []
@@ -60,17 +61,29 @@ async def _serve(request: Any, context: Any) -> Any:
     return request
 
 
-def _method(intake: Intake, refusals: _Refusals, read_s: float = WAIT_S) -> Any:
-    door = Door(_guard, refusals.refuse, intake, max_bytes=50, read_s=read_s)
+def _method(intake: MemoryBudget, read_s: float = WAIT_S) -> Any:
+    gate = CallGate(_guard, intake, max_bytes=50, read_s=read_s)
     handler = grpc.unary_unary_rpc_method_handler(_serve)
-    return door.handler(handler, PATH).stream_unary
+    return gate.handler(handler, PATH).stream_unary
 
 
-async def test_who_is_refused_for_being_slow_and_reads_nothing_holds_nobody_up() -> None:
-    intake = Intake(100, wait_s=WAIT_S)
+@pytest.fixture
+def intake() -> MemoryBudget:
+    return MemoryBudget(100, wait_s=WAIT_S)
+
+
+@pytest.fixture
+def refusals(intake: MemoryBudget, monkeypatch: pytest.MonkeyPatch) -> _Refusals:
+    made = _Refusals(intake)
+    monkeypatch.setattr(rpc, "abort", made.refuse)
+    return made
+
+
+async def test_who_is_refused_for_being_slow_and_reads_nothing_holds_nobody_up(
+    intake: MemoryBudget, refusals: _Refusals
+) -> None:
     intake.patience_s = 0.001
-    refusals = _Refusals(intake)
-    method = _method(intake, refusals)
+    method = _method(intake)
     slow = asyncio.create_task(method(None, _Caller(None)))
     await settled()
     assert intake.num_bytes == intake.max_owner_bytes
@@ -92,21 +105,24 @@ async def test_who_is_refused_for_being_slow_and_reads_nothing_holds_nobody_up()
     [(None, 0.001, DeadlineExceeded), (grpc.aio.EOF, WAIT_S, InvalidArgument)],
 )
 async def test_whoever_is_refused_holds_no_room(
-    message: object, read_s: float, kind: type[BatonError]
+    intake: MemoryBudget,
+    refusals: _Refusals,
+    message: object,
+    read_s: float,
+    kind: type[BatonError],
 ) -> None:
-    intake = Intake(100, wait_s=WAIT_S)
-    refusals = _Refusals(intake)
     refusals.may_end.set()
     with pytest.raises(_Refused):
-        await _method(intake, refusals, read_s)(None, _Caller(message))
+        await _method(intake, read_s)(None, _Caller(message))
     assert [type(error) for error in refusals.errors] == [kind]
     assert refusals.num_bytes_held == [0]
     intake.check_integrity()
 
 
-async def test_a_call_that_is_cancelled_while_it_is_read_gives_its_room_back() -> None:
-    intake = Intake(100, wait_s=WAIT_S)
-    call = asyncio.create_task(_method(intake, _Refusals(intake))(None, _Caller(None)))
+async def test_a_call_that_is_cancelled_while_it_is_read_gives_its_room_back(
+    intake: MemoryBudget,
+) -> None:
+    call = asyncio.create_task(_method(intake)(None, _Caller(None)))
     await settled()
     assert intake.num_bytes == 50
     call.cancel()

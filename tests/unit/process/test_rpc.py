@@ -15,7 +15,7 @@ import pytest
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from process import errors, serving
+from process import errors, grpc_server, rpc
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 
@@ -23,18 +23,18 @@ class _Raises(kvstore_pb2_grpc.KvStoreServicer):
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
-    @serving.unary
+    @rpc.unary
     async def GetStatus(self, request: Any, context: Any) -> kvstore_pb2.GetStatusReply:
         raise self.error
 
-    @serving.unary
+    @rpc.unary
     async def Write(self, request: Any, context: Any) -> kvstore_pb2.WriteReply:
         num_bytes = 0
         async for chunk in request:
             num_bytes += len(chunk.data)
         return kvstore_pb2.WriteReply(num_bytes=num_bytes)
 
-    @serving.streaming
+    @rpc.streaming
     async def Read(self, request: Any, context: Any) -> AsyncIterator[kvstore_pb2.ReadChunk]:
         yield kvstore_pb2.ReadChunk(index=7)
         raise self.error
@@ -43,10 +43,10 @@ class _Raises(kvstore_pb2_grpc.KvStoreServicer):
 class _Superseded(kvstore_pb2_grpc.KvStoreServicer):
     """Its answer is cancelled while the first message is on its way."""
 
-    @serving.unary
+    @rpc.unary
     async def Read(self, request: Any, context: Any) -> None:
         first = asyncio.create_task(
-            serving.write_first(context, kvstore_pb2.ReadChunk(data=bytes(100_000)))
+            rpc.write_first(context, kvstore_pb2.ReadChunk(data=bytes(100_000)))
         )
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -57,18 +57,18 @@ class _Superseded(kvstore_pb2_grpc.KvStoreServicer):
 
 
 class _Echo(kvstore_pb2_grpc.KvStoreServicer):
-    @serving.unary
+    @rpc.unary
     async def GetStatus(self, request: Any, context: Any) -> kvstore_pb2.GetStatusReply:
         return kvstore_pb2.GetStatusReply(node_id="here")
 
 
 async def _over_the_wire(error: BaseException, *, stream: bool) -> errors.BatonError:
-    server, address = await serving.listen(
+    server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(_Raises(error), s)],
     )
     try:
-        async with serving.channel(address) as channel:
+        async with rpc.channel(address) as channel:
             stub = kvstore_pb2_grpc.KvStoreStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 if stream:
@@ -77,7 +77,7 @@ async def _over_the_wire(error: BaseException, *, stream: bool) -> errors.BatonE
                     await call.read()
                 else:
                     await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=30)
-            return serving.error_from_rpc(caught.value)
+            return rpc.error_from_rpc(caught.value)
     finally:
         await server.stop(0)
 
@@ -102,8 +102,8 @@ async def test_errors_survive_the_wire(error: errors.BatonError, stream: bool) -
     assert str(received) == str(error)
     assert received.retry_after_s == error.retry_after_s
     assert getattr(received, "field", None) == getattr(error, "field", None)
-    code, _ = serving.status_of(error)
-    again = serving.error_of_code(serving.code_number(code), str(error), error.retry_after_s)
+    code, _ = rpc.status_of(error)
+    again = rpc.error_of_code(rpc.code_number(code), str(error), error.retry_after_s)
     assert (type(again), str(again)) == (type(error), str(error))
 
 
@@ -114,10 +114,10 @@ async def test_the_unexpected_is_internal_and_does_not_leak() -> None:
 
 
 async def test_a_taken_port_is_one_clear_error() -> None:
-    server, address = await serving.listen("127.0.0.1:0", [])
+    server, address = await grpc_server.listen("127.0.0.1:0", [])
     try:
         with pytest.raises(errors.Unavailable, match=f"cannot listen on {address}"):
-            await serving.listen(address, [])
+            await grpc_server.listen(address, [])
     finally:
         await server.stop(0)
     await asyncio.sleep(0)
@@ -129,12 +129,12 @@ async def test_a_unix_socket_is_its_users_alone_and_replaces_what_a_killed_serve
     path = tmp_path / "a.sock"
     with socket.socket(socket.AF_UNIX) as killed:  # its file stays
         killed.bind(str(path))
-    server, address = await serving.listen(
+    server, address = await grpc_server.listen(
         f"unix:{path}", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(_Echo(), s)]
     )
     try:
         assert address == f"unix:{path}" and stat.S_IMODE(path.stat().st_mode) == 0o600
-        async with serving.channel(address) as channel:
+        async with rpc.channel(address) as channel:
             stub = kvstore_pb2_grpc.KvStoreStub(channel)
             reply = await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=30)
         assert reply.node_id == "here"
@@ -142,7 +142,7 @@ async def test_a_unix_socket_is_its_users_alone_and_replaces_what_a_killed_serve
         await server.stop(0)
     nowhere = f"unix:{tmp_path}/none/a.sock"
     with pytest.raises(errors.Unavailable, match=f"cannot listen on {nowhere}"):
-        await serving.listen(nowhere, [])
+        await grpc_server.listen(nowhere, [])
 
 
 # -- messages that were spoiled on their way
@@ -155,18 +155,18 @@ async def test_a_request_that_cannot_be_read_is_refused_and_ends_nothing(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     raises = _Raises(errors.NotFound("read all the same"))
-    server, address = await serving.listen(
+    server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(raises, s)],
     )
     try:
-        async with serving.channel(address) as channel:
+        async with rpc.channel(address) as channel:
             stub = kvstore_pb2_grpc.KvStoreStub(channel)
             writing = stub.Write(timeout=30)
             await writing.write(kvstore_pb2.WriteChunk(data=b"1234"))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await _send_raw(channel, method, _NO_MESSAGE)
-            ours = serving.error_from_rpc(caught.value)
+            ours = rpc.error_from_rpc(caught.value)
             assert isinstance(ours, errors.InvalidArgument) and ours.field == "request"
             await writing.write(kvstore_pb2.WriteChunk(data=b"56"))
             await writing.done_writing()
@@ -223,24 +223,24 @@ def _packed(type_name: str, value: bytes) -> bytes:
 )
 def test_details_that_cannot_be_are_none(details: bytes) -> None:
     """The status itself still says what is wrong."""
-    ours = serving.error_from_rpc(_failed(details))
+    ours = rpc.error_from_rpc(_failed(details))
     assert type(ours) is errors.Unavailable and str(ours) == "gone"
     assert ours.retry_after_s == errors.Unavailable.retry_after_s
 
 
 async def test_headers_are_bounded_and_the_next_call_is_served() -> None:
-    server, address = await serving.listen(
+    server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [lambda server: kvstore_pb2_grpc.add_KvStoreServicer_to_server(_Echo(), server)],
     )
     try:
         async with grpc.aio.insecure_channel(address) as channel:  # a client without our bounds
             stub = kvstore_pb2_grpc.KvStoreStub(channel)
-            long = (("x-long", "a" * (serving.MAX_METADATA_BYTES + 1)),)
+            long = (("x-long", "a" * (rpc.MAX_METADATA_BYTES + 1)),)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=10, metadata=long)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            fits = (("x-long", "a" * (serving.MAX_METADATA_BYTES // 2)),)
+            fits = (("x-long", "a" * (rpc.MAX_METADATA_BYTES // 2)),)
             assert await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=10, metadata=fits)
     finally:
         await server.stop(0)
@@ -248,12 +248,12 @@ async def test_headers_are_bounded_and_the_next_call_is_served() -> None:
 
 async def test_a_cancel_during_the_first_message_still_tells_its_client() -> None:
     """Or it would wait until its deadline for a status that gRPC could not send."""
-    server, address = await serving.listen(
+    server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(_Superseded(), s)],
     )
     try:
-        async with serving.channel(address) as channel:
+        async with rpc.channel(address) as channel:
             call = kvstore_pb2_grpc.KvStoreStub(channel).Read(kvstore_pb2.ReadRequest(), timeout=20)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 while await call.read() is not grpc.aio.EOF:

@@ -1,8 +1,8 @@
 """Messages on a stream socket: 4 bytes of length (little endian), then that many bytes.
 
-Bounded: a longer message is refused by whoever would send it, and a longer length ends the
-connection. Every call has a deadline. Knows no message. One thread reads, one writes; they use
-duplicates of one socket, since a timeout belongs to the object.
+A message of more than MAX_FRAME_BYTES is refused by its sender; a longer length ends the
+connection. Every call has a deadline. One thread reads and one writes; they use duplicates of one
+socket, since a timeout belongs to the object.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class FrameReader:
         return frame
 
     def fileno(self) -> int:
-        """What to wait on. Frames that have come already are not seen there."""
+        """For `select`; frames that are in the buffer already do not make it readable."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Let the socket go."""
+        """Close this duplicate of the socket."""
         self._socket.close()
 
     def _take(self) -> bytes | None:
@@ -87,7 +87,7 @@ class FrameWriter:
             raise EOFError(str(error)) from error
 
     def close(self) -> None:
-        """Let the socket go."""
+        """Close this duplicate of the socket."""
         self._socket.close()
 
 

@@ -1,10 +1,10 @@
-"""What a cluster wishes of its LoRA adapters: one entry of a HASH in Redis for each name, changed
-by routers, followed by workers and routers.
+"""Wishes: which content of each LoRA adapter a cluster should serve. One entry of a HASH in Redis
+for each name (`common.proto`: AdapterWish), changed by routers, followed by workers and routers.
 
-Entries are values (`common.proto`: AdapterWish); how two accounts of one meet, and what follows
-from one, is decided here. Pure, but for `swap`. A Redis that lost its entries is no news: a process
-that knew a wish goes on following it, and routers write it back. Hence an unloaded name leaves an
-entry without `current`, for `FORGET_S`.
+How two accounts of one wish are merged, and what follows from one, is decided here. Pure, except
+`swap`. A Redis that lost its entries changes nothing: processes go on following the wishes that
+they know, and routers write them back. So an unloaded name keeps an entry without `current`, for
+`FORGET_S`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protos.common_pb2 import AdapterVersion, AdapterWish
 KEY = "baton:adapters"
 
 FORGET_S = 7 * 24 * 3600.0
-"""How long it is remembered that a name was unloaded: by then every worker has heard of it."""
+"""How long an unloaded name keeps its entry: by then every worker has read it."""
 
 MAX_NAME_CHARS = 128
 
@@ -64,7 +64,7 @@ def from_json(name: bytes, data: bytes) -> AdapterWish:
 
 
 def parse(raw: Mapping[bytes, bytes], problems: list[str]) -> dict[str, AdapterWish]:
-    """All entries; what cannot be read is told in `problems`."""
+    """All entries; one that cannot be read is added to `problems`."""
     wishes = {}
     for name, data in raw.items():
         try:
