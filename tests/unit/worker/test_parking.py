@@ -177,7 +177,7 @@ async def test_a_tenants_share_bounds_what_is_parked_for_it(tmp_path: Path) -> N
     """Beyond its own share a tenant's requests have the frames that are free, and push no other
     tenant's blocks out: what finds no frame is lost with a reason, and is computed again."""
     async with lot(tmp_path, num_frames=32, tenant_shares=("acme=0.25", "other=0.25")) as made:
-        account = made.store.places.frame_account
+        account = made.store.table.frame_account
         num_frames = made.store.frames.num_slots
         num_pool = account.guaranteed[POOL]
         for index in range(num_pool):  # the blocks of tenants without a share fill theirs
