@@ -23,18 +23,17 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from baton.cli import options, render
+from baton.cli import options, plots, render
 from baton.cli.options import FILE, RouterTarget, flag, seconds, section, value
 from baton.cli.render import number, text
 from baton.client import Client
 from baton.errors import InvalidArgument
-from baton.load import arrivals, planned, plots, trace_file
-from baton.load.outcome import Outcome
-from baton.load.planned import Planned
-from baton.load.report import Limits, Report, as_json, report
-from baton.load.run import OnProgress
-from baton.load.run import run as run_load
+from baton.load import workload
+from baton.load.report import Limits, Report, report
+from baton.load.runner import OnProgress, Outcome
+from baton.load.runner import run as run_load
 from baton.load.senders import GrpcSender, OpenAiSender, Sender
+from baton.load.workload import Planned
 from process import settings
 
 API_KEY = "OPENAI_API_KEY"
@@ -131,7 +130,7 @@ def _serve(
     """
     limits = Limits.parse(asked.goodput)
     if plot is not None:
-        plots.check(plot)
+        plots.check("--plot", plot)
     console = Console(stderr=True)
     outcomes = asyncio.run(_measure(target, asked, console))
     result = report(outcomes, limits)
@@ -139,9 +138,9 @@ def _serve(
         Console().print(made)
         Console().print()
     if plot is not None:
-        plots.draw(outcomes, limits, plot, _title(asked))
+        plots.draw_load(outcomes, limits, plot, _title(asked))
         console.print(f"plot: {plot}")
-    line = json.dumps(as_json(result) | {"load": _load_as_json(asked)})
+    line = json.dumps(dataclasses.asdict(result) | {"load": _load_as_json(asked)})
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(line + "\n", encoding="utf-8")
@@ -192,8 +191,8 @@ def _load(asked: SimpleNamespace, vocab_size: int) -> Sequence[Planned]:
     if asked.trace is not None:
         if asked.prefix_groups is not None:
             raise InvalidArgument("--prefix-groups", "not with --trace: it says who shares what")
-        return trace_file.replay(
-            trace_file.read_trace(asked.trace, limit=asked.requests),
+        return workload.replay_trace(
+            workload.read_trace(asked.trace, limit=asked.requests),
             vocab_size=vocab_size,
             seed=asked.seed,
             speed=asked.speed,
@@ -201,9 +200,9 @@ def _load(asked: SimpleNamespace, vocab_size: int) -> Sequence[Planned]:
         )
     shared = None
     if asked.prefix_groups is not None:
-        shared = planned.SharedPrefixes(asked.prefix_groups, asked.prefix_len)
-    times = arrivals.arrivals(
-        arrivals.parse_rates(asked.rate),
+        shared = workload.SharedPrefixes(asked.prefix_groups, asked.prefix_len)
+    times = workload.arrival_times(
+        workload.parse_rates(asked.rate),
         num_requests=asked.requests,
         kind=asked.arrivals,
         burstiness=asked.burstiness,
@@ -211,8 +210,8 @@ def _load(asked: SimpleNamespace, vocab_size: int) -> Sequence[Planned]:
     )
     if not times:
         raise InvalidArgument("--rate", f"{asked.rate!r} sends nothing with this seed")
-    lengths = planned.Lengths(asked.input_len, asked.output_len, asked.spread)
-    return planned.random_load(
+    lengths = workload.Lengths(asked.input_len, asked.output_len, asked.spread)
+    return workload.random_load(
         times, lengths, vocab_size=vocab_size, seed=asked.seed, shared=shared
     )
 

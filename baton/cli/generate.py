@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from baton import record
-from baton.cli import options, render, timeline, up
+from baton.cli import options, plots, render, up
 from baton.cli.options import FILE, RouterTarget, flag, value
 from baton.client import SyncClient
 from baton.cluster.config import ClusterConfig
@@ -67,7 +67,7 @@ def generate(
     asked: Prompt = _token_ids(text) if token_ids else text
     request = build_request(asked, **sampling, **shaping, trace=record_to is not None)
     if timeline_to is not None:
-        timeline.check(timeline_to)
+        plots.check("--timeline", timeline_to)
     arrivals = _Arrivals()
     with target.client() as client:
         chunks = arrivals.noting(client.send(request))
@@ -83,7 +83,7 @@ def generate(
     if record_to is not None:
         record.write(record.record_of(request, completions), record_to)
     if timeline_to is not None:
-        timeline.draw(completions[0], arrivals.tokens_s, arrivals.end_s, timeline_to)
+        plots.draw_timeline(completions[0], arrivals.tokens_s, arrivals.end_s, timeline_to)
 
 
 class _Arrivals:
