@@ -10,9 +10,8 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from baton.client import Client, SyncClient
+    from baton.client import Client, Credentials, SyncClient
     from baton.cluster.local_cluster import ClusterConfig, LocalCluster
-    from baton.credentials import Credentials
     from baton.errors import (
         AlreadyExists,
         BatonError,
@@ -79,7 +78,7 @@ _MODULES = {
     "SyncClient": "baton.client",
     "ClusterConfig": "baton.cluster.local_cluster",
     "LocalCluster": "baton.cluster.local_cluster",
-    "Credentials": "baton.credentials",
+    "Credentials": "baton.client",
     "AlreadyExists": "baton.errors",
     "BatonError": "baton.errors",
     "Cancelled": "baton.errors",

@@ -22,11 +22,10 @@ import click
 from click.core import ParameterSource
 
 from baton.cert_set import CertSet
-from baton.client import SyncClient
+from baton.client import Credentials, SyncClient
 from baton.cluster import state as cluster_state
 from baton.cluster.config import DEFAULT_PORT, ClusterConfig
 from baton.cluster.state import ClusterState
-from baton.credentials import Credentials
 from baton.errors import ClusterError, InvalidArgument, Unavailable
 from process import secret_file
 from process.access import Role

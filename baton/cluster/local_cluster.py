@@ -30,14 +30,13 @@ from typing import Self
 import redis
 
 from baton import key_files
-from baton.client import SyncClient
+from baton.client import Credentials, SyncClient
 from baton.cluster import plan
 from baton.cluster.config import ClusterConfig
 from baton.cluster.plan import OPEN, ProcessSpec, Secured, WorkerSpec, take_password
 from baton.cluster.scale_service import ScaleService
 from baton.cluster.state import RunFolder
 from baton.cluster.supervisor import ClusterEvent, OnEvent, ProcessInfo, State, Supervisor
-from baton.credentials import Credentials
 from baton.errors import BatonError, ClusterError
 from process import api_keys, keys
 from process.access import Role

@@ -19,10 +19,10 @@ from baton import ClusterConfig, LocalCluster, cli
 from baton.cert_set import CertSet
 from baton.cli import up
 from baton.cli.options import RouterTarget
+from baton.client import Credentials
 from baton.cluster import state as cluster_state
 from baton.cluster.plan import Secured
 from baton.cluster.state import ClusterState
-from baton.credentials import Credentials
 from baton.errors import InvalidArgument, NoCapacity
 from protos import common_pb2, inference_pb2
 
@@ -257,7 +257,7 @@ def test_refusals_are_one_line(
     [
         (["generate", "hi"], "baton up"),
         (["status"], "baton up"),
-        (["generate", "hi", "--address", "127.0.0.1:1"], "nobody answers at 127.0.0.1:1"),
+        (["generate", "hi", "--address", "127.0.0.1:1"], "no router answers at 127.0.0.1:1"),
         (["generate", "a b", "--token-ids", "--address", "127.0.0.1:1"], "as numbers"),
         (["up", "--model", "./nowhere"], "no such folder"),
         (["up", "--model", "baton-7m"], "there are baton-5m"),
