@@ -17,9 +17,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from baton import audit as index_audit
-from baton import block_history
-from baton.audit import StoreAudit
-from baton.block_history import Told
+from baton.audit import StoreAudit, StoreHistory
 from baton.cli import options, render
 from baton.cli.options import RouterTarget, seconds, value
 from baton.cli.render import Column, number, text
@@ -212,8 +210,8 @@ def block(chain_hash: str, num: int, target: RedisTarget, timeout: float, as_jso
     HASH is the chain hash of the block, or its first digits, as traces and logs have it. Without
     one the blocks with the latest events are shown.
     """
-    told = asyncio.run(
-        block_history.ask(
+    histories = asyncio.run(
+        index_audit.block_histories(
             target.redis_url(),
             _prefix_of(chain_hash),
             max_blocks=max(1, num),
@@ -222,15 +220,15 @@ def block(chain_hash: str, num: int, target: RedisTarget, timeout: float, as_jso
             access=target.access(),
         )
     )
-    if told and all(each.problem for each in told):
-        raise Unavailable("; ".join(f"{each.node_id}: {each.problem}" for each in told))
-    if not any(each.blocks for each in told):
+    if histories and all(each.problem for each in histories):
+        raise Unavailable("; ".join(f"{each.node_id}: {each.problem}" for each in histories))
+    if not any(each.blocks for each in histories):
         named = f"of block {chain_hash}" if chain_hash else "of any block"
         raise NotFound(f"no store remembers anything {named}")
     if as_json:
-        sys.stdout.write(json.dumps(_histories_as_json(told)) + "\n")
+        sys.stdout.write(json.dumps(_histories_as_json(histories)) + "\n")
     else:
-        render.show(_histories(told))
+        render.show(_histories(histories))
 
 
 def _prefix_of(digits: str) -> bytes:
@@ -246,7 +244,7 @@ def _prefix_of(digits: str) -> bytes:
     return prefix
 
 
-def _histories_as_json(told: Sequence[Told]) -> dict[str, Any]:
+def _histories_as_json(histories: Sequence[StoreHistory]) -> dict[str, Any]:
     """All of it as JSON values; hashes in hex."""
     return {
         "stores": [
@@ -255,15 +253,15 @@ def _histories_as_json(told: Sequence[Told]) -> dict[str, Any]:
                 "problem": each.problem,
                 "blocks": [_plain(block) for block in each.blocks],
             }
-            for each in told
+            for each in histories
         ]
     }
 
 
-def _histories(told: Sequence[Told]) -> RenderableType:
+def _histories(histories: Sequence[StoreHistory]) -> RenderableType:
     """A table for each block of each store. Pure."""
     parts: list[RenderableType] = []
-    for each in told:
+    for each in histories:
         if each.problem:
             parts.append(Text(f"{each.node_id}: {each.problem}", style="red"))
         for block in each.blocks:
