@@ -204,7 +204,7 @@ def certs(
     tls.mode=self-made. Each certificate names one role; with --flips those of workers name prefill
     and decode, so that a running worker may take the other role.
     """
-    from baton import certs as certificates  # cryptography takes a while to import
+    from baton import certificates  # cryptography takes a while to import
 
     if out is None and not secrets:
         raise click.UsageError("Missing option '--out' or '--secrets'.")
@@ -218,10 +218,8 @@ def certs(
         named_servers[name] = host
     all_hosts = list(dict.fromkeys([*certificates.LOCAL_HOSTS, *hosts]))
     if out is None:
-        from baton import cert_secrets  # the client of Kubernetes takes a second to import
-
-        place = cert_secrets.Place(secrets, namespace, owner)
-        written = cert_secrets.write(
+        place = certificates.SecretsPlace(secrets, namespace, owner)
+        written = certificates.write_secrets(
             place, hosts=all_hosts, days=days, servers=named_servers, flips=flips
         )
         sys.stdout.write(f"written: {', '.join(written)}\n")

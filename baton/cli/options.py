@@ -21,7 +21,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from baton.cert_set import CertSet
 from baton.client import Credentials, SyncClient
 from baton.cluster import state as cluster_state
 from baton.cluster.config import DEFAULT_PORT, ClusterConfig
@@ -262,6 +261,8 @@ class RouterTarget:
         if self.tls or self.ca_file or self.cert_file:
             tls = TlsSettings(self.ca_file, self.cert_file, self.key_file)
         elif self.state is not None and self.state.tls_dir:
+            from baton.certificates import CertSet  # cryptography takes a while to import
+
             tls = CertSet(Path(self.state.tls_dir)).tls_of(Role.ADMIN)
         return Credentials(tls, api_key)
 

@@ -283,7 +283,7 @@ class LocalCluster:
         certs, api_keys_file = None, ""
         api_key = os.environ.get("BATON_API_KEY", "")  # for a key file of the user's own
         if self.config.tls:
-            from baton.certs import write  # cryptography takes a while to import
+            from baton.certificates import write  # cryptography takes a while to import
 
             # The autoscaler may turn workers from one role to the other.
             certs = write(folder / "tls", flips=self.config.autoscale)

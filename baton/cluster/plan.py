@@ -16,12 +16,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from baton.cert_set import CertSet
 from baton.cluster.config import ClusterConfig
 from baton.errors import ClusterError
 from process.access import Role
+
+if TYPE_CHECKING:
+    from baton.certificates import CertSet  # cryptography takes a while to import
 
 DRAIN_S = 3
 """How long a stopping part lets requests finish, unless `--set` says otherwise."""
@@ -486,10 +489,12 @@ def check_settings(config: ClusterConfig) -> None:
 
 def _one_of_each_kind(config: ClusterConfig) -> list[ProcessSpec]:
     """Of every kind that a `--set` may name, whether or not this cluster has such a part."""
-    secured = Secured(
-        CertSet(_FOLDER / "tls") if config.tls else None,
-        str(_FOLDER / "api_keys.toml") if config.api_keys else "",
-    )
+    certs = None
+    if config.tls:
+        from baton.certificates import CertSet
+
+        certs = CertSet(_FOLDER / "tls")
+    secured = Secured(certs, str(_FOLDER / "api_keys.toml") if config.api_keys else "")
     store, *_ = stores(
         config,
         redis_url=_REDIS,

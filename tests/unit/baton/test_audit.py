@@ -16,7 +16,7 @@ import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import audit, certs, cli
+from baton import audit, certificates, cli
 from baton.audit import Reading, StoreAudit, compare
 from baton.cluster import state as cluster_state
 from kvstore import index, serve
@@ -241,7 +241,7 @@ async def test_a_redis_over_tls_with_a_password_is_asked_as_the_parts_ask_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both commands that read Redis themselves."""
-    made = certs.write(tmp_path / "certs")
+    made = certificates.write(tmp_path / "certs")
     access = RedisAccess(
         str(made.ca_file),
         str(made.cert_file(Role.PREFILL)),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from baton import ClusterConfig, LocalCluster, cli
-from baton.cert_set import CertSet
+from baton.certificates import CertSet
 from baton.cli import up
 from baton.cli.options import RouterTarget
 from baton.client import Credentials
