@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,7 @@ _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
 @value(
     "--namespace", "NAME", "Check this namespace. By default it is the context's.", "", short="-n"
 )
-@options.as_json("Print the findings as one JSON object.")
+@options.as_json()
 def preflight(
     chart: Path,
     release: str,
@@ -83,7 +81,7 @@ def preflight(
     findings = (*checks.all_of(asked, there), *model.check(asked, there, sizes))
     is_bad = any(finding.status is Status.FAIL for finding in findings)
     if as_json:
-        sys.stdout.write(json.dumps(_findings_as_json(findings)) + "\n")
+        render.print_json(_findings_as_json(findings))
     else:
         render.show(_table(findings))
     return int(is_bad)

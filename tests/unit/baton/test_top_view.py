@@ -173,7 +173,7 @@ def test_a_router_that_goes_away_is_asked_again_until_ctrl_c(
     client = _Client(_status(), Unavailable("no router answers"), back, KeyboardInterrupt())  # type: ignore[arg-type]
     assert _run(monkeypatch, client, once=False) == 0
     text = file.getvalue()
-    assert "as last heard of; trying again: no router answers" in text
+    assert "not up to date; trying again: no router answers" in text
     assert text.index("trying again") < text.index("4321 finished")
 
 
