@@ -20,8 +20,7 @@ import psutil
 import pytest
 
 from baton import ClusterConfig, LocalCluster, certs, key_files
-from baton.client import Client, SyncClient, collect_chunks
-from baton.credentials import Credentials
+from baton.client import Client, Credentials, SyncClient, collect_chunks
 from baton.errors import PermissionDenied, Unauthenticated, Unavailable
 from baton.messages import Chunk, Completion, KvLeg
 from engine.config import EngineConfig

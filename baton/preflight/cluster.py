@@ -1,33 +1,111 @@
-"""Looks at a cluster with the official client, and never changes anything there.
+"""What a Kubernetes cluster has, as one user may see it: `Cluster`, and the `Reader` that makes it.
 
-Every call is bounded in time. What this user may not look at is left out of the view, so that the
-checks can say so; only a cluster that does not answer is an error. Blocking; needs
-`baton[kubernetes]`, which is imported here and not before.
+The reader uses the official client (`baton[kubernetes]`, imported when it is needed: that takes a
+second) and changes nothing there. Each call is bounded in time. What the user may not look at is
+left out of the `Cluster`, so that the checks can say so; only a cluster that does not answer is an
+error. Blocking.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from baton.preflight import quantities
-from baton.preflight.cluster_view import Cluster, Node, Resource, Taint
-from baton.preflight.manifests import PreflightError
-from baton.preflight.needs import Kind, Needs, PodNeed
+from baton.preflight.needs import Kind, Needs, PodNeed, PreflightError, parse_quantities, total
 from process import kubernetes_config
 from process.settings import SettingsError
 
 CALL_S = 15.0
-"""For one call to the API server."""
+"""Limit of one call to the API server."""
 
 _PAGE = 500
 _MAX_PAGES = 1000
 _MAX_CHARS = 200
 
 
+@dataclass(frozen=True)
+class Taint:
+    """A taint of a node: pods that do not tolerate it stay off the node."""
+
+    key: str
+    value: str
+    """May be empty."""
+    effect: str
+    """NoSchedule, PreferNoSchedule or NoExecute."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node, as the API server describes it."""
+
+    name: str
+    allocatable: Mapping[str, float]
+    """What all its pods together may use."""
+
+    requested: Mapping[str, float] = field(default_factory=dict)
+    """What its pods ask for; empty where the user may not list pods."""
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    taints: tuple[Taint, ...] = ()
+    images: frozenset[str] = frozenset()
+    """Names of the images that the node reports."""
+
+    is_ready: bool = True
+    """The node is ready and takes new pods."""
+
+
+@dataclass(frozen=True)
+class Resource:
+    """How the API server serves a kind of objects."""
+
+    plural: str
+    """Such as deployments."""
+
+    is_namespaced: bool
+    """Objects of this kind belong to a namespace."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the checks want to know of a cluster."""
+
+    version: tuple[int, int]
+    """Such as (1, 33)."""
+
+    namespace: str
+    """The namespace that the objects would be created in."""
+
+    namespace_labels: Mapping[str, str] | None = None
+    """The labels of that namespace; None: it does not exist, or the user may not look at it."""
+
+    is_namespace_known: bool = True
+    """False: the user may not look at the namespace."""
+
+    resources: Mapping[Kind, Resource | None] = field(default_factory=dict)
+    """By kind that is needed; None: the server does not know the kind."""
+
+    groups: frozenset[str] = frozenset()
+    """API groups that the server has, such as metrics.k8s.io."""
+
+    allowed: Mapping[tuple[str, str, str], bool] = field(default_factory=dict)
+    """By (verb, group, plural), whether the user may do this."""
+
+    nodes: tuple[Node, ...] | None = None
+    """None: the user may not list nodes."""
+
+    is_usage_known: bool = False
+    """Whether the user may list pods, so that `Node.requested` is known."""
+
+    found: Mapping[tuple[str, str], frozenset[str] | None] = field(default_factory=dict)
+    """By (kind, name) of an object that pods refer to, its keys; None: it does not exist. An object
+    that the user may not look at is left out.
+    """
+
+
 class Reader:
-    """One API server, as one user sees it."""
+    """Reads a cluster as one user."""
 
     def __init__(self, api: Any, namespace: str) -> None:
         """`api`: an ApiClient of the official package."""
@@ -39,7 +117,7 @@ class Reader:
         self.namespace = namespace
 
     def version(self) -> tuple[int, int]:
-        """Such as (1, 33). Raises: PreflightError when nobody answers."""
+        """The version of Kubernetes, such as (1, 33). Raises: PreflightError without an answer."""
         body = self._call(self._client.VersionApi(self._api).get_code)
         if body is None:
             raise PreflightError("the API server does not say its version")
@@ -48,7 +126,7 @@ class Reader:
         return int(major), int(minor)
 
     def look(self, needs: Needs) -> Cluster:
-        """All that the checks want to know. Raises: PreflightError when the server goes away."""
+        """Read what the checks want to know. Raises: PreflightError without an answer."""
         resources = {kind: self._resource(kind) for kind in needs.kinds}
         labels, is_known = self._namespace()
         nodes, is_usage_known = self._nodes()
@@ -72,8 +150,10 @@ class Reader:
         )
 
     def _call(self, what: Any, *arguments: Any, **options: Any) -> Any:
-        """The answer as JSON has it; None where it is not there or not allowed. Raises:
-        PreflightError."""
+        """The answer as JSON values; None: not there (404) or not allowed (403).
+
+        Raises: PreflightError.
+        """
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -96,7 +176,7 @@ class Reader:
                 f"no answer from the API server {host}: {reason}; check --context, or the network"
             ) from None
         except ValueError:
-            # The client checks what it is answered. Its words may hold the answer, a Secret's even.
+            # The client checks answers. Its error may quote the answer, such as a Secret's content.
             name = getattr(what, "__name__", "a call")
             raise PreflightError(
                 f"the API server answered {name} with what the client cannot read"
@@ -119,7 +199,7 @@ class Reader:
         return frozenset(each["name"] for each in body.get("groups") or ())
 
     def _namespace(self) -> tuple[Mapping[str, str] | None, bool]:
-        """(its labels, or None if it is not there; whether anything is known of it)."""
+        """The labels (None: absent or hidden), and whether the user may look at the namespace."""
         body = self._call(self._core.read_namespace, self.namespace)
         if body is not None:
             return body["metadata"].get("labels") or {}, True
@@ -138,7 +218,7 @@ class Reader:
         return answer is not None and bool(answer["status"]["allowed"])
 
     def _all(self, listing: Any) -> list[dict[str, Any]] | None:
-        """A whole list, fetched page by page; None where it is not allowed."""
+        """A whole list, read page by page; None: not allowed."""
         items: list[dict[str, Any]] = []
         token = None
         for _ in range(_MAX_PAGES):
@@ -161,7 +241,7 @@ class Reader:
             name, phase = pod["spec"].get("nodeName"), pod.get("status", {}).get("phase")
             if name and phase not in ("Succeeded", "Failed"):
                 asked = {**PodNeed("", 1, pod["spec"]).requests, "pods": 1.0}
-                requested[name] = quantities.total(requested.get(name, {}), asked)
+                requested[name] = total(requested.get(name, {}), asked)
         nodes = tuple(_node(each, requested.get(each["metadata"]["name"], {})) for each in listed)
         return nodes, pods is not None
 
@@ -198,7 +278,7 @@ def _node(body: Mapping[str, Any], requested: Mapping[str, float]) -> Node:
     conditions = {each["type"]: each["status"] for each in status.get("conditions") or ()}
     return Node(
         name=body["metadata"]["name"],
-        allocatable=quantities.parse_all(status.get("allocatable") or {}),
+        allocatable=parse_quantities(status.get("allocatable") or {}),
         requested=requested,
         labels=body["metadata"].get("labels") or {},
         taints=tuple(
@@ -213,8 +293,10 @@ def _node(body: Mapping[str, Any], requested: Mapping[str, float]) -> Node:
 
 
 def connect(context: str, namespace: str) -> Reader:
-    """As the user's kubeconfig (or, inside a cluster, the pod's service account) says. An empty
-    `namespace` is the context's own. Raises: PreflightError."""
+    """A reader as the user's kubeconfig says, or in a pod without one as its service account.
+
+    Args: namespace: empty: that of the context. Raises: PreflightError.
+    """
     try:
         settings, own_namespace = kubernetes_config.load(context)
     except SettingsError as error:

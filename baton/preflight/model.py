@@ -1,9 +1,17 @@
-"""Does the model fit into what its workers may have? Pure but for `sizes_of`, which reads files or
-asks the Hugging Face hub.
+"""Does the model fit into the memory that its workers may use?
 
-Finds the workers' settings where the chart puts them: ConfigMaps with `prefill.toml`, `decode.toml`
-and `draft.toml`. On CPUs the container's memory limit counts, on GPUs what the nodes' labels say of
-their memory (`nvidia.com/gpu.memory`, set by GPU feature discovery).
+The estimate is the formula of docs/sizing.md over a checkpoint's config:
+
+    weights + blocks x (2 x layers x KV heads x head dim x bytes per number) x tokens per block
+
+For latent attention (MLA) the latent and its rotary part take the place of keys and values.
+Adapters take their room from the start (lora.max_launched_rank). It is an estimate: the worker
+measures what a step needs and refuses to start where that does not fit.
+
+The engine's settings are those of the chart: ConfigMaps with `prefill.toml`, `decode.toml` and
+`draft.toml`. On a CPU the container's memory limit counts; on a GPU, what the nodes' labels say
+(`nvidia.com/gpu.memory`, set by GPU feature discovery). Pure but for `sizes_of`, which reads files
+or asks the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -15,38 +23,143 @@ from typing import Any
 
 import huggingface_hub
 
-from baton.preflight import quantities
-from baton.preflight.cluster_view import Cluster
-from baton.preflight.findings import Finding, Status
-from baton.preflight.model_memory import ModelMemory, estimate
-from baton.preflight.needs import Needs, PodNeed
+from baton.preflight.checks import Finding, Status
+from baton.preflight.cluster import Cluster
+from baton.preflight.needs import Needs, PodNeed, parse_quantity
 from checkpoints import CheckpointError, bundled_names, resolve
 from checkpoints.files import read_config, weight_files
 
 PROCESS_BYTES = 450 * 2**20
-"""A worker before it has a model: Python and torch. Measured on CPU."""
+"""What a worker takes before it loads a model: Python and torch, measured on CPU."""
 
 _HUB_S = 15.0
 _GPU_MEMORY = "nvidia.com/gpu.memory"
 _ROLES = ("prefill", "decode", "draft")
 DRAFT_KV_BYTES, DRAFT_NUM_RUNNING = 256 * 2**20, 64
-"""Of a draft worker whose settings say nothing else: engine.speculation.draft_kv_bytes, and
-engine.max_num_running."""
+"""Defaults of a draft worker: engine.speculation.draft_kv_bytes and engine.max_num_running."""
+_BYTES = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "int8": 1.0,
+    "fp8_e4m3": 1.0,
+}
+_MAX_GUESSED_WINDOW = 8192
+"""The context window in tokens, where neither the settings nor the config name one."""
+MAX_NUM_ADAPTERS = 8
+"""Default of the engine: lora.max_num_adapters."""
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """What one worker of a model needs, in bytes."""
+
+    weight_bytes: float
+    """All weights, in the dtype that they are computed with."""
+
+    kv_bytes_per_token: float
+    """KV of one token, over all layers."""
+
+    context_window: int
+    """The length of the longest request, in tokens."""
+
+    streamed_bytes: float = 0.0
+    """Weights that stay in host memory beside a GPU (weights_device_bytes)."""
+
+    stack_bytes: float = 0.0
+    """Room for launched adapters of Baton's own decoder, taken at the start."""
+
+    @property
+    def least_bytes(self) -> float:
+        """What a worker needs to start: weights, room for adapters, and the KV of one request that
+        fills the window."""
+        kv_bytes = self.kv_bytes_per_token * self.context_window
+        return self.weight_bytes + self.stack_bytes + kv_bytes
+
+
+def estimate(
+    config: Mapping[str, Any], stored_bytes: float, engine: Mapping[str, Any]
+) -> ModelMemory | None:
+    """The memory of a checkpoint with this config.json, run with these settings of the engine.
+
+    Args: stored_bytes: the size of its weights' files.
+    Returns: None where the config does not say enough.
+    """
+    config = {**config, **(config.get("text_config") or {})}
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    computed = stored if engine.get("dtype", "auto") == "auto" else str(engine["dtype"])
+    if stored not in _BYTES or computed not in _BYTES:
+        return None
+    factor = _BYTES[computed] / _BYTES[stored]
+    if engine.get("weight_dtype", "auto") == "fp8_e4m3":
+        factor = _BYTES["fp8_e4m3"] / _BYTES[stored]
+    kv = computed if engine.get("kv_dtype", "auto") == "auto" else str(engine["kv_dtype"])
+    numbers = _kv_numbers_per_token(config)
+    if numbers is None or kv not in _BYTES:
+        return None
+    window = int(
+        engine.get("context_window") or config.get("max_position_embeddings") or _MAX_GUESSED_WINDOW
+    )
+    weight_bytes = stored_bytes * factor
+    given = float(engine.get("weights_device_bytes") or 0)
+    streamed_bytes = max(0.0, weight_bytes - given) if given else 0.0
+    is_stacked = kv == computed and engine.get("overlap", True) and not engine.get("exact", False)
+    stack_bytes = _stack_numbers(config, engine) * _BYTES[computed] if is_stacked else 0.0
+    return ModelMemory(weight_bytes, numbers * _BYTES[kv], window, streamed_bytes, stack_bytes)
+
+
+def _stack_numbers(config: Mapping[str, Any], engine: Mapping[str, Any]) -> float:
+    """Numbers in the factors of as many adapters as may be loaded, over all linear layers. Modules
+    whose weights are one matrix have their ranks side by side (engine/lora/stacks.py)."""
+    lora = engine.get("lora") or {}
+    rank = float(lora.get("max_launched_rank") or 0)
+    num_adapters = float(lora.get("max_num_adapters", MAX_NUM_ADAPTERS))
+    hidden, inner = config.get("hidden_size"), config.get("intermediate_size")
+    num_heads, num_layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
+    if not (rank and num_adapters and hidden and inner and num_heads and num_layers):
+        return 0.0
+    head_dim = config.get("head_dim") or hidden // num_heads
+    query = num_heads * head_dim
+    key = (config.get("num_key_value_heads") or num_heads) * head_dim
+    linears = (
+        (3, hidden + query + 2 * key),
+        (1, query + hidden),
+        (2, hidden + 2 * inner),
+        (1, inner + hidden),
+    )
+    each = sum(num_modules * features for num_modules, features in linears)
+    return float(num_layers * num_adapters * rank * each)
+
+
+def _kv_numbers_per_token(config: Mapping[str, Any]) -> float | None:
+    num_layers = config.get("num_hidden_layers") or config.get("n_layer")
+    if not num_layers:
+        return None
+    if config.get("kv_lora_rank"):
+        latent = config["kv_lora_rank"] + (config.get("qk_rope_head_dim") or 0)
+        return float(num_layers * latent)
+    num_heads = config.get("num_attention_heads") or config.get("n_head")
+    hidden = config.get("hidden_size") or config.get("n_embd")
+    if not num_heads or not hidden:
+        return None
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    head_dim = config.get("head_dim") or hidden // num_heads
+    return float(2 * num_layers * num_kv_heads * head_dim)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is known of a checkpoint without loading it."""
+    """A checkpoint that was not loaded."""
 
     config: Mapping[str, Any]
     """Its config.json."""
 
     stored_bytes: float
-    """Of its weights' files."""
+    """The size of its weights' files."""
 
 
 def engines(needs: Needs) -> dict[str, Mapping[str, Any]]:
-    """The engine's settings of each role, as the chart has written them."""
+    """The engine's settings by role, out of the chart's ConfigMaps."""
     found: dict[str, Mapping[str, Any]] = {}
     for each in needs.objects:
         if each["kind"] != "ConfigMap":
@@ -59,7 +172,8 @@ def engines(needs: Needs) -> dict[str, Mapping[str, Any]]:
 
 
 def sizes_of(model: str) -> Sizes | str:
-    """Of a bundled model, a folder here, or one on the hub; a line that says why not. Blocking."""
+    """Config and size of a bundled model, a folder here, or a model on the hub; or one line that
+    says why they are not known. Blocking; the hub is asked for at most 15 s."""
     try:
         if model.startswith("/"):
             return f"{model} is a folder in the pods: it cannot be looked at from here"
@@ -86,7 +200,10 @@ def sizes_of(model: str) -> Sizes | str:
 
 
 def check(needs: Needs, cluster: Cluster, sizes: Mapping[str, Sizes | str]) -> Iterator[Finding]:
-    """One finding for each role. `sizes`: of each model that `engines` names."""
+    """One finding for each role.
+
+    Args: sizes: what `sizes_of` gave for each model that `engines` names.
+    """
     for role, engine in engines(needs).items():
         pod = next((each for each in needs.pods if each.owner.endswith(f"-{role}")), None)
         known = sizes.get(str(engine.get("model", "")))
@@ -108,7 +225,7 @@ def check(needs: Needs, cluster: Cluster, sizes: Mapping[str, Sizes | str]) -> I
 def _drafts(
     engine: Mapping[str, Any], memory: ModelMemory, pod: PodNeed, cluster: Cluster
 ) -> Finding:
-    """A draft worker's KV has a bound of its own, and is all taken at start."""
+    """A draft worker takes all its KV at the start, up to `draft_kv_bytes`."""
     speculation = engine.get("speculation") or {}
     bound = float(speculation.get("draft_kv_bytes", DRAFT_KV_BYTES))
     window_bytes = memory.kv_bytes_per_token * memory.context_window
@@ -123,7 +240,7 @@ def _drafts(
         )
     num_running = int(engine.get("max_num_running", DRAFT_NUM_RUNNING))
     num_tokens = int(min(num_running * window_bytes, bound) // memory.kv_bytes_per_token)
-    # Its part of a GPU is what it takes: no share is set aside, and nothing is launched ahead.
+    # It takes what it needs of a GPU: no share is set aside, and no adapters are launched.
     whole = {**engine, "memory_share": 1.0}
     memory = replace(memory, context_window=num_tokens, stack_bytes=0.0)
     return _fits("draft", whole, memory, pod, cluster)
@@ -167,7 +284,8 @@ def _fits(
         fix_host = f"raise {role}.resources, or {role}.settings.engine.weights_device_bytes"
         return Finding("model", Status.FAIL, what, fix_host)
     if has is None:
-        return Finding("model", Status.WARN, f"{asks}; nobody says what there is")
+        unknown = "no node says how much memory a GPU has" if num_gpus else "it has no memory limit"
+        return Finding("model", Status.WARN, f"{asks}; {unknown}")
     if needed <= has:
         return Finding("model", Status.OK, f"{asks}; {place} {_gib(has)}")
     if role == "draft":
@@ -178,8 +296,8 @@ def _fits(
 
 
 def _is_own(engine: Mapping[str, Any], *, has_gpu: bool) -> bool:
-    """Our own decoder computes the whole model: it alone launches rows with adapters. That it does
-    not do every family is not looked at."""
+    """Whether Baton's own decoder computes the whole model; only it launches adapters. Whether it
+    supports the model's family is not checked."""
     num_ranks = int(engine.get("tensor_parallel", 1)) * int(engine.get("pipeline_parallel", 1))
     decoder = engine.get("decoder", "auto")
     is_whole = num_ranks == 1 and not engine.get("weights_device_bytes")
@@ -196,11 +314,11 @@ def _gpu_bytes(cluster: Cluster) -> float | None:
 
 
 def _limit_bytes(pod: PodNeed) -> float | None:
-    """Of the worker's own container, which holds the model."""
+    """The memory limit of the worker's container; None: it has none."""
     for container in pod.spec.get("containers") or ():
         limits = (container.get("resources") or {}).get("limits") or {}
         if "memory" in limits:
-            return quantities.parse(limits["memory"])
+            return parse_quantity(limits["memory"])
     return None
 
 
