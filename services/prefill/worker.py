@@ -70,7 +70,11 @@ class PrefillWorker:
     def __init__(self, core: WorkerCore) -> None:
         self._core = core
         self._jobs: dict[str, PrefillJob] = {}
-        self._admission = Admission(core.thread, max_waiting=core.limits.max_waiting_requests)
+        self._admission = Admission(
+            core.thread,
+            max_waiting=core.limits.max_waiting_requests,
+            on_full=core.write_behind.give_way,
+        )
         self._handover = Handover(core)
         core.on_room = self._admission.room_may_have_come
         core.num_queued_tokens = self._num_queued_tokens

@@ -23,7 +23,9 @@ takes the blocks before `num_stored` to be in the store. Where they are not (evi
 store), the store refuses the put and the chain is put from its beginning (blocks that are present
 cost nothing).
 
-It has the lowest priority: requests' loads go first (`standing_back`), tokens never wait for it.
+It has the lowest priority: requests' loads go first (`standing_back`), tokens never wait for it,
+and a request that finds no free blocks gets those that are held (`give_way`): a put that is
+cancelled never commits, so its blocks may change. Its chains are put again while they are cached.
 Nothing is read of a cache whose blocks are not whole: the prefix cache has full blocks only, of a
 quantized cache frozen ones. A beam search's answers are not in it, so they are not stored.
 
@@ -47,6 +49,7 @@ from process import spans
 from process.deadline import Deadline
 from process.errors import BatonError
 from process.spans import Span
+from process.tasks import end_tasks
 from services.worker.block_writer import NO_ROOM
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector, reason_of
@@ -181,6 +184,9 @@ class WriteBehind:
         self._tasks: dict[KvStoreClient | None, asyncio.Task[None]] = {}
         self._current: set[WriteChain] = set()
         self._deferred: dict[WriteChain, Callable[[], None]] = {}  # what ends each
+        self._puts: set[asyncio.Task[list[PutResult]]] = set()
+        self._num_asked_for = 0
+        """How often a request has asked for what is held."""
         self._num_loads = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -274,6 +280,12 @@ class WriteBehind:
         if self._tasks:
             await asyncio.wait(set(self._tasks.values()), timeout=self._limits.put_budget_s)
 
+    def give_way(self) -> None:
+        """A request has found no free blocks: give back what is held, put or not."""
+        self._num_asked_for += 1
+        for put in self._puts:
+            put.cancel()
+
     @contextmanager
     def standing_back(self) -> Iterator[None]:
         """A request's load is under way."""
@@ -304,17 +316,19 @@ class WriteBehind:
     async def _drain(self, to: KvStoreClient | None, queue: dict[WriteChain, None]) -> None:
         while queue:
             await self._wait_for_quiet()
-            turns = self._take(queue)
+            turns, num_asked_for = self._take(queue), self._num_asked_for
             self._current.update(turn.chain for turn in turns)
             try:
                 await self._hold(turns)
-                while any(turn.num_left for turn in turns):
+                while any(turn.num_left for turn in turns) and num_asked_for == self._num_asked_for:
                     await self._put_next(to, turns)
                 self._go_on(turns)
             finally:
                 self._current.difference_update(turn.chain for turn in turns)
                 for turn in turns:
                     self._give_back(turn)
+            if num_asked_for != self._num_asked_for:
+                await asyncio.sleep(self._limits.put_yield_s)  # the request is served meanwhile
         del self._queues[to], self._tasks[to]
 
     def _take(self, queue: dict[WriteChain, None]) -> list[_Turn]:
@@ -381,9 +395,14 @@ class WriteBehind:
         if not pieces:
             return
         began_s = time.monotonic()
+        putting = asyncio.create_task(self._put(client, pieces))
+        self._puts.add(putting)
         try:
-            puts = await self._put(client, pieces)
+            await asyncio.wait([putting])
+            puts = [] if putting.cancelled() else putting.result()
         finally:
+            self._puts.discard(putting)
+            await end_tasks([putting])
             for piece in pieces:
                 self._give_back(piece.turn, len(piece.block_ids))
         share = (time.monotonic() - began_s) / self._limits.put_budget_s
@@ -461,7 +480,7 @@ class WriteBehind:
         """A chain waits for its next turn, if there is more of it."""
         for turn in turns:
             chain = turn.chain
-            if turn.num_over or turn.is_stuck:
+            if turn.held:
                 self._put_in_line(chain)
             elif chain.ends_by is not None and not chain.problem:
                 self._give_up(chain, MISSING)  # the engine has it no more

@@ -189,11 +189,11 @@ async def test_a_tenants_share_bounds_what_is_parked_for_it(tmp_path: Path) -> N
         for index in range(num_free):
             made.parking.put(f"{index}", hashes_of(1, 100 + index), blocks_of(1), owner="acme")
             await made.stored(f"{index}")
-        assert dict(account.used()) == {POOL: num_pool, "acme": num_free}
+        assert dict(account.used) == {POOL: num_pool, "acme": num_free}
         made.parking.put("more", hashes_of(1), blocks_of(1), owner="acme")
         await until(lambda: made.stage("more") is Stage.LOST)
         assert made.parking.lost == {"no_room": 1}
-        assert dict(account.used()) == {POOL: num_pool, "acme": num_free}
+        assert dict(account.used) == {POOL: num_pool, "acme": num_free}
         for key in ("more", *map(str, range(num_free))):
             made.parking.drop(key)
         await made.check_empty()

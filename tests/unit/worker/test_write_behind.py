@@ -580,6 +580,25 @@ async def test_an_ended_chain_has_so_much_time(monkeypatch: pytest.MonkeyPatch) 
         assert chain.problem == "deadline" and b.counts.not_written_back == Counter(deadline=2)
 
 
+async def test_a_request_without_room_gets_what_is_held_and_the_chain_is_put_again() -> None:
+    """One step later: the put is not waited for."""
+    async with bench() as b:
+        b.store.gate.clear()
+        chain = b.begin(PROMPT, num_known=0)
+        tokens = await answered(b, chain)
+        b.writes.end(chain)
+        await b.store.entered.wait()
+        await b.thread.call(lambda engine: None)
+        assert b.thread.stats.num_quarantined_blocks > 0
+        b.writes.give_way()
+        await until(lambda: b.thread.stats.num_quarantined_blocks == 0)
+        assert not b.store.num_puts, "no put was waited for"
+        b.store.gate.set()
+        await b.settle()
+        b.assert_stored(tokens, 12)
+        assert not b.counts.not_written_back
+
+
 async def test_a_cancelled_put_holds_nothing() -> None:
     async with bench() as b:
         b.store.gate.clear()
