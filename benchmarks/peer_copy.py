@@ -45,8 +45,8 @@ from kvstore.lending.lender import Lender, LenderIdentity
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
 from kvstore.transport.base import BlockMemory
-from kvstore.transport.cuda_device import CudaDevice
-from kvstore.transport.mapped import MappedTransport
+from kvstore.transport.cuda import CudaDevice
+from kvstore.transport.cuda_ipc import CudaIpcTransport
 from process import entrypoint, grpc_server
 from process.deadline import Deadline
 from services.worker.device_checksums import DeviceChecksums
@@ -205,7 +205,7 @@ async def through(
     sources, targets = where
     lease_id, refs, lend_s = lender.lend(sources)
     transport: Any = client.transport
-    parts, is_mapped = ReadParts(), isinstance(transport, MappedTransport)
+    parts, is_mapped = ReadParts(), isinstance(transport, CudaIpcTransport)
 
     async def read(items: Sequence[tuple[Block, int]]) -> float:
         cache.zero_()
@@ -263,7 +263,7 @@ async def measured(
             for place, where in places().items():
                 row = await through(client, lender, cache, where, repeats)
                 transport = client.transport
-                if isinstance(transport, MappedTransport):
+                if isinstance(transport, CudaIpcTransport):
                     row["moved"] = copies_alone(transport, where, num_bytes, repeats)
                     row["ways"] = ways_to_copy(transport, where, num_bytes, repeats)
                 for key in ("verified", "moved"):

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvstore import answer_checks, link_meter, traced, wire
+from kvstore import answer_checks, links, traced, wire
 from kvstore.blocks import Block, PackedBlocks
 from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection, StoreInfo
 from kvstore.errors import (
@@ -48,8 +48,7 @@ from kvstore.errors import (
 )
 from kvstore.lending.host import own_host_id
 from kvstore.lending.told import NO_WORD, Told, Word
-from kvstore.link import Rates
-from kvstore.nixl_agent import NixlAgent
+from kvstore.links import Rates
 from kvstore.transport.base import (
     CUDA_IPC,
     DIRECT_TRANSPORTS,
@@ -63,6 +62,7 @@ from kvstore.transport.base import (
 )
 from kvstore.transport.connect import connect
 from kvstore.transport.nixl import region_of
+from kvstore.transport.nixl_agent import NixlAgent
 from process import logs, rpc, spans
 from process.access import Role
 from process.deadline import Deadline
@@ -434,13 +434,13 @@ class KvStoreClient:
 
     async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> Rates:
         """How fast this client's transport is, with blocks that the caller gives for it and that
-        are written into (kvstore/link_meter.py; `num_blocks_wanted` says how many).
+        are written into (kvstore/links.py; `num_blocks_wanted` says how many).
 
         Raises: NoCapacity (no frames, no blocks), DeadlineExceeded, Unavailable, TransferFailed;
             TransferTimeout, TransferCancelled: no block may be used until it is settled.
         """
         with self._transferring(is_use=False):
-            return await link_meter.measure(self, block_ids, deadline)
+            return await links.measure(self, block_ids, deadline)
 
     # -- the end
 
@@ -590,7 +590,7 @@ class KvStoreClient:
             )
         return results
 
-    # -- kvstore/link_meter.py takes the steps of a put one by one, and is in no statistics
+    # -- kvstore/links.py takes the steps of a put one by one, and is in no statistics
 
     async def put_probe(
         self, tail: tuple[str, int, int], ttl_s: float, deadline: Deadline

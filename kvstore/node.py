@@ -34,10 +34,9 @@ from kvstore.history import PULLED, REFUSED
 from kvstore.leases import Lease
 from kvstore.memory import Memory
 from kvstore.newcomer import Newcomer
-from kvstore.nixl_agent import Region
-from kvstore.push_peers import PushPeers
-from kvstore.pushes import Frames, PushOutcome, Target
+from kvstore.push import Frames, PushOutcome, PushPeers, Target
 from kvstore.slab import Slab, check_room, free_bytes, remove_stale
+from kvstore.transport.nixl_agent import Region
 from kvstore.watch import StoreWatch
 from process import entrypoint, logs
 from process.deadline import Clock, Deadline

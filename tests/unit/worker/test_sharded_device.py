@@ -16,7 +16,7 @@ from engine.parallel.place import Grid
 from kvstore import block_hash
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import wait_for
-from kvstore.transport.spread_device import BASE, Part, Run, SpreadDevice
+from services.worker.sharded_device import BASE, Part, Run, ShardedDevice
 from tests.harness.fake_device import FakeDevice, FakeStream
 
 LAYOUT = KvLayout.plain(num_layers=3, num_kv_heads=4, head_dim=16, block_size=4, dtype="float32")
@@ -24,7 +24,7 @@ NUM_BLOCKS = 7
 Bytes = npt.NDArray[np.uint8]
 
 
-def _spread(grid: Grid) -> tuple[SpreadDevice, list[Bytes]]:
+def _spread(grid: Grid) -> tuple[ShardedDevice, list[Bytes]]:
     parts, memories = [], []
     registered: dict[int, int] = {}
     for rank in range(grid.num_ranks):
@@ -35,10 +35,10 @@ def _spread(grid: Grid) -> tuple[SpreadDevice, list[Bytes]]:
         own = tuple(Run(*run) for run in runs(LAYOUT, grid.place(rank)))
         parts.append(Part(device, device.holding(memory), record_bytes, own))
         memories.append(memory)
-    return SpreadDevice(parts, LAYOUT.block_bytes), memories
+    return ShardedDevice(parts, LAYOUT.block_bytes), memories
 
 
-def _whole(device: SpreadDevice, memories: list[Bytes]) -> Bytes:
+def _whole(device: ShardedDevice, memories: list[Bytes]) -> Bytes:
     whole = np.zeros((NUM_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
     for part, memory in zip(device.parts, memories, strict=True):
         for block_offset, record_offset, num_bytes in part.runs:
@@ -123,4 +123,4 @@ def test_a_mark_is_over_when_all_devices_are(seed: int) -> None:
 def test_what_does_not_make_up_a_block_is_refused(parts: tuple[tuple[int, int, int], ...]) -> None:
     part = Part(FakeDevice(), 4096, 110, tuple(Run(*run) for run in parts))
     with pytest.raises(ValueError, match="parts"):
-        SpreadDevice([part], 100)
+        ShardedDevice([part], 100)

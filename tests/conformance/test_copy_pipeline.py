@@ -1,4 +1,4 @@
-"""Pump: when pieces are given, by whom, and what becomes of the device's queues."""
+"""CopyPipeline: when pieces are given, by whom, and what becomes of the device's queues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstore import errors
 from kvstore.transport import device
-from kvstore.transport.pump import IN_FLIGHT, Flight, Pump, piece_end
+from kvstore.transport.copy_pipeline import IN_FLIGHT, CopyPipeline, Flight, piece_end
 from process.errors import DeadlineExceeded
 from tests.harness.fake_device import FakeDevice, FakeQueue
 
@@ -56,7 +56,7 @@ class Copying:
             return new_queue()
 
         self.device.new_queue = counted  # type: ignore[method-assign]
-        self.pump = Pump(self.device, 1)
+        self.pipeline = CopyPipeline(self.device, 1)
 
     def give(self, queue: Any, part: slice) -> None:
         if part.start == self.fails_at:
@@ -69,10 +69,10 @@ class Copying:
         self.sizes.append(part.stop - part.start)
 
     def flight(self) -> Flight:
-        return Flight(self.pump, self.num_items, self.give)
+        return Flight(self.pipeline, self.num_items, self.give)
 
     def run(self) -> None:
-        self.pump.run(self.num_items, self.give, never)
+        self.pipeline.run(self.num_items, self.give, never)
 
     @property
     def num_here(self) -> int:
@@ -82,7 +82,7 @@ class Copying:
 
     def close(self) -> None:
         self.device.engine_runs.set()
-        self.pump.close()
+        self.pipeline.close()
         self.device.unmap_shared(self._shared, self._source)
 
 
@@ -220,7 +220,7 @@ def test_short_pieces_are_under_way_as_many_as_are_so_much(
 ) -> None:
     """None of them is waited for before the next is given; and no more than that is."""
     copying = Copying(16)
-    copying.pump = Pump(copying.device, size, least)
+    copying.pipeline = CopyPipeline(copying.device, size, least)
     copying.device.engine_runs.clear()
     flight = copying.flight()
     flight.begin()
@@ -232,10 +232,10 @@ def test_short_pieces_are_under_way_as_many_as_are_so_much(
 
 
 def test_pieces_without_a_least_are_as_large_as_may_be(copying: Copying) -> None:
-    pump = Pump(copying.device, 4)
-    assert [pump.piece_end(at, 10) for at in (0, 4, 8)] == [4, 8, 10]
-    pump = Pump(copying.device, 4, 1)
-    assert [pump.piece_end(at, 10) for at in (0, 4, 7, 9)] == [4, 7, 9, 10]
+    pipeline = CopyPipeline(copying.device, 4)
+    assert [pipeline.piece_end(at, 10) for at in (0, 4, 8)] == [4, 8, 10]
+    pipeline = CopyPipeline(copying.device, 4, 1)
+    assert [pipeline.piece_end(at, 10) for at in (0, 4, 7, 9)] == [4, 7, 9, 10]
 
 
 def test_the_last_piece_is_waited_for_without_naps(
@@ -266,7 +266,7 @@ def test_the_last_piece_is_waited_for_without_naps(
 
     monkeypatch.setattr(device, "time", Napping)
     monkeypatch.setattr(FakeQueue, "mark", lambda self: Looked())
-    copying.pump.run(copying.num_items, copying.give, never, land)
+    copying.pipeline.run(copying.num_items, copying.give, never, land)
     assert set(naps) == set(range(copying.num_items - 1)) and landed == copying.num_items
 
 
@@ -280,8 +280,8 @@ def test_threads_that_take_queues_at_once_take_each_its_own(copying: Copying) ->
         def __len__(self) -> int:
             return 1
 
-    copying.pump._queues = Taken()
-    assert copying.pump.take_free_queue() is None
-    queue = copying.pump.take_queue()
+    copying.pipeline._queues = Taken()
+    assert copying.pipeline.take_free_queue() is None
+    queue = copying.pipeline.take_queue()
     assert copying.num_queues == 1
-    copying.pump._queues = [queue]
+    copying.pipeline._queues = [queue]

@@ -1,23 +1,25 @@
-"""Pump: many copies given to a device piece by piece, a few pieces at once, so that who stops does
-so within a piece: what a device was given cannot be taken back.
+"""Copies on a device that can be stopped: `CopyPipeline` queues one piece by piece, `run_copy` runs
+one on an executor's thread for a caller with a deadline.
 
-Knows no blocks: whoever uses it says how a piece is given. Blocks its thread; several threads may
-use one pump, each with a queue of the device for itself. Who must not block, and is in a hurry,
-begins a `Flight` early, and leaves its end to a thread; one thread does so, and has one such flight
-at a time that no thread has come to yet: so there are never more queues than threads, and one.
+What a device was given cannot be taken back. So a copy goes in pieces, a few under way at once, and
+a copy that is told to stop ends within a piece. A device that does not end its pieces within
+STALL_S is left alone with them: `Unsettled` says so, and transports turn it into what their
+contract says.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from kvstore.errors import TransferFailed
-from kvstore.transport.copy_job import IsStopped
+from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from kvstore.transport.device import LAST_SPINS, SPINS, CopyQueue, Device, Mark, wait_for
+from process.deadline import Deadline
 from process.errors import DeadlineExceeded
 
 IN_FLIGHT = 3
@@ -41,8 +43,8 @@ class Flight:
     `begin_early`, once, on a thread that need not be that of `finish`: that waits for it, and for
     ever if nobody does. What was begun is to be finished."""
 
-    def __init__(self, pump: Pump, num_items: int, give: Give) -> None:
-        self._pump = pump
+    def __init__(self, pipeline: CopyPipeline, num_items: int, give: Give) -> None:
+        self._pipeline = pipeline
         self._num_items = num_items
         self._give = give
         self._queue: CopyQueue | None = None
@@ -56,7 +58,7 @@ class Flight:
         """Give the device as many pieces as may be under way; waits for none. Raises nothing:
         `finish` does."""
         try:
-            self._queue = self._pump.take_queue()
+            self._queue = self._pipeline.take_queue()
             self._give_more(self._queue)
         except Exception as error:  # what was given is still to be waited for
             self._problem = error
@@ -68,7 +70,7 @@ class Flight:
         is time; all else is left to `finish`, also to begin. Raises nothing: `finish` does."""
         try:
             if num_pieces > 0 and not is_stopped():
-                self._queue = self._pump.take_free_queue()
+                self._queue = self._pipeline.take_free_queue()
             if self._queue is not None:
                 self._give_more(self._queue, num_pieces)
         except Exception as error:
@@ -82,7 +84,7 @@ class Flight:
         landed: Callable[[slice], None] = lambda _: None,
         given: Callable[[slice, Mark], None] = lambda *_: None,
     ) -> None:
-        """See Pump.run."""
+        """See CopyPipeline.run."""
         self._has_begun.wait()
         if self._queue is None and self._problem is None:  # it was left to us
             stop_here(is_stopped)
@@ -91,7 +93,7 @@ class Flight:
         if queue is None:
             assert self._problem is not None
             raise self._problem
-        self._pump.came_to(queue)
+        self._pipeline.came_to(queue)
         try:
             if self._problem is not None:
                 raise self._problem
@@ -106,18 +108,18 @@ class Flight:
                 wait_for(piece.mark, num_spins=LAST_SPINS if is_last else SPINS)
                 landed(piece.items)
         except BaseException:
-            self._pump.end_queue(queue)
+            self._pipeline.end_queue(queue)
             raise
-        self._pump.give_back(queue)
+        self._pipeline.give_back(queue)
 
     def _next_end(self) -> int | None:
         """Of the piece to be given next; None: there is none, or no room for it yet."""
         num_given = self._num_given
         if num_given == self._num_items:
             return None
-        end = self._pump.piece_end(num_given, self._num_items)
+        end = self._pipeline.piece_end(num_given, self._num_items)
         num_landed = self._flying[0].items.start if self._flying else num_given
-        return end if end - num_landed <= self._pump.most_items else None
+        return end if end - num_landed <= self._pipeline.most_items else None
 
     def _give_more(self, queue: CopyQueue, most: int | None = None) -> None:
         while (end := self._next_end()) is not None and (most is None or len(self._flying) < most):
@@ -128,8 +130,14 @@ class Flight:
             self._num_given = end
 
 
-class Pump:
-    """See the module.
+class CopyPipeline:
+    """Keeps up to IN_FLIGHT pieces of a copy queued on a device. Knows no blocks: its caller says
+    how a piece is queued.
+
+    Blocks its thread; several threads may use one pipeline, each with a queue of the device for
+    itself. `Flight.begin_early` queues the first pieces on the event loop, before a thread runs;
+    one thread does so, and has one such flight at a time that no thread has taken over yet. So
+    there is at most one queue more than there are threads.
 
     Args:
         piece_items: items of one piece.
@@ -225,3 +233,95 @@ def stop_here(is_stopped: IsStopped) -> None:
     """Raises: DeadlineExceeded when that says so."""
     if is_stopped():
         raise DeadlineExceeded("copy: the time for it ran out")
+
+
+STALL_S = 1.0
+"""A copy that was told to stop ends within a piece, which takes under 1 ms, unless the device
+hangs."""
+
+IsStopped = Callable[[], bool]
+Result = TypeVar("Result")
+
+
+class Unsettled(Exception):
+    """The waiter's time is over (`cause`), the copy is not until `settled` is done."""
+
+    def __init__(self, cause: BaseException, settled: asyncio.Future[None]) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.settled = settled
+
+    def with_quarantine(self, block_ids: Sequence[int]) -> TransferTimeout | TransferCancelled:
+        """What `get` raises: the blocks may still be written into."""
+        quarantine = Quarantine(tuple(block_ids), self.settled)
+        message = f"the device may still write: {self.cause}"
+        if isinstance(self.cause, asyncio.CancelledError):
+            return TransferCancelled(message, quarantine)
+        return TransferTimeout(message, quarantine)
+
+
+async def run_copy(
+    copy: Callable[[IsStopped], Result],
+    deadline: Deadline,
+    begin: Callable[[IsStopped], None] | None = None,
+) -> Result:
+    """Run `copy`, which looks at its argument between pieces and raises DeadlineExceeded when that
+    says so.
+
+    Args: begin: called here, with the same, before `copy`, whose thread may take its time: for what
+        need not wait for it. Raises nothing.
+    Raises: what `copy` raises; Unsettled.
+    """
+    told = threading.Event()
+
+    def is_stopped() -> bool:
+        return told.is_set() or deadline.expired
+
+    if begin is not None:
+        begin(is_stopped)
+    try:
+        job = asyncio.get_running_loop().run_in_executor(None, copy, is_stopped)
+    except RuntimeError:  # no thread to be had: what was begun must end all the same
+        told.set()
+        with contextlib.suppress(Exception):
+            copy(is_stopped)
+        raise
+    cause: BaseException | None = None
+    try:
+        await asyncio.wait([job], timeout=deadline.left_s() + STALL_S)
+    except asyncio.CancelledError as error:
+        cause = error
+        told.set()
+        await _wait_bounded(job, Deadline.after(STALL_S))
+    if not job.done():
+        told.set()
+        if cause is None:
+            cause = DeadlineExceeded("copy: the device did not answer in time")
+        raise Unsettled(cause, _settled(job)) from cause
+    if cause is not None:
+        job.exception()  # it ended because we told it to
+        raise cause
+    return job.result()
+
+
+async def _wait_bounded(job: asyncio.Future[Result], patience: Deadline) -> None:
+    """A second cancellation does not end this wait: the first one is on its way out already."""
+    while not job.done() and not patience.expired:
+        try:
+            await asyncio.wait([job], timeout=patience.left_s())
+        except asyncio.CancelledError:
+            continue
+
+
+def _settled(job: asyncio.Future[Result]) -> asyncio.Future[None]:
+    """Done when the job is, whatever came of it."""
+    settled: asyncio.Future[None] = job.get_loop().create_future()
+
+    def over(job: asyncio.Future[Result]) -> None:
+        if not job.cancelled():
+            job.exception()
+        if not settled.done():
+            settled.set_result(None)
+
+    job.add_done_callback(over)
+    return settled

@@ -1,10 +1,15 @@
-"""Measures how fast a client's transport is, with real bytes: private frames at the store, blocks
-that the worker gives for it. The blocks written have no chain hash and are in no index, the store
-counts none of their bytes, and the frames are free again when the lease ends. A lender takes no
-writes: it is asked for a few of its free blocks, and they are read.
+"""A worker's link to a store: how fast it is, measured when the two meet; whether it is degraded.
 
-At most MAX_BYTES go each way. The caller's deadline bounds it; blocks that a transfer may still
-touch are named by the error, as everywhere (`kvstore.errors`). One asyncio loop.
+A transfer path that falls back to something slow, or a network that is not the one meant, works and
+is a hundred times too slow, without an error. So each attachment is measured (`measure`), and
+judged (`judge`) against what the operator expects and, through mapped memory, against a plain copy
+in the same process at the same time.
+
+A measurement moves real bytes: private frames at the store, blocks that the worker gives for it.
+The blocks written have no chain hash and are in no index, the store counts none of their bytes, and
+the frames are free again when the lease ends. A lender takes no writes: it is asked for a few of
+its free blocks, and they are read. At most MAX_BYTES go each way, within the caller's deadline;
+blocks that a transfer may still touch are named by the error (`kvstore.errors`).
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,13 +26,70 @@ import numpy as np
 from kvstore.blocks import Block, PackedBlocks
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from kvstore.lending import PROBE_HASH, is_lender
-from kvstore.link import Rates
 from kvstore.transport.base import GetItems, PutItem, PutUnsettled
 from process.deadline import Deadline
 from process.errors import NoCapacity
 
 if TYPE_CHECKING:
     from kvstore.client import KvStoreClient
+
+SHM_FLOOR_SHARE = 1 / 50
+"""Of a plain copy's rate. Through shared memory 1/2 is usual and 1/10 a bad day (measured), between
+GPUs ten times as much."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes/s of one transfer of `num_bytes`, best of a few. latency_s: of reading one block,
+    checksum included, best of a few. copy_bytes_per_s: of a plain copy of as many bytes on a thread
+    of this process.
+
+    A lender takes no writes: there write_bytes_per_s is 0.
+    """
+
+    num_bytes: int
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    latency_s: float
+    copy_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """rates None: `problem` says why it was not measured. is_fault: that is the link's own fault
+    (too slow to measure, wrong bytes), not for instance a full store's."""
+
+    node_id: str
+    address: str
+    transport: str
+    measured_unix_ms: int
+    rates: Rates | None = None
+    problem: str = ""
+    is_fault: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """floor_bytes_per_s: what was demanded of each direction that is used; 0: nothing."""
+
+    floor_bytes_per_s: float
+    degraded: bool
+
+
+def judge(link: Link, floor_bytes_per_s: float) -> Verdict:
+    """Whether the link is as fast as it has to be. Source: ours.
+
+    Args: floor_bytes_per_s: the operator's; 0: none.
+    """
+    rates = link.rates
+    if rates is None:
+        return Verdict(floor_bytes_per_s, link.is_fault)
+    floor = floor_bytes_per_s
+    if link.transport in ("shm", "cuda_ipc"):
+        floor = max(floor, rates.copy_bytes_per_s * SHM_FLOOR_SHARE)
+    slowest = min(rates.write_bytes_per_s or rates.read_bytes_per_s, rates.read_bytes_per_s)
+    return Verdict(floor, slowest < floor)
+
 
 MAX_BYTES = 32 * 1024 * 1024
 MAX_ROUNDS = 3

@@ -1,4 +1,4 @@
-"""SpreadDevice: blocks whose bytes are dealt out over several devices, as one device that holds
+"""ShardedDevice: blocks whose bytes are dealt out over several devices, as one device that holds
 them whole: for engines of several ranks, each of which keeps its heads and layers of every block.
 
 Whole blocks have addresses of no memory, [BASE, BASE + num_blocks * block_bytes); a copy from or to
@@ -54,7 +54,7 @@ class _Piece(NamedTuple):
     part: int
 
 
-class SpreadDevice:
+class ShardedDevice:
     """See the module. `kvstore.transport.device.Device`.
 
     Args:
@@ -135,7 +135,7 @@ class SpreadDevice:
 class _SpreadQueue:
     """A queue on each device."""
 
-    def __init__(self, device: SpreadDevice) -> None:
+    def __init__(self, device: ShardedDevice) -> None:
         self._device = device
         self._queues = [part.device.new_queue() for part in device.parts]
 

@@ -1,4 +1,4 @@
-"""MappedTransport (`cuda_ipc`): blocks out of a lender's cache on a device, which is mapped here,
+"""CudaIpcTransport (`cuda_ipc`): blocks out of a lender's cache on a device, which is mapped here,
 by copies between the devices: over NVLink where there is one. For readers on the lender's host
 that it trusts; the lender moves no byte.
 
@@ -19,11 +19,11 @@ such a promise: what names them at their generations, and keeps them until the l
 says as much as a look then. Where it names another, or came to an end before, they are asked about
 as ever.
 
-A copy goes in pieces (pump.py); deadline and cancellation as in device_shm.py. Only reads: a lender
-takes no bytes. One asyncio loop; copies are given and waited for on threads. But the first pieces
-are given at once where they are few copies (`max_copies_at_once`) and a queue of the device is
-free: that takes 0.1 ms (0.3 where the driver has no batches), and a thread takes twice as long to
-begin.
+A copy goes in pieces (copy_pipeline.py); deadline and cancellation as in `DeviceShmTransport`. Only
+reads: a lender takes no bytes. One asyncio loop; copies are queued and waited for on threads. But
+the first pieces are queued at once where they are few copies (`max_copies_at_once`) and a queue of
+the device is free: that takes 0.1 ms (0.3 where the driver has no batches), and a thread takes
+twice as long to begin.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from kvstore.transport.base import (
     GetResult,
     Ids,
     PutItem,
+    UnsettledTransfers,
 )
-from kvstore.transport.copy_job import IsStopped, Unsettled, run_copy
+from kvstore.transport.copy_pipeline import CopyPipeline, Flight, IsStopped, Unsettled, run_copy
 from kvstore.transport.device import Copies, CopyQueue, Device, Mark, PendingChecksums, Shared
-from kvstore.transport.pump import Flight, Pump
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition
 from protos import kvstore_pb2
@@ -59,7 +59,7 @@ from protos import kvstore_pb2
 Breaks = npt.NDArray[np.bool_]
 
 
-class MappedTransport:
+class CudaIpcTransport:
     """See the module."""
 
     name = CUDA_IPC
@@ -83,13 +83,15 @@ class MappedTransport:
         self._address = address
         self._copies = device.peer_copies
         sizes = (self._copies.piece_bytes, self._copies.least_piece_bytes)
-        self._pump = Pump(device, *(max(1, size // memory.block_bytes) for size in sizes))
-        self._unsettled: set[asyncio.Future[None]] = set()
+        self._pipeline = CopyPipeline(
+            device, *(max(1, size // memory.block_bytes) for size in sizes)
+        )
+        self._unsettled = UnsettledTransfers()
 
     @classmethod
     async def connect(
         cls, memory: BlockMemory, connection: StoreConnection, store: StoreInfo
-    ) -> MappedTransport:
+    ) -> CudaIpcTransport:
         """Map the lender's cache. Raises: FailedPrecondition when that cannot be done here."""
         device, shared = memory.device, store.shared
         if device is None:
@@ -144,7 +146,7 @@ class MappedTransport:
             edges = np.flatnonzero(is_break[part.start : part.stop - 1])
             queue.between(self._copies_between(edges, frames[part], blocks[part]))
 
-        flight = Flight(self._pump, len(frames), give)
+        flight = Flight(self._pipeline, len(frames), give)
 
         def copy(is_stopped: IsStopped) -> list[int]:
             return self._copy_in(flight, blocks, is_stopped, here)
@@ -170,7 +172,7 @@ class MappedTransport:
             if not is_held():
                 stale = await vouching
         except Unsettled as error:
-            self._remember(error.settled)
+            self._unsettled.add(error.settled)
             raise error.with_quarantine(blocks.tolist()) from error
         finally:
             vouching.cancel()
@@ -184,12 +186,11 @@ class MappedTransport:
 
     async def close(self) -> None:
         """Waits for whatever still moves, however long: the caller bounds its own patience."""
-        while self._unsettled:
-            await asyncio.wait(self._unsettled)
+        await self._unsettled.wait()
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        self._pump.close()
+        self._pipeline.close()
         self._device.unmap_shared(self._shared, self._address)
 
     def _copy_in(
@@ -255,9 +256,9 @@ class MappedTransport:
         way."""
         num_items, end, num_pieces = len(is_break) + 1, 0, 0
         while end < num_items:
-            end = self._pump.piece_end(end, num_items)
+            end = self._pipeline.piece_end(end, num_items)
             num_copies = np.count_nonzero(is_break[: end - 1]) + 1
-            if end > self._pump.most_items or num_copies > self._copies.max_copies_at_once:
+            if end > self._pipeline.most_items or num_copies > self._copies.max_copies_at_once:
                 break
             num_pieces += 1
         return num_pieces
@@ -280,10 +281,6 @@ class MappedTransport:
         copies[:, 0] += np.uint64(self._memory.address)
         copies[:, 1] += np.uint64(self._address)
         return copies
-
-    def _remember(self, settled: asyncio.Future[None]) -> None:
-        self._unsettled.add(settled)
-        settled.add_done_callback(self._unsettled.discard)
 
 
 def _breaks(frames: Ids, blocks: Ids) -> Breaks:
