@@ -7,11 +7,10 @@ from typing import Any
 
 import grpc.aio
 
-from kvstore import account, traced, wire
-from kvstore.block_store import Reserved, Written
+from kvstore import status, traced, wire
+from kvstore.block_store import Reserved, WrittenFrame
 from kvstore.errors import LeaseLapsed
-from kvstore.newcomer import Newcomer
-from kvstore.node import StoreNode
+from kvstore.node import StoreNode, WorkerInfo
 from process import serving, spans, trace_context
 from process.errors import InvalidArgument
 from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc
@@ -61,7 +60,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     ) -> kvstore_pb2.AttachReply:
         wire.need_whole(request)
         attachment = await self._node.attach(
-            Newcomer(
+            WorkerInfo(
                 worker_id=request.worker_id,
                 worker_incarnation=request.worker_incarnation,
                 model_fingerprint=request.model_fingerprint,
@@ -332,7 +331,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         if store is not None:
             max_blocks = min(request.max_blocks or FEW_HISTORIES, MAX_HISTORIES)
             for chain_hash, past in store.history.find(request.chain_hash, max_blocks):
-                reply.blocks.append(account.history(chain_hash, past, store))
+                reply.blocks.append(status.history(chain_hash, past, store))
         return reply
 
     @serving.unary
@@ -351,7 +350,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             file_tier_problem=self._node.file_tier_problem,
         )
         if self._node.store is not None:
-            account.fill(reply, self._node.store)
+            status.fill(reply, self._node.store)
         return reply
 
 
@@ -373,9 +372,10 @@ def _reserved(chain_hash: bytes, answer: Reserved) -> kvstore_pb2.ReservedBlock:
     )
 
 
-def _written(blocks: Iterable[kvstore_pb2.CommitBlock]) -> list[Written]:
+def _written(blocks: Iterable[kvstore_pb2.CommitBlock]) -> list[WrittenFrame]:
     return [
-        Written(block.frame, block.generation, block.checksum, block.num_tokens) for block in blocks
+        WrittenFrame(block.frame, block.generation, block.checksum, block.num_tokens)
+        for block in blocks
     ]
 
 
