@@ -89,7 +89,7 @@ class Reserved(NamedTuple):
 NO_ROOM = Reserved()
 
 
-class Written(NamedTuple):
+class WrittenFrame(NamedTuple):
     """A frame whose bytes are complete, at the odd generation that it was reserved at."""
 
     frame: int
@@ -350,7 +350,7 @@ class BlockStore:
         _reservation(self.leases.get(lease_id), attachment_id, frame, generation)
 
     def commit(
-        self, attachment_id: str, lease_id: str, written: Sequence[Written], now_s: float
+        self, attachment_id: str, lease_id: str, written: Sequence[WrittenFrame], now_s: float
     ) -> list[Block]:
         """Make written frames visible, parents first; all of them or none.
 
@@ -382,7 +382,7 @@ class BlockStore:
         self,
         attachment_id: str,
         lease_id: str,
-        written: Sequence[Written],
+        written: Sequence[WrittenFrame],
         *,
         quarantine: bool,
         now_s: float,
@@ -546,7 +546,7 @@ class BlockStore:
         )
         return Reserved(frame=frame, generation=generation)
 
-    def _commit_one(self, lease: Lease, written: Written) -> Block:
+    def _commit_one(self, lease: Lease, written: WrittenFrame) -> Block:
         reservation = lease.drop_reservation(written.frame)
         chain_hash = reservation.chain_hash
         node = self.tree.find(chain_hash) if chain_hash else None

@@ -20,7 +20,7 @@ MAX_CHANGES = 200_000
 """About 30 MB."""
 
 
-class Change(NamedTuple):
+class BlockChange(NamedTuple):
     """A block that is present from `since_s` on, or absent."""
 
     is_present: bool
@@ -41,7 +41,7 @@ class ChangeLog:
         """When the oldest change came that was not taken, or was dropped; None: there is none."""
         self._max_changes = max_changes
         self._clock = clock
-        self._changes: list[Change] = []
+        self._changes: list[BlockChange] = []
 
     def __len__(self) -> int:
         return len(self._changes)
@@ -53,13 +53,13 @@ class ChangeLog:
         now_s = self._clock()
         if self.since_s is None:
             self.since_s = now_s
-        self._changes.append(Change(is_present, chain_hash, now_s))
+        self._changes.append(BlockChange(is_present, chain_hash, now_s))
         if len(self._changes) > self._max_changes:
             self._changes.clear()
             self.overflowed = True
         self.appended.set()
 
-    def take(self, max_changes: int) -> list[Change]:
+    def take(self, max_changes: int) -> list[BlockChange]:
         """Remove the oldest changes, at most so many. Returns: these, in order."""
         taken = self._changes[:max_changes]
         del self._changes[:max_changes]

@@ -2,11 +2,12 @@
 
 Life: `open_pages` in a thread -> FileTier -> `start` -> demotes whenever fewer frames than the
 watermark can be given away without loss, promotes what a match asks for -> `close`. A write that
-fails (the disk is full, or broken) switches the tier off for this life of the store: `problem` says
-why, what lay in pages only leaves the store, everything else goes on. A read that fails costs its
-block and those below.
+fails (the disk is full, or broken) switches the tier off for this life of the store: `problem` has
+the reason, blocks that lay in pages only leave the store, everything else goes on. A read that
+fails costs its block and those below.
 
-Bytes are checked on both ways: a frame's before they are written, a page's after they were read.
+Bytes are checked both ways: a frame's before they are written, a page's after they were read. What
+is moved, pinned and counted is FrameTable's.
 
 Knows nothing of RPC. One asyncio loop; disk and checksums in `num_threads` threads of its own.
 """
@@ -43,7 +44,7 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True)
 class OpenedPages:
-    """pages: None when the tier cannot be used; `problem` says why."""
+    """pages: None when the tier cannot be used, for the reason `problem`."""
 
     pages: PageFile | None
     stored: Sequence[StoredPage] = ()
@@ -52,19 +53,18 @@ class OpenedPages:
 
 
 def open_pages(folder: Path, node_id: str, capacity_bytes: int, block_bytes: int) -> OpenedPages:
-    """Open the file of `node_id` for blocks of that size, and see what is in it. For a thread."""
+    """Open the file of `node_id` for blocks of that size, and read its headers. For a thread."""
     path = folder / f"{node_id}{SUFFIX}"
-
-    def told(why: str) -> None:
-        logs.event(logger, "file_tier_cleared", level=logging.WARNING, path=str(path), why=why)
-
     try:
-        layout = PageLayout.fitting(capacity_bytes, block_bytes)
-        pages = PageFile.open(path, layout, told)
+        pages = PageFile.open(path, PageLayout.fitting(capacity_bytes, block_bytes))
     except (OSError, NoCapacity, FailedPrecondition) as error:
         problem = str(error)
         logs.event(logger, "file_tier_off", level=logging.ERROR, why=problem)
         return OpenedPages(None, problem=problem)
+    if pages.cleared:
+        logs.event(
+            logger, "file_tier_cleared", level=logging.WARNING, path=str(path), why=pages.cleared
+        )
     try:
         stored, num_torn = pages.scan()
     except OSError as error:
@@ -75,7 +75,7 @@ def open_pages(folder: Path, node_id: str, capacity_bytes: int, block_bytes: int
 
 
 class FileTier:
-    """See the module."""
+    """The background task that demotes, and the promotions under way."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class FileTier:
         self._demoter = start_task(self._demote_for_ever(), "file-tier")
 
     def kick(self) -> None:
-        """Look whether something should be demoted. Never waits."""
+        """Demote if frames are short. Never waits."""
         if self._is_short():
             self._wake.set()
 
     async def promote(self, nodes: Sequence[TreeNode], deadline: Deadline) -> None:
-        """Bring blocks that lie in pages only into frames, in order, as far as room, the time and
-        the pages themselves allow. What is under way at the deadline goes on by itself."""
+        """Bring blocks that lie in pages only into frames, in order, as far as room, time and the
+        pages allow. A promotion that is under way at the deadline goes on by itself."""
         absent = [node for node in nodes if node.block is None]
         for start in range(0, len(absent), BATCH):
             batch = absent[start : start + BATCH]
@@ -164,7 +164,7 @@ class FileTier:
         )
 
     async def _demote(self, demotion: Demotion) -> None:
-        """Write its pages. Even if cancelled only over when no thread writes any more."""
+        """Write its pages. Ends, even if cancelled, only when no thread writes any more."""
         loop = asyncio.get_running_loop()
         work = asyncio.gather(
             *(loop.run_in_executor(self._pool, self._write, write) for write in demotion.writes),
@@ -217,7 +217,7 @@ class FileTier:
     # -- promotion
 
     def _promotion_of(self, node: TreeNode) -> asyncio.Task[None] | None:
-        """The one promotion of an node that is under way; None when there is no room."""
+        """The one promotion of a node, which all matches share; None when there is no room."""
         task = self._promoting.get(node)
         if task is not None or self.problem or node.page is None:
             return task

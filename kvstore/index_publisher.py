@@ -24,7 +24,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
 from kvstore import index
-from kvstore.change_log import Change, ChangeLog
+from kvstore.change_log import BlockChange, ChangeLog
 from process import logs
 from process.registry import REDIS_FAILURES
 from process.tasks import end_tasks
@@ -125,7 +125,7 @@ class PrefixIndexPublisher:
         self._load = client.register_script(_LOAD)
         self._finish = client.register_script(_FINISH)
         self._goodbye = client.register_script(_GOODBYE)
-        self._batch: list[Change] = []  # taken from the log, not confirmed yet
+        self._batch: list[BlockChange] = []  # taken from the log, not confirmed yet
         self._needs_full = True
         self._is_filling = False  # a full publication is under way
         self._is_first = True

@@ -1,4 +1,5 @@
-"""The conservation laws of a store, recomputed from scratch. Read only.
+"""The conservation laws of a store, recomputed from scratch. Read only. `SlicedCheck` does it
+between the calls that a store serves.
 
 Each `check_*` yields after each step of some microseconds, so that its caller can stop between two
 of them, and raises IntegrityError naming the first law that fails. What it found holds if nothing
@@ -10,7 +11,12 @@ may be wrong proves less.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import logging
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -23,6 +29,19 @@ from kvstore.leases import LeaseTable
 from kvstore.prefix_tree import LruOrder, PrefixTree, TreeNode
 from kvstore.slot_pool import FramePool, SlotPool, SlotState
 from kvstore.tenancy import SlotAccount
+from process import logs
+from process.deadline import Clock
+from process.tasks import end_tasks, start_task
+
+logger = logging.getLogger(__name__)
+
+SLICE_S = 0.005
+"""Longest time that a check keeps the loop."""
+CHECK_BUDGET_S = 0.25
+"""Longest time that a check takes which a call asked for."""
+_STEPS = 64
+"""Steps between two looks at the clock: 20 to 60 us (measured)."""
+_END = object()
 
 
 def check(store: BlockStore) -> None:
@@ -317,3 +336,88 @@ def check_pins(table: FrameTable, leases: LeaseTable) -> Iterator[None]:
         yield
     if num_pinned != tree.num_pinned:
         raise IntegrityError(f"{num_pinned} nodes are pinned, counted {tree.num_pinned}")
+
+
+class SlicedCheck:
+    """Recomputes the laws on an asyncio loop that serves calls, in slices of `slice_s`.
+
+    A check that something changed in the middle of begins again. A law that does not hold is looked
+    at once more in one go before it is reported, since only that is free of changes. A law that
+    breaks in use is reported for the rest of this life, whatever later checks find.
+    """
+
+    def __init__(self, store: BlockStore, clock: Clock, slice_s: float = SLICE_S) -> None:
+        self.error = ""
+        """What the last complete check found, or what failed in use; empty: every law held."""
+        self.num_calls = 0
+        """Calls that may have changed what is checked. Counted by the caller."""
+        self._store = store
+        self._clock = clock
+        self._slice_s = slice_s
+        self._broken = ""  # the law that did not hold in use
+        self._checking: asyncio.Task[None] | None = None
+
+    async def stop(self) -> None:
+        """End a check that was asked for."""
+        await end_tasks([self._checking])
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around work that raises IntegrityError where a law does not hold: it is reported, and the
+        work is over."""
+        try:
+            yield
+        except IntegrityError as error:
+            self._report(error)
+            self._broken = str(error)
+
+    async def check(self, budget_s: float = CHECK_BUDGET_S) -> str:
+        """Recompute every law, for `budget_s` at most; callers at the same time share one check.
+        Returns: `error`, after this check or, out of time, after the last complete one."""
+        if self._checking is None or self._checking.done():
+            self._checking = start_task(self._check_for(budget_s), "store check")
+        await asyncio.wait([self._checking], timeout=2 * budget_s)
+        return self.error
+
+    async def run(self, until_s: float) -> bool:
+        """One check. until_s: on time.monotonic(). Returns: whether it came to its end, in time and
+        with no change meanwhile."""
+        with self.in_use():
+            self._store.lapse(self._clock())
+        state, steps = self._state(), check_store(self._store)
+        slice_end_s = time.monotonic() + self._slice_s
+        try:
+            while next(itertools.islice(steps, _STEPS - 1, None), _END) is not _END:
+                if time.monotonic() < slice_end_s:
+                    continue
+                await asyncio.sleep(0)
+                if self._state() != state or time.monotonic() >= until_s:
+                    return False
+                slice_end_s = time.monotonic() + self._slice_s
+        except RuntimeError:  # a table changed while it was iterated over
+            return False
+        except IntegrityError:
+            return self._state() == state and not self._holds_in_one_go()
+        self.error = self._broken
+        return True
+
+    async def _check_for(self, budget_s: float) -> None:
+        until_s = time.monotonic() + budget_s
+        while not await self.run(until_s) and time.monotonic() < until_s:
+            await asyncio.sleep(0)
+
+    def _holds_in_one_go(self) -> bool:
+        try:
+            check(self._store)
+        except IntegrityError as error:
+            self._report(error)
+            return False
+        return True
+
+    def _state(self) -> tuple[int, ...]:
+        """Differs when something that is checked has changed, or may have."""
+        return self.num_calls, self._store.frames.num_changes, len(self._store.leases)
+
+    def _report(self, error: IntegrityError) -> None:
+        self.error = str(error)
+        logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))

@@ -10,11 +10,11 @@ header's checksum when they are needed. So a process killed, or a machine that l
 moment leaves pages that verify and pages that do not. Nothing is synced: what was lost is computed
 again.
 
-A header is never erased. One whose page was given away is still true until the page is written
-again (a chain hash names its contents), and from then on its checksum fails.
+A header is never erased. The header of a page that was given to another block stays true until the
+page is written again (a chain hash names its contents); from then on its checksum fails.
 
-The file is locked for life: two stores never share it. Knows nothing of entries or tenants' shares.
-Any thread; different pages at once.
+The file is locked for life: two stores never share it. Knows nothing of the tree or of tenants'
+shares. Any thread; different pages at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,11 +84,13 @@ class PageLayout:
 
 
 class PageFile:
-    """See the module. Made by `open`."""
+    """An open page file; `open` makes it."""
 
     def __init__(self, path: Path, fd: int, layout: PageLayout, file_id: bytes) -> None:
         self.path = path
         self.layout = layout
+        self.cleared = ""
+        """Why the file that was there could not be used and was cleared; empty: it was not."""
         self._fd = fd
         self._file_id = file_id
 
@@ -98,13 +99,11 @@ class PageFile:
         cls,
         path: Path,
         layout: PageLayout,
-        told: Callable[[str], None],
         *,
         lock_wait_s: float = _LOCK_WAIT_S,
     ) -> PageFile:
         """Open or make the file, with all of its room taken. Blocks; call it in a thread.
 
-        Args: told: called with the reason when what was there cannot be used and is cleared.
         Raises: NoCapacity (no room, naming the settings); FailedPrecondition (another store has
             it); OSError.
         """
@@ -116,15 +115,15 @@ class PageFile:
             if why is None:
                 return cls(path, fd, layout, _FILE.unpack(found[: _FILE.size])[2])
             _check_room(fd, path, layout)
-            if found:
-                told(why)
-            return cls(path, fd, layout, _make(fd, path, layout))
+            made = cls(path, fd, layout, _make(fd, path, layout))
+            made.cleared = why if found else ""
+            return made
         except BaseException:
             os.close(fd)
             raise
 
     def scan(self) -> tuple[list[StoredPage], int]:
-        """Every page whose header verifies, and how many headers are torn. Reads no page."""
+        """Every header that verifies, and how many are torn. Reads no page."""
         table = _read(self._fd, HEADER_BYTES * self.layout.num_pages, _ALIGN)
         stored: list[StoredPage] = []
         num_torn = 0
@@ -203,7 +202,7 @@ class PageFile:
 
 
 def _make(fd: int, path: Path, layout: PageLayout) -> bytes:
-    """Take the room, all zeros, then write the file's header: without it the file is no tier."""
+    """Take the room, all zeros, then write the file's header: without it no store uses the file."""
     os.ftruncate(fd, 0)
     try:
         os.posix_fallocate(fd, 0, layout.total_bytes)
@@ -217,7 +216,7 @@ def _make(fd: int, path: Path, layout: PageLayout) -> bytes:
 
 
 def _check_room(fd: int, path: Path, layout: PageLayout) -> None:
-    """Before anything is cleared, whose room counts as free. Raises: NoCapacity."""
+    """Whether there is room, where that of the file as it is counts as free. Raises: NoCapacity."""
     free = os.statvfs(path.parent)
     if free.f_bavail * free.f_frsize + os.fstat(fd).st_blocks * 512 < layout.total_bytes:
         raise NoCapacity(_no_room(path, layout))

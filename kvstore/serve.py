@@ -15,25 +15,22 @@ from dataclasses import dataclass
 
 import redis.asyncio
 
-from kvstore.account import tenants
 from kvstore.change_log import ChangeLog, NullLog
 from kvstore.config import KvStoreSettings
 from kvstore.index_publisher import PrefixIndexPublisher
-from kvstore.metrics import StoreMetrics
 from kvstore.node import StoreNode
 from kvstore.server import KvStoreServicer
-from kvstore.slot_pool import SlotState
+from kvstore.status import StoreMetrics, store_status
 from process import grpc_server, registry
 from process.access import RULES, Role
 from process.metrics import HealthProbes, LoopCollector, MetricsServer
 from process.tls import Identity
 from process.tracing import Tracing
-from protos import inference_pb2
 
 
 @dataclass(frozen=True)
 class RunningStore:
-    """address: what workers dial. metrics_address: of /metrics; empty: nobody listens."""
+    """address: what workers dial. metrics_address: of /metrics; empty: it is not served."""
 
     node: StoreNode
     address: str
@@ -123,39 +120,3 @@ def _publisher(
         heartbeat_ttl_s=settings.heartbeat_ttl_s,
         timeout_s=settings.redis_timeout_s,
     )
-
-
-def store_status(node: StoreNode, address: str) -> inference_pb2.StoreStatus:
-    """What the registry says about this store."""
-    status = inference_pb2.StoreStatus(
-        node_id=node.node_id,
-        address=address,
-        incarnation=node.incarnation.hex(),
-        reachable=True,
-        integrity_error=node.integrity_error,
-        file_tier_problem=node.file_tier_problem,
-    )
-    store = node.store
-    if store is not None:
-        status.frame_bytes = store.frame_bytes
-        status.num_frames = store.frames.num_slots
-        status.num_free = store.frames.count(SlotState.FREE)
-        status.num_writing = store.frames.count(SlotState.WRITING)
-        status.num_committed = store.frames.count(SlotState.COMMITTED)
-        status.num_pinned = store.num_pinned()
-        status.num_quarantined = store.frames.count(SlotState.QUARANTINED)
-        status.num_leases = len(store.leases)
-        status.num_lookups = store.counters.num_lookups
-        status.num_blocks_matched = store.counters.num_blocks_matched
-        status.num_blocks_asked = store.counters.num_blocks_asked
-        status.num_bytes_written = store.counters.num_bytes_written
-        status.num_bytes_read = store.counters.num_bytes_read
-        status.num_evictions = store.table.num_evictions
-        status.num_pages = store.table.pages.num_slots
-        status.num_pages_used = store.table.pages.count(SlotState.COMMITTED)
-        status.num_demoted = store.table.num_demoted
-        status.num_promoted = store.table.num_promoted
-        status.num_pages_bad = store.table.num_pages_bad
-        status.num_damaged = store.counters.num_damaged
-        status.tenants.extend(tenants(store))
-    return status

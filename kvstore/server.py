@@ -7,12 +7,11 @@ from typing import Any
 
 import grpc.aio
 
-from kvstore import account, traced, wire
-from kvstore.block_store import NO_ROOM, Reserved, Written, check_chain
+from kvstore import status, traced, wire
+from kvstore.block_store import NO_ROOM, Reserved, WrittenFrame, check_chain
 from kvstore.blocks import PackedBlocks, Tier, row, row_of
 from kvstore.errors import LeaseLapsed
-from kvstore.newcomer import Newcomer
-from kvstore.node import StoreNode
+from kvstore.node import StoreNode, WorkerInfo
 from process import rpc, spans, trace_context
 from process.errors import FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2, kvstore_pb2_grpc
@@ -62,7 +61,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     ) -> kvstore_pb2.AttachReply:
         wire.need_whole(request)
         attachment = await self._node.attach(
-            Newcomer(
+            WorkerInfo(
                 worker_id=request.worker_id,
                 worker_incarnation=request.worker_incarnation,
                 model_fingerprint=request.model_fingerprint,
@@ -343,7 +342,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         if store is not None:
             max_blocks = min(request.max_blocks or FEW_HISTORIES, MAX_HISTORIES)
             for chain_hash, past in store.history.find(request.chain_hash, max_blocks):
-                reply.blocks.append(account.history(chain_hash, past, store))
+                reply.blocks.append(status.history(chain_hash, past, store))
         return reply
 
     @rpc.unary
@@ -362,7 +361,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             file_tier_problem=self._node.file_tier_problem,
         )
         if self._node.store is not None:
-            account.fill(reply, self._node.store)
+            status.fill(reply, self._node.store)
         return reply
 
 
@@ -375,11 +374,12 @@ def _row(chain_hash: bytes, answer: Reserved) -> bytes:
     return row(chain_hash, answer.frame, answer.generation, 0, 0, Tier.UNSPECIFIED)
 
 
-def _written(data: bytes) -> list[Written]:
+def _written(data: bytes) -> list[WrittenFrame]:
     """Raises: InvalidArgument."""
     blocks = wire.packed_from_proto(data)
     return [
-        Written(block.frame, block.generation, block.checksum, block.num_tokens) for block in blocks
+        WrittenFrame(block.frame, block.generation, block.checksum, block.num_tokens)
+        for block in blocks
     ]
 
 

@@ -60,6 +60,9 @@ class SlotPool:
         self.num_slots = num_slots
         self.num_changes = 0
         """Moves of slots from one state to another."""
+        self.num_ever_taken = 0
+        """Slots from here on were never taken: of a frame the kernel may not have made the memory
+        yet."""
         self.states = [SlotState.FREE] * num_slots
         for slot in committed:
             self.states[slot] = SlotState.COMMITTED
@@ -88,6 +91,8 @@ class SlotPool:
             return None
         slot = heapq.heappop(self.free_heap)
         self._move(slot, SlotState.WRITING)
+        if slot >= self.num_ever_taken:
+            self.num_ever_taken = slot + 1
         return slot
 
     def commit(self, slot: int) -> None:
@@ -129,8 +134,6 @@ class FramePool(SlotPool):
         if num_frames < 1:
             raise ValueError(f"num_frames: must be at least 1, got {num_frames}")
         super().__init__(num_frames)
-        self.num_ever_taken = 0
-        """Frames from here on were never used: the kernel may not have made their memory yet."""
         self.generations = [0] * num_frames
         self._published = np.zeros(num_frames, np.uint64) if published is None else published
 
@@ -138,13 +141,6 @@ class FramePool(SlotPool):
         """Raises: IndexError for a frame that does not exist."""
         self._check(frame)
         return self.generations[frame]
-
-    def take(self) -> int | None:
-        """See SlotPool."""
-        frame = super().take()
-        if frame is not None and frame >= self.num_ever_taken:
-            self.num_ever_taken = frame + 1
-        return frame
 
     def quarantine(self, frame: int) -> None:
         """WRITING or COMMITTED -> QUARANTINED. A committed frame is stale to every reader from here

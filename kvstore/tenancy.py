@@ -86,7 +86,7 @@ def groups_to_evict(
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TenantSlots:
     """What one tenant holds and is guaranteed, in slots of all tiers: a block that lies in a frame
     and a page counts twice."""
 
@@ -95,7 +95,7 @@ class Usage:
     num_guaranteed: int
 
 
-def usage(accounts: Sequence[SlotAccount]) -> list[Usage]:
+def usage(accounts: Sequence[SlotAccount]) -> list[TenantSlots]:
     """One for each tenant that holds something or has a share: those with a share first, then by
     the number of slots."""
     held: Counter[str] = Counter()
@@ -104,7 +104,7 @@ def usage(accounts: Sequence[SlotAccount]) -> list[Usage]:
         held.update(account.used)
         guaranteed.update({t: n for t, n in account.guaranteed.items() if t != POOL})
     rows = [
-        Usage(tenant, held[tenant], guaranteed[tenant])
+        TenantSlots(tenant, held[tenant], guaranteed[tenant])
         for tenant in held.keys() | guaranteed.keys()
     ]
     return sorted(rows, key=lambda row: (row.tenant not in guaranteed, -row.num_slots, row.tenant))

@@ -21,7 +21,7 @@ from kvstore import serve, wire
 from kvstore.client import KvStoreClient, PutChain, TransferStats
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
-from kvstore.memory import TOUCH_AHEAD_BYTES
+from kvstore.node import TOUCH_AHEAD_BYTES
 from kvstore.server import KvStoreServicer
 from kvstore.transport.base import BlockMemory
 from process import grpc_server, registry, rpc
@@ -481,13 +481,12 @@ async def test_memory_is_made_ready_ahead_of_its_use(
     settings = dataclasses.replace(store_settings, capacity_bytes=capacity_bytes)
     async with serve.running(settings) as store:
         worker = await new_worker(store.address, "grpc")
-        memory = store.node.memory
-        assert memory is not None
-        await until(lambda: memory.num_touched == num_ahead)
+        node = store.node
+        await until(lambda: node.num_touched == num_ahead)
         await worker.put(chain("a", 5), range(5))
-        await until(lambda: memory.num_touched == num_ahead + 5)
+        await until(lambda: node.num_touched == num_ahead + 5)
         await worker.put(chain("b", 27), range(27))
-        await until(lambda: memory.num_touched == num_ahead + 24 == worker.client.num_frames)
+        await until(lambda: node.num_touched == num_ahead + 24 == worker.client.num_frames)
 
 
 async def test_a_folder_too_small_is_named(store_settings: KvStoreSettings) -> None:

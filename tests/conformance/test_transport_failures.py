@@ -329,8 +329,8 @@ async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
     await pause(worker.process)
     await passes(lambda: len(truth.leases) == 0)
     assert len(truth.quarantined) == 4
-    assert store.node.watch is not None and store.node.watch._task is not None
-    await asyncio.wait([store.node.watch._task], timeout=0.5)
+    assert store.node._maintenance is not None
+    await asyncio.wait([store.node._maintenance], timeout=0.5)
     assert len(truth.quarantined) == 4
     assert await store.node.check_integrity() == ""
     worker.process.kill()

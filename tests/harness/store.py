@@ -19,7 +19,7 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from kvstore import block_hash, serve, wire
+from kvstore import block_hash, serve, status, wire
 from kvstore.blocks import Block
 from kvstore.client import KvStoreClient, MatchResult, PutResult
 from kvstore.config import KvStoreSettings
@@ -81,7 +81,7 @@ class LocalStore(serve.RunningStore):
 
     def row(self) -> inference_pb2.StoreStatus:
         """What the registry says about it."""
-        return serve.store_status(self.node, self.address)
+        return status.store_status(self.node, self.address)
 
     def break_a_law_once(self, words: str) -> None:
         """At its next look after leases that lapsed."""

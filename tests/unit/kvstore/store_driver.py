@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvstore import invariants
-from kvstore.block_store import BlockStore, PrefixMatch, Reserved, StoreLimits, Written
+from kvstore.block_store import BlockStore, PrefixMatch, Reserved, StoreLimits, WrittenFrame
 from kvstore.blocks import Block, StoredPage
 from kvstore.change_log import ChangeLog
 from kvstore.frame_table import Demotion, PageWrite, Promotion
@@ -73,12 +73,12 @@ class StoreDriver:
         self.store.check_reservation(*arguments)
 
     def commit(
-        self, attachment_id: str, lease_id: str, written: Sequence[Written], now_s: float
+        self, attachment_id: str, lease_id: str, written: Sequence[WrittenFrame], now_s: float
     ) -> list[Block]:
         return self.store.commit(attachment_id, lease_id, written, now_s)
 
     def abort(
-        self, attachment_id: str, lease_id: str, written: Sequence[Written], **options: Any
+        self, attachment_id: str, lease_id: str, written: Sequence[WrittenFrame], **options: Any
     ) -> None:
         self.store.abort(attachment_id, lease_id, written, **options)
 

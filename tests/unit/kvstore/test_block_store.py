@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from kvstore import invariants
-from kvstore.block_store import NO_ROOM, BlockStore, PrefixMatch, Reserved, StoreLimits, Written
+from kvstore.block_store import (
+    NO_ROOM,
+    BlockStore,
+    PrefixMatch,
+    Reserved,
+    StoreLimits,
+    WrittenFrame,
+)
 from kvstore.blocks import Block
 from kvstore.change_log import ChangeLog
 from kvstore.errors import LeaseLapsed, UnknownAttachment
@@ -68,7 +75,7 @@ class _Bench:
         self, lease_id: str, answers: list[Reserved], *, who: str = "", now_s: float = 0.0
     ) -> list[Block]:
         written = [
-            Written(a.frame, a.generation, checksum=a.frame + 100, num_tokens=16)
+            WrittenFrame(a.frame, a.generation, checksum=a.frame + 100, num_tokens=16)
             for a in answers
             if a.frame >= 0
         ]
@@ -288,7 +295,7 @@ def test_a_lapsed_one_sided_reservation_is_quarantined_until_its_writer_says_so(
     bench.store.lapse(1000.0)
     invariants.check(bench.store)
     assert bench.count(SlotState.QUARANTINED) == 2
-    written = [Written(a.frame, a.generation) for a in answers]
+    written = [WrittenFrame(a.frame, a.generation) for a in answers]
     bench.store.abort(bench.other, lease_id, written, quarantine=False, now_s=1000.0)
     assert bench.count(SlotState.QUARANTINED) == 2  # not its own
     bench.store.abort(bench.worker, lease_id, written, quarantine=False, now_s=1000.0)
@@ -299,7 +306,7 @@ def test_a_lapsed_one_sided_reservation_is_quarantined_until_its_writer_says_so(
 def test_an_abort_with_quarantine_needs_a_second_one() -> None:
     bench = _Bench()
     lease_id, answers, _ = bench.reserve(CHAIN[:1])
-    written = [Written(answers[0].frame, answers[0].generation)]
+    written = [WrittenFrame(answers[0].frame, answers[0].generation)]
     for _ in range(2):
         bench.store.abort(bench.worker, lease_id, written, quarantine=True, now_s=0.0)
         invariants.check(bench.store)
@@ -313,7 +320,7 @@ def test_an_abort_with_quarantine_needs_a_second_one() -> None:
 def test_an_aborted_block_can_be_reserved_again_under_the_same_lease() -> None:
     bench = _Bench()
     lease_id, answers, _ = bench.reserve(CHAIN[:1])
-    written = [Written(answers[0].frame, answers[0].generation)]
+    written = [WrittenFrame(answers[0].frame, answers[0].generation)]
     bench.store.abort(bench.worker, lease_id, written, quarantine=True, now_s=0.0)
     _, again, _ = bench.reserve(CHAIN[:1], lease_id=lease_id)
     assert again[0].frame != answers[0].frame
@@ -488,7 +495,7 @@ def test_a_put_below_a_dropped_block_is_refused_and_leaves_nothing() -> None:
     bench.store.abort(
         bench.worker,
         lease_id,
-        [Written(answers[0].frame, answers[0].generation)],
+        [WrittenFrame(answers[0].frame, answers[0].generation)],
         quarantine=False,
         now_s=0.0,
     )

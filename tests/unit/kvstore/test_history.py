@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import history, invariants
-from kvstore.block_store import BlockStore, StoreLimits, Written
+from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
 from kvstore.blocks import Block
 from kvstore.history import MAX_EVENTS, BlockHistory
 from kvstore.prefix_tree import TreeNode
@@ -59,7 +59,7 @@ class _Bench:
             lease_id, answers, _ = self.store.reserve(
                 self.worker, b"", hashes, ttl_s=9.0, now_s=0.0
             )
-            written = [Written(a.frame, a.generation, 7, 16) for a in answers if a.frame >= 0]
+            written = [WrittenFrame(a.frame, a.generation, 7, 16) for a in answers if a.frame >= 0]
             self.store.commit(self.worker, lease_id, written, 0.0)
         self.store.release([lease_id], now_s=0.0)
         invariants.check(self.store)
@@ -149,7 +149,9 @@ def test_a_tail_has_no_history() -> None:
         bench.worker, b"", [], tail_name="t", ttl_s=9.0, now_s=0.0
     )
     assert tail is not None
-    bench.store.commit(bench.worker, lease_id, [Written(tail.frame, tail.generation, 7, 3)], 0.0)
+    bench.store.commit(
+        bench.worker, lease_id, [WrittenFrame(tail.frame, tail.generation, 7, 3)], 0.0
+    )
     assert len(bench.store.history) == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import invariants
-from kvstore.block_store import BlockStore, StoreLimits, Written
+from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
 from kvstore.prefix_tree import TreeNode
 from kvstore.tenancy import TenantShares
 
@@ -29,7 +29,7 @@ class _Bench:
         lease_id, answers, _ = self.store.reserve(
             self.worker, b"", hashes, tenant=tenant, ttl_s=9.0, now_s=0.0
         )
-        written = [Written(a.frame, a.generation, 7, 16) for a in answers if a.frame >= 0]
+        written = [WrittenFrame(a.frame, a.generation, 7, 16) for a in answers if a.frame >= 0]
         self.store.commit(self.worker, lease_id, written, 0.0)
         self.store.release([lease_id], now_s=0.0)
         invariants.check(self.store)

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.block_store import StoreLimits, Written
+from kvstore.block_store import StoreLimits, WrittenFrame
 from kvstore.blocks import Block
 from kvstore.errors import LeaseLapsed, UnknownAttachment
 from kvstore.slot_pool import SlotState
@@ -44,8 +44,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.workers: list[str] = []
         self.leases: dict[str, float] = {}  # lease -> its earliest end, as its owner knows it
         self.pinned: dict[str, dict[int, Block]] = {}
-        self.writing: dict[str, tuple[int, list[Written]]] = {}  # lease -> (worker, frames)
-        self.unsettled: list[tuple[int, list[Written]]] = []
+        self.writing: dict[str, tuple[int, list[WrittenFrame]]] = {}  # lease -> (worker, frames)
+        self.unsettled: list[tuple[int, list[WrittenFrame]]] = []
         self.bad: set[tuple[int, int]] = set()
 
     @initialize()
@@ -106,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.pinned.setdefault(lease_id, {})[answer.block.frame] = answer.block
             elif self._is_writer(worker, lease_id, answer.frame):
                 frames = self.writing.setdefault(lease_id, (worker, []))[1]
-                written = Written(answer.frame, answer.generation, answer.frame, 16)
+                written = WrittenFrame(answer.frame, answer.generation, answer.frame, 16)
                 if written not in frames:
                     frames.append(written)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvstore import invariants
-from kvstore.block_store import BlockStore, StoreLimits, Written
+from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
 from kvstore.change_log import ChangeLog
 from kvstore.errors import IntegrityError
 from kvstore.slot_pool import SlotPool
@@ -101,7 +101,7 @@ class _Bench:
         lease_id, answers, _ = self.store.reserve(
             self.worker, b"", hashes, tenant=tenant, ttl_s=10.0, now_s=0.0
         )
-        written = [Written(a.frame, a.generation, 0, 16) for a in answers if a.frame >= 0]
+        written = [WrittenFrame(a.frame, a.generation, 0, 16) for a in answers if a.frame >= 0]
         self.store.commit(self.worker, lease_id, written, 0.0)
         self.store.release([lease_id], now_s=0.0)
         invariants.check(self.store)

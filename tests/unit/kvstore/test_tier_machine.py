@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore import block_hash
-from kvstore.block_store import StoreLimits, Written
+from kvstore.block_store import StoreLimits, WrittenFrame
 from kvstore.blocks import Block
 from kvstore.frame_table import Demotion, PageWrite, Promotion
 from kvstore.page_file import HEADER_BYTES, PageFile, PageLayout
@@ -64,7 +64,6 @@ class TierMachine(RuleBasedStateMachine):
         self.path = Path(self.folder.name) / "store.baton-pages"
         self.now_s = 0.0
         self.serial = 0
-        self.cleared: list[str] = []
         self.written: set[bytes] = set()
         self.has_flipped_header = False
         self.seen: Counter[str] = Counter()
@@ -73,8 +72,8 @@ class TierMachine(RuleBasedStateMachine):
     def start(self) -> None:
         """A new life of the store over whatever the file holds."""
         self.frames = np.zeros((NUM_FRAMES, BLOCK_BYTES), dtype=np.uint8)
-        self.pages = PageFile.open(self.path, LAYOUT, self.cleared.append)
-        assert not self.cleared
+        self.pages = PageFile.open(self.path, LAYOUT)
+        assert not self.pages.cleared
         stored, _ = self.pages.scan()
         self.driver = StoreDriver(
             NUM_FRAMES, BLOCK_BYTES, StoreLimits(50.0, 5.0, SHARES), LAYOUT.num_pages, stored
@@ -115,7 +114,7 @@ class TierMachine(RuleBasedStateMachine):
                 data = _bytes(chain_hash, variant)
                 self.frames[answer.frame] = np.frombuffer(data, dtype=np.uint8)
                 checksum = block_hash.checksum(data)
-                written.append(Written(answer.frame, answer.generation, checksum, 16))
+                written.append(WrittenFrame(answer.frame, answer.generation, checksum, 16))
         blocks = [answer.block for answer in answers if answer.block is not None]
         try:
             blocks += self.driver.commit(self.worker, lease_id, written, self.now_s)

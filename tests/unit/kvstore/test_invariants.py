@@ -5,12 +5,8 @@ costs a check and no false alarm, and a broken law is found all the same.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-from kvstore.config import KvStoreSettings
-from kvstore.watch import StoreWatch
+from kvstore.invariants import SlicedCheck
 from tests.unit.kvstore.test_block_store import _Bench as Bench
 
 NUM_BLOCKS = 300
@@ -23,17 +19,15 @@ def full_bench() -> Bench:
     return bench
 
 
-def watch_of(bench: Bench, tmp_path: Path) -> StoreWatch:
-    memory: Any = SimpleNamespace(store=bench.store)
-    settings = KvStoreSettings(slab_dir=str(tmp_path))
+def check_of(bench: Bench) -> SlicedCheck:
     # A turn of the loop after each 64 steps, however fast the machine is.
-    return StoreWatch(memory, settings, lambda: 0.0, lambda: None, slice_s=0.0)
+    return SlicedCheck(bench.store, lambda: 0.0, slice_s=0.0)
 
 
-async def test_calls_are_served_in_the_middle_of_a_check(tmp_path: Path) -> None:
+async def test_calls_are_served_in_the_middle_of_a_check() -> None:
     bench = full_bench()
-    made = watch_of(bench, tmp_path)
-    check = asyncio.ensure_future(made.check_integrity(budget_s=60.0))
+    made = check_of(bench)
+    check = asyncio.ensure_future(made.check(budget_s=60.0))
     num_turns = 0
     while not check.done():
         await asyncio.sleep(0)
@@ -43,37 +37,37 @@ async def test_calls_are_served_in_the_middle_of_a_check(tmp_path: Path) -> None
     assert num_turns > 5 * NUM_BLOCKS // 64
 
 
-async def test_a_change_in_the_middle_begins_the_check_again(tmp_path: Path) -> None:
+async def test_a_change_in_the_middle_begins_the_check_again() -> None:
     bench = full_bench()
-    made = watch_of(bench, tmp_path)
-    check = asyncio.ensure_future(made.check_integrity(budget_s=60.0))
+    made = check_of(bench)
+    check = asyncio.ensure_future(made.check(budget_s=60.0))
     for index in range(20):
         await asyncio.sleep(0)
-        made.heard_call()
+        made.num_calls += 1
         lease = bench.store.match([(1).to_bytes(16, "big")], pin=True, ttl_s=9.0, now_s=0.0)
         if index % 2:
             bench.store.release([lease.lease_id], now_s=0.0)
     assert await check == ""
 
 
-async def test_a_broken_law_is_found_and_a_later_check_finds_it_mended(tmp_path: Path) -> None:
+async def test_a_broken_law_is_found_and_a_later_check_finds_it_mended() -> None:
     bench = full_bench()
-    made = watch_of(bench, tmp_path)
+    made = check_of(bench)
     node = bench.store.tree.find((7).to_bytes(16, "big"))
     assert node is not None
     node.num_hits += 1  # no law
     node.num_pins += 1
-    assert "pins kept" in await made.check_integrity(budget_s=60.0)
+    assert "pins kept" in await made.check(budget_s=60.0)
     node.num_pins -= 1
-    assert await made.check_integrity(budget_s=60.0) == ""
+    assert await made.check(budget_s=60.0) == ""
 
 
-async def test_without_time_the_result_of_the_last_check_is_given(tmp_path: Path) -> None:
+async def test_without_time_the_result_of_the_last_check_is_given() -> None:
     bench = full_bench()
-    made = watch_of(bench, tmp_path)
+    made = check_of(bench)
     node = bench.store.tree.find((7).to_bytes(16, "big"))
     assert node is not None
     node.num_pins += 1
-    assert await made.check_integrity(budget_s=0.0) == ""
-    assert "pins kept" in await made.check_integrity(budget_s=60.0)
-    assert "pins kept" in await made.check_integrity(budget_s=0.0)
+    assert await made.check(budget_s=0.0) == ""
+    assert "pins kept" in await made.check(budget_s=60.0)
+    assert "pins kept" in await made.check(budget_s=0.0)
