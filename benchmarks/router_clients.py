@@ -13,8 +13,8 @@ import aiohttp
 import grpc.aio
 import msgspec
 
-from benchmarks.keyed_stream import KeyedStream
 from benchmarks.router_peers import CLOCK_S, SERVICE
+from benchmarks.stalls import KeyedStream
 from process import serving
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
