@@ -7,9 +7,11 @@ them one command. `--out FILE` writes the last line to a file as well. Nothing e
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import json
 import multiprocessing
 import os
@@ -502,3 +504,58 @@ def cpu_s(pid: int) -> float:
     """Seconds of CPU that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# -- one stream of a worker
+
+Came = tuple[Any, float]
+"""An event, and the monotonic clock's seconds when it came."""
+
+
+class KeyedStream:
+    """One multiplexed stream to a worker of either role, as a bare router has it: commands go out
+    under keys of their own, and events come back by key.
+
+    Args:
+        call: of a stub's `Stream`.
+        command: the class of what goes out.
+    """
+
+    def __init__(self, call: Any, command: Any) -> None:
+        self._call = call
+        self._command = command
+        self._keys = itertools.count(1)
+        self._queues: dict[int, asyncio.Queue[Came]] = {}
+        self._writing = asyncio.Lock()
+        self._reader = asyncio.create_task(self._read())
+
+    def open(self) -> tuple[int, asyncio.Queue[Came]]:
+        """A new key, and its events."""
+        key = next(self._keys)
+        self._queues[key] = asyncio.Queue()
+        return key, self._queues[key]
+
+    def close(self, key: int) -> None:
+        """Events that still come under it are dropped."""
+        del self._queues[key]
+
+    async def send(self, key: int, **fields: Any) -> None:
+        """One command."""
+        async with self._writing:
+            await self._call.write(self._command(key=key, **fields))
+
+    async def end(self) -> None:
+        """Break the stream."""
+        self._call.cancel()
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _read(self) -> None:
+        import grpc.aio
+
+        with contextlib.suppress(grpc.aio.AioRpcError):  # the worker ends first
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                came_s = time.monotonic()
+                for event in message.events:
+                    if event.key in self._queues:
+                        self._queues[event.key].put_nowait((event, came_s))
