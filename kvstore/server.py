@@ -12,7 +12,7 @@ from kvstore.answers import Reserved, Written
 from kvstore.errors import LeaseLapsed
 from kvstore.newcomer import Newcomer
 from kvstore.node import StoreNode
-from process import rpc, spans, trace_context
+from process import rpc, spans
 from process.errors import InvalidArgument
 from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
@@ -120,7 +120,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             incarnation=self._node.incarnation,
             num_hits=match.num_hits,
         )
-        span = spans.current()
+        span = spans.current_span()
         if span.is_recording and self._node.store is not None:
             hashes = [block.chain_hash for block in match.blocks]
             for link in self._node.store.history.links(hashes):
@@ -233,7 +233,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
                     request.attachment_id,
                     each.frames,
                     each.generations,
-                    trace_context.parse(each.traceparent) if each.traceparent else None,
+                    spans.parse_traceparent(each.traceparent) if each.traceparent else None,
                 )
 
     @rpc.unary

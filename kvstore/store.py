@@ -30,7 +30,7 @@ from kvstore.leases import Lease, LeaseTable
 from kvstore.residency import Residency
 from kvstore.tiers.moves import TierMoves
 from kvstore.writes import Writes
-from process.trace_context import TraceContext
+from process.spans import TraceContext
 
 
 class Store:

@@ -15,8 +15,7 @@ from kvstore.block import Block
 from kvstore.catalog import Entry
 from kvstore.history import MAX_EVENTS, BlockHistory
 from kvstore.store import Store
-from process.spans import NOBODY, Recording, SpanData
-from process.trace_context import TraceContext
+from process.spans import NOOP_SPAN, RecordingSpan, SpanData, TraceContext
 from process.tracing import SpanCounters, Tracing, TracingSettings
 
 TRACE = TraceContext(0xA1, 0xB2, True)
@@ -55,7 +54,7 @@ class _Bench:
 
     def put(self, prompt: int, length: int, *, is_traced: bool = False) -> list[Entry]:
         hashes = [_hash(prompt, i) for i in range(length)]
-        span = Recording(self.kept.take, "commit", TRACE, None) if is_traced else NOBODY
+        span = RecordingSpan(self.kept.take, "commit", TRACE, None) if is_traced else NOOP_SPAN
         with span:
             lease_id, answers, _ = self.store.writes.reserve(
                 self.worker, b"", hashes, ttl_s=9.0, now_s=0.0
