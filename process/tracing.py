@@ -18,11 +18,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from msgspec import Meta
 
 from process import logs
 from process.errors import Internal
-from process.settings import SettingsError, check_host_port
+from process.settings import PositiveInt, SettingsError, check_host_port, check_ranges
 from process.spans import (
     BAGGAGE,
     NOOP_SPAN,
@@ -61,7 +63,7 @@ class TracingSettings:
     """PEM file of the authority that the receiver's certificate is from; empty: a connection in
     the clear, for a receiver on this host or in this pod."""
 
-    sample_ratio: float = 1.0
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Share of the requests that are traced, of those that do not say so themselves. The router's:
     workers and stores follow it."""
 
@@ -69,7 +71,7 @@ class TracingSettings:
     """Whether a request's own traceparent decides if it is traced. False: `sample_ratio` decides
     for all, and the caller's trace is linked to."""
 
-    max_followed_per_s: float = 200.0
+    max_followed_per_s: Annotated[float, Meta(gt=0, le=1e6)] = 200.0
     """Traces a second beyond `sample_ratio` that the traceparents of callers may have sampled. A
     trace costs work, and every caller may ask for one with each request. One that `sample_ratio`
     takes anyway does not count: with a ratio of 1 all are joined."""
@@ -78,35 +80,23 @@ class TracingSettings:
     """Keys of a request's W3C baggage that become attributes of its span. Others are passed
     over."""
 
-    max_waiting_spans: int = 8192
+    max_waiting_spans: PositiveInt = 8192
     """Spans that wait to be sent; one more is dropped and counted."""
 
-    send_interval_s: float = 1.0
+    send_interval_s: Annotated[float, Meta(gt=0, le=3600)] = 1.0
     """How often spans are sent."""
 
-    send_timeout_s: float = 5.0
+    send_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
     """For one attempt to send a batch."""
 
-    stop_timeout_s: float = 2.0
+    stop_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 2.0
     """How long a stopping process tries to send what waits."""
 
     def __post_init__(self) -> None:
-        check_host_port("tracing.endpoint", self.endpoint)
+        check_ranges(self)
+        check_host_port("endpoint", self.endpoint)
         if self.ca_file and not self.endpoint:
-            raise SettingsError("tracing.ca_file: there is no tracing.endpoint")
-        if not 0 <= self.sample_ratio <= 1:
-            raise SettingsError(
-                f"tracing.sample_ratio: must be from 0 to 1, got {self.sample_ratio}"
-            )
-        if self.max_waiting_spans < 1:
-            raise SettingsError("tracing.max_waiting_spans: must be at least 1")
-        if not 0 < self.max_followed_per_s <= 1e6:
-            raise SettingsError(
-                "tracing.max_followed_per_s: must be above 0; follow_callers=false follows nobody"
-            )
-        for name in ("send_interval_s", "send_timeout_s", "stop_timeout_s"):
-            if not 0 < getattr(self, name) <= 3600:
-                raise SettingsError(f"tracing.{name}: must be above 0 and at most 3600")
+            raise SettingsError("ca_file: there is no tracing.endpoint")
 
 
 @dataclass

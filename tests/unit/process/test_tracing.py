@@ -170,13 +170,13 @@ def test_off_means_nothing_and_loads_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"endpoint": "4317"}, "tracing.endpoint"),
-        ({"endpoint": "host:99999"}, "tracing.endpoint"),
-        ({"ca_file": "x"}, "tracing.ca_file"),
-        ({"sample_ratio": 1.5}, "tracing.sample_ratio"),
-        ({"sample_ratio": float("nan")}, "tracing.sample_ratio"),
-        ({"max_waiting_spans": 0}, "tracing.max_waiting_spans"),
-        ({"send_interval_s": 0.0}, "tracing.send_interval_s"),
+        ({"endpoint": "4317"}, "endpoint"),
+        ({"endpoint": "host:99999"}, "endpoint"),
+        ({"ca_file": "x"}, "ca_file"),
+        ({"sample_ratio": 1.5}, "sample_ratio"),
+        ({"sample_ratio": float("nan")}, "sample_ratio"),
+        ({"max_waiting_spans": 0}, "max_waiting_spans"),
+        ({"send_interval_s": 0.0}, "send_interval_s"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], word: str) -> None:
