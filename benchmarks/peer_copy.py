@@ -47,7 +47,7 @@ from kvstore.lending.server import LenderServicer
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda_device import CudaDevice
 from kvstore.transport.mapped import MappedTransport
-from process import entry, serving
+from process import entrypoint, grpc_server
 from process.deadline import Deadline
 from services.worker.device_checksums import DeviceChecksums
 
@@ -97,7 +97,7 @@ async def serve(device_id: int, block_bytes: int) -> None:
         lender_node_id("lender"), secrets.token_bytes(16), bytes.fromhex(FINGERPRINT)
     )
     lender = Lender(identity, memory, loans, no_free, lets_map=True)
-    server, address = await serving.listen("127.0.0.1:0", [LenderServicer(lender).add_to])
+    server, address = await grpc_server.listen("127.0.0.1:0", [LenderServicer(lender).add_to])
     lender.start()
     _tell({"address": address})
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -313,7 +313,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.serve >= 0:
-        entry.die_with_parent()
+        entrypoint.die_with_parent()
         uvloop.run(serve(arguments.serve, arguments.block_bytes))
         return 0
     num_devices = torch.cuda.device_count()

@@ -312,9 +312,7 @@ class BlockStore:
         self.lapse(now_s)
         attachment = self.attachments.get(attachment_id, now_s)
         lease = self.leases.get(lease_id) if lease_id else None
-        _check_hashes(parent, chain_hashes)
-        if len(tenant.encode()) > MAX_TENANT_BYTES:
-            raise InvalidArgument("tenant", f"at most {MAX_TENANT_BYTES} bytes")
+        check_chain(parent, chain_hashes, tenant)
         above = self.tree.find(parent) if parent else None
         if parent and above is None and (lease is None or parent not in lease.writing):
             raise FailedPrecondition(
@@ -603,7 +601,10 @@ def _reservation(lease: Lease, attachment_id: str, frame: int, generation: int) 
     return reservation
 
 
-def _check_hashes(parent: bytes, chain_hashes: Sequence[bytes]) -> None:
+def check_chain(parent: bytes, chain_hashes: Sequence[bytes], tenant: str) -> None:
+    """Raises: InvalidArgument for what `reserve` cannot take, whatever the store holds."""
+    if len(tenant.encode()) > MAX_TENANT_BYTES:
+        raise InvalidArgument("tenant", f"at most {MAX_TENANT_BYTES} bytes")
     if parent and len(parent) != CHAIN_HASH_BYTES:
         raise InvalidArgument("parent", f"a chain hash has {CHAIN_HASH_BYTES} bytes")
     if any(len(chain_hash) != CHAIN_HASH_BYTES for chain_hash in chain_hashes):

@@ -124,17 +124,7 @@ class PackedBlocks(Sequence[Block]):
         for a number that its field cannot hold."""
         if isinstance(blocks, PackedBlocks):
             return blocks
-        return cls.of_rows(
-            row(
-                block.chain_hash,
-                block.frame,
-                block.generation,
-                block.checksum,
-                block.num_tokens,
-                block.tier,
-            )
-            for block in blocks
-        )
+        return cls.of_rows(map(row_of, blocks))
 
     @classmethod
     def of_rows(cls, rows: Iterable[bytes]) -> PackedBlocks:
@@ -162,11 +152,31 @@ class PackedBlocks(Sequence[Block]):
         """[blocks]"""
         return self._column("checksum")
 
+    @property
+    def num_tokens(self) -> npt.NDArray[np.uint32]:
+        """[blocks]"""
+        return self._column("num_tokens")
+
+    @property
+    def are_reserved(self) -> npt.NDArray[np.bool_]:
+        """[blocks] Whether a block lies at an odd generation: its frame is still to be written."""
+        return np.asarray(self.generations % 2, bool)
+
     def with_checksums(self, first: int, checksums: Sequence[int]) -> PackedBlocks:
         """The same blocks with these checksums from block `first` on."""
         columns = np.frombuffer(self.data, _COLUMNS).copy()
         columns["checksum"][first : first + len(checksums)] = np.array(checksums, np.uint64)
         return self._whole(columns.tobytes())
+
+    def with_num_tokens(self, num_tokens: npt.ArrayLike) -> PackedBlocks:
+        """The same with other numbers of filled slots: one for each block, or one for all."""
+        columns = np.frombuffer(self.data, _COLUMNS).copy()
+        columns["num_tokens"] = num_tokens
+        return self._whole(columns.tobytes())
+
+    def take(self, which: npt.NDArray[Any]) -> PackedBlocks:
+        """Some of the blocks. which: their indices, or a mask, [blocks]."""
+        return self._whole(np.frombuffer(self.data, _COLUMNS)[which].tobytes())
 
     def tiers(self) -> list[InTier]:
         """Neighbours in one tier, in order."""
@@ -203,6 +213,24 @@ class PackedBlocks(Sequence[Block]):
             return count
         same = np.frombuffer(ours, np.uint8) == np.frombuffer(theirs, np.uint8)
         return int(same.reshape(count, ROW_BYTES).all(axis=1).argmin())
+
+    def has_hashes(self, chain_hashes: bytes) -> bool:
+        """Whether the blocks are full ones with exactly these hashes, of 16 bytes each, side by
+        side."""
+        if not self.data:
+            return not chain_hashes
+        if (self._column("num_hash_bytes") != CHAIN_HASH_BYTES).any():
+            return False
+        return self._column("chain_hash").tobytes() == chain_hashes
+
+    def names_same(self, other: PackedBlocks) -> bool:
+        """Whether both have the same chain hashes in the same order, empty ones for tails."""
+        if len(self) != len(other):
+            return False
+        columns = ("chain_hash", "num_hash_bytes")
+        return not self.data or all(
+            bool((self._column(column) == other._column(column)).all()) for column in columns
+        )
 
     def has_all(self, frames: npt.NDArray[Any], generations: npt.NDArray[Any]) -> bool:
         """Whether a block here lies in each of these frames [n] at its generation [n]."""
@@ -298,6 +326,18 @@ def row(
     if num_hash_bytes not in (0, CHAIN_HASH_BYTES):
         raise ValueError(f"a chain hash has {CHAIN_HASH_BYTES} bytes: {chain_hash!r}")
     return _ROW.pack(chain_hash, generation, checksum, frame, num_tokens, tier, num_hash_bytes)
+
+
+def row_of(block: Block) -> bytes:
+    """One block, packed. Raises: as PackedBlocks.of."""
+    return row(
+        block.chain_hash,
+        block.frame,
+        block.generation,
+        block.checksum,
+        block.num_tokens,
+        block.tier,
+    )
 
 
 def block_of(row: bytes) -> Block:

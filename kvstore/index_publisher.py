@@ -26,7 +26,7 @@ from redis.exceptions import RedisError
 from kvstore import index
 from kvstore.change_log import BlockChange, ChangeLog
 from process import logs
-from process.redis_client import FAILURES
+from process.registry import REDIS_FAILURES
 from process.tasks import end_tasks
 from protos import inference_pb2
 
@@ -178,7 +178,7 @@ class PrefixIndexPublisher:
         try:
             async with asyncio.timeout(_GOODBYE_S):
                 await self._goodbye(keys=keys, args=[self._incarnation, self._node_id])
-        except FAILURES as error:
+        except REDIS_FAILURES as error:
             # Everything of ours expires by itself.
             logs.event(logger, "index_goodbye_failed", level=logging.WARNING, error=repr(error))
 
@@ -196,7 +196,7 @@ class PrefixIndexPublisher:
                     await self._publish_batch()
                 self._note(True)
                 pause_s = _BACKOFF_S
-            except FAILURES as error:
+            except REDIS_FAILURES as error:
                 self.num_failures += 1
                 self._note(False, error)
                 self._next_beat_s = loop.time()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.blocks import Block
+from kvstore.blocks import Block, PackedBlocks
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from kvstore.lending import PROBE_HASH, is_lender
 from kvstore.link import Rates
@@ -26,7 +26,7 @@ from process.deadline import Deadline
 from process.errors import NoCapacity
 
 if TYPE_CHECKING:
-    from kvstore.client import KvStoreClient, ReservedFrame
+    from kvstore.client import KvStoreClient
 
 MAX_BYTES = 32 * 1024 * 1024
 MAX_ROUNDS = 3
@@ -102,7 +102,7 @@ async def _store_one(
 ) -> tuple[str, Block]:
     """One block under a new lease. Returns: the lease's id, the block."""
     tail = (name, block_id, 1)
-    put = await client.put_unrecorded(None, b"", [], tail, _TTL_S, deadline, 1, is_probe=True)
+    put = await client.put_probe(tail, _TTL_S, deadline)
     if put.tail is None:
         client.release_later(put.lease_id)
         raise NoCapacity("the store has no free frame to measure with")
@@ -130,7 +130,7 @@ async def _write(
     client: KvStoreClient, lease_id: str, name: str, sources: Sequence[int], deadline: Deadline
 ) -> tuple[float, list[Block]]:
     """Seconds of one transfer of all sources, and where they lie then."""
-    reserved: list[ReservedFrame] = []
+    reserved = PackedBlocks()
     try:
         for index, block_id in enumerate(sources):
             reserved += await client.reserve_tail(
@@ -138,7 +138,10 @@ async def _write(
             )
         if len(reserved) < len(sources):
             raise NoCapacity("the store has too few free frames to measure with")
-        items = [PutItem(each.block_id, each.frame, each.generation) for each in reserved]
+        items = [
+            PutItem(block_id, frame.frame, frame.generation)
+            for block_id, frame in zip(sources, reserved, strict=True)
+        ]
         seconds = await _best(lambda: client.transport.put(lease_id, items, deadline), deadline)
         checksums = await asyncio.to_thread(client.memory.checksums, sources)
         committed = await client.commit(lease_id, reserved, checksums, deadline)
@@ -151,7 +154,7 @@ async def _write(
         if isinstance(cause, asyncio.CancelledError):
             raise TransferCancelled("measuring: a put is not over", held) from error
         raise TransferTimeout("measuring: a put is not over", held) from error
-    return seconds, [committed[each.frame] for each in reserved]
+    return seconds, list(committed)
 
 
 async def _read(

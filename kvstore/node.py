@@ -41,7 +41,7 @@ from kvstore.pushes import Frames, PushOutcome, Target
 from kvstore.slab import Slab, check_room, free_bytes, remove_stale
 from kvstore.tenancy import TenantShares
 from kvstore.transport.base import TRANSPORTS
-from process import incarnation, logs
+from process import entrypoint, logs
 from process.deadline import Clock, Deadline
 from process.errors import (
     DeadlineExceeded,
@@ -103,7 +103,7 @@ class StoreNode:
         """changes: gets each block that comes or goes; None: the store is in no index."""
         self.settings = settings
         self.node_id = node_id
-        self.incarnation = incarnation.new()
+        self.incarnation = entrypoint.new_incarnation()
         self.tracing = tracing
         self.store: BlockStore | None = None
         self.slab: Slab | None = None

@@ -21,10 +21,9 @@ from kvstore.index_publisher import PrefixIndexPublisher
 from kvstore.node import StoreNode
 from kvstore.server import KvStoreServicer
 from kvstore.status import StoreMetrics, store_status
-from process import redis_client, serving
+from process import grpc_server, registry
 from process.access import RULES, Role
-from process.health import Health
-from process.metrics import LoopCollector, MetricsServer
+from process.metrics import HealthProbes, LoopCollector, MetricsServer
 from process.tls import Identity
 from process.tracing import Tracing
 
@@ -54,7 +53,7 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
     servicer = KvStoreServicer(
         node, lambda: (publisher.sequence, publisher.synced) if publisher else (0, False)
     )
-    server, bound = await serving.listen(
+    server, bound = await grpc_server.listen(
         settings.listen,
         [servicer.add_to],
         identity=Identity.of(settings.tls, Role.KVSTORE),
@@ -67,17 +66,17 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
         tracing.start()
         client = None
         if settings.redis_url:
-            client = redis_client.connect(
+            client = registry.connect_redis(
                 settings.redis_url, settings.redis_timeout_s, settings.redis
             )
             publisher = _publisher(settings, node, changes, address, client)
             publisher.start()
-        health = Health()
+        health = HealthProbes()
         metrics = _metrics_server(node, publisher, health)
         try:
             health.follow()
             # It listens, and needs no more.
-            health.judge_by(lambda: "draining" if node.is_draining else "")
+            health.set_check(lambda: "draining" if node.is_draining else "")
             if settings.metrics_listen:
                 metrics.start(settings.metrics_listen)
             yield RunningStore(node, address, publisher, metrics.address)
@@ -96,7 +95,7 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
 
 
 def _metrics_server(
-    node: StoreNode, publisher: PrefixIndexPublisher | None, health: Health
+    node: StoreNode, publisher: PrefixIndexPublisher | None, health: HealthProbes
 ) -> MetricsServer:
     shown = StoreMetrics(node, publisher)
     collector = LoopCollector(asyncio.get_running_loop(), shown.read, shown.silent)

@@ -24,7 +24,7 @@ from kvstore.index_publisher import PrefixIndexPublisher
 from kvstore.node import StoreNode
 from kvstore.slab import Slab
 from kvstore.slot_pool import SlotState
-from process.families import Labels, counter, counters, gauge, gauges, spans
+from process.metrics import Labels, counter, counters, gauge, gauges, trace_spans
 from protos import common_pb2, inference_pb2, kvstore_pb2
 
 MAX_TENANTS = 64
@@ -209,7 +209,7 @@ def _of_node(node: StoreNode, labels: Labels) -> Iterator[Metric]:
 
 def _of_spans(node: StoreNode, labels: Labels) -> Metric:
     counts = node.tracing.counters
-    return spans(labels, counts.num_exported, counts.num_failed, counts.num_dropped)
+    return trace_spans(labels, counts.num_exported, counts.num_failed, counts.num_dropped)
 
 
 def _of_slab(slab: Slab, labels: Labels) -> Iterator[Metric]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, overload
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -114,8 +114,7 @@ class BlockMemory:
         return [block_hash.checksum(view[block_id]) for block_id in block_ids]
 
 
-@dataclass(frozen=True, slots=True)
-class PutItem:
+class PutItem(NamedTuple):
     """Write block `block_id` of the worker into `frame`, reserved at (odd) `generation`."""
 
     block_id: int

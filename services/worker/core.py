@@ -30,7 +30,7 @@ from process import tls
 from process.access import Role
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, InvalidArgument, NoCapacity, Unavailable
-from process.serving import Dialer
+from process.rpc import Dialer
 from process.spans import Value
 from process.tracing import Tracing
 from protos import common_pb2

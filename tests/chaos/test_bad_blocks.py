@@ -27,7 +27,7 @@ from kvstore.client import PutResult
 from kvstore.config import KvStoreSettings
 from kvstore.errors import INCARNATION, LEASE_LAPSED
 from kvstore.slab import Slab
-from process import incarnation
+from process import entrypoint
 from tests.chaos import damage
 from tests.harness.handles import blocks_of
 from tests.harness.prefill_decode_pair import Pair, pair
@@ -113,7 +113,7 @@ class Hunt:
 
     async def _read_for_another_life(self, put: PutResult) -> None:
         """Whoever sent the references got them from a store of another incarnation."""
-        failed = await self._read(put.lease_id, put.refs, incarnation=incarnation.new())
+        failed = await self._read(put.lease_id, put.refs, incarnation=entrypoint.new_incarnation())
         assert failed == dict.fromkeys(range(len(put.refs)), INCARNATION)
         self._account(failed, len(put.refs))
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore import invariants, serve
 from kvstore.block_store import BlockStore
-from process import serving
+from process import rpc
 from process.deadline import Deadline
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
@@ -37,7 +37,7 @@ async def test_a_status_does_not_wait_for_the_end_of_a_check(
         has_ended.set()
 
     monkeypatch.setattr(invariants, "check_store", check_store)
-    async with serving.channel(store.address) as channel, asyncio.timeout(WAIT_S):
+    async with rpc.channel(store.address) as channel, asyncio.timeout(WAIT_S):
         stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)
         await began.wait()  # the store begins by itself when something was put
         for asks_for_one in (False, True, False):

@@ -14,9 +14,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from baton import certs
-from baton.cert_set import CertSet
-from process import serving
+from baton import certificates
+from baton.certificates import CertSet
+from process import grpc_server, rpc
 from process.access import RULES
 from process.access import WORKERS as WORKERS
 from process.access import Role as Role
@@ -67,7 +67,7 @@ def _add_to(module: Any, stubs: Any, server: grpc.aio.Server) -> None:
 
 @asynccontextmanager
 async def serving_as(role: Role, made: CertSet) -> AsyncIterator[str]:
-    server, address = await serving.listen(
+    server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [partial(_add_to, *modules) for modules in SERVED[role]],
         identity=Identity(made.tls_of(role), role),
@@ -114,7 +114,7 @@ def may_call(caller: Role, server: Role, path: str) -> bool:
 def calling(tls: TlsSettings, address: str, server: Role, role: Role | None = None) -> Any:
     """A channel to that address, dialled as to `server`, by a process with these certificates.
     Args: role: that the process says to have; None: none."""
-    return serving.Dialer(Identity(tls, role) if role else Identity(tls))(address, server)
+    return rpc.Dialer(Identity(tls, role) if role else Identity(tls))(address, server)
 
 
 def certificate_of(made: CertSet, folder: Path, names: Sequence[str]) -> TlsSettings:
@@ -123,12 +123,12 @@ def certificate_of(made: CertSet, folder: Path, names: Sequence[str]) -> TlsSett
     ca = x509.load_pem_x509_certificate(made.ca_file.read_bytes())
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "baton://role/router")])
-    one = certs._builder(subject, ca.subject, key, 1)
+    one = certificates._builder(subject, ca.subject, key, 1)
     if names:
         hosts = x509.SubjectAlternativeName([x509.DNSName(name) for name in names])
         one = one.add_extension(hosts, critical=False)
     certificate = one.sign(ca_key, hashes.SHA256())  # type: ignore[arg-type]
     files = (folder / "crt", folder / "key")
     files[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    certs._write(files[1], certs._key_pem(key), 0o600)
+    certificates._write(files[1], certificates._key_pem(key), 0o600)
     return TlsSettings(str(made.ca_file), str(files[0]), str(files[1]))

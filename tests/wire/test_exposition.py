@@ -24,8 +24,8 @@ from engine.speculation.draft_pages import PageCounts
 from kvstore import block_hash, serve
 from kvstore.config import KvStoreSettings
 from process.metrics import LoopCollector, MetricsServer
-from process.registry_beat import BEAT_TTL_MS
-from process.serving import PLAIN
+from process.registry import BEAT_TTL_MS
+from process.rpc import PLAIN
 from protos import common_pb2
 from services.draft.metrics import DraftCollector
 from services.draft.thread import DraftThread

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from baton import certs
-from baton.cert_set import CertSet
-from process import serving
+from baton import certificates
+from baton.certificates import CertSet
+from process import rpc
 from process.access import WORKERS, Role
 from process.tls import Identity
 from protos import (
@@ -37,7 +37,7 @@ async def code_of(call: Any) -> tuple[grpc.StatusCode, str]:
 
 async def test_a_certificate_of_one_role_keeps_it_and_says_so(tmp_path: Path) -> None:
     """Asked by those who may ask; nobody else gets as far."""
-    made = certs.write(tmp_path)
+    made = certificates.write(tmp_path)
     settings = WorkerSettings(
         worker_id="w",
         redis_url="",
@@ -52,7 +52,7 @@ async def test_a_certificate_of_one_role_keeps_it_and_says_so(tmp_path: Path) ->
             (Role.AUTOSCALER, grpc.StatusCode.FAILED_PRECONDITION, "baton://role/decode"),
             (Role.ROUTER, grpc.StatusCode.PERMISSION_DENIED, "not for a peer of role router"),
         ):
-            dial = serving.Dialer(Identity(made.tls_of(asking), asking))
+            dial = rpc.Dialer(Identity(made.tls_of(asking), asking))
             async with dial(serving_one.address, Role.DECODE) as channel:
                 stub = worker_control_pb2_grpc.WorkerControlStub(channel)
                 told = await code_of(stub.SetRole(request, timeout=WAIT_S))
@@ -71,7 +71,7 @@ async def asked_over_tls(
     made: CertSet, address: str, asking: Role, dialled: Role, role: str
 ) -> tuple[grpc.StatusCode, str]:
     """What comes of SetRole."""
-    dial = serving.Dialer(Identity(made.tls_of(asking), asking))
+    dial = rpc.Dialer(Identity(made.tls_of(asking), asking))
     async with dial(address, dialled) as channel:
         stub = worker_control_pb2_grpc.WorkerControlStub(channel)
         request = worker_control_pb2.SetRoleRequest(role=role)
@@ -87,12 +87,12 @@ async def test_a_certificate_of_both_roles_serves_in_either_by_its_own_table(
 ) -> None:
     """A peer of the role that it has not any more is told so, as without TLS; one that never had
     business here is refused, before and after."""
-    made = certs.write(tmp_path, flips=True)
+    made = certificates.write(tmp_path, flips=True)
     w = await main.start(fake_engine(), worker_with(made, Role.DECODE), "decode", DecodeRole)
     ask = common_pb2.GetWorkerStatusRequest()
 
     async def status(asking: Role, called: Role) -> tuple[grpc.StatusCode, str]:
-        dial = serving.Dialer(Identity(made.tls_of(asking), asking))
+        dial = rpc.Dialer(Identity(made.tls_of(asking), asking))
         async with dial(w.address, called) as channel:
             stub: Any = (
                 decode_pb2_grpc.DecodeStub(channel)
@@ -130,16 +130,16 @@ async def test_a_certificate_of_both_roles_serves_in_either_by_its_own_table(
 async def test_flips_that_are_allowed_or_forbidden_later_need_no_restart(tmp_path: Path) -> None:
     """New certificates are what decides. A worker that has flipped keeps showing the last one that
     names its role: nobody could reach it under another."""
-    made = certs.write(tmp_path)
+    made = certificates.write(tmp_path)
     w = await main.start(fake_engine(), worker_with(made, Role.DECODE), "decode", DecodeRole)
     ok, refused = grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION
     try:
         told = await asked_over_tls(made, w.address, Role.ADMIN, Role.DECODE, "prefill")
         assert told[0] is refused
-        certs.write(tmp_path, flips=True)
+        certificates.write(tmp_path, flips=True)
         told = await asked_over_tls(made, w.address, Role.ADMIN, Role.DECODE, "prefill")
         assert told == (ok, "prefill")
-        certs.write(tmp_path)  # decode alone, again
+        certificates.write(tmp_path)  # decode alone, again
         # A new connection each, as the role that it has.
         for _ in range(2):
             told = await asked_over_tls(made, w.address, Role.ADMIN, Role.PREFILL, "prefill")
@@ -156,7 +156,7 @@ async def test_a_certificate_that_was_refused_until_the_flip_is_shown_with_it(
     tmp_path: Path,
 ) -> None:
     """Whoever hears of the new role may dial it at once."""
-    made = certs.write(tmp_path)
+    made = certificates.write(tmp_path)
     settings = worker_with(made, Role.DECODE)
     w = await main.start(fake_engine(), settings, "decode", DecodeRole)
     try:

@@ -16,15 +16,15 @@ import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import audit, certs, cli
-from baton.audit import Look, StoreAudit, compare
+from baton import audit, certificates, cli
+from baton.audit import Reading, StoreAudit, compare
 from baton.cluster import state as cluster_state
 from kvstore import index, serve
 from kvstore.config import KvStoreSettings
-from process import redis_client
+from process import registry
 from process.access import Role
 from process.deadline import Deadline
-from process.redis_client import RedisAccess
+from process.registry import RedisAccess
 from protos import inference_pb2
 from tests.harness.redis_server import PASSWORD, RedisServer, a_redis, behind_tls, password_file
 from tests.harness.store import Worker
@@ -33,11 +33,11 @@ STORE = inference_pb2.StoreStatus(node_id="n", address="a:1", incarnation="ab", 
 NUM_BLOCKS = 40
 
 hashes = st.frozensets(st.integers(0, 15).map(lambda n: bytes([n]) * 16))
-looks = st.builds(Look, hashes, hashes, st.integers(0, 9), st.integers(0, 9))
+looks = st.builds(Reading, hashes, hashes, st.integers(0, 9), st.integers(0, 9))
 
 
 @given(looks, looks)
-def test_only_what_differs_in_both_looks_has_drifted(first: Look, second: Look) -> None:
+def test_only_what_differs_in_both_looks_has_drifted(first: Reading, second: Reading) -> None:
     settled = compare(STORE, first, second, staleness_s=0.1)
     missing = {h for h in second.present if h in first.present} - first.indexed - second.indexed
     false = {h for h in second.indexed if h in first.indexed} - first.present - second.present
@@ -51,7 +51,7 @@ def test_only_what_differs_in_both_looks_has_drifted(first: Look, second: Look) 
 
 
 @given(looks)
-def test_precision_and_recall_are_shares(look: Look) -> None:
+def test_precision_and_recall_are_shares(look: Reading) -> None:
     found = compare(STORE, look, look, staleness_s=0.0)
     assert 0.0 <= found.precision <= 1.0 and 0.0 <= found.recall <= 1.0
     assert (found.precision == found.recall == 1.0) == (look.present == look.indexed)
@@ -73,7 +73,7 @@ async def redis_server() -> AsyncIterator[RedisServer]:
 
 @pytest.fixture
 async def client(redis_server: RedisServer) -> AsyncIterator[redis.asyncio.Redis]:
-    made = redis_client.connect(redis_server.url, 1.0)
+    made = registry.connect_redis(redis_server.url, 1.0)
     yield made
     await made.aclose()
 
@@ -241,7 +241,7 @@ async def test_a_redis_over_tls_with_a_password_is_asked_as_the_parts_ask_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both commands that read Redis themselves."""
-    made = certs.write(tmp_path / "certs")
+    made = certificates.write(tmp_path / "certs")
     access = RedisAccess(
         str(made.ca_file),
         str(made.cert_file(Role.PREFILL)),

@@ -58,7 +58,7 @@ def test_decisions_and_pools_are_shown() -> None:
 
 def test_who_does_not_lead_says_so() -> None:
     text = shown(autoscaler_pb2.GetDecisionsReply(autoscaler_id="me"))
-    assert "does not act" in text and "nothing was decided yet" in text
+    assert "does not act" in text and "no decision yet" in text
 
 
 def test_as_json_the_why_is_an_object() -> None:

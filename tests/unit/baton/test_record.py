@@ -126,9 +126,9 @@ def test_the_first_difference_is_named_with_both_traces(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ("[]", "is no record"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "is not a record"),
         ('{"schema": "baton-record", "version": 2}', "version 2, this baton reads 1"),
         ('{"schema": "baton-record", "version": 1}', "damaged"),
     ],

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import timeline
-from baton.cli.timeline import Bar, bars_of
+from baton.cli import plots
+from baton.cli.plots import Bar, bars_of
 from baton.errors import FailedPrecondition, InvalidArgument
 from baton.messages import Completion, KvLeg, Provenance, Usage
 
@@ -55,11 +55,11 @@ def test_each_stage_follows_the_one_before_in_the_lane_of_who_had_it() -> None:
     assert bars_of(TIMES, 0.1)[0] == Bar("router", "receive", 0.1, 0.101)
 
 
-@pytest.mark.parametrize("suffix", timeline.FORMATS)
+@pytest.mark.parametrize("suffix", plots.FORMATS)
 def test_a_picture_is_drawn_as_its_name_says(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"new/r{suffix}"
-    timeline.check(file)
-    timeline.draw(_completion(), [0.21, 0.22, 0.73], 0.74, file)
+    plots.check("--timeline", file)
+    plots.draw_timeline(_completion(), [0.21, 0.22, 0.73], 0.74, file)
     begin = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[suffix]
     content = file.read_bytes()
     assert content.startswith(begin) and len(content) > 5000
@@ -71,13 +71,13 @@ def test_a_picture_is_drawn_as_its_name_says(tmp_path: Path, suffix: str) -> Non
 
 def test_a_request_without_times_or_tokens_has_a_picture_too(tmp_path: Path) -> None:
     empty = Completion("r", "", (), "length", Usage(1, 0, 0), Provenance("m", "ef", 1, ()))
-    timeline.draw(empty, [], 0.0, tmp_path / "r.svg")
+    plots.draw_timeline(empty, [], 0.0, tmp_path / "r.svg")
     assert (tmp_path / "r.svg").stat().st_size > 1000
 
 
 def test_what_cannot_be_drawn_is_said_before_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgument, match=r"--timeline: r\.gif: name it \*\.svg"):
-        timeline.check(Path("r.gif"))
+        plots.check("--timeline", Path("r.gif"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(FailedPrecondition, match="needs matplotlib"):
-        timeline.check(Path("r.svg"))
+        plots.check("--timeline", Path("r.svg"))

@@ -17,7 +17,7 @@ from kvstore import index, index_publisher
 from kvstore.change_log import ChangeLog
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import BATCH, PrefixIndexPublisher
-from process import redis_client
+from process import registry
 from process.errors import Unavailable
 from protos import inference_pb2
 from tests.harness.redis_server import RedisServer
@@ -79,7 +79,7 @@ class _Store:
 
 @pytest.fixture
 async def client(redis_server: RedisServer) -> AsyncIterator[redis.asyncio.Redis]:
-    client = redis_client.connect(redis_server.url, 20.0)
+    client = registry.connect_redis(redis_server.url, 20.0)
     yield client
     await client.aclose()
 
@@ -440,7 +440,7 @@ async def test_a_store_without_heartbeat_is_not_reachable(client: redis.asyncio.
 
 
 async def test_a_redis_that_is_away_is_unavailable(redis_server: RedisServer) -> None:
-    client = redis_client.connect(redis_server.url, 0.5)
+    client = registry.connect_redis(redis_server.url, 0.5)
     redis_server.kill()
     lookup = PrefixIndex(client, 0.5)
     with pytest.raises(Unavailable, match="prefix index"):

@@ -12,12 +12,12 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from baton import certs
-from baton.cert_set import CertSet
-from process import serving
+from baton import certificates
+from baton.certificates import CertSet
+from process import grpc_server, rpc
 from process.access import RULES, Role
 from process.errors import Unavailable
-from process.serving import Dialer
+from process.rpc import Dialer
 from process.settings import SettingsError
 from process.tls import Identity, TlsSettings, is_loopback
 from protos import kvstore_pb2, kvstore_pb2_grpc
@@ -27,18 +27,18 @@ CALL_S = 10.0
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> CertSet:
-    return certs.write(tmp_path_factory.mktemp("certs"))
+    return certificates.write(tmp_path_factory.mktemp("certs"))
 
 
 class Store(kvstore_pb2_grpc.KvStoreServicer):
-    @serving.unary
+    @rpc.unary
     async def GetStatus(self, request: Any, context: Any) -> kvstore_pb2.GetStatusReply:
         return kvstore_pb2.GetStatusReply(node_id="here")
 
 
 @asynccontextmanager
 async def a_store(identity: Identity) -> AsyncIterator[str]:
-    server, address = await serving.listen(
+    server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [lambda server: kvstore_pb2_grpc.add_KvStoreServicer_to_server(Store(), server)],
         identity=identity,
@@ -56,7 +56,7 @@ async def ask(channel: grpc.aio.Channel) -> str:
         try:
             reply = await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=CALL_S)
         except grpc.aio.AioRpcError as error:
-            raise serving.error_from_rpc(error) from error
+            raise rpc.error_from_rpc(error) from error
         return str(reply.node_id)
 
 
@@ -115,7 +115,7 @@ def test_what_is_wrong_with_the_files_is_said_at_the_start(made: CertSet, tmp_pa
 
 
 def test_a_certificate_that_is_over_is_refused_at_the_start(tmp_path: Path) -> None:
-    over = certs.write(tmp_path, days=0)  # over as soon as it is made
+    over = certificates.write(tmp_path, days=0)  # over as soon as it is made
     with pytest.raises(SettingsError, match=r"router\.crt: expired at"):
         Identity(over.tls_of(Role.ROUTER))
 
@@ -130,11 +130,11 @@ async def test_only_the_expected_role_is_talked_to_and_only_a_known_ca(
         with pytest.raises(Unavailable):
             await ask(as_router(address, Role.PREFILL))
         with pytest.raises(Unavailable):
-            await ask(serving.channel(address))  # in the clear
+            await ask(rpc.channel(address))  # in the clear
         without = Identity(TlsSettings(ca_file=str(made.ca_file)))
         with pytest.raises(Unavailable):
             await ask(Dialer(without)(address, Role.KVSTORE))
-        other = certs.write(tmp_path).tls_of(Role.ROUTER)
+        other = certificates.write(tmp_path).tls_of(Role.ROUTER)
         with pytest.raises(Unavailable):
             await ask(Dialer(Identity(other))(address, Role.KVSTORE))
         mixed = TlsSettings(str(made.ca_file), other.cert_file, other.key_file)
@@ -145,16 +145,16 @@ async def test_only_the_expected_role_is_talked_to_and_only_a_known_ca(
 
 async def test_new_certificates_are_taken_up_without_a_restart(tmp_path: Path) -> None:
     folder = tmp_path / "set"
-    made = certs.write(folder)
+    made = certificates.write(folder)
     store, router = (Identity(made.tls_of(role)) for role in (Role.KVSTORE, Role.ROUTER))
     dial = Dialer(router)
     async with a_store(store) as address:
         assert await ask(dial(address, Role.KVSTORE)) == "here"
         for name in ("ca.crt", "ca.key"):  # the whole CA is another one from here on
             (folder / name).unlink()
-        certs.write(folder)
+        certificates.write(folder)
         assert dial.num_reloads == 1  # seen without a connection being made
-        outsider = Dialer(Identity(certs.write(tmp_path / "other").tls_of(Role.ROUTER)))
+        outsider = Dialer(Identity(certificates.write(tmp_path / "other").tls_of(Role.ROUTER)))
         assert await ask(dial(address, Role.KVSTORE)) == "here"
         assert (store.num_reloads, router.num_reloads, dial.num_reloads) == (1, 1, 1)
         with pytest.raises(Unavailable):
@@ -179,7 +179,7 @@ async def _http(address: tuple[str, int], context: ssl.SSLContext) -> bytes:
 
 
 async def test_an_http_server_shows_the_newest_certificate(tmp_path: Path) -> None:
-    made = certs.write(tmp_path)
+    made = certificates.write(tmp_path)
     identity = Identity(
         TlsSettings("", str(made.cert_file(Role.ROUTER)), str(made.key_file(Role.ROUTER)))
     )
@@ -195,7 +195,7 @@ async def test_an_http_server_shows_the_newest_certificate(tmp_path: Path) -> No
         address = server.sockets[0].getsockname()
         first = await _http(address, client)
         assert await _http(address, client) == first
-        certs.write(tmp_path)
+        certificates.write(tmp_path)
         second = await _http(address, client)
         assert second != first
         assert await _http(address, client) == second
