@@ -74,38 +74,28 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Client": "baton.client",
-    "SyncClient": "baton.client",
-    "ClusterConfig": "baton.cluster.local_cluster",
-    "LocalCluster": "baton.cluster.local_cluster",
-    "Credentials": "baton.client",
-    "AlreadyExists": "baton.errors",
-    "BatonError": "baton.errors",
-    "Cancelled": "baton.errors",
-    "ClusterError": "baton.errors",
-    "DeadlineExceeded": "baton.errors",
-    "FailedPrecondition": "baton.errors",
-    "Internal": "baton.errors",
-    "InvalidArgument": "baton.errors",
-    "ModelError": "baton.errors",
-    "NoCapacity": "baton.errors",
-    "NotFound": "baton.errors",
-    "PermissionDenied": "baton.errors",
-    "Unauthenticated": "baton.errors",
-    "Unavailable": "baton.errors",
-    "Chunk": "baton.messages",
-    "Completion": "baton.messages",
-    "Embedding": "baton.messages",
-    "End": "baton.messages",
-    "KvLeg": "baton.messages",
-    "Provenance": "baton.messages",
-    "TierCount": "baton.messages",
-    "TransportCount": "baton.messages",
-    "Usage": "baton.messages",
+    **dict.fromkeys(("Client", "Credentials", "SyncClient"), "baton.client"),
+    **dict.fromkeys(("ClusterConfig", "LocalCluster"), "baton.cluster.local_cluster"),
+    **dict.fromkeys(
+        (
+            *("AlreadyExists", "BatonError", "Cancelled", "ClusterError", "DeadlineExceeded"),
+            *("FailedPrecondition", "Internal", "InvalidArgument", "ModelError", "NoCapacity"),
+            *("NotFound", "PermissionDenied", "Unauthenticated", "Unavailable"),
+        ),
+        "baton.errors",
+    ),
+    **dict.fromkeys(
+        (
+            *("Chunk", "Completion", "Embedding", "End", "KvLeg", "Provenance", "TierCount"),
+            *("TransportCount", "Usage"),
+        ),
+        "baton.messages",
+    ),
     "TlsSettings": "process.tls",
     "LLM": "engine_client.llm",
     "SamplingParams": "engine_client.params",
 }
+"""The module of each public name."""
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -36,12 +36,11 @@ from kvstore.file_tier import FileTier, OpenedPages, open_pages
 from kvstore.history import PULLED, REFUSED, BlockHistory
 from kvstore.invariants import SlicedCheck
 from kvstore.leases import Lease
-from kvstore.nixl_agent import Region
-from kvstore.push_peers import PeerBlocks, PushPeers
-from kvstore.pushes import Frames, PushOutcome, Target
+from kvstore.push import Frames, PeerBlocks, PushOutcome, PushPeers, Target
 from kvstore.slab import Slab, check_room, free_bytes, remove_stale
 from kvstore.tenancy import TenantShares
 from kvstore.transport.base import TRANSPORTS
+from kvstore.transport.nixl_agent import Region
 from process import entrypoint, logs
 from process.deadline import Clock, Deadline
 from process.errors import (

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from kvstore import block_hash
 from kvstore.block_hash import CHAIN_HASH_BYTES
 from kvstore.blocks import Block, PackedBlocks, Tier
-from kvstore.nixl_agent import Region
-from kvstore.push_peers import PeerBlocks
+from kvstore.push import PeerBlocks
+from kvstore.transport.nixl_agent import Region
 from process.errors import InvalidArgument
 from protos import common_pb2, kvstore_pb2
 

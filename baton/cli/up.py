@@ -20,6 +20,7 @@ from baton.cluster import plan
 from baton.cluster import state as cluster_state
 from baton.cluster.config import ClusterConfig
 from baton.cluster.local_cluster import LocalCluster
+from baton.cluster.state import ClusterState
 from baton.cluster.supervisor import ClusterEvent
 from baton.errors import ClusterError, ModelError
 from baton.messages import Completion
@@ -100,7 +101,7 @@ def running(config: ClusterConfig, name: str = "") -> Iterator[LocalCluster]:
     It handles signals, so it runs in the main thread only."""
     view = StartView(Console(stderr=True))
     cluster = LocalCluster(config, view.on_event)
-    state: Path | None = None
+    announced: Path | None = None
     with _signals(cluster):
         try:
             plan.check_settings(config)  # before a checkpoint is fetched
@@ -110,22 +111,23 @@ def running(config: ClusterConfig, name: str = "") -> Iterator[LocalCluster]:
                     _check_model(model, view)
                 cluster.start(settings_checked=True)
             certs = cluster.secured.certs
-            state = cluster_state.announce(
+            state = ClusterState(
                 cluster.address,
                 config.model,
-                cluster.redis_url,
+                redis_url=cluster.redis_url,
                 tls_dir=str(certs.folder) if certs is not None else "",
                 api_key=cluster.credentials.api_key,
                 api_keys_file=cluster.secured.api_keys_file,
                 autoscaler_address=cluster.autoscaler_address,
                 http_address=cluster.http_address,
-                name=name,
+                chosen_name=name,
             )
+            announced = cluster_state.announce(state)
             yield cluster
         finally:
             view.silence()
-            if state is not None:
-                state.unlink(missing_ok=True)
+            if announced is not None:
+                announced.unlink(missing_ok=True)
             cluster.stop()
 
 

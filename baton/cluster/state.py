@@ -34,9 +34,9 @@ class ClusterState:
 
     address: str
     model: str
-    owner: str
+    owner: str = field(default_factory=lambda: owner_of(os.getpid()))
     """Identity of the process of `baton up`, by `owner_of`."""
-    started_s: float
+    started_s: float = field(default_factory=time.time)
     """Start time (wall clock), by which commands find the last one started."""
     redis_url: str = field(default="", repr=False)
     """URL of the Redis with its prefix index."""
@@ -59,35 +59,11 @@ class ClusterState:
         return self.chosen_name or self.address.rpartition(":")[2]
 
 
-def announce(
-    address: str,
-    model: str,
-    redis_url: str = "",
-    *,
-    tls_dir: str = "",
-    api_key: str = "",
-    api_keys_file: str = "",
-    autoscaler_address: str = "",
-    http_address: str = "",
-    name: str = "",
-) -> Path:
+def announce(state: ClusterState) -> Path:
     """Write the file of this process's cluster. Returns: the file, to be removed at the end.
 
     Raises: ClusterError when it cannot be written.
     """
-    state = ClusterState(
-        address,
-        model,
-        owner_of(os.getpid()),
-        time.time(),
-        redis_url,
-        tls_dir=tls_dir,
-        api_key=api_key,
-        api_keys_file=api_keys_file,
-        autoscaler_address=autoscaler_address,
-        http_address=http_address,
-        chosen_name=name,
-    )
     home = _folder()
     if home is not None:
         # Where the home is read-only or another user's, use the temporary folder.

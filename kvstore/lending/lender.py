@@ -30,9 +30,8 @@ from kvstore.lending.reader import LenderIdentity as LenderIdentity
 from kvstore.lending.reader import Reader as Reader
 from kvstore.lending.reader_holds import ReaderHolds
 from kvstore.lending.told import Told
-from kvstore.link_meter import num_blocks_wanted
-from kvstore.push_peers import PushPeers
-from kvstore.pushes import Frames, PushOutcome, Target
+from kvstore.links import num_blocks_wanted
+from kvstore.push import Frames, PushOutcome, PushPeers, Target
 from kvstore.transport.base import CUDA_IPC, DIRECT_TRANSPORTS, BlockMemory
 from kvstore.transport.device import Shared
 from kvstore.transport.nixl import region_of

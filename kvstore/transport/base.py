@@ -31,8 +31,7 @@ import numpy.typing as npt
 
 from kvstore import block_hash
 from kvstore.blocks import Block, PackedItems
-from kvstore.transport.device import Device, DeviceChecksums
-from kvstore.transport.staging import PinnedStaging
+from kvstore.transport.device import Device, DeviceChecksums, PinnedStaging
 from process.deadline import Deadline
 
 Bytes2D = npt.NDArray[np.uint8]
@@ -198,6 +197,23 @@ class PutUnsettled(Exception):
         super().__init__(str(cause))
         self.cause = cause
         self.settled = settled
+
+
+class UnsettledTransfers:
+    """Transfers of one transport that may still move bytes although their callers have left."""
+
+    def __init__(self) -> None:
+        self._settled: set[asyncio.Future[None]] = set()
+
+    def add(self, settled: asyncio.Future[None]) -> None:
+        """settled: done when nothing moves any more."""
+        self._settled.add(settled)
+        settled.add_done_callback(self._settled.discard)
+
+    async def wait(self) -> None:
+        """Until nothing moves any more, however long that takes."""
+        while self._settled:
+            await asyncio.wait(self._settled)
 
 
 class Transport(Protocol):

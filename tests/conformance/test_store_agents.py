@@ -15,9 +15,9 @@ import pytest
 
 from kvstore import node, serve
 from kvstore.config import KvStoreSettings
-from kvstore.nixl_agent import NixlAgent, Region
 from kvstore.node import WorkerInfo
-from kvstore.push_peers import PeerBlocks
+from kvstore.push import PeerBlocks
+from kvstore.transport.nixl_agent import NixlAgent, Region
 from process.errors import FailedPrecondition
 from tests.harness.store import NewWorker
 from tests.harness.waiting import until, within

@@ -25,7 +25,7 @@ from kvstore.lending.lender import Lender, LenderIdentity
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
 from kvstore.transport.base import BlockMemory
-from kvstore.transport.cuda_device import CudaDevice
+from kvstore.transport.cuda import CudaDevice
 from process import entrypoint, grpc_server
 from services.worker.device_checksums import DeviceChecksums
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from baton import audit, certificates, cli
 from baton.audit import Reading, StoreAudit, compare
 from baton.cluster import state as cluster_state
+from baton.cluster.state import ClusterState
 from kvstore import index, serve
 from kvstore.config import KvStoreSettings
 from process import registry
@@ -178,7 +179,7 @@ def test_the_command_finds_the_local_cluster_and_says_what_it_found(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert cli.main(["audit"]) == 1
     assert "baton up" in capsys.readouterr().err
-    cluster_state.announce("127.0.0.1:1", "tiny", redis_server.url)
+    cluster_state.announce(ClusterState("127.0.0.1:1", "tiny", redis_url=redis_server.url))
     for arguments in (["audit"], ["audit", "--address", "127.0.0.1:1"]):
         assert cli.main(arguments) == 0
         assert "no store is registered" in capsys.readouterr().out

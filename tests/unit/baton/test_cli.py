@@ -71,7 +71,7 @@ def test_generate_reads_standard_input(
 
 
 def test_the_running_cluster_is_found(router: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    cluster_state.announce(router.address, "tiny")
+    cluster_state.announce(ClusterState(router.address, "tiny"))
     assert cli.main(["generate", "hi"]) == 0
     assert capsys.readouterr().out.startswith("Hello!")
 
@@ -81,7 +81,7 @@ def test_the_address_of_a_cluster_of_ones_own_brings_its_trust_and_its_key(
 ) -> None:
     monkeypatch.delenv("BATON_API_KEY", raising=False)
     files = {"tls_dir": str(tmp_path / "tls"), "api_key": "baton-1-x"}
-    cluster_state.announce("127.0.0.1:1", "tiny", http_address="127.0.0.1:2", **files)
+    cluster_state.announce(ClusterState("127.0.0.1:1", "tiny", http_address="127.0.0.1:2", **files))
     for address in ("127.0.0.1:1", "localhost:1"):
         own = RouterTarget(address=address).credentials()
         assert own == RouterTarget().credentials()
@@ -107,7 +107,9 @@ def test_the_http_port_is_no_address(capsys: pytest.CaptureFixture[str]) -> None
         assert cli.main(["generate", "hi", "--address", f"127.0.0.1:{port}"]) == 1
         thread.join()
         assert f"127.0.0.1:{port} is an HTTP port" in capsys.readouterr().err
-        cluster_state.announce("127.0.0.1:1", "tiny", http_address=f"127.0.0.1:{port}")
+        cluster_state.announce(
+            ClusterState("127.0.0.1:1", "tiny", http_address=f"127.0.0.1:{port}")
+        )
         for host in ("127.0.0.1", "localhost"):
             assert cli.main(["status", "--address", f"{host}:{port}"]) == 1
             err = capsys.readouterr().err

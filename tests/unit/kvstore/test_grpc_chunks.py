@@ -14,7 +14,7 @@ from kvstore import block_hash
 from kvstore.blocks import Block
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
 from kvstore.transport.base import BlockMemory, GetItems, PutItem
-from kvstore.transport.grpc_chunks import GrpcTransport
+from kvstore.transport.grpc import GrpcTransport
 from process.deadline import Deadline
 from protos import kvstore_pb2
 
