@@ -226,11 +226,14 @@ def check_orders(table: FrameTable) -> Iterator[None]:
 
 
 def check_order(order: LruOrder, nodes: Iterable[TreeNode]) -> Iterator[None]:
-    """Every candidate among `nodes` can be found."""
+    """Every candidate among `nodes` can be found: it is filed once, and not below its age."""
     offered: set[int] = set()
     for last_used, _, _, node in order.heap:
-        if last_used == node.last_used:
-            offered.add(id(node))
+        if last_used > node.last_used:
+            raise IntegrityError(f"{order.kind}: {node.chain_hash.hex()} is filed too new")
+        if id(node) in offered:
+            raise IntegrityError(f"{order.kind}: {node.chain_hash.hex()} is filed twice")
+        offered.add(id(node))
         yield
     for node in nodes:
         if order.is_candidate(node) and id(node) not in offered:

@@ -32,7 +32,7 @@ class TreeNode:
     """A block that is present, and its bookkeeping.
 
     tenant: whose share its places are charged to. num_page_uses: reads and writes under way that
-    need its page. last_used: a count of uses, no time.
+    need its page. last_used: a count of uses, no time. in_orders: see LruOrder.
     """
 
     chain_hash: bytes
@@ -47,6 +47,7 @@ class TreeNode:
     num_hits: int = 0
     num_page_uses: int = 0
     last_used: int = 0
+    in_orders: int = 0
 
     @property
     def is_clean(self) -> bool:
@@ -79,27 +80,33 @@ class TreeNode:
 class LruOrder:
     """Candidates of one kind, the least recently used first, then the deepest.
 
-    A heap whose outdated items are skipped; finding the first costs O(log n). A node is offered
-    again after each change by which it may have become a candidate.
+    A heap with one item for each node. Using a node does not move its item, so an item's key may be
+    older than its node; such an item is filed anew when it comes up, at the node's age now. Keys
+    only grow, so the first item whose key is right is the first candidate. Each offer files up to
+    two outdated items anew, so that `first` seldom meets many at once.
     """
 
-    def __init__(self, kind: str, is_candidate: Callable[[TreeNode], bool]) -> None:
+    def __init__(self, kind: str, bit: int, is_candidate: Callable[[TreeNode], bool]) -> None:
+        """kind: names the order in errors. bit: marks nodes in the heap, in TreeNode.in_orders."""
         self.kind = kind
         self.is_candidate = is_candidate
         self.heap: list[tuple[int, int, int, TreeNode]] = []
-        """(last_used, -depth, serial, node)"""
+        """(last_used when filed, -depth, serial, node)"""
+        self._bit = bit
         self._serial = 0
-        self._num_live = 0  # when the heap was last rebuilt
 
     def offer(self, node: TreeNode) -> None:
-        """Let `first` find the node if it is a candidate now."""
-        if not self.is_candidate(node):
-            return
-        self._serial += 1
-        heapq.heappush(self.heap, (node.last_used, -node.depth, self._serial, node))
-        # Each use leaves an outdated item behind.
-        if len(self.heap) > 64 + 4 * self._num_live:
-            self._rebuild()
+        """Let `first` find the node if it is a candidate now. Must be called after each change by
+        which a node may have become one."""
+        if node.in_orders & self._bit:
+            for _ in range(2):
+                if not self.heap or self.heap[0][0] == self.heap[0][3].last_used:
+                    break
+                self._refile()
+        elif self.is_candidate(node):
+            node.in_orders |= self._bit
+            self._serial += 1
+            heapq.heappush(self.heap, (node.last_used, -node.depth, self._serial, node))
 
     def first(self) -> TreeNode | None:
         """The candidate that was used the longest ago; it stays one until it is changed."""
@@ -107,18 +114,18 @@ class LruOrder:
             last_used, _, _, node = self.heap[0]
             if last_used == node.last_used and self.is_candidate(node):
                 return node
-            heapq.heappop(self.heap)
+            self._refile()
         return None
 
-    def _rebuild(self) -> None:
-        live: dict[int, tuple[int, int, int, TreeNode]] = {}
-        for item in self.heap:
-            node = item[3]
-            if item[0] == node.last_used and self.is_candidate(node):
-                live[id(node)] = item
-        self.heap = list(live.values())
-        heapq.heapify(self.heap)
-        self._num_live = len(self.heap)
+    def _refile(self) -> None:
+        """File the first item at its node's age, or drop it if that is no candidate."""
+        node = self.heap[0][3]
+        if self.is_candidate(node):
+            self._serial += 1
+            heapq.heapreplace(self.heap, (node.last_used, -node.depth, self._serial, node))
+        else:
+            node.in_orders &= ~self._bit
+            heapq.heappop(self.heap)
 
 
 class PrefixTree:
@@ -131,16 +138,18 @@ class PrefixTree:
         """Nodes with a pin, also tails and nodes that left the tree meanwhile."""
         self.clean: set[TreeNode] = set()
         """Nodes whose frame can be taken without loss."""
+        self.num_inserted = 0
+        """Blocks that ever came."""
         self.has_pages = False
         """Whether there is a file tier: without one nothing is demoted."""
         self._shares = shares
         self._changes = NullLog() if changes is None else changes
         self._tick = 0
         groups = (*shares.shares, POOL)
-        self.clean_order = _orders(groups, "clean", "is_clean")
-        self.leaf_order = _orders(groups, "eviction", "may_be_evicted")
-        self.demotion_order = _orders(groups, "demotion", "may_be_demoted")
-        self.page_order = _orders(groups, "pages", "may_leave_page")
+        self.clean_order = _orders(groups, "clean", 1, "is_clean")
+        self.leaf_order = _orders(groups, "eviction", 2, "may_be_evicted")
+        self.demotion_order = _orders(groups, "demotion", 4, "may_be_demoted")
+        self.page_order = _orders(groups, "pages", 8, "may_leave_page")
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -210,6 +219,7 @@ class PrefixTree:
         if parent is not None:
             parent.num_children += 1
         self.nodes[chain_hash] = node
+        self.num_inserted += 1
         if page is not None:
             self.set_page(node, page)
         self.touch([node])
@@ -295,5 +305,5 @@ class PrefixTree:
         self.page_order[group].offer(node)
 
 
-def _orders(groups: Iterable[str], kind: str, candidate: str) -> dict[str, LruOrder]:
-    return {group: LruOrder(kind, attrgetter(candidate)) for group in groups}
+def _orders(groups: Iterable[str], kind: str, bit: int, candidate: str) -> dict[str, LruOrder]:
+    return {group: LruOrder(kind, bit, attrgetter(candidate)) for group in groups}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import random
 import signal
 import sys
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import redis.asyncio
 
-from kvstore import serve, wire
+from kvstore import node, serve, wire
 from kvstore.client import KvStoreClient, PutChain, TransferStats
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
@@ -481,12 +482,33 @@ async def test_memory_is_made_ready_ahead_of_its_use(
     settings = dataclasses.replace(store_settings, capacity_bytes=capacity_bytes)
     async with serve.running(settings) as store:
         worker = await new_worker(store.address, "grpc")
-        node = store.node
-        await until(lambda: node.num_touched == num_ahead)
+        await until(lambda: store.node.num_touched == num_ahead)
         await worker.put(chain("a", 5), range(5))
-        await until(lambda: node.num_touched == num_ahead + 5)
+        await until(lambda: store.node.num_touched == num_ahead + 5)
         await worker.put(chain("b", 27), range(27))
-        await until(lambda: node.num_touched == num_ahead + 24 == worker.client.num_frames)
+        await until(lambda: store.node.num_touched == num_ahead + 24 == worker.client.num_frames)
+
+
+async def test_the_garbage_collector_does_not_look_at_the_blocks(
+    store: serve.RunningStore,
+    new_worker: NewWorker,
+    chain: Chain,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a million of them each look would stop the loop for a second."""
+    monkeypatch.setattr(node, "FREEZE_EVERY", 5)
+    worker = await new_worker(store.address, "grpc")
+    before = gc.get_freeze_count()
+    try:
+        await worker.put(chain("a", 4), range(4))
+        await worker.put(chain("b", 1), range(1))
+        await until(lambda: gc.get_freeze_count() > before)
+        truth = store.node.store
+        assert truth is not None and len(truth.tree) == 5
+        seen = {id(each) for each in gc.get_objects()}
+        assert not seen & {id(each) for each in truth.tree}
+    finally:
+        gc.unfreeze()
 
 
 async def test_a_folder_too_small_is_named(store_settings: KvStoreSettings) -> None:
