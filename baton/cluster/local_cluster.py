@@ -46,6 +46,10 @@ __all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "Stat
 START_TIMEOUT_S = 300.0
 """Limit of a start, in which workers read and digest a checkpoint of some GB."""
 _POLL_S = 0.05
+_PING_TIMEOUT_S = 3.0
+SCRAPE_INTERVAL_S = 5
+_SCRAPE_CONFIG = "prometheus.yml"
+_SCRAPE_TARGETS = "targets.json"
 _STORE_FLOOR_BYTES = 16 * 1024 * 1024
 """A store with less memory is not started."""
 # A part is stopped before the parts that it calls.
@@ -423,7 +427,7 @@ def _check_port_free(port: int) -> None:
             ) from None
 
 
-_PING_TIMEOUT_S = 3.0
+# -- Redis
 
 
 def find_redis_server() -> Path:
@@ -463,9 +467,7 @@ def _without_password(url: str) -> str:
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
-SCRAPE_INTERVAL_S = 5
-_SCRAPE_CONFIG = "prometheus.yml"
-_SCRAPE_TARGETS = "targets.json"
+# -- Prometheus
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ a small model and its KV (`draft_kv_bytes`), which are not known here."""
 
 _DRAIN_KEYS = ("drain_s", "limits.drain_s", "times.drain_s")
 """The keys of a store, a worker and a router."""
-
 Setting = str | float | bool | tuple[str, ...]
 """A value of a setting on a command line."""
 
@@ -439,7 +438,10 @@ def quoted(value: Setting) -> str:
     return f'"{escaped}"'
 
 
+# -- the check of settings
+
 _CHECK_TIMEOUT_S = 60.0
+# Placeholders of what exists only after a start.
 _REDIS = "unix:///run/redis.sock"
 _LISTEN = "127.0.0.1:0"
 _FOLDER = Path("/run")
