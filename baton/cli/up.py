@@ -179,7 +179,7 @@ def _trust_lines(cluster: LocalCluster) -> str:
         lines.append(f"The digests of the keys are in {secured.api_keys_file}")
     if not lines:
         return ""
-    lines.append("The commands above need neither option: they find the CA and a key.")
+    lines.append("The commands above find the CA and an API key by themselves.")
     return "\n".join(lines) + "\n"
 
 
