@@ -25,11 +25,11 @@ import redis.asyncio
 from baton.errors import BatonError, Unavailable
 from kvstore import index
 from kvstore.block_hash import CHAIN_HASH_BYTES
-from process import redis_client, serving
+from process import registry, rpc
 from process.access import Role
 from process.deadline import Deadline
-from process.redis_client import RedisAccess
-from process.serving import Dialer
+from process.registry import RedisAccess
+from process.rpc import Dialer
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 REDIS_TIMEOUT_S = 5.0
@@ -152,8 +152,8 @@ async def audit(
     *,
     settle_s: float,
     timeout_s: float,
-    dial: Dialer = serving.PLAIN,
-    access: RedisAccess = redis_client.NO_ACCESS,
+    dial: Dialer = rpc.PLAIN,
+    access: RedisAccess = registry.NO_ACCESS,
 ) -> list[StoreAudit]:
     """Audit every store that is registered in this Redis, one after the other, by node id.
 
@@ -171,8 +171,8 @@ async def block_histories(
     *,
     max_blocks: int,
     timeout_s: float,
-    dial: Dialer = serving.PLAIN,
-    access: RedisAccess = redis_client.NO_ACCESS,
+    dial: Dialer = rpc.PLAIN,
+    access: RedisAccess = registry.NO_ACCESS,
 ) -> list[StoreHistory]:
     """What each registered store remembers of blocks whose chain hash begins with `prefix`, by node
     id.
@@ -191,7 +191,7 @@ async def _stores(
     redis_url: str, access: RedisAccess
 ) -> AsyncIterator[tuple[redis.asyncio.Redis, list[inference_pb2.StoreStatus]]]:
     """A connection to this Redis, and the stores that are registered there, by node id."""
-    client = redis_client.connect(redis_url, REDIS_TIMEOUT_S, access)
+    client = registry.connect_redis(redis_url, REDIS_TIMEOUT_S, access)
     try:
         stores = await index.PrefixIndex(client, REDIS_TIMEOUT_S).stores()
         yield client, sorted(stores, key=lambda store: store.node_id)
@@ -210,7 +210,7 @@ async def _store_history(
         try:
             reply = await stub.GetBlockHistory(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            return StoreHistory(store.node_id, problem=str(serving.error_from_rpc(error)))
+            return StoreHistory(store.node_id, problem=str(rpc.error_from_rpc(error)))
     if not reply.keeps_history:
         return StoreHistory(store.node_id, problem="remembers nothing (max_history_blocks = 0)")
     return StoreHistory(store.node_id, reply.blocks)
@@ -308,7 +308,7 @@ class _StoreReader:
                 kvstore_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
-            raise serving.error_from_rpc(error) from error
+            raise rpc.error_from_rpc(error) from error
         self._check_life(status.incarnation)
         return status
 
@@ -322,7 +322,7 @@ class _StoreReader:
                 sequence = reply.index_sequence
                 present.update(reply.chain_hashes)
         except grpc.aio.AioRpcError as error:
-            raise serving.error_from_rpc(error) from error
+            raise rpc.error_from_rpc(error) from error
         return sequence, frozenset(present)
 
     async def _read_index(self) -> tuple[frozenset[bytes], int]:
@@ -347,7 +347,7 @@ class _StoreReader:
         try:
             async with asyncio.timeout(REDIS_TIMEOUT_S):
                 return await call
-        except redis_client.FAILURES as error:
+        except registry.REDIS_FAILURES as error:
             raise Unavailable(f"Redis does not answer: {error!r}") from error
 
     def _check_life(self, incarnation: bytes) -> None:

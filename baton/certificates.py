@@ -15,7 +15,6 @@ from __future__ import annotations
 import base64
 import datetime
 import ipaddress
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,14 +28,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.errors import BatonError
+from process import kubernetes_config
 from process.access import WORKERS, Role
+from process.kubernetes_config import NAMESPACE_FILE
+from process.secret_files import replace_file
+from process.settings import SettingsError
 from process.tls import TlsSettings
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 NO_SERVERS: Mapping[str, str] = MappingProxyType({})
 CALL_S = 10.0
 """Limit of one call to the API server."""
-NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CA_DAYS = 3650
 _SKEW = datetime.timedelta(minutes=5)
 """Clocks differ, so a certificate is valid from this much before it was made."""
@@ -96,8 +98,8 @@ def write(
         for owner, its_names in names.items():
             key = ec.generate_private_key(ec.SECP256R1())
             certificate = _leaf(owner, its_names, key, ca_key, ca, days)
-            _write(folder / f"{owner}.key", _key_pem(key), 0o600)
-            _write(folder / f"{owner}.crt", _pem(certificate), 0o644)
+            replace_file(folder / f"{owner}.key", _key_pem(key), mode=0o600)
+            replace_file(folder / f"{owner}.crt", _pem(certificate), mode=0o644)
     except OSError as error:
         raise CertsError(f"{error.filename or folder}: {error.strerror}") from error
     return CertSet(folder)
@@ -148,8 +150,8 @@ def _ca(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    _write(key_file, _key_pem(key), 0o600)
-    _write(cert_file, _pem(certificate), 0o644)
+    replace_file(key_file, _key_pem(key), mode=0o600)
+    replace_file(cert_file, _pem(certificate), mode=0o644)
     return key, certificate
 
 
@@ -211,16 +213,6 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
-    """Readers see the old file or the new one, which has its mode from the beginning."""
-    scratch = path.with_name(f".{path.name}.new")
-    scratch.unlink(missing_ok=True)
-    handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.replace(scratch, path)
 
 
 # -- Secrets
@@ -289,18 +281,13 @@ def write_secrets(
 
 
 def _connect() -> Any:
-    from kubernetes import client, config
+    from kubernetes import client
 
     try:
-        config.load_incluster_config()  # type: ignore[no-untyped-call]
-    except config.ConfigException:
-        try:
-            config.load_kube_config()  # type: ignore[no-untyped-call]
-        except config.ConfigException as error:
-            raise CertsError(
-                f"--secrets: neither inside a cluster, nor with a kubeconfig: {error}"
-            ) from error
-    return client.ApiClient()
+        configuration, _ = kubernetes_config.load()
+    except SettingsError as error:
+        raise CertsError(f"--secrets: {error}") from error
+    return client.ApiClient(configuration)
 
 
 class _Secrets:

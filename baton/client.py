@@ -40,7 +40,7 @@ from baton.messages import (
     embedding_from,
 )
 from baton.request import Prompt, build_embed_request, build_request
-from process import serving
+from process import rpc
 from process.tls import Identity, TlsSettings
 from protos import inference_pb2, inference_pb2_grpc
 
@@ -101,7 +101,7 @@ class Client:
         """
         self.address = address
         self._metadata = credentials.metadata
-        self._channel = serving.channel(address, identity=credentials.identity())
+        self._channel = rpc.channel(address, identity=credentials.identity())
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
@@ -287,7 +287,7 @@ class Client:
                 f"no router answers at {self.address}; start a cluster with `baton up`, or name "
                 "another address"
             )
-        return serving.error_from_rpc(error)
+        return rpc.error_from_rpc(error)
 
 
 def collect_chunks(chunks: Iterable[Chunk]) -> Completion:

@@ -5,13 +5,12 @@ Readers see the old file or the new one. Blocking; any thread.
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from pathlib import Path
 
 from baton.errors import BatonError
 from process import api_keys
+from process.secret_files import replace_file
 
 _HEAD = "# API keys of a Baton deployment: digests, no secrets. Written by `baton api-key`.\n"
 
@@ -51,13 +50,7 @@ def remove(path: Path, key_id: str) -> None:
 
 def _replace(path: Path, text: str) -> None:
     """Readers see the old file or the new one, never a part."""
-    path = path.resolve()  # a link stays a link
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            if path.exists():
-                os.fchmod(file.fileno(), path.stat().st_mode & 0o755)
-        os.replace(name, path)
+        replace_file(path, text)
     except OSError as error:
         raise KeyFileError(f"{path}: {error.strerror}") from error

@@ -27,6 +27,7 @@ from google.protobuf import json_format
 from baton.errors import InvalidArgument
 from baton.messages import Completion
 from baton.request import DEFAULT_TIMEOUT_S
+from process.secret_files import replace_file
 from protos import inference_pb2
 
 SCHEMA = "baton-record"
@@ -103,10 +104,8 @@ def request_of(
 def write(record: Record, file: Path) -> None:
     """Write the record as one JSON object. Raises: OSError."""
     value = {"schema": SCHEMA, "version": VERSION, **dataclasses.asdict(record)}
-    partial = file.with_name(file.name + ".partial")
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(file)
+    replace_file(file, text + "\n", mode=0o666)
 
 
 def read(file: Path) -> Record:

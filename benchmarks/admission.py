@@ -43,7 +43,7 @@ from engine.config import EngineConfig
 from engine.loop import Engine
 from kvstore import serve
 from kvstore.config import KvStoreSettings
-from process import keys, serving
+from process import rpc, signing_keys
 from protos import (
     common_pb2,
     decode_pb2,
@@ -179,7 +179,7 @@ async def _tell(process: asyncio.subprocess.Process, word: str) -> None:
 
 async def _measured(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     key_file = folder / "handle.keys"
-    keys.create(key_file)
+    signing_keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(
             serve.running(KvStoreSettings(capacity_bytes=1 << 15 << 12, stop_timeout_s=0.0))
@@ -207,8 +207,7 @@ async def _measured(folder: Path, arguments: argparse.Namespace) -> dict[str, An
         }
         address, process = await stack.enter_async_context(_decode_worker(ask))
         channels = [
-            await stack.enter_async_context(serving.channel(to))
-            for to in (prefill.address, address)
+            await stack.enter_async_context(rpc.channel(to)) for to in (prefill.address, address)
         ]
         router = Router(
             KeyedStream(
@@ -338,7 +337,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each of the two times")
     parser.add_argument(
-        "--plain-interpreter", action="store_true", help="without process/interpreter.py"
+        "--plain-interpreter", action="store_true", help="without process/entrypoint.py"
     )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

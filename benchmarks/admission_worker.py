@@ -28,7 +28,7 @@ from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.models.interface import DecodeRow, Progress
 from engine.sampling.row import Draw, Drawn
-from process import interpreter
+from process import entrypoint
 from services.decode.role import DecodeRole
 from services.worker import main
 from services.worker.config import WorkerSettings
@@ -183,7 +183,7 @@ async def _run(ask: dict[str, Any]) -> None:
     )
     worker = await main.start(engine, settings, "decode", DecodeRole)
     if ask["serves"]:
-        interpreter.begin_serving()
+        entrypoint.begin_serving()
     loop = asyncio.get_running_loop()
     told: asyncio.Queue[str] = asyncio.Queue()
 

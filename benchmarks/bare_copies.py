@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvstore.transport import mapped
-from kvstore.transport.cuda_device import CudaQueue
+from kvstore.transport.cuda import CudaQueue
+from kvstore.transport.cuda_ipc import CudaIpcTransport
 from kvstore.transport.device import wait_for
-from kvstore.transport.mapped import MappedTransport
 
 
 def median_s(run: Callable[[], object], repeats: int) -> float:
@@ -26,20 +26,20 @@ def median_s(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(seconds[2:])
 
 
-def copies_of(transport: MappedTransport, sources: Any, targets: Any) -> Any:
+def copies_of(transport: CudaIpcTransport, sources: Any, targets: Any) -> Any:
     """As the transport gives them."""
     edges = np.flatnonzero(mapped._breaks(sources, targets))  # noqa: SLF001
     return transport._copies_between(edges, sources, targets)  # noqa: SLF001
 
 
 def copies_alone(
-    transport: MappedTransport, where: tuple[list[int], list[int]], num_bytes: int, repeats: int
+    transport: CudaIpcTransport, where: tuple[list[int], list[int]], num_bytes: int, repeats: int
 ) -> float:
     """bytes/s of the copies that the transport gives its device, and nothing else."""
     sources, targets = (np.array(ids, dtype=np.int64) for ids in where)
 
     def move() -> None:
-        transport._pump.run(  # noqa: SLF001  a part of what is measured as a whole beside it
+        transport._pipeline.run(  # noqa: SLF001  a part of what is measured as a whole beside it
             len(sources),
             lambda queue, part: queue.between(copies_of(transport, sources[part], targets[part])),
             lambda: False,
@@ -49,7 +49,7 @@ def copies_alone(
 
 
 def ways_to_copy(
-    transport: MappedTransport, where: tuple[list[int], list[int]], num_bytes: int, repeats: int
+    transport: CudaIpcTransport, where: tuple[list[int], list[int]], num_bytes: int, repeats: int
 ) -> dict[str, float]:
     """bytes/s by how the same copies are given: on how many queues, one by one or in batches."""
     sources, targets = (np.array(ids, dtype=np.int64) for ids in where)

@@ -42,7 +42,7 @@ from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
 from kvstore import block_hash
-from process import interpreter
+from process import entrypoint
 
 BATCHES = (1, 8, 64, 256)
 PEER: dict[str, dict[str, Any]] = {
@@ -289,7 +289,7 @@ def measure(
         began = time.perf_counter()
         engine = load_engine(config)
         ready_s = time.perf_counter() - began
-    interpreter.begin_serving()  # as a worker does: a collection of all objects takes 0.6 s
+    entrypoint.begin_serving()  # as a worker does: a collection of all objects takes 0.6 s
     bench = Bench(engine)
     bench.decode_ms(1, floors)  # whatever is made on the first use
     result: dict[str, Any] = {

@@ -60,7 +60,7 @@ from benchmarks.random_checkpoint import SHAPES
 from benchmarks.serve import Latencies, through_engine
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
-from process import interpreter
+from process import entrypoint
 
 TRANSPORTS = ("shm", "nixl", "grpc")
 PATHS = ("store", "direct")
@@ -290,7 +290,7 @@ def main() -> int:
         if not arguments.shape:
             first = arguments.device.split(",")[0]
             engine = load_engine(EngineConfig(model=model, device=first, num_threads=1))
-        interpreter.begin_serving()  # a look at all that is loaded here would count as exposed
+        entrypoint.begin_serving()  # a look at all that is loaded here would count as exposed
         for transport, direct in itertools.product(
             arguments.transports, arguments.direct_transport
         ):

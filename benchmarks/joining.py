@@ -34,7 +34,7 @@ from engine.loop import Engine
 from engine.models.interface import Launch
 from engine.request import Request, Sampling
 from engine.sampling.row import Drawn
-from process import interpreter
+from process import entrypoint
 
 T = TypeVar("T")
 
@@ -133,7 +133,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     joining = Joining(arguments)
-    interpreter.begin_serving()
+    entrypoint.begin_serving()
     for number in range(arguments.joins):
         joining.join(number, arguments.every)
     cuts = {name: statistics.quantiles(us, n=10) for name, us in joining.us.items()}

@@ -40,7 +40,7 @@ from benchmarks.engine_step import ZeroCostAhead, ZeroCostModel
 from benchmarks.random_checkpoint import SHAPES
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
-from process import interpreter
+from process import entrypoint
 
 NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 256, 1024, 256
 NUM_SKIPPED = 4
@@ -62,7 +62,7 @@ def _engine(shape: str, *, is_plain: bool) -> Iterator[Engine]:
         random_checkpoint.save(Path(name), shape, device="cuda")
         torch.cuda.empty_cache()
         engine = load_engine(EngineConfig(model=name, device="cuda", **limits))
-    interpreter.begin_serving()
+    entrypoint.begin_serving()
     try:
         yield engine
     finally:

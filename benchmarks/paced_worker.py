@@ -22,7 +22,7 @@ from baton import ClusterConfig
 from baton.cluster import plan as cluster_plan
 from engine import loop
 from engine.paced import DevicePace, PacedModel
-from process import entry
+from process import entrypoint
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
 from services.worker import main as worker_main
@@ -70,7 +70,7 @@ def main(role: str, step_s: str, token_s: str, *arguments: str) -> int:
     async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
         await worker_main.run(settings, stop, role, _ROLES[role])
 
-    return entry.run(role, WorkerSettings, serve, arguments)
+    return entrypoint.run(role, WorkerSettings, serve, arguments)
 
 
 if __name__ == "__main__":

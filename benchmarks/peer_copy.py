@@ -38,17 +38,16 @@ from rich.table import Table
 from benchmarks.bare_copies import copies_alone, median_s, ways_to_copy
 from benchmarks.context import context, publish
 from benchmarks.read_parts import PARTS, ReadParts, by_last_piece
-from kvstore.block import Block, Tier
+from kvstore.blocks import Block, PackedBlocks, PackedItems, Tier
 from kvstore.client import KvStoreClient
 from kvstore.lending import lender_node_id
 from kvstore.lending.lender import Lender, LenderIdentity
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
-from kvstore.packed import PackedBlocks, PackedItems
 from kvstore.transport.base import BlockMemory
-from kvstore.transport.cuda_device import CudaDevice
-from kvstore.transport.mapped import MappedTransport
-from process import entry, serving
+from kvstore.transport.cuda import CudaDevice
+from kvstore.transport.cuda_ipc import CudaIpcTransport
+from process import entrypoint, grpc_server
 from process.deadline import Deadline
 from services.worker.device_checksums import DeviceChecksums
 
@@ -98,7 +97,7 @@ async def serve(device_id: int, block_bytes: int) -> None:
         lender_node_id("lender"), secrets.token_bytes(16), bytes.fromhex(FINGERPRINT)
     )
     lender = Lender(identity, memory, loans, no_free, lets_map=True)
-    server, address = await serving.listen("127.0.0.1:0", [LenderServicer(lender).add_to])
+    server, address = await grpc_server.listen("127.0.0.1:0", [LenderServicer(lender).add_to])
     lender.start()
     _tell({"address": address})
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -206,7 +205,7 @@ async def through(
     sources, targets = where
     lease_id, refs, lend_s = lender.lend(sources)
     transport: Any = client.transport
-    parts, is_mapped = ReadParts(), isinstance(transport, MappedTransport)
+    parts, is_mapped = ReadParts(), isinstance(transport, CudaIpcTransport)
 
     async def read(items: Sequence[tuple[Block, int]]) -> float:
         cache.zero_()
@@ -264,7 +263,7 @@ async def measured(
             for place, where in places().items():
                 row = await through(client, lender, cache, where, repeats)
                 transport = client.transport
-                if isinstance(transport, MappedTransport):
+                if isinstance(transport, CudaIpcTransport):
                     row["moved"] = copies_alone(transport, where, num_bytes, repeats)
                     row["ways"] = ways_to_copy(transport, where, num_bytes, repeats)
                 for key in ("verified", "moved"):
@@ -314,7 +313,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.serve >= 0:
-        entry.die_with_parent()
+        entrypoint.die_with_parent()
         uvloop.run(serve(arguments.serve, arguments.block_bytes))
         return 0
     num_devices = torch.cuda.device_count()

@@ -33,9 +33,10 @@ from rich.table import Table
 from baton.cluster.local_cluster import find_redis_server
 from benchmarks.context import context, publish
 from kvstore import block_hash, index
+from kvstore.change_log import ChangeLog
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import PrefixIndexPublisher
-from process import redis_client
+from process import registry
 from protos import inference_pb2
 
 CALL_S = 30.0
@@ -59,7 +60,7 @@ async def running_redis() -> AsyncIterator[redis.asyncio.Redis]:
             ],
             stdout=subprocess.DEVNULL,
         )
-        client = redis_client.connect(f"unix://{socket}", CALL_S)
+        client = registry.connect_redis(f"unix://{socket}", CALL_S)
         try:
             async with asyncio.timeout(CALL_S):
                 while not await _pings(client):
@@ -74,7 +75,7 @@ async def running_redis() -> AsyncIterator[redis.asyncio.Redis]:
 async def _pings(client: redis.asyncio.Redis) -> bool:
     try:
         return bool(await client.ping())
-    except redis_client.FAILURES:
+    except registry.REDIS_FAILURES:
         return False
 
 
@@ -113,7 +114,8 @@ async def published(
                 node_id=node,
                 incarnation=_life(node),
                 status=inference_pb2.StoreStatus,
-                present=partial(iter, hashes),
+                changes=ChangeLog(),
+                snapshot=partial(list, hashes),
                 heartbeat_s=FILL_S,  # none disturbs the measurement
                 heartbeat_ttl_s=2 * FILL_S,
                 timeout_s=CALL_S,

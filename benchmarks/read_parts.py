@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.transport.mapped import MappedTransport
+from kvstore.transport.cuda_ipc import CudaIpcTransport
 
 PARTS = ("before", "copies", "after")
 LAST_PIECES_MIB = (16, 32, 64, 128)
@@ -18,11 +18,11 @@ LAST_PIECES_MIB = (16, 32, 64, 128)
 
 
 async def by_last_piece(
-    transport: MappedTransport, read: Callable[[], Awaitable[float]], repeats: int
+    transport: CudaIpcTransport, read: Callable[[], Awaitable[float]], repeats: int
 ) -> dict[str, float]:
     """Medians in ms of `read`, which says its seconds, by the least MiB of a copy's last pieces;
     all sizes in turn, so that none has a quieter machine."""
-    pump: Any = transport._pump  # noqa: SLF001  a policy of the transport, which is left as it was
+    pump: Any = transport._pipeline  # noqa: SLF001  a policy of the transport, which is left as it was
     block_bytes, kept = transport._memory.block_bytes, pump._least_items  # noqa: SLF001
     seconds: dict[int, list[float]] = {mib: [] for mib in LAST_PIECES_MIB}
     for _ in range(repeats):
@@ -60,7 +60,7 @@ class ReadParts:
         return found | {"num_confirmed": self.num_confirmed}
 
     @contextmanager
-    def of(self, transport: MappedTransport) -> Iterator[None]:
+    def of(self, transport: CudaIpcTransport) -> Iterator[None]:
         """Look at what it does; it is left as it was."""
         names = ("_copies_between", "_copy_in", "_confirm")
         give, copy_in, confirm = (getattr(transport, name) for name in names)

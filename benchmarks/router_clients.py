@@ -15,7 +15,7 @@ import msgspec
 
 from benchmarks.keyed_stream import KeyedStream
 from benchmarks.router_peers import CLOCK_S, SERVICE
-from process import serving
+from process import rpc
 from protos import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
 PROMPT_TOKENS = 64
@@ -27,7 +27,7 @@ Ask = Callable[[int, float, bool, int], Messages]
 
 def over_grpc(address: str, metadata: Sequence[tuple[str, str]] = ()) -> Ask:
     """Generate of a router, or of the relay."""
-    channel = serving.channel(address)
+    channel = rpc.channel(address)
     generate: Any = channel.unary_stream(f"/{SERVICE}/Generate")
 
     async def ask(num_tokens: int, step_s: float, has_times: bool, group: int) -> Messages:
@@ -79,7 +79,7 @@ def direct(address: str) -> Ask:
 
     async def ask(num_tokens: int, step_s: float, has_times: bool, group: int) -> Messages:
         if not kept:
-            call = decode_pb2_grpc.DecodeStub(serving.channel(address)).Stream()
+            call = decode_pb2_grpc.DecodeStub(rpc.channel(address)).Stream()
             kept.append(KeyedStream(call, decode_pb2.DecodeCommand))
         (stream,) = kept
         key, events = stream.open()
@@ -102,7 +102,7 @@ def direct(address: str) -> Ask:
 def first_of(address: str, prompt: Sequence[int]) -> Callable[[], Awaitable[float]]:
     """A prefill worker's own stream, as a router has it. What is returned yields the seconds to a
     prompt's first token."""
-    call = prefill_pb2_grpc.PrefillStub(serving.channel(address)).Stream()
+    call = prefill_pb2_grpc.PrefillStub(rpc.channel(address)).Stream()
     stream = KeyedStream(call, prefill_pb2.PrefillCommand)
 
     async def ask() -> float:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from process import grpc_io  # before gRPC; the children inherit what it sets
+from process import entrypoint  # before gRPC; the children inherit what it sets
 
 # isort: split
 import aiohttp
@@ -45,7 +45,7 @@ from baton.cluster.local_cluster import find_redis_server
 from benchmarks.context import context, publish
 from benchmarks.router_clients import Ask, a_request, direct, first_of, over_grpc, over_http
 from benchmarks.router_peers import SERVICE
-from process import serving
+from process import rpc
 from tokens.text import OutputText
 from tokens.tokenizer import Tokenizer
 
@@ -163,7 +163,7 @@ async def measure_first_tokens(
     """Through the router with and without tokenizing, and from the prefill worker itself; `pids`:
     the workers' and the router's.
     """
-    generate: Any = serving.channel(router).unary_stream(f"/{SERVICE}/Generate")
+    generate: Any = rpc.channel(router).unary_stream(f"/{SERVICE}/Generate")
 
     def through(prompt: str | Sequence[int]) -> Callable[[], Awaitable[float]]:
         data = a_request(2, 0.0, False, prompt=prompt).SerializeToString()
@@ -263,7 +263,7 @@ async def measure(arguments: argparse.Namespace, redis_url: str, folder: Path) -
     peers = (sys.executable, "-m", "benchmarks.router_peers")
     result: dict[str, Any] = {
         **context(),
-        "grpc": grpc_io.chosen(),
+        "grpc": entrypoint.grpc_experiments(),
         "text_us_per_token": text_cost_us(tokenizer),
     }
     with started(*peers, "workers", redis_url, MODEL) as workers:

@@ -25,7 +25,7 @@ import redis.asyncio
 import uvloop
 
 import checkpoints
-from process import serving
+from process import grpc_server, rpc
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, inference_pb2
 from services.router.fakes.model import FakeModel
 from services.router.fakes.prefill import FakePrefill
@@ -54,7 +54,7 @@ class SteppingDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     role = "decode"
 
-    @serving.streaming
+    @rpc.streaming
     async def Stream(
         self, commands: AsyncIterator[decode_pb2.DecodeCommand], context: Context
     ) -> AsyncIterator[decode_pb2.DecodeEvents]:
@@ -148,7 +148,7 @@ class Relay:
     """Requests onto one decode stream, tokens off it."""
 
     def __init__(self, decode_address: str) -> None:
-        self._channel = serving.channel(decode_address)
+        self._channel = rpc.channel(decode_address)
         self._call: Any = decode_pb2_grpc.DecodeStub(self._channel).Stream()
         self._queues: dict[int, asyncio.Queue[decode_pb2.DecodeEvent]] = {}
         self._last_key = 0
@@ -224,7 +224,7 @@ async def _workers(redis_url: str, name: str) -> None:
 async def _relay(decode_address: str) -> None:
     relay = Relay(decode_address)
     reader = asyncio.create_task(relay.read())
-    _, address = await serving.listen("127.0.0.1:0", [relay.add_to])
+    _, address = await grpc_server.listen("127.0.0.1:0", [relay.add_to])
     _say(address)
     await reader
 

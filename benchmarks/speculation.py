@@ -56,7 +56,7 @@ from engine.config import EngineConfig
 from engine.models.load import Loaded, load_model
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
-from process.interpreter import begin_serving
+from process.entrypoint import begin_serving
 from tokens.tokenizer import Tokenizer
 
 TARGET, DRAFT = "baton-5m", "baton-5m-draft"

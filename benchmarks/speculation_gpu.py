@@ -58,7 +58,7 @@ from engine.loop import Engine
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from kvstore import block_hash
-from process import interpreter
+from process import entrypoint
 
 CONTEXT = 1024
 NUM_BLOCKS = 4096
@@ -229,7 +229,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     plain_engine, _, plain_ready_s = _engine(weights, 0, None)
     most = max(arguments.nodes)
     engine, model, ready_s = _engine(weights, most, drafter, always=True)
-    interpreter.begin_serving()
+    entrypoint.begin_serving()
     plain, own = Bench(plain_engine, shape), Bench(engine, shape)
     result: dict[str, Any] = {
         "warm_up_s": {"plain": round(plain_ready_s, 1), "guessing": round(ready_s, 1)},

@@ -40,7 +40,7 @@ from benchmarks.context import context, publish
 from benchmarks.random_checkpoint import SHAPES
 from benchmarks.step_times import Span, cuts, explain
 from benchmarks.storm_streams import PROMPT_TOKENS, TIMEOUT_S, StreamPlan, Streams, prompt_of
-from process import interpreter
+from process import entrypoint
 from services.worker import step_log
 
 MAX_TOKENS = {"llama-8b": 8000, "qwen3-0.6b": 30000}
@@ -132,7 +132,7 @@ def _measured(address: str, folder: Path, arguments: argparse.Namespace) -> dict
     prompts = [
         prompt_of(rng, vocab_size, arguments.prompt_tokens) for _ in range(arguments.num_prompts)
     ]
-    interpreter.begin_serving()
+    entrypoint.begin_serving()
     plan = StreamPlan(address, vocab_size, arguments.streams, arguments.max_tokens, arguments.seed)
     with Streams.running(plan) as streams:
         streams.wait_begun()

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from baton.client import Client
-from process import interpreter
+from process import entrypoint
 
 PROMPT_TOKENS = 256
 TIMEOUT_S = 300.0
@@ -118,7 +118,7 @@ class _Pauses:
 
 def _run(plan: StreamPlan, connection: Connection) -> None:
     try:
-        interpreter.begin_serving()
+        entrypoint.begin_serving()
         asyncio.run(_stream_all(plan, connection))
     except Exception as error:  # the other process says it
         connection.send((f"{type(error).__name__}: {error}", None))

@@ -1,4 +1,4 @@
-"""What `process.interpreter.SWITCH_S` does to an engine's thread and to the loop beside it: no
+"""What `entrypoint.SWITCH_INTERVAL_S` does to an engine's thread and to the loop beside it: no
 engine, no GPU, two threads that compute nothing.
 
 One waits in C for `--step-ms`, as for a device, needs Python for 0.05 ms to read what was drawn,

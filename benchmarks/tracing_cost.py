@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from process import grpc_io  # before gRPC: the client reads and writes as the processes do
+from process import entrypoint  # before gRPC: the client reads and writes as the processes do
 
 # isort: split
 import grpc
@@ -304,7 +304,7 @@ def main() -> None:
     for name, value in figures.items():
         table.add_row(name, str(value))
     console.print(table)
-    about = {"benchmark": "tracing_cost", **context(), "grpc": grpc_io.chosen()}
+    about = {"benchmark": "tracing_cost", **context(), "grpc": entrypoint.grpc_experiments()}
     publish({**about, **figures}, arguments.out)
 
 

@@ -3,8 +3,8 @@
     python -m engine_client.child <number of an inherited socket>
 
 Life: Start -> loading -> Hello -> messages and steps alternate until Stop, or until the socket is
-closed. It ends with its parent, whatever happens to that (`process.entry.die_with_parent`). Exit
-codes: 0 told to stop, 1 the engine failed, 2 it could not start.
+closed. It ends with its parent, whatever happens to that (`process.entrypoint.die_with_parent`).
+Exit codes: 0 told to stop, 1 the engine failed, 2 it could not start.
 
 The main thread is the engine's; a second one reads, so that the client never waits to write. What
 takes seconds to import, torch above all, is imported when a client has said what it wants.
@@ -22,6 +22,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from engine.config import EngineConfig
+from engine.parallel.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter
 from engine_client.base import News
 from engine_client.failure import Failure
 from engine_client.messages import (
@@ -44,9 +45,8 @@ from engine_client.messages import (
     encode_value,
     read_to_engine,
 )
-from process import entry, interpreter, logs
+from process import entrypoint, logs
 from process.errors import BatonError, FailedPrecondition, Internal, Unavailable
-from process.frames import MAX_FRAME_BYTES, FrameReader, FrameWriter
 
 if TYPE_CHECKING:
     from engine.loop import Engine
@@ -82,7 +82,7 @@ def main(make_engine: MakeEngine = _load_engine) -> int:
     """Serve on the socket that the arguments name. Returns: the exit code."""
     logs.configure("engine", "warning")
     try:
-        entry.die_with_parent()
+        entrypoint.die_with_parent()
         connection = socket.socket(fileno=int(sys.argv[1]))
     except (Unavailable, OSError, ValueError, IndexError) as error:
         sys.stderr.write(f"engine_client.child: {error}\n")
@@ -124,7 +124,7 @@ class _Child:
     def _load(self, make_engine: MakeEngine) -> EngineCore | None:
         try:
             start = self._first_message()
-            with interpreter.importing():
+            with entrypoint.importing():
                 from engine_client.core import EngineCore
             engine = make_engine(start.config, progress=self._show)
         except EOFError:

@@ -22,6 +22,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import IntegrityError
+from engine.parallel.framing import MAX_FRAME_BYTES
 from engine.request import ModelInfo
 from engine_client import link
 from engine_client.balancing import least_loaded, num_outstanding_tokens
@@ -38,7 +39,6 @@ from process.errors import (
     InvalidArgument,
     Unavailable,
 )
-from process.frames import MAX_FRAME_BYTES
 
 T = TypeVar("T")
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.config import EngineConfig
+from engine.parallel.framing import FrameReader, FrameWriter, check_size
 from engine.request import ModelInfo
 from engine_client.base import Ask, News
 from engine_client.config import ClientLimits
@@ -55,7 +56,6 @@ from engine_client.messages import (
     read_from_engine,
 )
 from process.errors import BatonError, DeadlineExceeded, Unavailable
-from process.frames import FrameReader, FrameWriter, check_size
 
 Deliver = Callable[[int, tuple[News, ...]], None]
 """(rank, news)"""

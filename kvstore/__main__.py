@@ -1,5 +1,5 @@
 """`python -m kvstore --config store.toml --set key=value`: one KV store until SIGTERM or SIGINT,
-and then while somebody has a lease on its blocks, at most `drain_s`.
+and then until the last lease on its blocks ends, at most `drain_s`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import asyncio
 import logging
 import sys
 
-from process import entry, logs  # before gRPC: see process.grpc_io
+from process import entrypoint, logs  # before gRPC: see process.entrypoint
 
 # isort: split
 from kvstore import serve
@@ -37,4 +37,4 @@ async def main(settings: KvStoreSettings, stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("kvstore", KvStoreSettings, main))
+    sys.exit(entrypoint.run("kvstore", KvStoreSettings, main))

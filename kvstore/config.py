@@ -7,10 +7,9 @@ import re
 from dataclasses import dataclass, field
 
 from kvstore.tenancy import TenantShares
-from process import redis_client
-from process.metrics import check_listen
-from process.redis_client import RedisAccess
-from process.settings import UNIX, SettingsError, check_address
+from process import registry
+from process.registry import RedisAccess
+from process.settings import UNIX, SettingsError, check_address, check_host_port
 from process.tls import TlsSettings
 from process.tracing import TracingSettings
 
@@ -153,9 +152,9 @@ class KvStoreSettings:
                 raise SettingsError(f"{name}: must be 0 or more, got {value}")
         if self.heartbeat_ttl_s < 2 * self.heartbeat_s:
             raise SettingsError("heartbeat_ttl_s: must be at least twice heartbeat_s")
-        check_listen("metrics_listen", self.metrics_listen)
+        check_host_port("metrics_listen", self.metrics_listen)
         self.tls.check_peers("tls")
-        redis_client.check(self.redis_url, self.redis)
+        registry.check_redis(self.redis_url, self.redis)
         if self.advertise:
             check_address("advertise", self.advertise)
         host = self.listen.rpartition(":")[0]

@@ -23,11 +23,11 @@ from kvstore.answer_checks import SpoiledAnswer
 from kvstore.errors import LeaseLapsed
 from kvstore.lending.told import Told, Word
 from kvstore.transport.device import Shared
-from process import logs, serving, spans
+from process import logs, rpc, spans
 from process.access import Role
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Internal, NotFound, Unavailable
-from process.serving import Dialer
+from process.rpc import Dialer
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -80,9 +80,7 @@ class StoreConnection:
     """Calls `stub`'s methods for one worker. `broken` says why the connection is of no use any
     more; None while it works."""
 
-    def __init__(
-        self, address: str, dial: Dialer = serving.PLAIN, role: Role = Role.KVSTORE
-    ) -> None:
+    def __init__(self, address: str, dial: Dialer = rpc.PLAIN, role: Role = Role.KVSTORE) -> None:
         """role: what the peer's certificate must name: a store, or a prefill worker that lends."""
         self.address = address
         self.broken: str | None = None
@@ -180,7 +178,7 @@ class StoreConnection:
     def translate(self, error: grpc.aio.AioRpcError) -> BatonError:
         """The BatonError for a failed call. Unavailable and Internal break the connection: the
         store is away, or its answer was damaged, and what it reserved is unknown."""
-        ours = serving.error_from_rpc(error)
+        ours = rpc.error_from_rpc(error)
         if isinstance(ours, Unavailable | Internal):
             self.mark_broken(str(ours))
         if isinstance(ours, NotFound):

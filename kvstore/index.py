@@ -25,7 +25,7 @@ from google.protobuf import json_format
 
 from process import logs
 from process.errors import Unavailable
-from process.redis_client import FAILURES
+from process.registry import REDIS_FAILURES
 from protos import inference_pb2
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class PrefixIndex:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._client.script_load(_LONGEST_PREFIX)
-        except FAILURES as error:
+        except REDIS_FAILURES as error:
             raise Unavailable(f"prefix index: {_describe(error)}") from error
 
     async def lookup(
@@ -109,7 +109,7 @@ class PrefixIndex:
         try:
             async with asyncio.timeout(self._timeout_s):
                 lengths: Any = await self._script(keys=keys, args=joined)
-        except FAILURES as error:
+        except REDIS_FAILURES as error:
             raise Unavailable(f"prefix index: {_describe(error)}") from error
         found = iter(lengths)
         return [{node_id: int(next(found)) for node_id in nodes} for _ in chains]
@@ -126,7 +126,7 @@ class PrefixIndex:
                 if not rows:
                     return []
                 beats = await self._client.mget([beat_key(_text(node)) for node in rows])
-        except FAILURES as error:
+        except REDIS_FAILURES as error:
             raise Unavailable(f"registry: {_describe(error)}") from error
         stores: list[inference_pb2.StoreStatus] = []
         for (node, row), beat in zip(rows.items(), beats, strict=True):

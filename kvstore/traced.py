@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 
-from kvstore.block import Block
-from process import serving, spans, trace_context
+from kvstore.blocks import Block
+from process import rpc, spans, trace_context
 from process.spans import NOBODY, Span, Value
 from process.tracing import Tracing
 
@@ -42,7 +42,7 @@ def span_of(servicer: Servicer, name: str, context: Context) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            span.set({"rpc.response.status_code": serving.status_of(error)[0].name})
+            span.set({"rpc.response.status_code": rpc.status_of(error)[0].name})
             raise
         span.set({"rpc.response.status_code": "OK"})
 

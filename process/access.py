@@ -2,7 +2,7 @@
 
 A role is a URI among a certificate's names, `baton://role/<role>`. A certificate names one, or both
 of a worker that may take the other; its owner may then call what either may, and nothing more. What
-the table does not name is refused, to every role. Pure values and functions; `process.serving` asks
+the table does not name is refused, to every role. Pure values and functions; `process.rpc` asks
 them before each call.
 """
 

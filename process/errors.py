@@ -13,7 +13,7 @@
       Cancelled                   permanent; somebody asked for it
       Internal                    permanent; our own mistake
 
-Packages may derive their own (a kvstore `StaleBlock`, an engine `ModelTooLarge`); `process.serving`
+Packages may derive their own (a kvstore `StaleBlock`, an engine `ModelTooLarge`); `process.rpc`
 is the one place that turns them into gRPC status codes and back.
 """
 

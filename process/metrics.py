@@ -1,10 +1,9 @@
-"""One process's /metrics over HTTP, in the text format that Prometheus scrapes, and beside it what
-probes ask: /livez and /readyz.
+"""/metrics of one process over HTTP, in the text format that Prometheus scrapes, beside it what
+probes ask, /livez and /readyz; and metric families made of plain numbers.
 
-Served by a thread of its own from `start` to `stop`, so that a scrape never waits for the event
-loop unless a collector asks it to; each connection has a short timeout. Knows no metric of Baton's:
-those come from collectors. It adds what the system knows of the process (CPU, memory, files). Bound
-to the address that it is told, usually loopback: it answers whoever asks.
+A thread of its own serves them, from `start` to `stop`, so that a scrape waits for the event loop
+only where a collector does. Bound to the address that it is given, usually loopback: it answers any
+client.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -24,13 +24,17 @@ from prometheus_client import (
     disable_created_metrics,
     make_wsgi_app,
 )
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from process.errors import Unavailable
-from process.health import Health
-from process.settings import SettingsError
+from process.settings import split_host_port
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -38,15 +42,147 @@ if TYPE_CHECKING:
 SCRAPE_WAIT_S = 2.0
 """For the event loop's answer."""
 
-# A second family beside each counter and histogram, of when it was made: nobody asks for it, and
-# Prometheus counts its series.
+STUCK_S = 60.0
+"""Guessed: the longest hold of an event loop that was measured is below a second."""
+
+_TURN_S = 1.0
+
+Labels = Mapping[str, str]
+"""Whose a sample is (a worker's id and role, a store's node id): on every sample of a process."""
+
+# A second family beside each counter and histogram, with its creation time: Prometheus would count
+# its series, and no query uses it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class LoopCollector(Collector):
-    """Metrics that only the event loop may read: `read` runs there, whoever scrapes waits for it, a
-    bounded time. Without an answer the scrape says so (`silent`) rather than showing old numbers.
+def gauge(name: str, text: str, labels: Labels, level: float) -> Metric:
+    """One level, which goes up and down."""
+    family = GaugeMetricFamily(name, text, labels=tuple(labels))
+    family.add_metric(tuple(labels.values()), float(level))
+    return family
+
+
+def gauges(
+    name: str, text: str, labels: Labels, by: str, levels: Iterable[tuple[str, float]]
+) -> Metric:
+    """One level for each value of the label `by`: few and known, such as reasons; never ids."""
+    family = GaugeMetricFamily(name, text, labels=(*labels, by))
+    for value, level in levels:
+        family.add_metric((*labels.values(), value), float(level))
+    return family
+
+
+def counter(name: str, text: str, labels: Labels, count: float) -> Metric:
+    """One count since start, which never goes down; `_total` is added to its name."""
+    family = CounterMetricFamily(name, text, labels=tuple(labels))
+    family.add_metric(tuple(labels.values()), count)
+    return family
+
+
+def counters(
+    name: str, text: str, labels: Labels, by: str, counts: Iterable[tuple[str, float]]
+) -> Metric:
+    """One count for each value of the label `by`."""
+    family = CounterMetricFamily(name, text, labels=(*labels, by))
+    for value, count in counts:
+        family.add_metric((*labels.values(), value), count)
+    return family
+
+
+def trace_spans(labels: Labels, num_exported: int, num_failed: int, num_dropped: int) -> Metric:
+    """Ended trace spans by what became of them."""
+    ends = (("exported", num_exported), ("failed", num_failed), ("dropped", num_dropped))
+    text = "Trace spans that ended and do not wait to be sent."
+    return counters("baton_trace_spans", text, labels, "outcome", ends)
+
+
+def histogram(
+    name: str,
+    text: str,
+    labels: Labels,
+    bounds: Sequence[float],
+    counts: Sequence[int],
+    total: float,
+) -> Metric:
+    """`counts[i]` observations were at most `bounds[i]` and above the bound before, the last count
+    is of those above all bounds; `total` is their sum. Prometheus counts what is at most each
+    bound, all smaller ones included.
     """
+    family = HistogramMetricFamily(name, text, labels=tuple(labels))
+    buckets: list[tuple[str, float]] = []
+    so_far = 0
+    for bound, count in zip((*bounds, None), counts, strict=True):
+        so_far += count
+        buckets.append(("+Inf" if bound is None else repr(bound), so_far))
+    family.add_metric(tuple(labels.values()), buckets, total)
+    return family
+
+
+class HealthProbes:
+    """What probes are told of one process.
+
+    Alive: until its event loop has not turned for STUCK_S, far longer than any work holds it, so
+    that a process which is merely busy is not restarted. It depends on no load and no peer. Ready:
+    what the process's own check says at that moment; before there is one it is starting. `follow`
+    and `end` belong to the event loop's thread, everything else to any.
+    """
+
+    def __init__(
+        self,
+        why: str = "starting",
+        clock: Callable[[], float] = time.monotonic,
+        turn_s: float = _TURN_S,
+    ) -> None:
+        """`why`: the reason until there is a check. turn_s: seconds between two notes that the loop
+        turns."""
+        self._clock = clock
+        self._turn_s = turn_s
+        self._why = why
+        self._check: Callable[[], str] | None = None
+        self._turned_at_s: float | None = None
+        self._turn: asyncio.TimerHandle | None = None
+
+    def follow(self) -> None:
+        """Watch the running loop from now on, until `end`."""
+        loop = asyncio.get_running_loop()
+
+        def turn() -> None:
+            self._turned_at_s = self._clock()
+            self._turn = loop.call_later(self._turn_s, turn)
+
+        turn()
+
+    def end(self) -> None:
+        """Stop watching the loop: the process ends, and gets no work. Idempotent."""
+        self._check, self._why = None, "stopping"
+        if self._turn is not None:
+            self._turn.cancel()
+        self._turn = self._turned_at_s = None
+
+    def say(self, why: str) -> None:
+        """The reason until there is a check: how far the start has come."""
+        self._why = why
+
+    def set_check(self, check: Callable[[], str]) -> None:
+        """From now on `check` returns why the process should get no work, in one line; empty: it
+        should. Called by another thread at any time: it must neither wait nor change anything."""
+        self._check = check
+
+    def why_not_alive(self) -> str:
+        """Empty: it is alive."""
+        turned_at_s = self._turned_at_s
+        silent_s = 0.0 if turned_at_s is None else self._clock() - turned_at_s
+        return f"the event loop has not turned for {silent_s:.0f} s" if silent_s > STUCK_S else ""
+
+    def why_not_ready(self) -> str:
+        """Empty: it is ready."""
+        check = self._check
+        return self._why if check is None else check()
+
+
+class LoopCollector(Collector):
+    """Metrics that only the event loop may read: `read` runs there, and the scrape waits for it,
+    SCRAPE_WAIT_S at most. Without an answer the scrape has `silent`'s metrics, not old numbers."""
 
     def __init__(
         self,
@@ -87,10 +223,10 @@ class _Handler(WSGIRequestHandler):
 
 
 class MetricsServer:
-    """See the module. `address` is host:port, known once started."""
+    """Serves metrics and probes. `address` is host:port, known once started."""
 
-    def __init__(self, *collectors: Collector, health: Health | None = None) -> None:
-        """`health`: what probes are told; None: there is nobody to probe, and they get 404."""
+    def __init__(self, *collectors: Collector, health: HealthProbes | None = None) -> None:
+        """`health`: None: probes get 404."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._health = health
         ProcessCollector(registry=self._registry)
@@ -100,14 +236,13 @@ class MetricsServer:
         self.address = ""
 
     def add(self, *collectors: Collector) -> None:
-        """More to collect; the server may be started already."""
+        """Add collectors, also after the start."""
         for collector in collectors:
             self._registry.register(collector)
 
     def start(self, listen: str) -> None:
-        """Serve on `listen` (host:port; port 0: a free one). Raises: Unavailable when it is
-        taken."""
-        host, port = split(listen)
+        """Serve on `listen` (host:port; port 0: a free one). Raises: Unavailable when taken."""
+        host, port = split_host_port(listen)
         try:
             self._server = _listen(host, port, _application(self._registry, self._health))
         except OSError as error:
@@ -116,7 +251,7 @@ class MetricsServer:
             target=self._server.serve_forever, name="metrics", daemon=True
         )
         self._thread.start()
-        self.address = f"{host}:{self._server.server_port}"
+        self.address = f"{listen.rpartition(':')[0]}:{self._server.server_port}"
 
     def stop(self) -> None:
         """End the server and its thread; nothing if it was not started. Idempotent."""
@@ -128,7 +263,7 @@ class MetricsServer:
             server.server_close()
 
 
-def _application(registry: CollectorRegistry, health: Health | None) -> WSGIApplication:
+def _application(registry: CollectorRegistry, health: HealthProbes | None) -> WSGIApplication:
     metrics: WSGIApplication = make_wsgi_app(registry)
     probes = {"/livez": health.why_not_alive, "/readyz": health.why_not_ready} if health else {}
 
@@ -155,20 +290,3 @@ def _listen(host: str, port: int, application: WSGIApplication) -> WSGIServer:
         address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
 
     return make_server(host, port, application, Server, _Handler)
-
-
-def check_listen(name: str, listen: str) -> None:
-    """A setting that is empty (off) or host:port. Raises: SettingsError."""
-    if listen:
-        try:
-            split(listen)
-        except ValueError as error:
-            raise SettingsError(f"{name}: {listen!r} is not host:port") from error
-
-
-def split(listen: str) -> tuple[str, int]:
-    """host and port. Raises: ValueError."""
-    host, colon, port = listen.rpartition(":")
-    if not (host and colon and port.isdecimal() and int(port) < 65536):
-        raise ValueError(f"{listen!r} is not host:port")
-    return host, int(port)

@@ -39,6 +39,24 @@ class SettingsError(Exception):
     """A wrong key or value; the message names it and the fix, in one line."""
 
 
+def split_host_port(address: str) -> tuple[str, int]:
+    """Host, an IPv6 one without its brackets, and port. Raises: ValueError."""
+    host, colon, port = address.rpartition(":")
+    # gRPC would take the port modulo 65536 in silence.
+    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ValueError(f"{address!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def check_host_port(name: str, address: str) -> None:
+    """A setting that is host:port, or empty. Raises: SettingsError."""
+    try:
+        if address:
+            split_host_port(address)
+    except ValueError as error:
+        raise SettingsError(f"{name}: {error}") from None
+
+
 def check_address(name: str, address: str) -> None:
     """A setting that is host:port, or unix:/path of a Unix socket. Raises: SettingsError."""
     if address.startswith(UNIX):
@@ -46,14 +64,13 @@ def check_address(name: str, address: str) -> None:
         if not path.startswith("/") or len(os.fsencode(path)) > _MAX_SOCKET_BYTES:
             raise SettingsError(
                 f"{name}: {address!r} needs an absolute path of at most {_MAX_SOCKET_BYTES} bytes "
-                f"behind {UNIX}"
+                f"after {UNIX}"
             )
         return
-    host, colon, port = address.rpartition(":")
-    # gRPC would take the port modulo 65536 in silence.
-    is_port = port.isascii() and port.isdigit() and int(port) < 65536
-    if not (host and colon and is_port):
-        raise SettingsError(f"{name}: {address!r} is not host:port, nor {UNIX}/path")
+    try:
+        split_host_port(address)
+    except ValueError as error:
+        raise SettingsError(f"{name}: {error}, nor {UNIX}/path") from None
 
 
 def load(

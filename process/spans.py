@@ -24,6 +24,7 @@ from enum import Enum
 from types import TracebackType
 
 from process.errors import BatonError, Cancelled, InvalidArgument
+from process.settings import split_host_port
 from process.trace_context import TraceContext
 
 Value = str | bool | int | float | Sequence[str]
@@ -337,10 +338,11 @@ def _problem(error: BaseException) -> str:
 def server_of(address: str) -> Attributes:
     """The attributes of a CLIENT span that say where the server is; `address`: host:port, or a
     path."""
-    host, colon, port = address.rpartition(":")
-    if not (colon and port.isdecimal()):
+    try:
+        host, port = split_host_port(address)
+    except ValueError:
         return {"server.address": address}
-    return {"server.address": host.strip("[]"), "server.port": int(port)}
+    return {"server.address": host, "server.port": port}
 
 
 def grpc_call(service: str, method: str) -> Attributes:

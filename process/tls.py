@@ -17,10 +17,10 @@ from typing import Any
 
 import grpc
 
-from process import secret_file
+from process import secret_files
 from process.access import Role
-from process.settings import UNIX, SettingsError, check_address
-from process.watched_file import Watched
+from process.secret_files import WatchedFile
+from process.settings import UNIX, SettingsError, check_address, split_host_port
 
 _MAX_FILE_BYTES = 1024 * 1024
 _FIX = "`baton certs --out FOLDER` makes a set for development"
@@ -78,11 +78,11 @@ def is_loopback(listen: str) -> bool:
     """Whether only this machine can connect to host:port or unix:/path."""
     if listen.startswith(UNIX):
         return True
-    host = listen.rpartition(":")[0].strip("[]")
     try:
-        return ipaddress.ip_address(host).is_loopback
+        host, _ = split_host_port(listen)
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return False
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Identity:
         paths = [
             Path(name) for name in (settings.ca_file, settings.cert_file, settings.key_file) if name
         ]
-        self._pem = Watched("tls", paths, self._read)
+        self._pem = WatchedFile("tls", paths, self._read)
 
     @classmethod
     def of(cls, settings: TlsSettings, role: Role | None = None) -> Identity | None:
@@ -169,7 +169,7 @@ class Identity:
         pem = _Pem(
             _content(files.ca_file, "ca_file"),
             _content(files.cert_file, "cert_file"),
-            secret_file.read(
+            secret_files.read_secret(
                 Path(files.key_file), what="key_file", max_bytes=_MAX_FILE_BYTES, fix=_FIX
             )
             if files.key_file

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from process import spans, trace_context
-from process.settings import SettingsError
+from process.settings import SettingsError, check_host_port
 from process.spans import Attributes, Kind, Link, Recording, Span, SpanData
 from process.trace_context import TraceContext
 
@@ -63,9 +63,7 @@ class TracingSettings:
     """How long a stopping process tries to send what waits."""
 
     def __post_init__(self) -> None:
-        host, colon, port = self.endpoint.rpartition(":")
-        if self.endpoint and not (host and colon and port.isdecimal() and int(port) < 65536):
-            raise SettingsError(f"tracing.endpoint: {self.endpoint!r} is not host:port")
+        check_host_port("tracing.endpoint", self.endpoint)
         if self.ca_file and not self.endpoint:
             raise SettingsError("tracing.ca_file: there is no tracing.endpoint")
         if not 0 <= self.sample_ratio <= 1:

@@ -24,7 +24,7 @@ from baton.cli.render import Column, number, text
 from baton.cluster.state import ClusterState
 from baton.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.block_hash import CHAIN_HASH_BYTES
-from process.redis_client import RedisAccess
+from process.registry import RedisAccess
 from protos import common_pb2, kvstore_pb2
 
 

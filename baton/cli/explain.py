@@ -22,9 +22,9 @@ from baton.cli import options, render
 from baton.cli.options import RouterTarget, flag, value
 from baton.cli.render import number, text
 from baton.errors import InvalidArgument, Unavailable
-from process import serving
+from process import rpc
 from process.access import Role
-from process.serving import Dialer
+from process.rpc import Dialer
 from protos import autoscaler_pb2, autoscaler_pb2_grpc, common_pb2, inference_pb2
 
 _SMALL = 0.001
@@ -237,7 +237,7 @@ async def _ask(
             )
             return reply
         except grpc.aio.AioRpcError as error:
-            raise serving.error_from_rpc(error) from None
+            raise rpc.error_from_rpc(error) from None
 
 
 _POOLS = (

@@ -16,8 +16,7 @@ from baton.cli import options
 from baton.cli.options import FILE, RouterTarget, flag, value
 from baton.errors import InvalidArgument
 from baton.key_files import KeyFileError
-from process import api_keys
-from process import keys as signing_keys
+from process import api_keys, signing_keys
 from process.access import Role
 
 _STEPS = {

@@ -26,9 +26,9 @@ from baton.cluster import state as cluster_state
 from baton.cluster.config import DEFAULT_PORT, ClusterConfig
 from baton.cluster.state import ClusterState
 from baton.errors import ClusterError, InvalidArgument, Unavailable
-from process import secret_file
+from process import secret_files
 from process.access import Role
-from process.serving import Dialer
+from process.rpc import Dialer
 from process.settings import field_docstrings
 from process.tls import TlsSettings
 
@@ -249,7 +249,7 @@ class RouterTarget:
         """
         api_key = os.environ.get("BATON_API_KEY", "") or (self.state.api_key if self.state else "")
         if self.api_key_file is not None:
-            content = secret_file.read(
+            content = secret_files.read_secret(
                 self.api_key_file,
                 what="--api-key-file",
                 max_bytes=_MAX_KEY_BYTES,

@@ -37,8 +37,9 @@ from baton.cluster.scale_service import ScaleService
 from baton.cluster.state import RunFolder
 from baton.cluster.supervisor import ClusterEvent, OnEvent, ProcessInfo, State, Supervisor
 from baton.errors import BatonError, ClusterError
-from process import api_keys, keys
+from process import api_keys, signing_keys
 from process.access import Role
+from process.secret_files import replace_file
 
 __all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "State"]
 
@@ -240,7 +241,7 @@ class LocalCluster:
         self._launch(stores, deadline_s)
         self.store_addresses = {store.name: self._fix_address(store) for store in stores}
         self.handle_keys_file = folder.path / "handle.keys"
-        keys.create(self.handle_keys_file)
+        signing_keys.create(self.handle_keys_file)
         drafts = plan.drafts(self.config, sockets=folder.path, secured=self.secured)
         self._launch(drafts, deadline_s)
         self._worker_parts = WorkerSpec(
@@ -504,12 +505,6 @@ def write_scrape_files(folder: Path, targets: Iterable[ScrapeTarget]) -> Path:
     Returns: the path of the configuration. Raises: OSError.
     """
     targets_path, config_path = folder / _SCRAPE_TARGETS, folder / _SCRAPE_CONFIG
-    _replace(targets_path, _scrape_targets(targets))
-    _replace(config_path, _scrape_config(targets_path))
+    replace_file(targets_path, _scrape_targets(targets), mode=0o666)
+    replace_file(config_path, _scrape_config(targets_path), mode=0o666)
     return config_path
-
-
-def _replace(path: Path, text: str) -> None:
-    fresh = path.with_suffix(".new")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)

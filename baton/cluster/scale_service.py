@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import grpc.aio
 
 from baton.errors import ClusterError
-from process import serving
+from process import grpc_server, rpc
 from process.errors import BatonError, InvalidArgument, Unavailable
 from protos import local_scale_pb2, local_scale_pb2_grpc
 
@@ -74,7 +74,7 @@ class ScaleService:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         try:
-            server, _ = await serving.listen(self.address, [self._add_to])
+            server, _ = await grpc_server.listen(self.address, [self._add_to])
         except BaseException as error:
             self._ready.set_exception(error)
             return
@@ -86,7 +86,7 @@ class ScaleService:
         add: Any = local_scale_pb2_grpc.add_LocalScaleServicer_to_server
         add(self, server)
 
-    @serving.unary
+    @rpc.unary
     async def ListWorkers(
         self, request: local_scale_pb2.ListWorkersRequest, context: Context
     ) -> local_scale_pb2.ListWorkersReply:
@@ -96,7 +96,7 @@ class ScaleService:
             reply.workers.add(worker_id=name, role=role, state=state)
         return reply
 
-    @serving.unary
+    @rpc.unary
     async def StartWorkers(
         self, request: local_scale_pb2.StartWorkersRequest, context: Context
     ) -> local_scale_pb2.StartWorkersReply:
@@ -114,7 +114,7 @@ class ScaleService:
             raise Unavailable(str(error)) from error
         return local_scale_pb2.StartWorkersReply(worker_ids=names)
 
-    @serving.unary
+    @rpc.unary
     async def StopWorkers(
         self, request: local_scale_pb2.StopWorkersRequest, context: Context
     ) -> local_scale_pb2.StopWorkersReply:

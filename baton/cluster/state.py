@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.errors import ClusterError
+from process.secret_files import replace_file
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,8 @@ def announce(state: ClusterState) -> Path:
 
 def _write(folder: Path, state: ClusterState) -> Path:
     path = folder / f"{os.getpid()}.json"
-    scratch = path.with_suffix(".tmp")
-    scratch.touch(mode=0o600)  # it has secrets: the password of Redis, an API key
-    scratch.write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
-    scratch.replace(path)
+    # It has secrets: the password of Redis, an API key.
+    replace_file(path, json.dumps(dataclasses.asdict(state)), mode=0o600)
     return path
 
 

@@ -38,7 +38,6 @@ from typing import Any, TypeVar
 
 from baton.cluster.plan import ProcessSpec
 from baton.errors import ClusterError
-from process import pulse
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -203,7 +202,7 @@ class Child:
                 env=os.environ
                 | {
                     "BATON_PARENT_PID": str(os.getpid()),
-                    pulse.ENVIRONMENT: str(pipe.write_fd),
+                    "BATON_PULSE_FD": str(pipe.write_fd),
                     "PYTHONUNBUFFERED": "1",
                 },
                 pass_fds=(pipe.write_fd,),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from process import entry, errors
+from process import entrypoint, errors
 
 
 def main() -> int:
@@ -18,7 +18,7 @@ def main() -> int:
         sys.stderr.write("with_parent: name a program to run\n")
         return 2
     try:
-        entry.die_with_parent()
+        entrypoint.die_with_parent()
         os.execvp(sys.argv[1], sys.argv[1:])
     except (errors.Unavailable, OSError) as error:
         sys.stderr.write(f"with_parent: {sys.argv[1]}: {error}\n")

@@ -8,20 +8,19 @@ error. Blocking.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from baton.preflight.needs import Kind, Needs, PodNeed, PreflightError, parse_quantities, total
+from process import kubernetes_config
+from process.settings import SettingsError
 
 CALL_S = 15.0
 """Limit of one call to the API server."""
 
 _PAGE = 500
-_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _MAX_PAGES = 1000
 _MAX_CHARS = 200
 
@@ -299,46 +298,9 @@ def connect(context: str, namespace: str) -> Reader:
     Args: namespace: empty: that of the context. Raises: PreflightError.
     """
     try:
-        from kubernetes import client, config
-    except ModuleNotFoundError:
-        raise PreflightError(
-            "the Kubernetes client is missing: pip install 'baton[kubernetes]'"
-        ) from None
-    settings = client.Configuration()
-    try:
-        if _is_inside_a_pod() and not context:
-            config.load_incluster_config(settings)  # type: ignore[no-untyped-call]
-            namespace = namespace or _own_namespace()
-        else:
-            config.load_kube_config(  # type: ignore[no-untyped-call]
-                config_file=_kubeconfig(),
-                context=context or None,
-                client_configuration=settings,
-            )
-            namespace = namespace or _context_namespace(config, context)
-    except (config.ConfigException, OSError) as error:
-        words = " ".join(str(error).split())[:_MAX_CHARS]
-        raise PreflightError(f"no cluster is configured: {words}; see `kubectl config`") from None
-    # One attempt: a user at a terminal wants to see the error soon.
-    settings.retries = False
-    return Reader(client.ApiClient(settings), namespace)
+        settings, own_namespace = kubernetes_config.load(context)
+    except SettingsError as error:
+        raise PreflightError(f"no cluster is configured: {error}") from None
+    from kubernetes import client
 
-
-def _kubeconfig() -> str:
-    """Read from the environment at each call; the client reads it only when it is imported."""
-    return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
-
-
-def _is_inside_a_pod() -> bool:
-    has_config = "KUBECONFIG" in os.environ or Path(_kubeconfig()).exists()
-    return "KUBERNETES_SERVICE_HOST" in os.environ and not has_config
-
-
-def _own_namespace() -> str:
-    return _NAMESPACE_FILE.read_text(encoding="utf-8").strip()
-
-
-def _context_namespace(config: Any, context: str) -> str:
-    contexts, active = config.list_kube_config_contexts(config_file=_kubeconfig())
-    chosen = next((each for each in contexts if each["name"] == context), active)
-    return str(chosen["context"].get("namespace", "default"))
+    return Reader(client.ApiClient(settings), namespace or own_namespace)

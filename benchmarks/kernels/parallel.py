@@ -34,7 +34,7 @@ from engine.parallel.memory import RankMemory
 from engine.parallel.place import Grid
 from engine.parallel.process_ranks import ProcessRanks
 from engine.parallel.rank_model import RankModel, share_of
-from process import entry
+from process import entrypoint
 
 _LLAMA = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -62,7 +62,7 @@ def main() -> None:
     asked = parser.parse_args()
     grid = Grid(asked.shares, asked.stages)
     if asked.rank >= 0:
-        entry.die_with_parent()
+        entrypoint.die_with_parent()
         _Rank(grid, asked.rank, asked.meeting_file, asked.out).run()
         return
     num_devices = torch.cuda.device_count()

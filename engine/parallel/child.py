@@ -3,8 +3,8 @@
     python -m engine.parallel.child <socket> <meeting file> <cache file>   (inherited descriptors)
 
 Life: Start -> loading -> Ready -> Meet -> Attach -> Steps until Stop, or until the socket is
-closed. It ends with its parent, whatever happens to that (`process.entry.die_with_parent`). Exit
-codes: 0 told to stop, 1 it failed, 2 it could not load, 3 (processes.FOLLOWED) another rank is
+closed. It ends with its parent, whatever happens to that (`process.entrypoint.die_with_parent`).
+Exit codes: 0 told to stop, 1 it failed, 2 it could not load, 3 (processes.FOLLOWED) another rank is
 gone. Imports no transformers. One thread.
 """
 
@@ -26,6 +26,7 @@ from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import free_memory_bytes
 from engine.parallel.ahead import FollowingDecoder, build
+from engine.parallel.framing import FrameReader, FrameWriter
 from engine.parallel.memory import RankMemory
 from engine.parallel.messages import (
     Attach,
@@ -56,9 +57,8 @@ from engine.parallel.process_ranks import ProcessRanks
 from engine.parallel.processes import FOLLOWED
 from engine.parallel.rank_model import RankModel, load_rank
 from engine.parallel.shared_cache import SharedCache, share
-from process import entry, logs
+from process import entrypoint, logs
 from process.errors import BatonError, FailedPrecondition, Unavailable
-from process.frames import FrameReader, FrameWriter
 
 _START_S = 60.0
 """For the first message; it is sent before this process has begun."""
@@ -76,7 +76,7 @@ def main() -> int:
     """Serve on the descriptors that the arguments name. Returns: the exit code."""
     logs.configure("rank", "warning")
     try:
-        entry.die_with_parent()
+        entrypoint.die_with_parent()
         socket_file, meeting_file, cache_file = map(int, sys.argv[1:4])
         connection = socket.socket(fileno=socket_file)
     except (Unavailable, OSError, ValueError) as error:

@@ -1,5 +1,5 @@
 """What the engine's process and its ranks' processes say to each other: frozen values as msgpack,
-in frames (process/frames.py) on a socket pair. No pickle: bytes are data, checked against these
+in frames (engine/parallel/framing.py) on a socket pair. No pickle: bytes are data, checked against
 types.
 
     engine -> rank   Start; once it is Ready: Meet, Verify, Attach; then WarmUp, Change, Step,

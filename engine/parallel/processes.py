@@ -5,9 +5,9 @@ Life: `start` -> `wait_ready` -> `tell` and steps -> the end, which is `close`, 
 one of them: then all are killed, `on_failure` is called, and every later call says why in one line.
 Whichever comes, every process is reaped.
 
-A rank dies with this process by the kernel's hand (`process.entry.die_with_parent`). That signal is
-tied to the thread that started it, so the thread that watches starts them and lives as long as they
-do. All else may be called from any one thread at a time.
+A rank dies with this process by the kernel's hand (`process.entrypoint.die_with_parent`). That
+signal is tied to the thread that started it, so the thread that watches starts them and lives as
+long as they do. All else may be called from any one thread at a time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from engine.errors import LoadError, RankFailed
+from engine.parallel.framing import FrameReader, FrameWriter
 from engine.parallel.messages import (
     Attached,
     Failed,
@@ -42,7 +43,6 @@ from engine.parallel.messages import (
 )
 from engine.parallel.place import Grid
 from process.errors import Unavailable
-from process.frames import FrameReader, FrameWriter
 
 PROGRAM = (sys.executable, "-P", "-m", "engine.parallel.child")
 """Run with the numbers of its socket and its two files as the last arguments."""

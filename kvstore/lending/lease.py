@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from kvstore.blocks import PackedBlocks, block_of
 from kvstore.errors import IntegrityError
-from kvstore.packed import PackedBlocks, block_of
 
 
 class Offer(NamedTuple):

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
 
 from kvstore.attachments import Attachment, AttachmentTable
-from kvstore.block import Block
+from kvstore.blocks import Block, PackedBlocks
 from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
 from kvstore.lending.followers import Followers
 from kvstore.lending.host import own_host_id
@@ -30,10 +30,8 @@ from kvstore.lending.reader import LenderIdentity as LenderIdentity
 from kvstore.lending.reader import Reader as Reader
 from kvstore.lending.reader_holds import ReaderHolds
 from kvstore.lending.told import Told
-from kvstore.link_meter import num_blocks_wanted
-from kvstore.packed import PackedBlocks
-from kvstore.push_peers import PushPeers
-from kvstore.pushes import Frames, PushOutcome, Target
+from kvstore.links import num_blocks_wanted
+from kvstore.push import Frames, PushOutcome, PushPeers, Target
 from kvstore.transport.base import CUDA_IPC, DIRECT_TRANSPORTS, BlockMemory
 from kvstore.transport.device import Shared
 from kvstore.transport.nixl import region_of

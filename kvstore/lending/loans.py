@@ -32,12 +32,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
-from kvstore.block import Block, Tier
+from kvstore.blocks import Block, PackedBlocks, Tier, block_of
+from kvstore.blocks import row as pack
 from kvstore.errors import IntegrityError, LeaseLapsed
 from kvstore.lending.lease import Lease, Lent, LoanCounters
 from kvstore.lending.lease import Offer as Offer
-from kvstore.packed import PackedBlocks, block_of
-from kvstore.packed import row as pack
 
 FIRST_GENERATION = 2
 """Even, as of every block that can be read, and not the 0 of a field that nobody set."""

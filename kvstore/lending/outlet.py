@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from kvstore.transport.base import BlockMemory
-from kvstore.transport.staging import PinnedStaging
+from kvstore.transport.device import PinnedStaging
 from process.tasks import complete_despite_cancel
 
 

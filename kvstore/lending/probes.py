@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from kvstore.block import Block
+from kvstore.blocks import Block, PackedBlocks
 from kvstore.lending import PROBE_HASH
 from kvstore.lending.loans import LoanTable, Offer
-from kvstore.packed import PackedBlocks
 from process.deadline import Clock
 
 PROBE_TTL_S = 10.0

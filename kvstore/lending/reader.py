@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.push_peers import PeerBlocks
+from kvstore.push import PeerBlocks
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kvstore.lending import PROBE_HASH
 from kvstore.lending.lender import Lender
 from kvstore.lending.reader import Reader
 from kvstore.transport.base import CUDA_IPC
-from process import serving
+from process import rpc
 from process.errors import FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
@@ -35,7 +35,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
 
     # -- who reads
 
-    @serving.unary
+    @rpc.unary
     async def Attach(
         self, request: kvstore_pb2.AttachRequest, context: Context
     ) -> kvstore_pb2.AttachReply:
@@ -60,14 +60,14 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
         reply.checksum = wire.checksum_of(reply)
         return reply
 
-    @serving.unary
+    @rpc.unary
     async def Detach(
         self, request: kvstore_pb2.DetachRequest, context: Context
     ) -> kvstore_pb2.DetachReply:
         self._lender.detach(request.attachment_id)
         return kvstore_pb2.DetachReply()
 
-    @serving.unary
+    @rpc.unary
     async def Match(
         self, request: kvstore_pb2.MatchRequest, context: Context
     ) -> kvstore_pb2.MatchReply:
@@ -89,7 +89,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
 
     # -- leases
 
-    @serving.unary
+    @rpc.unary
     async def Renew(
         self, request: kvstore_pb2.RenewRequest, context: Context
     ) -> kvstore_pb2.RenewReply:
@@ -98,7 +98,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
         lender.loans.renew(request.lease_id, request.ttl_ms / 1000, lender.now_s())
         return kvstore_pb2.RenewReply()
 
-    @serving.unary
+    @rpc.unary
     async def Release(
         self, request: kvstore_pb2.ReleaseRequest, context: Context
     ) -> kvstore_pb2.ReleaseReply:
@@ -106,7 +106,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
         num_released = self._lender.loans.release(request.lease_ids, self._lender.now_s())
         return kvstore_pb2.ReleaseReply(num_released=num_released)
 
-    @serving.unary
+    @rpc.unary
     async def AwaitLent(
         self, request: kvstore_pb2.AwaitLentRequest, context: Context
     ) -> kvstore_pb2.AwaitLentReply:
@@ -132,7 +132,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
 
     # -- bytes
 
-    @serving.unary
+    @rpc.unary
     async def Push(
         self, request: kvstore_pb2.PushRequest, context: Context
     ) -> kvstore_pb2.PushReply:
@@ -152,13 +152,13 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
             stale=outcome.stale,
         )
 
-    @serving.unary
+    @rpc.unary
     async def GetPush(
         self, request: kvstore_pb2.GetPushRequest, context: Context
     ) -> kvstore_pb2.GetPushReply:
         return kvstore_pb2.GetPushReply(terminal=self._lender.peers.is_terminal(request.push_id))
 
-    @serving.unary
+    @rpc.unary
     async def Confirm(
         self, request: kvstore_pb2.ConfirmRequest, context: Context
     ) -> kvstore_pb2.ConfirmReply:
@@ -172,7 +172,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
         )
         return kvstore_pb2.ConfirmReply(stale=stale)
 
-    @serving.streaming
+    @rpc.streaming
     async def Read(
         self, request: kvstore_pb2.ReadRequest, context: Context
     ) -> AsyncIterator[kvstore_pb2.ReadChunk]:
@@ -188,7 +188,7 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
 
     # -- accounts
 
-    @serving.unary
+    @rpc.unary
     async def Report(
         self, request: kvstore_pb2.ReportRequest, context: Context
     ) -> kvstore_pb2.ReportReply:
@@ -196,13 +196,13 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
         num_dropped = await self._lender.report(request.attachment_id, blocks)
         return kvstore_pb2.ReportReply(num_dropped=num_dropped)
 
-    @serving.streaming
+    @rpc.streaming
     async def List(
         self, request: kvstore_pb2.ListRequest, context: Context
     ) -> AsyncIterator[kvstore_pb2.ListReply]:
         yield kvstore_pb2.ListReply(incarnation=self._lender.identity.incarnation)
 
-    @serving.unary
+    @rpc.unary
     async def GetStatus(
         self, request: kvstore_pb2.GetStatusRequest, context: Context
     ) -> kvstore_pb2.GetStatusReply:
@@ -225,29 +225,29 @@ class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
 
     # -- what a lender does not do
 
-    @serving.unary
+    @rpc.unary
     async def Reserve(
         self, request: kvstore_pb2.ReserveRequest, context: Context
     ) -> kvstore_pb2.ReserveReply:
         _refuse("reserves no frames")
 
-    @serving.unary
+    @rpc.unary
     async def Commit(
         self, request: kvstore_pb2.CommitRequest, context: Context
     ) -> kvstore_pb2.CommitReply:
         _refuse("commits nothing")
 
-    @serving.unary
+    @rpc.unary
     async def Abort(
         self, request: kvstore_pb2.AbortRequest, context: Context
     ) -> kvstore_pb2.AbortReply:
         _refuse("has no reservations to abort")
 
-    @serving.unary
+    @rpc.unary
     async def Pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinReply:
         _refuse("pins nothing: its handles come with their leases")
 
-    @serving.unary
+    @rpc.unary
     async def Write(
         self, request: AsyncIterator[kvstore_pb2.WriteChunk], context: Context
     ) -> kvstore_pb2.WriteReply:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.packed import PackedBlocks
+from kvstore.blocks import PackedBlocks
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import sys
 
-from process import entry, logs
+from process import entrypoint, logs
 from services.autoscaler import kubernetes_api
 from services.autoscaler.app import Autoscaler
 from services.autoscaler.config import AutoscalerSettings
@@ -38,4 +38,4 @@ async def main(settings: AutoscalerSettings, stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("autoscaler", AutoscalerSettings, main))
+    sys.exit(entrypoint.run("autoscaler", AutoscalerSettings, main))

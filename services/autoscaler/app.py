@@ -21,14 +21,14 @@ from dataclasses import replace
 import grpc.aio
 from prometheus_client.metrics_core import Metric
 
-from process import logs, redis_client, serving
+from process import grpc_server, logs
 from process.access import RULES
 from process.access import Role as PeerRole
 from process.errors import BatonError, Unavailable
-from process.health import Health as ProcessHealth
-from process.metrics import LoopCollector, MetricsServer
-from process.serving import Dialer
-from process.standard_services import Health, Reflection
+from process.grpc_server import HealthServicer, ReflectionServicer
+from process.metrics import HealthProbes, LoopCollector, MetricsServer
+from process.registry import connect_redis
+from process.rpc import Dialer
 from process.tasks import end_tasks, start_task
 from process.tls import Identity
 from protos import autoscaler_pb2, common_pb2
@@ -80,9 +80,7 @@ class Autoscaler:
         self._settings = settings
         self._clock = clock
         self._identity = Identity.of(settings.tls, PeerRole.AUTOSCALER)
-        self._redis = redis_client.connect(
-            settings.redis_url, settings.look_timeout_s, settings.redis
-        )
+        self._redis = connect_redis(settings.redis_url, settings.look_timeout_s, settings.redis)
         self._leadership: Leadership = Alone()
         self._scaler = scaler or self._make_scaler()
         self._flips = Flips(
@@ -106,7 +104,7 @@ class Autoscaler:
         self._observations: Observations | None = None
         self._problems: tuple[str, ...] = ()
         self._keda = ExternalScaler(self._wanted)
-        self._health = ProcessHealth()
+        self._health = HealthProbes()
         self._metrics_server: MetricsServer | None = None
         self._server: grpc.aio.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -138,23 +136,23 @@ class Autoscaler:
         self._metrics_server = MetricsServer(collector, health=self._health)
         if self._settings.metrics_listen:
             self._metrics_server.start(self._settings.metrics_listen)
-        self._server, self.address = await serving.listen(
+        self._server, self.address = await grpc_server.listen(
             self._settings.listen,
             [
                 AutoscalerServicer(self._answer).add_to,
                 self._keda.add_to,
-                Health({SERVICE: lambda: not self._why_not_ready()}).add_to,
-                Reflection((SERVICE, "externalscaler.ExternalScaler")).add_to,
+                HealthServicer({SERVICE: lambda: not self._why_not_ready()}).add_to,
+                ReflectionServicer((SERVICE, "externalscaler.ExternalScaler")).add_to,
             ],
             max_message_bytes=MAX_REQUEST_BYTES,
             max_reply_bytes=max_reply_bytes(self._settings.num_decisions_kept),
             identity=self._identity,
             rules=RULES[PeerRole.AUTOSCALER],
-            strangers=callers(),
+            limits=callers(),
         )
         self._leadership.start()
         self._task = start_task(self._run(), "autoscaling")
-        self._health.judge_by(self._why_not_ready)
+        self._health.set_check(self._why_not_ready)
 
     async def stop(self) -> None:
         """Act no more, let another lead, and end. Workers that were told to flip go on."""

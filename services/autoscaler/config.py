@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from process import redis_client
-from process.metrics import check_listen
-from process.redis_client import RedisAccess
-from process.settings import SettingsError
+from process import registry
+from process.registry import RedisAccess
+from process.settings import SettingsError, check_host_port
 from process.tls import TlsSettings
 from services.autoscaler.limits import PlanSettings
 
@@ -27,7 +26,7 @@ class KubernetesSettings:
     """
 
     namespace: str = ""
-    """Where everything lies; empty: the service account's own."""
+    """Where everything lies; empty: the pod's own or, outside of a cluster, the kubeconfig's."""
 
     prefill_deployment: str = "baton-prefill"
     """The Deployment whose pods start as prefill workers."""
@@ -146,7 +145,7 @@ class AutoscalerSettings:
             raise SettingsError("redis_url: needed; workers and routers are found there")
         if self.scaler == "local" and not self.local_address:
             raise SettingsError("local_address: needed with scaler=local")
-        check_listen("metrics_listen", self.metrics_listen)
-        redis_client.check(self.redis_url, self.redis)
+        check_host_port("metrics_listen", self.metrics_listen)
+        registry.check_redis(self.redis_url, self.redis)
         self.tls.check_peers("tls")
         self.tls.check_listen("listen", self.listen, "tls")

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from process import logs, serving
+from process import logs, rpc
 from process.access import Role as PeerRole
 from process.errors import FailedPrecondition, Internal, PermissionDenied
-from process.serving import Dialer
+from process.rpc import Dialer
 from process.tasks import end_tasks, start_task
 from protos import common_pb2, worker_control_pb2, worker_control_pb2_grpc
 from services.autoscaler.signals import Role
@@ -98,7 +98,7 @@ class Flips:
                     worker_control_pb2.SetRoleRequest(role=to.value), timeout=self._timeout_s
                 )
         except grpc.aio.AioRpcError as error:
-            said = serving.error_from_rpc(error)
+            said = rpc.error_from_rpc(error)
             problem = str(said)
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 self._refuse(worker, for_s=math.inf)

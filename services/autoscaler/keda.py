@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc.aio
 
-from process import serving
+from process import rpc
 from process.errors import InvalidArgument, NotFound, Unavailable
 from protos import externalscaler_pb2, externalscaler_pb2_grpc
 from services.autoscaler.signals import ByRole, Role
@@ -48,14 +48,14 @@ class ExternalScaler:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    @serving.unary
+    @rpc.unary
     async def IsActive(
         self, request: externalscaler_pb2.ScaledObjectRef, context: Context
     ) -> externalscaler_pb2.IsActiveResponse:
         """Whether there shall be workers at all."""
         return externalscaler_pb2.IsActiveResponse(result=self._number(_role(request)) > 0)
 
-    @serving.streaming
+    @rpc.streaming
     async def StreamIsActive(
         self, request: externalscaler_pb2.ScaledObjectRef, context: Context
     ) -> AsyncIterator[externalscaler_pb2.IsActiveResponse]:
@@ -78,7 +78,7 @@ class ExternalScaler:
                 async with asyncio.timeout(_STREAM_LOOK_S):
                     await changed.wait()
 
-    @serving.unary
+    @rpc.unary
     async def GetMetricSpec(
         self, request: externalscaler_pb2.ScaledObjectRef, context: Context
     ) -> externalscaler_pb2.GetMetricSpecResponse:
@@ -88,7 +88,7 @@ class ExternalScaler:
         )
         return externalscaler_pb2.GetMetricSpecResponse(metricSpecs=[spec])
 
-    @serving.unary
+    @rpc.unary
     async def GetMetrics(
         self, request: externalscaler_pb2.GetMetricsRequest, context: Context
     ) -> externalscaler_pb2.GetMetricsResponse:

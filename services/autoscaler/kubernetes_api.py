@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
+from process import kubernetes_config
 from process.errors import BatonError
+from process.kubernetes_config import NAMESPACE_FILE
 from process.settings import SettingsError
 from services.autoscaler.config import KubernetesSettings
 
 Result = TypeVar("Result")
 
-_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _MAX_SAID_CHARS = 200
 _MANY = 2000
 """Pods of one list; more than any release has."""
@@ -52,11 +52,11 @@ class KubernetesApi:
         client = import_client()
         self._timeout_s = settings.api_timeout_s
         self._rest_error = client.exceptions.ApiException
-        self._client = client.ApiClient(_configuration(settings))
+        configuration, self.namespace = _connection(settings)
+        self._client = client.ApiClient(configuration)
         self._apps: Any = client.AppsV1Api(self._client)
         self._core: Any = client.CoreV1Api(self._client)
         self._leases: Any = client.CoordinationV1Api(self._client)
-        self.namespace = settings.namespace or _own_namespace()
 
     async def scale(self, deployment: str) -> tuple[int, str]:
         """How many replicas a Deployment shall have, and the version of that. Raises: ApiError."""
@@ -167,34 +167,22 @@ def _reason(error: Any) -> str:
     return f"{error.status} {error.reason}" + (f": {first}" if first else "")
 
 
-def _configuration(settings: KubernetesSettings) -> Any:
-    from kubernetes import client
-    from kubernetes import config as found_config
-    from kubernetes.config.config_exception import ConfigException
-
-    config: Any = found_config  # not annotated
-    made = client.Configuration()
-    if settings.api_url:
-        made.host = settings.api_url
-    else:
+def _connection(settings: KubernetesSettings) -> tuple[Any, str]:
+    """The client's configuration, and the namespace. Raises: SettingsError."""
+    if not settings.api_url:
         try:
-            config.load_incluster_config(client_configuration=made)
-        except ConfigException:
-            try:
-                config.load_kube_config(client_configuration=made)
-            except (ConfigException, OSError) as error:
-                raise SettingsError(
-                    "scaler=kubernetes: neither in a pod with a service account, nor is there a "
-                    f"kubeconfig that works: {error}"
-                ) from error
-    made.retries = 0  # whoever calls tries again, with what is true by then
-    return made
+            found, namespace = kubernetes_config.load()
+        except SettingsError as error:
+            raise SettingsError(f"scaler=kubernetes: {error}") from error
+        return found, settings.namespace or namespace
+    from kubernetes import client
 
-
-def _own_namespace() -> str:
+    found = client.Configuration()
+    found.host = settings.api_url
+    found.retries = False  # the caller tries again, with what is true by then
     try:
-        return _NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+        return found, settings.namespace or NAMESPACE_FILE.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise SettingsError(
-            "kubernetes.namespace: needed outside of a pod with a service account"
+            "kubernetes.namespace: needed with kubernetes.api_url outside of a pod"
         ) from error

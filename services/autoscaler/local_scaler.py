@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import grpc.aio
 
-from process import serving
+from process import rpc
 from protos import local_scale_pb2, local_scale_pb2_grpc
 from services.autoscaler import scaler
 from services.autoscaler.decision import Decision
@@ -26,7 +26,7 @@ class LocalScaler:
 
     def __init__(self, address: str, timeout_s: float) -> None:
         """address: host:port or unix:path of the service. timeout_s: of one call."""
-        self._channel = serving.channel(address)
+        self._channel = rpc.channel(address)
         self._stub = local_scale_pb2_grpc.LocalScaleStub(self._channel)
         self._timeout_s = timeout_s
 
@@ -81,7 +81,7 @@ class LocalScaler:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            problem = serving.error_from_rpc(error)
+            problem = rpc.error_from_rpc(error)
             raise ScalerError(f"`baton up` does not scale its workers: {problem}") from error
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from process import families
-from process.families import Labels, gauge, gauges
+from process import metrics
+from process.metrics import Labels, gauge, gauges
 from services.autoscaler.decision import Decision
 from services.autoscaler.records import Records
 from services.autoscaler.signals import ByRole, Observations, Role
@@ -68,7 +68,7 @@ def _read(
         num_problems,
     )
     yield _decisions(labels, records)
-    yield families.counters(
+    yield metrics.counters(
         "baton_autoscaler_actions",
         "Decisions that were to change something, by what became of them.",
         labels,

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import redis.asyncio
 from google.protobuf import json_format
 
-from process import redis_client, registry_beat
+from process import registry
 from process.errors import Unavailable
 from protos import common_pb2, router_status_pb2
 
@@ -55,7 +55,7 @@ async def look(
     client: redis.asyncio.Redis,
     timeout_s: float,
     *,
-    beat_ttl_ms: int = registry_beat.BEAT_TTL_MS,
+    beat_ttl_ms: int = registry.BEAT_TTL_MS,
 ) -> RegistryLook:
     """beat_ttl_ms: how long a beat lasts. Raises: Unavailable when Redis does not answer."""
     problems: list[str] = []
@@ -65,7 +65,7 @@ async def look(
             routers = await _read(
                 client, "router", router_status_pb2.RouterStatus, problems, beat_ttl_ms
             )
-    except redis_client.FAILURES as error:
+    except registry.REDIS_FAILURES as error:
         raise Unavailable(f"Redis does not answer: {error or type(error).__name__}") from error
     return RegistryLook(workers, routers, tuple(problems))
 
@@ -77,11 +77,11 @@ async def _read(
     problems: list[str],
     beat_ttl_ms: int,
 ) -> tuple[Beaten[Any], ...]:
-    entries: Any = await client.hgetall(registry_beat.entries_key(kind))
+    entries: Any = await client.hgetall(registry.entries_key(kind))
     ids = sorted(entries)
     async with client.pipeline(transaction=False) as pipe:
         for entry_id in ids:
-            key = registry_beat.beat_key(kind, entry_id.decode(errors="replace"))
+            key = registry.beat_key(kind, entry_id.decode(errors="replace"))
             pipe.get(key)
             pipe.pttl(key)
         beats = await pipe.execute() if ids else []
@@ -101,5 +101,5 @@ async def _read(
             continue
         if status.incarnation.encode() == beat:
             name = entry_id.decode(errors="replace")
-            found.append(Beaten(name, status, registry_beat.age_s(left_ms, beat_ttl_ms)))
+            found.append(Beaten(name, status, registry.beat_age_s(left_ms, beat_ttl_ms)))
     return tuple(found)

@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc.aio
 
-from process import serving
-from process.intake import Intake
-from process.serving import Strangers
+from process import rpc
+from process.grpc_server import PublicPortLimits
+from process.memory_budget import MemoryBudget
 from protos import autoscaler_pb2, autoscaler_pb2_grpc
 
 SERVICE = "baton.v1.Autoscaler"
@@ -30,11 +30,11 @@ def max_reply_bytes(num_decisions_kept: int) -> int:
     return _DECISION_BYTES * max(64, num_decisions_kept)
 
 
-def callers() -> Strangers:
+def callers() -> PublicPortLimits:
     """Bounds of a port with small requests: few of them at once, by few."""
-    return Strangers(
+    return PublicPortLimits(
         lambda method, context: context.peer().rpartition(":")[0],
-        Intake(16 * MAX_REQUEST_BYTES, wait_s=2.0),
+        MemoryBudget(16 * MAX_REQUEST_BYTES, wait_s=2.0),
         read_s=5.0,
         max_connections=256,
         idle_s=300.0,
@@ -55,7 +55,7 @@ class AutoscalerServicer:
         add: Any = autoscaler_pb2_grpc.add_AutoscalerServicer_to_server
         add(self, server)
 
-    @serving.unary
+    @rpc.unary
     async def GetDecisions(
         self, request: autoscaler_pb2.GetDecisionsRequest, context: Context
     ) -> autoscaler_pb2.GetDecisionsReply:

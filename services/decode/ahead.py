@@ -23,12 +23,12 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvstore.blocks import PackedBlocks
 from kvstore.client import KvStoreClient
 from kvstore.errors import CHECKSUM, LeaseLapsed
 from kvstore.lending import is_lender
 from kvstore.lending.limits import LENDER_LIMITS
 from kvstore.lending.told import Word
-from kvstore.packed import PackedBlocks
 from process.deadline import Deadline
 from process.errors import BatonError
 from process.tasks import start_task

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvstore.blocks import InTier, PackedBlocks, PackedItems
 from kvstore.lending.told import NO_WORD, Word
-from kvstore.packed import InTier, PackedBlocks, PackedItems
 from process.deadline import Deadline
 from process.errors import BatonError
 from services.decode.leases import client_for

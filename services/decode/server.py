@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 
 from engine.step_output import RequestEvent
-from process import serving, trace_context
+from process import rpc, trace_context
 from process.errors import BatonError, InvalidArgument
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.ask import DecodeAsk
@@ -77,9 +77,9 @@ class Outbound:
         self.outbox.put(decode_pb2.DecodeEvent(key=key, finished=finished))
 
     def failed(self, key: int, error: BaseException, leg: Leg | None) -> None:
-        code, message = serving.status_of(error)
+        code, message = rpc.status_of(error)
         failed = decode_pb2.DecodeFailed(
-            code=serving.code_number(code),
+            code=rpc.code_number(code),
             message=message,
             leg=self._core.leg_to_proto(leg) if leg is not None else None,
         )
@@ -144,7 +144,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._core = core
         self._worker = worker
 
-    @serving.unary  # a coroutine that writes: unlike a generator, a broken stream ends it at once
+    @rpc.unary  # a coroutine that writes: unlike a generator, a broken stream ends it at once
     async def Stream(
         self, commands: AsyncIterator[decode_pb2.DecodeCommand], context: Context
     ) -> None:
@@ -163,13 +163,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
         await serve(commands, obey, session, outbound.outbox, write, self._core.outboxes)
 
-    @serving.unary
+    @rpc.unary
     async def GetWorkerStatus(
         self, request: common_pb2.GetWorkerStatusRequest, context: Context
     ) -> common_pb2.WorkerStatus:
         return await self._core.checked_status()
 
-    @serving.unary
+    @rpc.unary
     async def LoadAdapter(
         self, request: common_pb2.LoadAdapterRequest, context: Context
     ) -> common_pb2.LoadAdapterReply:
@@ -181,7 +181,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         )
         return common_pb2.LoadAdapterReply(adapter=info_to_proto(request.name, info))
 
-    @serving.unary
+    @rpc.unary
     async def UnloadAdapter(
         self, request: common_pb2.UnloadAdapterRequest, context: Context
     ) -> common_pb2.UnloadAdapterReply:

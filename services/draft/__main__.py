@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from process import entry
+from process import entrypoint
 from services.draft.config import DraftSettings
 
 _IMPORTS = ("services.draft.main",)
@@ -19,4 +19,4 @@ async def _main(settings: DraftSettings, stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("draft", DraftSettings, _main, imports=_IMPORTS))
+    sys.exit(entrypoint.run("draft", DraftSettings, _main, imports=_IMPORTS))

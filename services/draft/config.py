@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, fields
 from engine.config import EngineConfig
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_sessions import SESSION_BYTES
-from process.metrics import check_listen
-from process.settings import SettingsError
+from process.settings import SettingsError, check_host_port
 from process.tls import TlsSettings
 
 HEEDED = (
@@ -99,7 +98,7 @@ class DraftSettings:
     """Bounds."""
 
     def __post_init__(self) -> None:
-        check_listen("metrics_listen", self.metrics_listen)
+        check_host_port("metrics_listen", self.metrics_listen)
         self.tls.check_peers("tls")
         self.tls.check_listen("listen", self.listen, "tls")
         if not self.engine.model:

@@ -1,6 +1,6 @@
 """How a draft worker's process starts, serves and ends: the model is loaded on a thread (progress
 as log lines) -> a worker (services/draft/worker.py) -> ready line. It ends on a signal, or when
-guessing has failed. Signals, exit codes and parent watch are `process.entry`'s.
+guessing has failed. Signals, exit codes and parent watch are `process.entrypoint`'s.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from engine.speculation.draft_model import DraftModel
 from engine.speculation.draft_port import About
 from engine.speculation.drafter import Task
 from engine.speculation.load import load_draft_model
-from process import entry, interpreter, logs, tls
+from process import entrypoint, logs, tls
 from process.access import Role
-from process.health import Health
-from process.metrics import MetricsServer
+from process.metrics import HealthProbes, MetricsServer
 from services.draft.config import DraftSettings
 from services.draft.worker import DraftWorker, serving_drafts
 
@@ -36,7 +35,7 @@ async def run(settings: DraftSettings, stop: asyncio.Event) -> None:
     failed.
     """
     tls.Identity.of(settings.tls, Role.DRAFT)  # wrong files are told before a model is loaded
-    health = Health("loading the model")
+    health = HealthProbes("loading the model")
     metrics = MetricsServer(health=health)
     health.follow()
     if settings.metrics_listen:
@@ -48,12 +47,12 @@ async def run(settings: DraftSettings, stop: asyncio.Event) -> None:
         info = drafter.info
         about = About(info.model, info.tokenizer_digest, info.vocab_size)
         async with serving_drafts(drafter, about, settings, metrics) as worker:
-            health.judge_by(worker.why_not_ready)
+            health.set_check(worker.why_not_ready)
             _say_ready(worker, drafter, metrics)
             await _first(stop, worker.thread.failed)
             if worker.thread.is_stuck:
                 await asyncio.sleep(STOP_GRACE_S)
-                entry.end_now("draft", worker.thread.failure)
+                entrypoint.end_now("draft", worker.thread.failure)
             logs.event(logger, "stopping", num_sessions=len(worker.thread.sessions))
             worker.is_draining = True
         if worker.thread.failure is not None:
@@ -64,7 +63,7 @@ async def run(settings: DraftSettings, stop: asyncio.Event) -> None:
 
 
 def _say_ready(worker: DraftWorker, drafter: DraftModel, metrics: MetricsServer) -> None:
-    interpreter.begin_serving()
+    entrypoint.begin_serving()
     logs.event(
         logger,
         "ready",
@@ -89,7 +88,9 @@ async def _first(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
-async def _load(settings: DraftSettings, stop: asyncio.Event, health: Health) -> DraftModel | None:
+async def _load(
+    settings: DraftSettings, stop: asyncio.Event, health: HealthProbes
+) -> DraftModel | None:
     """On a thread that does not hold the process back when it is told to stop. Returns: None when
     `stop` came first."""
     loop = asyncio.get_running_loop()
@@ -133,7 +134,7 @@ def _warm_up(drafter: DraftModel) -> None:
 class _Progress:
     """Progress of loading, for probes and as log lines: not more than anybody can look at."""
 
-    def __init__(self, health: Health) -> None:
+    def __init__(self, health: HealthProbes) -> None:
         self._health = health
         self._last = ("", 0)
 

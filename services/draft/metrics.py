@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from process.families import counter, gauge
+from process.metrics import counter, gauge
 from services.draft.thread import DraftThread
 
 

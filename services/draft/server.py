@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 
 from engine.speculation.draft_port import About, Ask
-from process import serving
+from process import rpc
 from process.deadline import Deadline
 from process.errors import Unavailable
 from protos import draft_pb2, draft_pb2_grpc
@@ -53,14 +53,14 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         """Register with a server that is not started yet."""
         draft_pb2_grpc.add_DraftServicer_to_server(self, server)
 
-    @serving.unary
+    @rpc.unary
     async def Describe(
         self, request: draft_pb2.DescribeDraftRequest, context: Context
     ) -> draft_pb2.DescribeDraftReply:
         self._check_ready()
         return self._about
 
-    @serving.unary
+    @rpc.unary
     async def Propose(
         self, request: draft_pb2.ProposeRequest, context: Context
     ) -> draft_pb2.ProposeReply:
@@ -81,7 +81,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             ]
         )
 
-    @serving.unary
+    @rpc.unary
     async def Forget(
         self, request: draft_pb2.ForgetRequest, context: Context
     ) -> draft_pb2.ForgetReply:

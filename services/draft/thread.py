@@ -24,8 +24,8 @@ from engine.speculation.draft_sessions import DraftSessions
 from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, InvalidArgument, NoCapacity, Unavailable
-from process.step_watch import StepWatch
 from process.tasks import end_tasks, start_task
+from services.worker.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
 

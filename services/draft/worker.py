@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from engine.speculation.draft_port import About
 from engine.speculation.draft_sessions import CachingDrafter, DraftSessions, SessionLimits
-from process import incarnation, logs, serving, standard_services
+from process import entrypoint, grpc_server, logs
 from process.access import RULES, Role
 from process.metrics import MetricsServer
 from process.tls import Identity
@@ -33,7 +33,7 @@ class DraftWorker:
     def __init__(self, worker_id: str, thread: DraftThread) -> None:
         self.worker_id = worker_id
         self.thread = thread
-        self.incarnation = incarnation.new()
+        self.incarnation = entrypoint.new_incarnation()
         self.address = ""
         self.is_draining = False
 
@@ -82,9 +82,9 @@ async def serving_drafts(
         max_call_s=limits.max_call_s,
         why_not_ready=worker.why_not_ready,
     )
-    health = standard_services.Health({SERVICE: lambda: not worker.why_not_ready()})
+    health = grpc_server.HealthServicer({SERVICE: lambda: not worker.why_not_ready()})
     try:
-        server, worker.address = await serving.listen(
+        server, worker.address = await grpc_server.listen(
             settings.listen,
             [servicer.add_to, health.add_to],
             identity=identity,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from process import entry
+from process import entrypoint
 from services.worker.config import WorkerSettings
 
 _IMPORTS = ("services.prefill.role", "services.worker.main")
@@ -20,4 +20,4 @@ async def _main(settings: WorkerSettings, stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("prefill", WorkerSettings, _main, imports=_IMPORTS))
+    sys.exit(entrypoint.run("prefill", WorkerSettings, _main, imports=_IMPORTS))

@@ -20,9 +20,8 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from engine.step_output import FilledBlock
-from kvstore.block import Block
+from kvstore.blocks import Block, PackedBlocks
 from kvstore.lending.loans import Offer
-from kvstore.packed import PackedBlocks
 from process.errors import BatonError
 from process.tasks import start_task
 from services.worker.block_writer import TailSource

@@ -14,7 +14,7 @@ import grpc.aio
 
 from engine.schedule.step import MAX_PROMPT_ROWS
 from engine.step_output import RequestEvent, TokenLogprobs
-from process import serving, trace_context
+from process import rpc, trace_context
 from process.errors import BatonError, InvalidArgument
 from process.spans import NOBODY, Span
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
@@ -46,7 +46,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._core = core
         self._worker = worker
 
-    @serving.unary  # a coroutine that writes: unlike a generator, a broken stream ends it at once
+    @rpc.unary  # a coroutine that writes: unlike a generator, a broken stream ends it at once
     async def Stream(
         self, commands: AsyncIterator[prefill_pb2.PrefillCommand], context: Context
     ) -> None:
@@ -68,13 +68,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
         await serve(commands, obey, session, outbox, write, self._core.outboxes)
 
-    @serving.unary
+    @rpc.unary
     async def GetWorkerStatus(
         self, request: common_pb2.GetWorkerStatusRequest, context: Context
     ) -> common_pb2.WorkerStatus:
         return await self._core.checked_status()
 
-    @serving.unary
+    @rpc.unary
     async def LoadAdapter(
         self, request: common_pb2.LoadAdapterRequest, context: Context
     ) -> common_pb2.LoadAdapterReply:
@@ -86,7 +86,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         )
         return common_pb2.LoadAdapterReply(adapter=info_to_proto(request.name, info))
 
-    @serving.unary
+    @rpc.unary
     async def UnloadAdapter(
         self, request: common_pb2.UnloadAdapterRequest, context: Context
     ) -> common_pb2.UnloadAdapterReply:
@@ -177,8 +177,8 @@ class _Caller:
         self._put(_last_message(answer, self._core))
 
     def failed(self, error: BaseException) -> None:
-        code, message = serving.status_of(error)
-        failed = prefill_pb2.PrefillFailed(code=serving.code_number(code), message=message)
+        code, message = rpc.status_of(error)
+        failed = prefill_pb2.PrefillFailed(code=rpc.code_number(code), message=message)
         if isinstance(error, BatonError) and error.retry_after_s is not None:
             failed.retry_after_s = error.retry_after_s
         self._outbox.put(prefill_pb2.PrefillEvent(key=self._key, failed=failed))

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import sys
 
-from process import entry, interpreter, logs
+from process import entrypoint, logs
 from services.router.app import Router
 from services.router.config import RouterSettings
 from services.router.model import load_model
@@ -25,7 +25,7 @@ async def main(settings: RouterSettings, stop: asyncio.Event) -> None:
     router = Router(settings, *models)
     try:
         await router.start()
-        interpreter.begin_serving()
+        entrypoint.begin_serving()
         logs.event(
             logger,
             "ready",
@@ -40,4 +40,4 @@ async def main(settings: RouterSettings, stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("router", RouterSettings, main))
+    sys.exit(entrypoint.run("router", RouterSettings, main))

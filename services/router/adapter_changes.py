@@ -2,8 +2,8 @@
 
 A load prepares the content beside what the workers have: each is asked, and holds it for a while.
 When every worker that lives says in the registry that it has it, the wish in Redis
-(`process.adapter_wishes`) is changed, by comparison with what it was: from then on new requests get
-the new content, whatever dies; before, all have the old, and what was prepared lapses. Requests
+(`services.adapter_wishes`) is changed, by comparison with what it was: from then on new requests
+get the new content, whatever dies; before, all have the old, and what was prepared lapses. Requests
 that began keep their content: it stays in the wish as an old one until no router says that it uses
 it. An unload is the same change to no content.
 
@@ -24,7 +24,7 @@ import grpc.aio
 import redis.asyncio
 from google.protobuf import json_format
 
-from process import adapter_wishes, logs, redis_client, serving
+from process import logs, rpc
 from process.access import Role
 from process.deadline import Deadline
 from process.errors import (
@@ -35,7 +35,8 @@ from process.errors import (
     NotFound,
     Unavailable,
 )
-from process.serving import Dialer
+from process.registry import REDIS_FAILURES
+from process.rpc import Dialer
 from process.tasks import end_tasks, start_task
 from protos import (
     common_pb2,
@@ -44,6 +45,7 @@ from protos import (
     prefill_pb2_grpc,
     router_status_pb2,
 )
+from services import adapter_wishes
 from services.router.adapter_use import AdapterUse
 from services.router.config import RouterTimes
 from services.router.policy import PREFILL
@@ -74,7 +76,7 @@ class AdapterChanges:
         times: RouterTimes,
         models: Callable[[], ServedModels],
         beat_now: Callable[[], None],
-        dial: Dialer = serving.PLAIN,
+        dial: Dialer = rpc.PLAIN,
     ) -> None:
         """`client` stays its owner's. beat_now: others should hear of this router at once."""
         self._registry = registry
@@ -210,7 +212,7 @@ class AdapterChanges:
                     before = raw.get(name.encode(), b"")
                     if is_over or wanted != read.get(name):
                         await adapter_wishes.swap(self._redis, name, before, after)
-        except redis_client.FAILURES as error:
+        except REDIS_FAILURES as error:
             logs.event(logger, "wishes_not_tidied", level=logging.WARNING, why=str(error))
 
     # ---- inside
@@ -336,7 +338,7 @@ class AdapterChanges:
                         asked, timeout=max(0.001, deadline.left_s())
                     )
             except grpc.aio.AioRpcError as error:
-                refusal = serving.error_from_rpc(error)
+                refusal = rpc.error_from_rpc(error)
                 if not isinstance(refusal, Unavailable | DeadlineExceeded):
                     refusal.args = (f"{worker.worker_id}: {refusal}; nothing changed",)
                     raise refusal from error
@@ -418,7 +420,7 @@ class AdapterChanges:
                     after = adapter_wishes.to_json(wish)
                     if await adapter_wishes.swap(self._redis, name, data, after):
                         break
-            except redis_client.FAILURES as error:
+            except REDIS_FAILURES as error:
                 if deadline.expired:
                     raise Unavailable(
                         f"Redis does not say whether {name!r} was changed ({error}); "

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from process import families
+from process import metrics
 from services.router.admission import REASONS, Admission
 
 _PREFIX = "baton_router_admission_"
@@ -24,28 +24,28 @@ class AdmissionMetrics(Collector):
         """All of them, now."""
         admission, labels, counts = self._admission, self._labels, self._admission.counts
         return [
-            families.gauge(
+            metrics.gauge(
                 f"{_PREFIX}active_requests", "Being served.", labels, admission.num_active
             ),
-            families.gauge(
+            metrics.gauge(
                 f"{_PREFIX}waiting_requests", "In the fair queue.", labels, admission.num_waiting
             ),
-            families.gauge(
+            metrics.gauge(
                 f"{_PREFIX}rate_limits_alone",
                 "1: Redis does not answer, and this router keeps rate limits by itself.",
                 labels,
                 float(bool(admission.problem)),
             ),
-            families.counter(
+            metrics.counter(
                 f"{_PREFIX}admitted_requests", "Served since start.", labels, counts.num_admitted
             ),
-            families.counter(
+            metrics.counter(
                 f"{_PREFIX}waited_requests",
                 "Of them, those that waited.",
                 labels,
                 counts.num_waited,
             ),
-            families.counters(
+            metrics.counters(
                 f"{_PREFIX}refused_requests",
                 "Refused before any work.",
                 labels,

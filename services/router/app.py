@@ -20,14 +20,12 @@ import grpc.aio
 from prometheus_client.metrics_core import Metric
 
 from kvstore import index
-from process import families, incarnation, logs, redis_client, serving
+from process import entrypoint, grpc_server, logs, metrics, registry
 from process.access import RULES, Role
 from process.errors import BatonError, Unavailable
-from process.families import Labels
-from process.health import Health as ProcessHealth
-from process.metrics import MetricsServer
-from process.serving import Dialer
-from process.standard_services import Health, Reflection
+from process.grpc_server import HealthServicer, ReflectionServicer
+from process.metrics import HealthProbes, Labels, MetricsServer
+from process.rpc import Dialer
 from process.tls import Identity, is_loopback
 from process.tracing import Tracing
 from services.router import beats, http_origins, http_roles, policies
@@ -87,10 +85,10 @@ class Router:
         self.address = ""
         """host:port clients speak to; known once started."""
         self._settings = settings
-        self._redis = redis_client.connect(
+        self._redis = registry.connect_redis(
             settings.redis_url, times.redis_timeout_s, settings.redis
         )
-        self._index_redis = redis_client.connect(
+        self._index_redis = registry.connect_redis(
             settings.redis_url, times.lookup_timeout_s, settings.redis
         )
         self._dial = Dialer(Identity.of(settings.tls, Role.ROUTER))
@@ -138,7 +136,7 @@ class Router:
         self._log = RequestLog()
         self._history = UsageHistory(lambda: self._log.totals, self._usage_levels)
         http_metrics = HttpMetrics(self.router_id)
-        self._health = ProcessHealth()
+        self._health = HealthProbes()
         self._metrics_server = MetricsServer(
             self.metrics,
             AdmissionMetrics(self._admission, self.router_id),
@@ -159,7 +157,7 @@ class Router:
             settings.redis_url,
             settings.redis,
             router_id=self.router_id,
-            incarnation=incarnation.new().hex(),
+            incarnation=entrypoint.new_incarnation().hex(),
             address=lambda: self.address,
             traffic=self._traffic,
             adapters=lambda: self._changes.to_proto(),
@@ -218,17 +216,17 @@ class Router:
             await self._index.prepare()
         self._prober.start()
         self._history.start()
-        self._server, self.address = await serving.listen(
+        self._server, self.address = await grpc_server.listen(
             self._settings.listen,
             [
                 InferenceServicer(self.desk, self._clients, self._changes).add_to,
-                Health({SERVICE: self._is_ready}).add_to,
-                Reflection((SERVICE,)).add_to,
+                HealthServicer({SERVICE: self._is_ready}).add_to,
+                ReflectionServicer((SERVICE,)).add_to,
             ],
             max_message_bytes=self._settings.limits.hard_request_bytes,
             identity=self._client_tls,
             rules=RULES[Role.ROUTER],
-            strangers=self._clients.strangers(SERVICE, self.desk.caller_of),
+            limits=self._clients.port_limits(SERVICE, self.desk.caller_of),
         )
         if self._settings.http_listen:
             client_tls = self._client_tls
@@ -236,7 +234,7 @@ class Router:
                 self._settings.http_listen, client_tls.http_context() if client_tls else None
             )
         self._beat.start()
-        self._health.judge_by(self._why_not_ready)
+        self._health.set_check(self._why_not_ready)
 
     @property
     def metrics_address(self) -> str:
@@ -308,8 +306,10 @@ class Router:
 
     def _other_metrics(self, labels: Labels) -> Iterator[Metric]:
         counts = self.tracing.counters
-        yield families.spans(labels, counts.num_exported, counts.num_failed, counts.num_dropped)
-        yield families.counter(
+        yield metrics.trace_spans(
+            labels, counts.num_exported, counts.num_failed, counts.num_dropped
+        )
+        yield metrics.counter(
             "baton_router_traces_not_followed",
             "Requests that have no trace though their client wanted one, beyond "
             "tracing.max_followed_per_s.",

@@ -1,6 +1,6 @@
 """This router's entry in the registry: what its traffic is, for the autoscaler, and what it does
 with adapters, for other routers. The counts are `traffic`'s; how an entry lives and lapses is
-`process.registry_beat`'s.
+`process.registry`'s.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 
 from google.protobuf import json_format
 
-from process.redis_client import RedisAccess
-from process.registry_beat import RegistryBeat
+from process.registry import RedisAccess, RegistryHeartbeat
 from protos import router_status_pb2
 from services.router.traffic import Traffic
 
@@ -27,7 +26,7 @@ def make(
     address: Callable[[], str],
     traffic: Traffic,
     adapters: Callable[[], Iterable[router_status_pb2.RouterAdapter]],
-) -> RegistryBeat:
+) -> RegistryHeartbeat:
     """Not started. `address`: where this router serves, by then."""
 
     began_s = time.monotonic()
@@ -43,7 +42,7 @@ def make(
         )
         return json_format.MessageToJson(status, indent=None)
 
-    return RegistryBeat(
+    return RegistryHeartbeat(
         redis_url,
         KIND,
         entry_id=router_id,

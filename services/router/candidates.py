@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from process import adapter_wishes
 from process.deadline import Clock
 from process.errors import Internal, InvalidArgument, Unavailable
 from protos import common_pb2
+from services import adapter_wishes
 from services.router.config import RouterCosts
 from services.router.decode_streams import DecodeStreams
 from services.router.holding import is_expected

@@ -11,9 +11,9 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
-from process.families import Labels, counter, gauge
-from process.intake import Intake, Room
-from process.serving import Strangers
+from process.grpc_server import PublicPortLimits
+from process.memory_budget import MemoryBudget, MemoryGrant
+from process.metrics import Labels, counter, gauge
 from services.router.caller import Caller
 from services.router.config import RouterLimits, RouterTimes
 from services.router.stalled_readers import StalledReaders
@@ -31,18 +31,18 @@ class Clients:
         """For a message, or a body, to arrive."""
         self.keep_alive_s = times.sse_keep_alive_s
         """For which an event stream may be silent."""
-        self.intake = Intake(limits.max_intake_bytes, wait_s=times.intake_wait_s)
+        self.intake = MemoryBudget(limits.max_intake_bytes, wait_s=times.intake_wait_s)
         self._limits = limits
         self._times = times
 
-    def room(self, caller: Caller, host: str, num_bytes: int | None) -> Room:
+    def grant(self, caller: Caller, host: str, num_bytes: int | None) -> MemoryGrant:
         """For one body. None: it does not say how long it is."""
         most = self._limits.max_request_bytes
-        return self.intake.room(
+        return self.intake.grant(
             owner_of(caller, host), most if num_bytes is None else min(num_bytes, most)
         )
 
-    def strangers(self, service: str, caller_of: Callable[[str], Caller]) -> Strangers:
+    def port_limits(self, service: str, caller_of: Callable[[str], Caller]) -> PublicPortLimits:
         """The bounds of a gRPC port; `caller_of` is asked about calls of `service`."""
         prefix = f"/{service}/"
 
@@ -50,7 +50,7 @@ class Clients:
             caller = caller_of(authorization_of(context)) if method.startswith(prefix) else None
             return owner_of(caller, context.peer().rpartition(":")[0])
 
-        return Strangers(
+        return PublicPortLimits(
             authenticate,
             self.intake,
             read_s=self.read_s,

@@ -7,10 +7,9 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from process import redis_client
-from process.metrics import check_listen
-from process.redis_client import RedisAccess
-from process.settings import SettingsError
+from process import registry
+from process.registry import RedisAccess
+from process.settings import SettingsError, check_host_port
 from process.tls import TlsSettings, is_loopback
 from process.tracing import TracingSettings
 from services.router.admission_settings import AdmissionSettings
@@ -360,8 +359,8 @@ class RouterSettings:
             raise SettingsError("short_prefill_tokens: must be 0 or more")
         if not self.redis_url:
             raise SettingsError("redis_url: needed; workers are found there")
-        check_listen("metrics_listen", self.metrics_listen)
-        check_listen("http_listen", self.http_listen)
+        check_host_port("metrics_listen", self.metrics_listen)
+        check_host_port("http_listen", self.http_listen)
         self._check_cors()
         self.tls.check_peers("tls")
         if self.client_tls.ca_file and not self.client_tls.is_on:
@@ -369,7 +368,7 @@ class RouterSettings:
         self.check_clients_listen("listen", self.listen)
         if self.http_listen:
             self.check_clients_listen("http_listen", self.http_listen)
-        redis_client.check(self.redis_url, self.redis)
+        registry.check_redis(self.redis_url, self.redis)
         if len(self.tenant_secret.encode()) > 64:
             raise SettingsError("tenant_secret: at most 64 bytes")
         parse_scopes(self.tenant_scopes)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from process import serving, spans
+from process import rpc, spans
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, Unavailable
 from protos import common_pb2, decode_pb2
@@ -229,7 +229,7 @@ class DecodeLeg:
         elif kind == "failed":
             failed = event.failed
             retry_after_s = failed.retry_after_s if failed.HasField("retry_after_s") else None
-            self.fail(serving.error_of_code(failed.code, failed.message, retry_after_s))
+            self.fail(rpc.error_of_code(failed.code, failed.message, retry_after_s))
         self._inbox.changed.set()
 
     def fail(self, error: BatonError) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import grpc.aio
 
-from process import serving
+from process import rpc
 from process.access import Role
 from process.deadline import Deadline
 from process.errors import Internal, Unavailable
-from process.serving import Dialer
+from process.rpc import Dialer
 from protos import decode_pb2
 from services.router.decode_leg import DecodeLeg, LegState
 from services.router.opening import Opening
@@ -50,7 +50,7 @@ class DecodeStream(WorkerStream[DecodeLeg]):
         connect_timeout_s: float,
         on_progress: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
-        dial: Dialer = serving.PLAIN,
+        dial: Dialer = rpc.PLAIN,
     ) -> None:
         """`on_progress` is called when a leg ends: room may be free now. `on_load`: when what this
         side knows of the worker's load has changed."""

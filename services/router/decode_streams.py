@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from process import serving
+from process import rpc
 from process.access import Role
 from process.deadline import Clock, Deadline
 from process.errors import Unavailable
-from process.serving import Dialer
+from process.rpc import Dialer
 from protos import decode_pb2
 from services.router.config import RouterTimes
 from services.router.decode_leg import DecodeLeg
@@ -35,7 +35,7 @@ class DecodeLoad:
 class DecodeStreams:
     """One stream per decode worker."""
 
-    def __init__(self, times: RouterTimes, clock: Clock, dial: Dialer = serving.PLAIN) -> None:
+    def __init__(self, times: RouterTimes, clock: Clock, dial: Dialer = rpc.PLAIN) -> None:
         self._times = times
         self._dial = dial
         self._others = OthersLoad(clock)

@@ -21,8 +21,9 @@ from prometheus_client.metrics_core import Metric
 
 from process import logs
 from process.errors import Unavailable
-from process.families import Labels, counter
-from process.serving import HANDSHAKE_S
+from process.grpc_server import HANDSHAKE_S
+from process.metrics import Labels, counter
+from process.settings import split_host_port
 from services.router.http_connections import HttpConnections
 from services.router.http_errors import HttpError, http_error_of, http_error_of_status
 from services.router.http_half_open import half_open_of
@@ -101,9 +102,9 @@ class HttpServer:
             handshake_s=self._handshake_s,
             ssl_context=ssl_context,
         )
-        host, _, port = listen.rpartition(":")
+        host, port = split_host_port(listen)
         try:
-            listening = await _bound(host.strip("[]"), int(port))
+            listening = await _bound(host, port)
         except OSError as error:
             raise Unavailable(
                 f"cannot listen on {listen}: the port is taken or the address is not this "

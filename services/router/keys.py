@@ -15,7 +15,7 @@ from pathlib import Path
 from process import api_keys
 from process.api_keys import TenantLimits
 from process.errors import Unauthenticated
-from process.watched_file import Watched
+from process.secret_files import WatchedFile
 from services.router.caller import Caller
 
 _NO_DIGEST = "0" * 64
@@ -27,7 +27,7 @@ class ApiKeys:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """`clock`: unix seconds. Raises: SettingsError when the file cannot be used."""
-        self._file = Watched("api_keys_file", [path], lambda: api_keys.load(path))
+        self._file = WatchedFile("api_keys_file", [path], lambda: api_keys.load(path))
         self._clock = clock
 
     @property

@@ -15,9 +15,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvstore.lending import is_lender
-from process import logs, serving
+from process import logs, rpc
 from process.access import Role
-from process.serving import Dialer
+from process.rpc import Dialer
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from services.router.sealed_handle import SealedHandle
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class LeaseRelease:
     """See the module."""
 
-    def __init__(self, *, timeout_s: float, dial: Dialer = serving.PLAIN) -> None:
+    def __init__(self, *, timeout_s: float, dial: Dialer = rpc.PLAIN) -> None:
         self._timeout_s = timeout_s
         self._dial = dial
         self._tasks: set[asyncio.Task[None]] = set()
@@ -70,5 +70,5 @@ class LeaseRelease:
                     "lease_left_to_lapse",
                     level=logging.WARNING,
                     store_address=address,
-                    why=str(serving.error_from_rpc(error)),
+                    why=str(rpc.error_from_rpc(error)),
                 )

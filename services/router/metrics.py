@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from process.families import Labels, gauge, gauges
-from process.serving import status_of
+from process.metrics import Labels, gauge, gauges
+from process.rpc import status_of
 from protos import common_pb2, inference_pb2
 from services.router.views import Snapshot
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from process.deadline import Clock
-from process.registry_beat import BEAT_EVERY_S
+from process.registry import BEAT_EVERY_S
 from services.router.views import WorkerView
 
 BEAT_AGE_S = 2 * BEAT_EVERY_S

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
-from process import serving
+from process import rpc
 from process.errors import BatonError, Cancelled, Internal, Unavailable
 from protos import prefill_pb2
 from services.router.sealed_handle import PrefillNews, PrefillWord, SealedHandle
@@ -137,7 +137,7 @@ class PrefillCall:
 
 def _error_of(failed: prefill_pb2.PrefillFailed, who: str) -> BatonError:
     retry_after_s = failed.retry_after_s if failed.HasField("retry_after_s") else None
-    error = serving.error_of_code(failed.code, failed.message, retry_after_s)
+    error = rpc.error_of_code(failed.code, failed.message, retry_after_s)
     if isinstance(error, Cancelled):
         # A stopping worker says so of prompts under way; nobody here cancelled.
         return Unavailable(f"{who} is stopping")

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-from process import serving
+from process import rpc
 from process.access import Role
 from process.deadline import Clock, Deadline
 from process.errors import Internal, Unavailable
-from process.serving import Dialer
+from process.rpc import Dialer
 from protos import common_pb2, prefill_pb2
 from services.router.config import RouterTimes
 from services.router.others_load import OthersLoad
@@ -56,7 +56,7 @@ class PrefillClient:
         times: RouterTimes,
         *,
         give_back: GiveBack,
-        dial: Dialer = serving.PLAIN,
+        dial: Dialer = rpc.PLAIN,
         clock: Clock = time.monotonic,
     ) -> None:
         """`give_back`: takes handles that came too late for whoever had asked."""

@@ -10,11 +10,11 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from process import serving
+from process import rpc
 from process.access import Role
 from process.deadline import Deadline
 from process.errors import Unavailable
-from process.serving import Dialer
+from process.rpc import Dialer
 from protos import prefill_pb2
 from services.router.opening import Opening
 from services.router.prefill_call import CallState, GiveBack, PrefillCall
@@ -36,7 +36,7 @@ class PrefillStream(WorkerStream[PrefillCall]):
         connect_timeout_s: float,
         give_back: GiveBack,
         on_change: Callable[[], None] = lambda: None,
-        dial: Dialer = serving.PLAIN,
+        dial: Dialer = rpc.PLAIN,
     ) -> None:
         """`give_back`: takes the handles that nobody takes."""
         self._give_back = give_back

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import grpc.aio
 
-from process import logs, serving
+from process import logs, rpc
 from process.access import Role
-from process.serving import Dialer
+from process.rpc import Dialer
 from process.tasks import end_tasks
 from protos import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from services.router.policy import PREFILL
@@ -37,7 +37,7 @@ class Prober:
         *,
         timeout_s: float,
         on_probe: Callable[[str], None] = lambda outcome: None,
-        dial: Dialer = serving.PLAIN,
+        dial: Dialer = rpc.PLAIN,
     ) -> None:
         """find: a worker by id, as the registry knows it. on_probe: told "ok" or "failed"."""
         self._probation = probation

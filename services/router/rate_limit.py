@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import redis.asyncio
 
-from process import logs, redis_client
+from process import logs, registry
 from process.api_keys import TenantLimits
 from process.deadline import Clock
 from process.errors import NoCapacity
@@ -149,7 +149,7 @@ class RateLimits:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._give_back(keys=[KEY + tenant], args=[num_tokens])
-        except redis_client.FAILURES as error:
+        except registry.REDIS_FAILURES as error:
             self._fail(error)
 
     async def _in_redis(self, tenant: str, limits: TenantLimits, num_tokens: int) -> float | None:
@@ -160,7 +160,7 @@ class RateLimits:
         try:
             async with asyncio.timeout(self._timeout_s):
                 wait_ms = await self._take(keys=[KEY + tenant], args=numbers)
-        except redis_client.FAILURES as error:
+        except registry.REDIS_FAILURES as error:
             self._fail(error)
             return None
         if self.problem:

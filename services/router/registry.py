@@ -28,10 +28,11 @@ from typing import Any
 import redis.asyncio
 from google.protobuf import json_format
 
-from process import adapter_wishes, logs, redis_client, registry_beat
-from process.registry_beat import BEAT_EVERY_S, BEAT_TTL_MS
+from process import logs, registry
+from process.registry import BEAT_EVERY_S, BEAT_TTL_MS
 from process.tasks import end_tasks
 from protos import common_pb2, inference_pb2
+from services import adapter_wishes
 from services.router.remembered import Remembered
 from services.router.views import (
     Snapshot,
@@ -45,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 WORKERS_KEY = "baton:workers"
 STORES_KEY = "baton:stores"
-ROUTERS_KEY = registry_beat.entries_key("router")
-STARTING_KEY = registry_beat.entries_key(registry_beat.STARTING)
+ROUTERS_KEY = registry.entries_key("router")
+STARTING_KEY = registry.entries_key(registry.STARTING_WORKER)
 MARK_KEY = "baton:mark"
 """Which Redis this is: one that lost everything has another mark, or none."""
 KEEP_S = BEAT_TTL_MS / 1000
@@ -132,7 +133,7 @@ class Registry:
         try:
             async with asyncio.timeout(self._timeout_s):
                 take = await self._read()
-        except redis_client.FAILURES as error:
+        except registry.REDIS_FAILURES as error:
             take = partial(self._away, error)
         if number < self._last_taken:
             return self.snapshot
@@ -173,13 +174,11 @@ class Registry:
         keys += [f"baton:store:{i.decode(errors='replace')}:beat" for i in node_ids]
         starting_ids = sorted(starting_entries)
         keys += [
-            registry_beat.beat_key(registry_beat.STARTING, i.decode(errors="replace"))
+            registry.beat_key(registry.STARTING_WORKER, i.decode(errors="replace"))
             for i in starting_ids
         ]
         router_ids = sorted(routers)
-        router_beats = [
-            registry_beat.beat_key("router", i.decode(errors="replace")) for i in router_ids
-        ]
+        router_beats = [registry.beat_key("router", i.decode(errors="replace")) for i in router_ids]
         async with self._client.pipeline(transaction=False) as pipe:
             if keys:
                 pipe.mget(keys)

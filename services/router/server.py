@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from process import logs, serving, spans, trace_context
+from process import logs, rpc, spans, trace_context
 from process.errors import BatonError
 from process.spans import Attributes
 from protos import inference_pb2
@@ -91,7 +91,7 @@ class InferenceServicer:
         }
         server.add_registered_method_handlers(SERVICE, handlers)
 
-    @serving.unary
+    @rpc.unary
     async def generate(self, data: bytes, context: Context) -> None:
         """Serve one request; its messages go out through `context` as they come."""
         desk, times = self._desk, StageTimes()
@@ -114,8 +114,8 @@ class InferenceServicer:
                     await context.write(data)
                 else:
                     has_written = True
-                    await serving.write_first(context, data)
-            except serving.CallOver as error:
+                    await rpc.write_first(context, data)
+            except rpc.CallOver as error:
                 raise ConnectionError("the call is over") from error
             reader.took()
 
@@ -140,7 +140,7 @@ class InferenceServicer:
                     peer=context.peer(),
                 )
 
-    @serving.unary
+    @rpc.unary
     async def list_models(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsReply:
@@ -148,7 +148,7 @@ class InferenceServicer:
         self._caller(context)
         return self._desk.list_models()
 
-    @serving.unary
+    @rpc.unary
     async def get_cluster_status(
         self, request: inference_pb2.GetClusterStatusRequest, context: Context
     ) -> inference_pb2.GetClusterStatusReply:
@@ -156,7 +156,7 @@ class InferenceServicer:
         self._caller(context).check_admin()
         return await self._desk.cluster_status(request)
 
-    @serving.unary
+    @rpc.unary
     async def explain(
         self, request: inference_pb2.ExplainRequest, context: Context
     ) -> inference_pb2.ExplainReply:
@@ -164,7 +164,7 @@ class InferenceServicer:
         self._caller(context).check_admin()
         return self._desk.explain(request)
 
-    @serving.unary
+    @rpc.unary
     async def load_adapter(
         self, request: inference_pb2.LoadClusterAdapterRequest, context: Context
     ) -> inference_pb2.LoadClusterAdapterReply:
@@ -172,7 +172,7 @@ class InferenceServicer:
         self._caller(context).check_admin()
         return await self._changes.load(request)
 
-    @serving.unary
+    @rpc.unary
     async def unload_adapter(
         self, request: inference_pb2.UnloadClusterAdapterRequest, context: Context
     ) -> inference_pb2.UnloadClusterAdapterReply:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 import grpc.aio
 
 from kvstore.lending import is_lender
-from process import serving
+from process import rpc
 from process.access import Role
-from process.serving import Dialer
+from process.rpc import Dialer
 from protos import (
     common_pb2,
     decode_pb2_grpc,
@@ -42,7 +42,7 @@ class ClusterStatus:
         timeout_s: float,
         max_step_s: float,
         check_integrity: Callable[[], str],
-        dial: Dialer = serving.PLAIN,
+        dial: Dialer = rpc.PLAIN,
     ) -> None:
         """max_step_s: see `hung_workers`. `check_integrity` recomputes the router's own laws; it
         returns what is broken, or an empty string.

@@ -24,11 +24,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from process import logs, serving
+from process import logs, rpc
 from process.access import Role
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, Unavailable
-from process.serving import Dialer
+from process.rpc import Dialer
 from process.tasks import end_tasks
 from services.router.views import WorkerView
 
@@ -67,7 +67,7 @@ class WorkerStream(ABC, Generic[LegT]):
         *,
         connect_timeout_s: float,
         on_change: Callable[[], None],
-        dial: Dialer = serving.PLAIN,
+        dial: Dialer = rpc.PLAIN,
     ) -> None:
         """`on_change` is called when the stream has come up or gone down."""
         self.worker_id = worker.worker_id
@@ -202,7 +202,7 @@ class WorkerStream(ABC, Generic[LegT]):
                     self._take(message)
                 self._failure = Unavailable(f"{self._who} ended the stream", retry_after_s=1.0)
             except grpc.aio.AioRpcError as error:
-                cause = serving.error_from_rpc(error)
+                cause = rpc.error_from_rpc(error)
                 self._failure = Unavailable(f"{self._who} is gone: {cause}", retry_after_s=1.0)
             except BatonError as error:
                 self._failure = Unavailable(f"{self._who}: {error}", retry_after_s=1.0)

@@ -32,8 +32,7 @@ from typing import TypeVar
 from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter, read_adapter
 from engine.lora.registry import AdapterInfo
-from process import adapter_wishes, logs
-from process.adapter_wishes import Wishes
+from process import logs
 from process.errors import (
     BatonError,
     FailedPrecondition,
@@ -44,6 +43,8 @@ from process.errors import (
 )
 from process.tasks import end_tasks, start_task
 from protos import common_pb2
+from services import adapter_wishes
+from services.adapter_wishes import Wishes
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import EngineConfig
-from process import redis_client
-from process.metrics import check_listen
-from process.redis_client import RedisAccess
-from process.settings import SettingsError
+from process import registry
+from process.registry import RedisAccess
+from process.settings import SettingsError, check_host_port
 from process.tls import TlsSettings
 from process.tracing import TracingSettings
 
@@ -239,13 +238,13 @@ class WorkerSettings:
             raise SettingsError("link_floor_bytes_per_s: must not be negative")
         self.tls.check_peers("tls")
         self.tls.check_listen("listen", self.listen, "tls")
-        redis_client.check(self.redis_url, self.redis)
+        registry.check_redis(self.redis_url, self.redis)
         if self.store_address and not self.handle_keys_file:
             raise SettingsError(
                 "handle_keys_file: is needed with store_address, for handles are signed; "
                 "`baton keys new FILE` makes one"
             )
-        check_listen("metrics_listen", self.metrics_listen)
+        check_host_port("metrics_listen", self.metrics_listen)
         names = [name for name, _ in adapter_folders(self)]
         if len(set(names)) < len(names):
             raise SettingsError(f"adapters: a name twice in {names}")

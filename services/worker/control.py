@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 
-from process import serving
+from process import rpc
 from protos import worker_control_pb2, worker_control_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -31,7 +31,7 @@ class WorkerControlServicer(worker_control_pb2_grpc.WorkerControlServicer):
         """Register with a server that is not started yet."""
         worker_control_pb2_grpc.add_WorkerControlServicer_to_server(self, server)
 
-    @serving.unary
+    @rpc.unary
     async def SetRole(
         self, request: worker_control_pb2.SetRoleRequest, context: Context
     ) -> worker_control_pb2.SetRoleReply:

@@ -23,14 +23,14 @@ from engine.metrics import MetricsSnapshot
 from engine.request import EngineStats
 from engine.speculation.draft_traces import DraftTraces
 from kvstore import block_hash
+from kvstore.block_hash import HashTurns
 from kvstore.client import KvStoreClient
-from kvstore.hash_turns import HashTurns
 from kvstore.transport.base import BlockMemory
 from process import tls
 from process.access import Role
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, InvalidArgument, NoCapacity, Unavailable
-from process.serving import Dialer
+from process.rpc import Dialer
 from process.spans import Value
 from process.tracing import Tracing
 from protos import common_pb2

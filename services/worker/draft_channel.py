@@ -21,11 +21,10 @@ from prometheus_client.registry import Collector
 
 from engine.speculation.draft_port import About, Answer, Ask, DraftPeer
 from engine.speculation.draft_traces import DraftTraces
-from process import serving
+from process import rpc
 from process.access import Role
-from process.families import counters, gauges
-from process.metrics import MetricsServer
-from process.serving import Dialer
+from process.metrics import MetricsServer, counters, gauges
+from process.rpc import Dialer
 from protos import draft_pb2, draft_pb2_grpc
 from services.worker.identity import Identity
 
@@ -90,7 +89,7 @@ class GrpcDraftChannel:
         try:
             future.set_result(await work)
         except grpc.aio.AioRpcError as error:
-            future.set_exception(serving.error_from_rpc(error))
+            future.set_exception(rpc.error_from_rpc(error))
         except asyncio.CancelledError:
             future.set_exception(ConnectionError(f"{self.address}: closed"))
         except Exception as error:  # whoever holds the future is told

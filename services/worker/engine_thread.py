@@ -42,10 +42,10 @@ from engine.request import EngineStats
 from engine.step_output import StepOutput
 from process import logs
 from process.errors import Internal, Unavailable
-from process.step_watch import StepWatch
 from process.tasks import end_tasks, start_task
 from services.worker.engine_port import WorkerEngine
 from services.worker.step_log import StepLog
+from services.worker.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
 

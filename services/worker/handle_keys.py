@@ -4,7 +4,7 @@ A MAC is keyed BLAKE2b with 32 bytes of key and of output, personalised so that 
 anything else is none for a handle (RFC 7693, sections 2.5 and 2.8). Which bytes are signed is
 `handle`'s business.
 
-A file of them is watched (`process.watched_file`), before each signature and each check of
+A file of them is watched (`process.secret_files`), before each signature and each check of
 one, so that a rotated secret is taken up, and a dropped one is of no use any more, without a
 restart. Belongs to the loop's thread; a look is one `stat`.
 """
@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from process import keys as key_files
+from process import signing_keys
 from process.deadline import Clock
 from process.errors import Internal
-from process.keys import Key
-from process.watched_file import Watched
+from process.secret_files import WatchedFile
+from process.signing_keys import SigningKey
 
 MAC_BYTES = 32
 PERSON = b"baton-handle-1"
@@ -33,7 +33,9 @@ _Secrets = Mapping[str, bytes]
 class HandleKeys:
     """See the module."""
 
-    def __init__(self, keys: Sequence[Key], file: Watched[_Secrets] | None = None) -> None:
+    def __init__(
+        self, keys: Sequence[SigningKey], file: WatchedFile[_Secrets] | None = None
+    ) -> None:
         """Keys, the one that signs first; `file`: where changes of them are looked for.
 
         Without any (`HandleKeys(())`) nothing can be signed and nothing verifies: a worker without
@@ -49,7 +51,9 @@ class HandleKeys:
         SettingsError naming the file and the fix."""
         return cls(
             (),
-            Watched("handle_keys_file", [path], lambda: _secrets_of(key_files.load(path)), clock),
+            WatchedFile(
+                "handle_keys_file", [path], lambda: _secrets_of(signing_keys.load(path)), clock
+            ),
         )
 
     @classmethod
@@ -93,5 +97,5 @@ class HandleKeys:
             self._secrets = self._file.get()
 
 
-def _secrets_of(keys: Sequence[Key]) -> _Secrets:
+def _secrets_of(keys: Sequence[SigningKey]) -> _Secrets:
     return {key.key_id: key.secret for key in keys}

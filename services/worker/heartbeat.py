@@ -1,4 +1,4 @@
-"""A worker's entry in the registry: `process.registry_beat` with a WorkerStatus, and its role and
+"""A worker's entry in the registry: `process.registry` with a WorkerStatus, and its role and
 place in it. Knows nothing of the engine but the status it is given.
 """
 
@@ -6,22 +6,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from process import adapter_wishes, redis_client, registry_beat
-from process.redis_client import RedisAccess
-from process.registry_beat import BEAT_EVERY_S, RegistryBeat
+from process import registry
+from process.registry import BEAT_EVERY_S, RedisAccess, RegistryHeartbeat
 from protos import common_pb2
+from services import adapter_wishes
 from services.worker.status import status_to_json
 
 KIND = "worker"
-WORKERS_KEY = registry_beat.entries_key(KIND)
+WORKERS_KEY = registry.entries_key(KIND)
 
 
 def beat_key(worker_id: str) -> str:
     """The key whose presence says that the worker lives."""
-    return registry_beat.beat_key(KIND, worker_id)
+    return registry.beat_key(KIND, worker_id)
 
 
-class Heartbeat(RegistryBeat):
+class Heartbeat(RegistryHeartbeat):
     """Registers `status()` until stopped."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Heartbeat(RegistryBeat):
         incarnation: str,
         status: Callable[[], common_pb2.WorkerStatus],
         every_s: float = BEAT_EVERY_S,
-        access: RedisAccess = redis_client.NO_ACCESS,
+        access: RedisAccess = registry.NO_ACCESS,
         on_wishes: Callable[[Mapping[bytes, bytes]], None] | None = None,
     ) -> None:
         """`on_wishes`: told what the cluster wishes of adapters, with each beat."""

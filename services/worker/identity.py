@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from process import incarnation
+from process import entrypoint
 
 
 @dataclass(frozen=True)
@@ -19,4 +19,6 @@ class Identity:
     @classmethod
     def new(cls, role: str, worker_id: str) -> Identity:
         """A new life. An empty `worker_id` becomes the role and a random part."""
-        return cls(role, worker_id or f"{role}-{secrets.token_hex(4)}", incarnation.new())
+        return cls(
+            role, worker_id or f"{role}-{secrets.token_hex(4)}", entrypoint.new_incarnation()
+        )

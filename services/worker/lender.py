@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
+from kvstore.blocks import PackedBlocks
 from kvstore.lending import lender_node_id
 from kvstore.lending.lender import Lender, LenderIdentity
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
-from kvstore.packed import PackedBlocks
 from process.errors import BatonError, Internal
 from services.worker.engine_thread import EngineThread
 from services.worker.store_target import StoreTarget

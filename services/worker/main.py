@@ -3,7 +3,7 @@
 Start: an entry in the registry that says so, for routers whose requests wait -> load the engine on
 a thread (progress as log lines) -> a worker (services/worker/worker.py) -> ready line. End, on a
 signal or when the engine failed: as the worker does. The process's signals, exit codes and parent
-watch are `process.entry`'s.
+watch are `process.entrypoint`'s.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.speculation.draft_port import DraftPeer
-from process import entry, incarnation, interpreter, logs, tls
+from process import entrypoint, logs, tls
 from process.access import Role as PeerRole
-from process.health import Health
-from process.metrics import MetricsServer
-from process.registry_beat import STARTING, RegistryBeat
-from process.serving import Dialer
+from process.metrics import HealthProbes, MetricsServer
+from process.registry import STARTING_WORKER, RegistryHeartbeat
+from process.rpc import Dialer
 from process.tasks import end_tasks, start_task
 from process.tracing import Tracing
 from services.worker.config import WorkerSettings
@@ -57,7 +56,7 @@ async def run(
     HandleKeys.of(settings.handle_keys_file)
     identity = tls.Identity.of(settings.tls, PeerRole(role_name))
     Tracing.check(settings.tracing)
-    health = Health("loading the model")
+    health = HealthProbes("loading the model")
     metrics = MetricsServer(health=health)
     health.follow()
     if settings.metrics_listen:
@@ -75,7 +74,7 @@ async def run(
                 engine, settings, role_name, make_role, metrics, draft_traces=drafts.traces
             )
         drafts.show(metrics, lambda: worker.core.identity)
-        health.judge_by(worker.why_not_ready)
+        health.set_check(worker.why_not_ready)
         await _serve(worker, role_name, stop)
     finally:
         health.end()
@@ -90,11 +89,11 @@ async def _said_to_start(settings: WorkerSettings, role_name: str) -> AsyncItera
         yield
         return
     about = {"worker_id": settings.worker_id, "role": role_name, "model": settings.engine.model}
-    beat = RegistryBeat(
+    beat = RegistryHeartbeat(
         settings.redis_url,
-        STARTING,
+        STARTING_WORKER,
         entry_id=settings.worker_id,
-        incarnation=incarnation.new().hex(),
+        incarnation=entrypoint.new_incarnation().hex(),
         entry=lambda: json.dumps(about),
         access=settings.redis,
     )
@@ -108,7 +107,7 @@ async def _said_to_start(settings: WorkerSettings, role_name: str) -> AsyncItera
 async def _serve(worker: Worker, role_name: str, stop: asyncio.Event) -> None:
     """From ready to the end, by `stop` or by the engine's failure, which is raised."""
     core = worker.core
-    interpreter.begin_serving()
+    entrypoint.begin_serving()
     logs.event(
         logger,
         "ready",
@@ -128,7 +127,7 @@ async def _serve(worker: Worker, role_name: str, stop: asyncio.Event) -> None:
             await _first(stop, core.failed)
             if worker.core.thread.is_stuck:
                 await asyncio.sleep(core.settings.limits.stop_grace_s)
-                entry.end_now(role_name, worker.failure)
+                entrypoint.end_now(role_name, worker.failure)
     finally:
         logs.event(logger, "stopping", num_live=worker.core.num_live)
         await worker.stop()
@@ -169,7 +168,7 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 async def _load(
-    settings: WorkerSettings, stop: asyncio.Event, health: Health, peers: Sequence[DraftPeer]
+    settings: WorkerSettings, stop: asyncio.Event, health: HealthProbes, peers: Sequence[DraftPeer]
 ) -> WorkerEngine | None:
     """Load the engine on a thread that does not hold the process back when it is told to stop.
 
@@ -190,7 +189,7 @@ async def _load(
         outcome: tuple[Any, Exception | None]
         try:
             # Here, because it takes seconds: wrong keys and certificates are told before that.
-            with interpreter.importing():
+            with entrypoint.importing():
                 from engine.loop import load_engine
 
             engine = load_engine(
@@ -217,7 +216,7 @@ async def _load(
 class _Progress:
     """Progress of loading, for probes and as log lines: not more than anybody can look at."""
 
-    def __init__(self, health: Health) -> None:
+    def __init__(self, health: HealthProbes) -> None:
         self._health = health
         self._what = ""
         self._logged = 0

@@ -18,8 +18,16 @@ from prometheus_client.registry import Collector
 
 from engine.metrics import MetricsSnapshot
 from process.errors import BatonError
-from process.families import Labels, counter, counters, gauge, gauges, histogram, spans
-from process.metrics import SCRAPE_WAIT_S
+from process.metrics import (
+    SCRAPE_WAIT_S,
+    Labels,
+    counter,
+    counters,
+    gauge,
+    gauges,
+    histogram,
+    trace_spans,
+)
 from services.worker.core import WorkerCore
 from services.worker.draft_pages import StoreDraftPages
 from services.worker.parking import StoreParking
@@ -47,7 +55,7 @@ class WorkerCollector(Collector):
         yield from _of_links(core, labels)
         yield from core.transfers.collect()
         counts = core.tracing.counters
-        yield spans(labels, counts.num_exported, counts.num_failed, counts.num_dropped)
+        yield trace_spans(labels, counts.num_exported, counts.num_failed, counts.num_dropped)
         if core.parking is not None:
             yield from _of_parking(core.parking, labels)
         if core.draft_pages is not None:

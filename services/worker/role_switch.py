@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 
 import grpc.aio
 
-from process import serving
+from process import rpc
 from process.access import RULES, Role
 from process.errors import Unavailable
 from process.tasks import end_tasks
@@ -127,9 +127,7 @@ class RoleSwitch:
         return handler._replace(**{kind: call})
 
     async def _refuse(self, context: Any) -> NoReturn:
-        await serving.abort(
-            context, Unavailable(f"{self._worker_id} {self._says}", retry_after_s=0.0)
-        )
+        await rpc.abort(context, Unavailable(f"{self._worker_id} {self._says}", retry_after_s=0.0))
 
 
 def _behaviour(handler: Any) -> tuple[str, Any]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from kvstore.client import KvStoreClient
 from kvstore.transport.base import BlockMemory
-from process import serving
+from process import rpc
 from process.access import Role
-from process.serving import Dialer
+from process.rpc import Dialer
 from services.worker.config import WorkerSettings
 from services.worker.device_memory import block_memory, check_transports
 from services.worker.engine_port import WorkerEngine
@@ -28,7 +28,7 @@ class StoreTarget:
     memory: BlockMemory
     transport: str
     nixl_net_devices: str = "lo"
-    dial: Dialer = serving.PLAIN
+    dial: Dialer = rpc.PLAIN
     """How the worker connects to its peers."""
     role: Role = Role.KVSTORE
     """Of who answers at `address`: a store, or a prefill worker that lends."""

@@ -17,7 +17,7 @@ import logging
 import grpc.aio
 
 from engine.speculation.draft_traces import DraftTraces
-from process import logs, serving, tls
+from process import grpc_server, logs, tls
 from process.access import Role as PeerRole
 from process.errors import BatonError, FailedPrecondition, Internal, Unavailable
 from process.metrics import MetricsServer
@@ -102,7 +102,7 @@ class Worker:
         if core.tls is not None:
             self._shown = tls.Identity(core.settings.tls, PeerRole(role_name))
         self._switch.serve(role_name, self.role.add_service)
-        self._server, self._listens_at = await serving.listen(
+        self._server, self._listens_at = await grpc_server.listen(
             core.settings.listen,
             [self._switch.add_to, self._control.add_to],
             identity=self._shown,

@@ -23,7 +23,7 @@ import redis
 
 from baton import audit
 from kvstore import index
-from process import redis_client
+from process import registry
 from tests.chaos import wire_handles
 from tests.chaos.arena import READY_S, TIMING, Arena, Disturb, Round, committed_frames
 from tests.harness.control_proxy import Mischief
@@ -306,7 +306,7 @@ def lose_index(arena: Arena, rng: random.Random) -> Action:
 
 @contextlib.asynccontextmanager
 async def _redis_of(arena: Arena) -> AsyncIterator[Any]:
-    client = redis_client.connect(arena.cluster.redis_url, _REDIS_S)
+    client = registry.connect_redis(arena.cluster.redis_url, _REDIS_S)
     try:
         async with asyncio.timeout(_REDIS_S):
             yield client

@@ -30,9 +30,9 @@ from baton.client import Client, SyncClient
 from baton.cluster.local_cluster import ClusterConfig, ClusterEvent, LocalCluster
 from baton.messages import Completion, KvLeg
 from engine.request import Sampling
+from kvstore.page_file import SUFFIX as PAGES_SUFFIX
 from kvstore.slab import SUFFIX, Slab
-from kvstore.tiers.page_file import SUFFIX as PAGES_SUFFIX
-from process import serving
+from process import rpc
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 from tests.harness.cluster import (
     STORE_SIZE,
@@ -303,7 +303,7 @@ class Arena:
 
     async def own_status(self, store: str) -> kvstore_pb2.GetStatusReply:
         """What a store says of itself, asked directly."""
-        async with serving.channel(self.cluster.processes[store].address) as channel:
+        async with rpc.channel(self.cluster.processes[store].address) as channel:
             reply: kvstore_pb2.GetStatusReply = await kvstore_pb2_grpc.KvStoreStub(
                 channel
             ).GetStatus(kvstore_pb2.GetStatusRequest(check_integrity=True), timeout=READY_S)

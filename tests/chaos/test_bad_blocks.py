@@ -22,12 +22,12 @@ import numpy as np
 import pytest
 
 from kvstore import block_hash, serve
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import PutResult
 from kvstore.config import KvStoreSettings
 from kvstore.errors import INCARNATION, LEASE_LAPSED
 from kvstore.slab import Slab
-from process import incarnation
+from process import entrypoint
 from tests.chaos import damage
 from tests.harness.handles import blocks_of
 from tests.harness.prefill_decode_pair import Pair, pair
@@ -113,7 +113,7 @@ class Hunt:
 
     async def _read_for_another_life(self, put: PutResult) -> None:
         """Whoever sent the references got them from a store of another incarnation."""
-        failed = await self._read(put.lease_id, put.refs, incarnation=incarnation.new())
+        failed = await self._read(put.lease_id, put.refs, incarnation=entrypoint.new_incarnation())
         assert failed == dict.fromkeys(range(len(put.refs)), INCARNATION)
         self._account(failed, len(put.refs))
 
@@ -279,7 +279,7 @@ async def _demoted(store: serve.RunningStore, num_pages: int) -> None:
     async with asyncio.timeout(CALL_S):
         while True:
             assert store.node.store is not None
-            moves = store.node.store.moves
+            moves = store.node.store.table
             if moves.num_demoted >= num_pages and not moves.num_moving:
                 return
             await asyncio.sleep(0.005)

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from process import serving
+from process import rpc
 from protos import (
     common_pb2,
     decode_pb2,
@@ -150,7 +150,7 @@ async def _handed_over(
 
 @contextlib.asynccontextmanager
 async def _decode_stream(workers: Workers) -> AsyncIterator[RouterStream]:
-    async with serving.channel(workers.decode_address) as channel:
+    async with rpc.channel(workers.decode_address) as channel:
         stream = RouterStream(decode_pb2_grpc.DecodeStub(channel).Stream())
         try:
             yield stream
@@ -190,7 +190,7 @@ async def _prefill(
     )
     tokens: list[int] = []
     account = prefill_pb2.PrefillReply()
-    async with serving.channel(workers.prefill_address) as channel:
+    async with rpc.channel(workers.prefill_address) as channel:
         stub = prefill_pb2_grpc.PrefillStub(channel)
         async for reply in PrefillCall(stub, request, timeout_s=CALL_S):
             tokens += reply.token_ids

@@ -21,7 +21,7 @@ from engine.speculation.draft_port import Answer, Ask, DraftChannel, DraftPeer
 from engine.speculation.draft_sessions import DraftSessions
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.remote_state import State
-from process.serving import PLAIN
+from process.rpc import PLAIN
 from services.draft.config import DraftLimits, DraftSettings
 from services.draft.worker import DraftWorker, serving_drafts
 from services.worker.draft_channel import GrpcDraftChannel

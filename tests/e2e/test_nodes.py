@@ -21,7 +21,7 @@ import pytest
 from baton import ClusterConfig, LocalCluster
 from baton.client import Client, SyncClient
 from baton.messages import Completion, KvLeg
-from process import keys
+from process import signing_keys
 from process.access import Role
 from tests.harness.cluster import BLOCK_SIZE, STORE_SIZE, Oracle, assert_idle, oracle, prompts
 from tests.wire.test_roles import methods
@@ -180,7 +180,7 @@ async def test_keys_are_rotated_while_requests_run(
     """No answer changes, and not one block is computed again for its signature."""
     wanted = prompts(reference, random.Random(seed + 1), 24)
     expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in wanted]
-    before = keys.load(nodes.handle_keys_file)
+    before = signing_keys.load(nodes.handle_keys_file)
     gate = asyncio.Semaphore(4)
     done: list[int] = []
 
@@ -193,11 +193,11 @@ async def test_keys_are_rotated_while_requests_run(
                 )
             done.append(index)
             if len(done) % 8 == 0:
-                keys.rotate(nodes.handle_keys_file)
+                signing_keys.rotate(nodes.handle_keys_file)
             return completion
 
         completions = await asyncio.gather(*(one(index) for index in range(len(wanted))))
-    assert not set(before) & set(keys.load(nodes.handle_keys_file))
+    assert not set(before) & set(signing_keys.load(nodes.handle_keys_file))
     for completion, tokens in zip(completions, expected, strict=True):
         assert list(completion.token_ids) == tokens
         for part in completion.provenance.legs:
@@ -210,7 +210,7 @@ def test_keys_are_for_nobody_else(nodes: LocalCluster, log_dir: Path) -> None:
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     logs = "".join(log.read_text() for log in log_dir.glob("*.log"))
     assert '"ready"' in logs
-    for key in keys.load(path):
+    for key in signing_keys.load(path):
         assert key.secret.hex() not in logs
 
 

@@ -28,7 +28,7 @@ from engine.loop import load_engine
 from engine.request import Sampling
 from kvstore.errors import MISSING, STORE_UNAVAILABLE
 from kvstore.lending import lender_node_id
-from process import api_keys, serving
+from process import api_keys, rpc
 from process.access import RULES, Role
 from process.tls import Identity
 from protos import (
@@ -221,7 +221,7 @@ def test_no_process_lets_a_wrong_role_call_anything(cluster: LocalCluster) -> No
     kinds = {"store": Role.KVSTORE, "prefill": Role.PREFILL, "decode": Role.DECODE}
 
     async def codes(address: str, server: Role, caller: Role) -> dict[str, str]:
-        dial = serving.Dialer(Identity(made.tls_of(caller)))
+        dial = rpc.Dialer(Identity(made.tls_of(caller)))
         found = {}
         async with dial(address, server) as channel:
             for path, method in methods(server):
@@ -361,7 +361,7 @@ async def _flipped_in_the_middle(
 def _dial(cluster: LocalCluster, worker_id: str, role: Role) -> grpc.aio.Channel:
     """As an admin, to a worker that has this role now."""
     assert cluster.secured.certs is not None
-    dial = serving.Dialer(Identity(cluster.secured.certs.tls_of(Role.ADMIN), Role.ADMIN))
+    dial = rpc.Dialer(Identity(cluster.secured.certs.tls_of(Role.ADMIN), Role.ADMIN))
     return dial(cluster.processes[worker_id].address, role)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf import json_format
 
-from process import registry_beat, serving
+from process import grpc_server, registry, rpc
 from process.errors import BatonError
 from protos import (
     common_pb2,
@@ -64,13 +64,13 @@ class Worker:
             into: Any = worker_control_pb2_grpc.add_WorkerControlServicer_to_server
             into(self, server)
 
-        self._server, self.status.address = await serving.listen("127.0.0.1:0", [add])
+        self._server, self.status.address = await grpc_server.listen("127.0.0.1:0", [add])
 
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop(None)
 
-    @serving.unary
+    @rpc.unary
     async def SetRole(self, request: Any, context: Any) -> worker_control_pb2.SetRoleReply:
         self.asked.append(request.role)
         await self.gate.wait()
@@ -122,8 +122,8 @@ class Cluster:
 
     async def _write(self, kind: str, entry_id: str, status: Any) -> None:
         text = json_format.MessageToJson(status, indent=None)
-        await self.client.hset(registry_beat.entries_key(kind), entry_id, text)
-        key = registry_beat.beat_key(kind, entry_id)
+        await self.client.hset(registry.entries_key(kind), entry_id, text)
+        key = registry.beat_key(kind, entry_id)
         # A minute: it is new for that long, however slow the test is.
         await self.client.set(key, status.incarnation, px=60_000)
 

@@ -17,7 +17,7 @@ from engine.loop import Engine, load_engine
 from engine.request import Request
 from kvstore import block_hash, serve
 from kvstore.config import KvStoreSettings
-from process import keys, serving
+from process import rpc, signing_keys
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
@@ -247,7 +247,7 @@ async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
     )
     key_file = slab_dir / "handle.keys"
     if not key_file.exists():
-        keys.create(key_file)
+        signing_keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(serve.running(store_settings))
         made = []
@@ -267,9 +267,7 @@ async def workers(slab_dir: Path, *adapters: str) -> AsyncIterator[Workers]:
             worker = await main.start(engine, settings, name, role)
             stack.push_async_callback(worker.stop)
             made.append(worker)
-        channels = [
-            await stack.enter_async_context(serving.channel(worker.address)) for worker in made
-        ]
+        channels = [await stack.enter_async_context(rpc.channel(worker.address)) for worker in made]
         stubs = (
             prefill_pb2_grpc.PrefillStub(channels[0]),
             decode_pb2_grpc.DecodeStub(channels[1]),

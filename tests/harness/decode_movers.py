@@ -18,9 +18,9 @@ import grpc
 
 from engine.loop import Engine
 from engine.plain_ahead import AheadModel
-from kvstore import serve
+from kvstore import invariants, serve
 from kvstore.config import KvStoreSettings
-from process import keys, serving
+from process import rpc, signing_keys
 from process.deadline import Deadline
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.role import DecodeRole
@@ -258,7 +258,7 @@ class Movers:
     def _is_store_idle(self) -> bool:
         status = self.store.node.store
         if status is not None:
-            status.check_integrity()
+            invariants.check(status)
         return status is None or (len(status.leases) == 0 and status.num_pinned() == 0)
 
 
@@ -335,7 +335,7 @@ async def movers(
     """
     limits = limits or patient()
     key_file = slab_dir / "handle.keys"
-    keys.create(key_file)
+    signing_keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
         store_settings = KvStoreSettings(
             slab_dir=str(slab_dir), capacity_bytes=store_bytes, stop_timeout_s=0.0
@@ -361,7 +361,7 @@ async def movers(
             workers.append(worker)
         stubs, streams = [], []
         for worker in workers:
-            channel = await stack.enter_async_context(serving.channel(worker.address))
+            channel = await stack.enter_async_context(rpc.channel(worker.address))
             stubs.append(decode_pb2_grpc.DecodeStub(channel))
             streams.append(RouterStream(stubs[-1].Stream()))
             stack.push_async_callback(streams[-1].close)

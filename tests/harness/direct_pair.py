@@ -18,7 +18,7 @@ from kvstore.lending.limits import LenderLimits
 from kvstore.lending.told import Told
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import PEER_COPIES, PeerCopies
-from process import keys
+from process import signing_keys
 from protos import common_pb2, prefill_pb2
 from services.decode.states import DecodeState
 from services.worker import store_target
@@ -66,7 +66,7 @@ def on_devices(
 def lender_of(folder: Path, role: str, *, has_store: bool = True, preemption: str = "never") -> str:
     """The node id under which such a worker would lend; "": it does not."""
     key_file = folder / "handle.keys"
-    keys.create(key_file)
+    signing_keys.create(key_file)
     settings = WorkerSettings(
         store_address="127.0.0.1:1" if has_store else "",
         handle_keys_file=str(key_file),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from process import serving
+from process import rpc
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.router.fakes.decode import FakeDecode
 from services.router.fakes.model import FakeModel
@@ -151,7 +151,7 @@ async def fake_workers(_: Path) -> AsyncIterator[Workers]:
     prefill.num_partials, prefill.num_late_partials = 3, 1
     await prefill.start()
     await decode.start()
-    async with serving.channel(prefill.address) as first, serving.channel(decode.address) as second:
+    async with rpc.channel(prefill.address) as first, rpc.channel(decode.address) as second:
         yield Workers(
             prefill_pb2_grpc.PrefillStub(first),
             decode_pb2_grpc.DecodeStub(second),

@@ -18,12 +18,12 @@ from engine.grammar.vocabulary import GrammarTokenizer
 from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.speculation.config import SpeculationConfig
-from kvstore import serve
+from kvstore import invariants, serve
 from kvstore.config import KvStoreSettings
-from process import keys, serving
+from process import rpc, signing_keys
 from process.deadline import Deadline
 from process.errors import BatonError
-from process.serving import PLAIN
+from process.rpc import PLAIN
 from process.tasks import end_tasks
 from protos import common_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, prefill_pb2_grpc
 from services.decode.role import DecodeRole
@@ -100,7 +100,7 @@ class Site:
                 return False
             status = self.store.node.store
             if status is not None:
-                status.check_integrity()
+                invariants.check(status)
             return status is None or (len(status.leases) == 0 and status.num_pinned() == 0)
 
         await until(is_idle, WAIT_S)
@@ -112,7 +112,7 @@ async def site(
 ) -> AsyncIterator[Site]:
     """Start it; at the end check its laws and stop it."""
     key_file = folder / "handle.keys"
-    keys.create(key_file)
+    signing_keys.create(key_file)
     # All share a loop and its interpreter: late is not away.
     redis_waits = "redis_timeout_s", "lookup_timeout_s"
     worker_waits = "connect_timeout_s", "reserve_answer_s", "reserve_wait_s", "failover_wait_s"
@@ -137,7 +137,7 @@ async def site(
         router = Router(settings, model)
         await router.start()
         stack.push_async_callback(router.stop)
-        channel = await stack.enter_async_context(serving.channel(router.address))
+        channel = await stack.enter_async_context(rpc.channel(router.address))
         stub = inference_pb2_grpc.InferenceStub(channel)
         made = Site(maker, redis.url, router, stub, store, key_file, process)
         yield made
@@ -188,7 +188,7 @@ class Cluster:
         for worker in (self.prefill, *self.decodes):
             await worker.core.connector.settle()
             await until(lambda worker=worker: worker.core.num_live == 0, WAIT_S)
-            async with serving.channel(worker.address) as channel:
+            async with rpc.channel(worker.address) as channel:
                 is_prefill = worker is self.prefill
                 stubs = prefill_pb2_grpc.PrefillStub, decode_pb2_grpc.DecodeStub
                 stub = stubs[0](channel) if is_prefill else stubs[1](channel)

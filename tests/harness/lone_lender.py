@@ -25,8 +25,8 @@ from kvstore.lending.lender import Lender, LenderIdentity
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
 from kvstore.transport.base import BlockMemory
-from kvstore.transport.cuda_device import CudaDevice
-from process import entry, serving
+from kvstore.transport.cuda import CudaDevice
+from process import entrypoint, grpc_server
 from services.worker.device_checksums import DeviceChecksums
 
 FINGERPRINT = "ab" * 16
@@ -59,7 +59,7 @@ async def main(device_id: int, block_bytes: int, num_blocks: int, seed: int) -> 
         lender_node_id("lone"), secrets.token_bytes(16), bytes.fromhex(FINGERPRINT)
     )
     lender = Lender(identity, memory, loans, _no_free, lets_map=True)
-    server, address = await serving.listen("127.0.0.1:0", [LenderServicer(lender).add_to])
+    server, address = await grpc_server.listen("127.0.0.1:0", [LenderServicer(lender).add_to])
     lender.start()
     _say({"address": address, "checksums": [block_hash.checksum(row) for row in on_host]})
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -81,5 +81,5 @@ async def main(device_id: int, block_bytes: int, num_blocks: int, seed: int) -> 
 
 
 if __name__ == "__main__":
-    entry.die_with_parent()
+    entrypoint.die_with_parent()
     asyncio.run(main(*map(int, sys.argv[1:])))

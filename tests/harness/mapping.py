@@ -17,7 +17,7 @@ from unittest import mock
 from kvstore import block_hash
 from kvstore import client as client_module
 from kvstore import connection as connection_module
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.lending import lender as lender_module
 from kvstore.lending.limits import LenderLimits as LenderLimits
 from kvstore.lending.told import Word

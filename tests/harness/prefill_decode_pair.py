@@ -22,9 +22,9 @@ from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Request
 from kvstore import block_hash, serve
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.config import KvStoreSettings
-from process import keys, serving
+from process import rpc, signing_keys
 from process.errors import BatonError
 from process.tracing import TracingSettings
 from protos import (
@@ -150,18 +150,18 @@ class Pair:
 
     def lose_chain(self, tokens: Sequence[int], store: Any) -> None:
         """That store forgets all blocks of this text."""
-        found = store.node.store.catalog.find(self.at_decode.hashes(tokens)[0])
-        store.node.store.places.lose([found])
+        found = store.node.store.tree.find(self.at_decode.hashes(tokens)[0])
+        store.node.store.table.remove_subtrees([found])
 
     def num_stored(self, tokens: Sequence[int], store: Any = None) -> int:
         """Full blocks of this text that the store has; no gaps."""
-        catalog = (store or self.store).node.store.catalog
+        catalog = (store or self.store).node.store.tree
         found = [catalog.find(each) is not None for each in self.at_decode.hashes(tokens)]
         assert found == sorted(found, reverse=True), "presence has a gap"
         return sum(found)
 
     async def store_status(self, store: Any = None) -> kvstore_pb2.GetStatusReply:
-        async with serving.channel((store or self.store).address) as channel:
+        async with rpc.channel((store or self.store).address) as channel:
             stub = kvstore_pb2_grpc.KvStoreStub(channel)
             return await stub.GetStatus(
                 kvstore_pb2.GetStatusRequest(check_integrity=True), timeout=WAIT_S
@@ -183,8 +183,8 @@ class Pair:
         self.prefill, self.decode = self.decode, self.prefill
         self.prefill_model, self.decode_model = self.decode_model, self.prefill_model
         async with (
-            serving.channel(self.prefill.address) as one,
-            serving.channel(self.decode.address) as two,
+            rpc.channel(self.prefill.address) as one,
+            rpc.channel(self.decode.address) as two,
         ):
             self.prefill_stub = prefill_pb2_grpc.PrefillStub(one)
             self.decode_stub = decode_pb2_grpc.DecodeStub(two)
@@ -196,7 +196,7 @@ class Pair:
         settings = dataclasses.replace(self.prefill.core.settings, listen=self.prefill.address)
         worker = await main.start(fake_engine(), settings, "prefill", PrefillRole)
         try:
-            async with serving.channel(worker.address) as channel:
+            async with rpc.channel(worker.address) as channel:
                 self.prefill, self.prefill_stub = worker, prefill_pb2_grpc.PrefillStub(channel)
                 yield
         finally:
@@ -204,7 +204,7 @@ class Pair:
 
     def rotate_keys(self) -> None:
         """Of handles, as the operator does, while both workers run."""
-        keys.rotate(Path(self.prefill.core.settings.handle_keys_file))
+        signing_keys.rotate(Path(self.prefill.core.settings.handle_keys_file))
 
     # ---- requests
 
@@ -237,7 +237,7 @@ class Pair:
     @contextlib.asynccontextmanager
     async def own_prefill_stub(self) -> AsyncIterator[prefill_pb2_grpc.PrefillStub]:
         """Over a connection of its own, which ends with the body."""
-        async with serving.channel(self.prefill.address) as channel:
+        async with rpc.channel(self.prefill.address) as channel:
             yield prefill_pb2_grpc.PrefillStub(channel)
 
     async def run_prefill(
@@ -713,7 +713,7 @@ async def pair(
     models = [GatedModel() for _ in range(3)]
     key_file = slab_dir / "handle.keys"
     if not key_file.exists():
-        keys.create(key_file)
+        signing_keys.create(key_file)
     async with contextlib.AsyncExitStack() as stack:
         store_exit = contextlib.AsyncExitStack()
         settings = KvStoreSettings(
@@ -755,7 +755,7 @@ async def pair(
             stack.push_async_callback(worker.stop)
             workers.append(worker)
         channels = [
-            await stack.enter_async_context(serving.channel(worker.address)) for worker in workers
+            await stack.enter_async_context(rpc.channel(worker.address)) for worker in workers
         ]
         made = Pair(
             *models,
@@ -795,7 +795,7 @@ def patient(**changes: Any) -> WorkerLimits:
 def error_of(failed: decode_pb2.DecodeFailed | prefill_pb2.PrefillFailed) -> BatonError:
     """What the last word of a request means."""
     retry_after_s = failed.retry_after_s if failed.HasField("retry_after_s") else None
-    return serving.error_of_code(failed.code, failed.message, retry_after_s)
+    return rpc.error_of_code(failed.code, failed.message, retry_after_s)
 
 
 KEY = 7
@@ -879,7 +879,7 @@ class PrefillCall:
                 message: Any = await self._stream.read()
         except grpc.aio.AioRpcError as error:
             await self._end()
-            raise serving.error_from_rpc(error) from error
+            raise rpc.error_from_rpc(error) from error
         assert isinstance(message, prefill_pb2.PrefillEvents), "the stream ended without a word"
         self._events += message.events
 

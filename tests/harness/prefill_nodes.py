@@ -16,11 +16,11 @@ import numpy as np
 
 from engine.loop import Engine
 from kvstore import serve
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import KvStoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.transport.base import BlockMemory
-from process import keys, serving
+from process import rpc, signing_keys
 from process.deadline import Deadline
 from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.prefill.role import PrefillRole
@@ -85,7 +85,7 @@ class Node(WorkerProbe):
         await self.core.connector.wait_attached(Deadline.after(WAIT_S))
 
     async def store_status(self) -> kvstore_pb2.GetStatusReply:
-        async with serving.channel(self.store.address) as channel:
+        async with rpc.channel(self.store.address) as channel:
             stub = kvstore_pb2_grpc.KvStoreStub(channel)
             return await stub.GetStatus(
                 kvstore_pb2.GetStatusRequest(check_integrity=True), timeout=WAIT_S
@@ -103,7 +103,7 @@ class Node(WorkerProbe):
 
     def holds(self, hashes: Sequence[bytes]) -> int:
         """How many of these blocks lie in the store, from the first on."""
-        found = [self.store.node.store.catalog.find(each) is not None for each in hashes]
+        found = [self.store.node.store.tree.find(each) is not None for each in hashes]
         num_held = found.index(False) if False in found else len(found)
         assert not any(found[num_held:]), "presence has a gap"
         return num_held
@@ -206,7 +206,7 @@ class Nodes:
         for run in (*handle.runs, handle.tail):
             if run.store_address not in alive:
                 continue
-            async with serving.channel(run.store_address) as channel:
+            async with rpc.channel(run.store_address) as channel:
                 stub = kvstore_pb2_grpc.KvStoreStub(channel)
                 request = kvstore_pb2.ReleaseRequest(lease_ids=[run.lease_id])
                 await stub.Release(request, timeout=WAIT_S)
@@ -300,7 +300,7 @@ async def nodes(
 ) -> AsyncIterator[Nodes]:
     """Start all of them; at the end stop them."""
     key_file = folder / "handle.keys"
-    keys.create(key_file)
+    signing_keys.create(key_file)
     made = Nodes(GatedModel(), [])
     async with contextlib.AsyncExitStack() as stack:
         for index in range(num_nodes):
@@ -328,7 +328,7 @@ async def nodes(
                 "prefill",
                 PrefillRole,
             )
-            channel = await stack.enter_async_context(serving.channel(worker.address))
+            channel = await stack.enter_async_context(rpc.channel(worker.address))
             stub = prefill_pb2_grpc.PrefillStub(channel)
             made.all.append(
                 Node(settings.node_id, settings, store, store_exit, worker, stub, model)

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from baton import certificates
 from baton.certificates import CertSet
-from process import serving
+from process import grpc_server, rpc
 from process.access import RULES
 from process.access import WORKERS as WORKERS
 from process.access import Role as Role
@@ -67,7 +67,7 @@ def _add_to(module: Any, stubs: Any, server: grpc.aio.Server) -> None:
 
 @asynccontextmanager
 async def serving_as(role: Role, made: CertSet) -> AsyncIterator[str]:
-    server, address = await serving.listen(
+    server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [partial(_add_to, *modules) for modules in SERVED[role]],
         identity=Identity(made.tls_of(role), role),
@@ -114,7 +114,7 @@ def may_call(caller: Role, server: Role, path: str) -> bool:
 def calling(tls: TlsSettings, address: str, server: Role, role: Role | None = None) -> Any:
     """A channel to that address, dialled as to `server`, by a process with these certificates.
     Args: role: that the process says to have; None: none."""
-    return serving.Dialer(Identity(tls, role) if role else Identity(tls))(address, server)
+    return rpc.Dialer(Identity(tls, role) if role else Identity(tls))(address, server)
 
 
 def certificate_of(made: CertSet, folder: Path, names: Sequence[str]) -> TlsSettings:

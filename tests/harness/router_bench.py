@@ -27,10 +27,9 @@ import grpc.aio
 import pytest
 
 from kvstore import block_hash, index
-from process import incarnation, registry_beat, serving
+from process import entrypoint, grpc_server, registry, rpc
 from process.errors import BatonError
-from process.serving import channel as channel
-from process.serving import error_from_rpc as error_from_rpc
+from process.rpc import channel, error_from_rpc
 from process.settings import SettingsError as SettingsError
 from protos import (
     common_pb2,
@@ -167,7 +166,7 @@ class Bench:
 
     async def silence(self, worker: FakeWorker) -> None:
         """The worker has no heartbeat any more."""
-        await self._client.delete(registry_beat.beat_key("worker", worker.worker_id))
+        await self._client.delete(registry.beat_key("worker", worker.worker_id))
 
     async def lapse(self, worker: FakeWorker) -> None:
         """As `silence`, and the router knows."""
@@ -178,11 +177,11 @@ class Bench:
     async def starting_decode(self, worker_id: str) -> AsyncIterator[None]:
         """This decode worker has said that it starts, and the router knows."""
         entry = {"worker_id": worker_id, "role": "decode", "model": self.model.name}
-        beat = registry_beat.RegistryBeat(
+        beat = registry.RegistryHeartbeat(
             self.redis.url,
-            registry_beat.STARTING,
+            registry.STARTING_WORKER,
             entry_id=worker_id,
-            incarnation=incarnation.new().hex(),
+            incarnation=entrypoint.new_incarnation().hex(),
             entry=lambda: json.dumps(entry),
         )
         beat.start()
@@ -194,7 +193,7 @@ class Bench:
 
     async def add_store(self, node_id: str, address: str = "127.0.0.1:9") -> str:
         """Register a store that is alive, without a process. Returns: its incarnation (hex)."""
-        life = incarnation.new().hex()
+        life = entrypoint.new_incarnation().hex()
         entry = {"node_id": node_id, "address": address, "incarnation": life}
         await self._client.hset(index.STORES_KEY, node_id, json.dumps(entry))
         await self._client.set(index.beat_key(node_id), life, px=60_000)
@@ -217,7 +216,7 @@ class Bench:
         self.router = Router(settings, self.model_for_router, *others)
         self.probe = RouterProbe(self.router)
         await self.router.start()
-        self.channel = serving.channel(self.router.address)
+        self.channel = rpc.channel(self.router.address)
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
 
     @asynccontextmanager
@@ -292,7 +291,7 @@ class LeaseStore(kvstore_pb2_grpc.KvStoreServicer):
 @asynccontextmanager
 async def lease_store() -> AsyncIterator[LeaseStore]:
     store = LeaseStore()
-    server, store.address = await serving.listen(
+    server, store.address = await grpc_server.listen(
         "127.0.0.1:0", [lambda s: kvstore_pb2_grpc.add_KvStoreServicer_to_server(store, s)]
     )
     try:
@@ -332,7 +331,7 @@ def say_something_after(monkeypatch: pytest.MonkeyPatch, grace_s: float) -> None
 
 def abort_after(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
     """What a gRPC client is told last waits so long for it to read."""
-    monkeypatch.setattr(serving, "ABORT_S", wait_s)
+    monkeypatch.setattr(rpc, "ABORT_S", wait_s)
 
 
 class ReaderClock:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from process.errors import BatonError
-from process.intake import Intake
+from process.memory_budget import MemoryBudget
 from services.router.app import Router
 from services.router.fakes.prefill import FakePrefill
 from services.router.fakes.worker import FakeWorker
@@ -178,7 +178,7 @@ class RouterProbe:
         return released
 
     @property
-    def intake(self) -> Intake:
+    def intake(self) -> MemoryBudget:
         """What it reads of clients' messages."""
         return self.router._clients.intake
 

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from process import serving
+from process import rpc
 from protos import inference_pb2_grpc
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
@@ -71,7 +71,7 @@ async def site(num_routers: int = 1, num_places: int = 8) -> AsyncIterator[Site]
         stubs = []
         for router in routers:
             await until(lambda router=router: router.is_up("prefill") and router.is_up("decode"))
-            channel = await stack.enter_async_context(serving.channel(router.router.address))
+            channel = await stack.enter_async_context(rpc.channel(router.router.address))
             stubs.append(inference_pb2_grpc.InferenceStub(channel))
         try:
             yield Site(routers, stubs, prefill_model, WorkerProbe(workers[1]))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.errors import TransferFailed
 from kvstore.lending import PROBE_HASH, lender_node_id
 from kvstore.lending.lender import Lender, LenderIdentity
@@ -20,7 +20,7 @@ from kvstore.lending.limits import LENDER_LIMITS, LenderLimits
 from kvstore.lending.loans import LoanTable, Offer
 from kvstore.lending.server import LenderServicer
 from kvstore.transport.base import BlockMemory
-from process import serving
+from process import grpc_server
 from tests.harness.fake_device import FakeDevice
 from tests.harness.store import (
     BLOCK_BYTES,
@@ -247,7 +247,9 @@ async def lending(
         lets_map=lets_map,
         limits=limits,
     )
-    server, made.address = await serving.listen("127.0.0.1:0", [LenderServicer(made.lender).add_to])
+    server, made.address = await grpc_server.listen(
+        "127.0.0.1:0", [LenderServicer(made.lender).add_to]
+    )
     made.lender.start()
     try:
         yield made

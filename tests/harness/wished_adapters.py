@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from process import adapter_wishes
 from process.tasks import end_tasks, start_task
 from protos import common_pb2
+from services import adapter_wishes
 from services.router.fakes.worker import FakeWorker
 from tests.harness.router_bench import Bench, HttpBench, http_bench
 

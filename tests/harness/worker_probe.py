@@ -16,7 +16,7 @@ import pytest
 from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from kvstore.transport.base import GetResult
-from process import serving
+from process import rpc
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded
 from protos import (
@@ -34,7 +34,7 @@ from services.worker.metrics import WorkerCollector
 from tests.harness.gated_engine import SALT
 from tests.harness.waiting import WAIT_S, Gate, until
 
-_CALLS = {"match": "match", "get": "get_blocks", "put": "put_blocks", "renew": "renew"}
+_CALLS = {"match": "match", "get": "get_blocks", "put": "_put", "renew": "renew"}
 
 
 def leases_of(handle: common_pb2.KvHandle) -> set[str]:
@@ -171,8 +171,8 @@ class StoreWay:
 
     def silence(self, answers: asyncio.Event | None = None) -> Callable[[], int]:
         """Calls wait until `answers`, those that have the time for it. Returns: how many wait."""
-        rpc = self.client._connection
-        real, heard, num_waiting = rpc.call, answers or asyncio.Event(), 0
+        connection = self.client._connection
+        real, heard, num_waiting = connection.call, answers or asyncio.Event(), 0
 
         async def call(method: Any, request: Any, deadline: Any, **options: Any) -> Any:
             nonlocal num_waiting
@@ -186,7 +186,7 @@ class StoreWay:
             finally:
                 num_waiting -= 1
 
-        rpc.call = call
+        connection.call = call
         return lambda: num_waiting
 
     def speak(self) -> None:
@@ -330,7 +330,7 @@ class WorkerProbe:
     async def status_as(self, role: str) -> common_pb2.WorkerStatus:
         """Asked for by the service of that role. Raises: BatonError."""
         made = {"prefill": prefill_pb2_grpc.PrefillStub, "decode": decode_pb2_grpc.DecodeStub}
-        async with serving.channel(self.worker.address) as channel:
+        async with rpc.channel(self.worker.address) as channel:
             stub: Any = made[role](channel)
             with translated():
                 asked = common_pb2.GetWorkerStatusRequest()
@@ -339,7 +339,7 @@ class WorkerProbe:
 
     async def set_role(self, role: str) -> worker_control_pb2.SetRoleReply:
         """As an operator does. Raises: BatonError."""
-        async with serving.channel(self.worker.address) as channel:
+        async with rpc.channel(self.worker.address) as channel:
             stub: Any = worker_control_pb2_grpc.WorkerControlStub(channel)
             with translated():
                 asked = worker_control_pb2.SetRoleRequest(role=role)
@@ -523,11 +523,11 @@ def translated() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise serving.error_from_rpc(error) from error
+        raise rpc.error_from_rpc(error) from error
 
 
 class _StalledConnector(StoreConnector):
-    _is_stalled = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
+    client = property(lambda self: None)  # type: ignore[assignment]
 
 
 def _by_name(families: Iterable[Any]) -> dict[tuple[str, ...], float]:

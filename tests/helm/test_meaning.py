@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvstore.config import KvStoreSettings
-from process import keys, settings
+from process import settings, signing_keys
 from services.autoscaler.config import AutoscalerSettings
 from services.draft.config import DraftSettings
 from services.router.config import RouterSettings
@@ -123,7 +123,7 @@ def test_what_workers_and_stores_say_of_themselves(render: Render, tmp_path: Pat
     assert len(router.tenant_secret) == 48
     assert store.capacity_bytes == 256 * 2**20
     secret = of_kind(objects, "Secret")["baton-keys"]["data"]["handle-keys"]
-    assert len(keys.parse(base64.b64decode(secret).decode(), where="")) == 1
+    assert len(signing_keys.parse(base64.b64decode(secret).decode(), where="")) == 1
 
 
 def test_a_user_s_settings_reach_their_process_whole(render: Render, tmp_path: Path) -> None:

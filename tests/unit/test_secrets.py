@@ -17,7 +17,7 @@ from baton.cluster.state import ClusterState
 from kvstore.config import KvStoreSettings
 from process import settings
 from process.api_keys import ApiKey
-from process.keys import Key
+from process.signing_keys import SigningKey
 from services.router.caller import Caller
 from services.router.config import RouterSettings
 from services.worker.config import WorkerSettings
@@ -74,7 +74,7 @@ def test_other_values_with_secrets_do_not_show_them() -> None:
         Credentials(api_key=WORD),
         ClusterState("a", "m", "1 1", 0.0, f"redis://:{WORD}@h/0", api_key=WORD),
         ApiKey("acme", digest="ab" * 32),
-        Key("k", b"hunter2" + bytes(25)),
+        SigningKey("k", b"hunter2" + bytes(25)),
         Caller("acme", key_id="0123456789ab"),
     ]
     for value in shown:

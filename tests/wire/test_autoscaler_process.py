@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from process import registry_beat, serving
+from process import registry, rpc
 from process.errors import (
     BatonError,
     FailedPrecondition,
@@ -40,7 +40,7 @@ from tests.harness.waiting import until
 
 
 async def ask(address: str, **fields: Any) -> autoscaler_pb2.GetDecisionsReply:
-    async with serving.channel(address) as channel:
+    async with rpc.channel(address) as channel:
         stub = autoscaler_pb2_grpc.AutoscalerStub(channel)
         reply: autoscaler_pb2.GetDecisionsReply = await stub.GetDecisions(
             autoscaler_pb2.GetDecisionsRequest(**fields), timeout=BOUND_S
@@ -125,7 +125,7 @@ async def test_nobody_asks_so_nobody_is_there_until_somebody_waits() -> None:
         for worker in cluster.workers.values():
             await worker.stop()
         cluster.workers.clear()
-        await cluster.client.delete(registry_beat.entries_key("worker"))
+        await cluster.client.delete(registry.entries_key("worker"))
         cluster.traffic.num_arrived += 1
         cluster.traffic.num_held = 1
         record = await cluster.decide()
@@ -328,7 +328,7 @@ async def test_keda_is_told_what_is_wanted() -> None:
     async with running(decode=2) as cluster:
         await cluster.decide()
         wanted = cluster.autoscaler.records.last.decision.wanted  # type: ignore[union-attr]
-        async with serving.channel(cluster.autoscaler.address) as channel:
+        async with rpc.channel(cluster.autoscaler.address) as channel:
             stub: Any = externalscaler_pb2_grpc.ExternalScalerStub(channel)
             for role in ("prefill", "decode"):
                 ref = externalscaler_pb2.ScaledObjectRef(
@@ -348,7 +348,7 @@ async def test_keda_is_told_what_is_wanted() -> None:
             wrong = externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": "king"})
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.IsActive(wrong, timeout=BOUND_S)
-            error = serving.error_from_rpc(caught.value)
+            error = rpc.error_from_rpc(caught.value)
             assert isinstance(error, InvalidArgument)
             assert error.field == "scalerMetadata.role"
 
@@ -356,7 +356,7 @@ async def test_keda_is_told_what_is_wanted() -> None:
 async def test_anybody_may_call_and_nobody_sends_much() -> None:
     """KEDA's port is open to others than our own processes; long replies are ours to send."""
     async with running() as cluster:
-        async with serving.channel(cluster.autoscaler.address) as channel:
+        async with rpc.channel(cluster.autoscaler.address) as channel:
             stub: Any = externalscaler_pb2_grpc.ExternalScalerStub(channel)
             ref = externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": "decode"})
             room = MAX_REQUEST_BYTES - ref.ByteSize() - 4  # a name's tag and length
@@ -398,7 +398,7 @@ async def test_only_what_serves_is_told_to_flip_when_another_is_left() -> None:
 
 async def test_a_stream_hears_that_the_last_worker_is_not_wanted() -> None:
     async with running(least=0) as cluster:
-        async with serving.channel(cluster.autoscaler.address) as channel:
+        async with rpc.channel(cluster.autoscaler.address) as channel:
             stub: Any = externalscaler_pb2_grpc.ExternalScalerStub(channel)
             ref = externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": "decode"})
             stream = stub.StreamIsActive(ref, timeout=BOUND_S)
@@ -466,7 +466,7 @@ def shown(cluster: Cluster) -> dict[str, float]:
 async def keda_says(cluster: Cluster) -> dict[str, float] | str:
     """By role; or why not."""
     found: dict[str, float] = {}
-    async with serving.channel(cluster.autoscaler.address) as channel:
+    async with rpc.channel(cluster.autoscaler.address) as channel:
         stub: Any = externalscaler_pb2_grpc.ExternalScalerStub(channel)
         for role in ("prefill", "decode"):
             ref = externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": role})
@@ -531,7 +531,7 @@ async def test_who_follows_goes_on_from_what_was_advised() -> None:
 async def test_a_while_without_a_leader_ends_no_stream() -> None:
     async with running(act=False) as cluster:
         led = cluster.autoscaler._leadership = Told(heard='{"prefill": 1, "decode": 0}')
-        async with serving.channel(cluster.autoscaler.address) as channel:
+        async with rpc.channel(cluster.autoscaler.address) as channel:
             stub: Any = externalscaler_pb2_grpc.ExternalScalerStub(channel)
             ref = externalscaler_pb2.ScaledObjectRef(scalerMetadata={"role": "decode"})
             stream = stub.StreamIsActive(ref, timeout=30)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from process import registry_beat
+from process import registry
 from process.errors import Unavailable
 from protos import common_pb2
 from services.autoscaler import registry_look
@@ -29,8 +29,8 @@ TTL_MS = 600_000
 
 async def write(client: Any, worker_id: str, *, life: str = "1", left_ms: int = TTL_MS) -> None:
     status = common_pb2.WorkerStatus(worker_id=worker_id, incarnation="1", num_running=3)
-    await client.hset(registry_beat.entries_key("worker"), worker_id, status_to_json(status))
-    await client.set(registry_beat.beat_key("worker", worker_id), life, px=left_ms)
+    await client.hset(registry.entries_key("worker"), worker_id, status_to_json(status))
+    await client.set(registry.beat_key("worker", worker_id), life, px=left_ms)
 
 
 async def test_only_those_that_live_are_seen_each_as_old_as_its_beat(server: RedisServer) -> None:
@@ -40,11 +40,11 @@ async def test_only_those_that_live_are_seen_each_as_old_as_its_beat(server: Red
         await write(client, "late", left_ms=TTL_MS // 2)
         await write(client, "another life", life="2")
         await write(client, "dead")
-        await client.delete(registry_beat.beat_key("worker", "dead"))
-        key = registry_beat.entries_key("router")
+        await client.delete(registry.beat_key("worker", "dead"))
+        key = registry.entries_key("router")
         await client.hset(key, mapping={"r": "{no json", "s": '{"models": 3}'})
         for router in ("r", "s"):
-            await client.set(registry_beat.beat_key("router", router), "1", px=TTL_MS)
+            await client.set(registry.beat_key("router", router), "1", px=TTL_MS)
         found = await registry_look.look(client, 5.0, beat_ttl_ms=TTL_MS)
     finally:
         await client.aclose()

@@ -12,7 +12,7 @@ import pytest
 from google.protobuf import json_format
 
 from baton.client import Client
-from process import registry_beat, serving
+from process import registry, rpc
 from process.errors import Unavailable
 from protos import inference_pb2, router_status_pb2
 from services.router.fakes.decode import FakeDecode
@@ -35,8 +35,8 @@ from tests.harness.waiting import until
 async def entry(bench: Bench) -> router_status_pb2.RouterStatus:
     client: Any = bench.redis.client()
     try:
-        raw = await client.hget(registry_beat.entries_key("router"), bench.router.router_id)
-        beat = await client.get(registry_beat.beat_key("router", bench.router.router_id))
+        raw = await client.hget(registry.entries_key("router"), bench.router.router_id)
+        beat = await client.get(registry.beat_key("router", bench.router.router_id))
     finally:
         await client.aclose()
     status = router_status_pb2.RouterStatus()
@@ -117,7 +117,7 @@ async def test_a_model_that_requests_wait_for_is_listed_as_its_last_workers_had_
         before = await bench.stub.ListModels(ask, timeout=BOUND_S)
         assert before.models
         client: Any = bench.redis.client()
-        await client.delete(registry_beat.entries_key("worker"))
+        await client.delete(registry.entries_key("worker"))
         await client.aclose()
         assert not await bench.probe.look()
         assert await bench.stub.ListModels(ask, timeout=BOUND_S) == before
@@ -125,7 +125,7 @@ async def test_a_model_that_requests_wait_for_is_listed_as_its_last_workers_had_
         times=SHORT_WAITS
     ) as bench:  # its workers are expected back for `failover_wait_s`
         client = bench.redis.client()
-        await client.delete(registry_beat.entries_key("worker"))
+        await client.delete(registry.entries_key("worker"))
         await client.aclose()
         await bench.probe.look()
 
@@ -154,7 +154,7 @@ async def test_too_long_is_refused() -> None:
     async with running(num_prefill=0, num_decode=0, hold_without_workers_s=0.3) as bench:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await bench.generate(request())
-        error = serving.error_from_rpc(caught.value)
+        error = rpc.error_from_rpc(caught.value)
         assert isinstance(error, Unavailable) and "none started within 0.3 s" in str(error)
         assert error.retry_after_s is not None
 

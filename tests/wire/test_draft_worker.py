@@ -16,7 +16,7 @@ import pytest
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.speculation.remote import RemoteDrafter
-from process.serving import PLAIN
+from process.rpc import PLAIN
 from services.worker.draft_channel import DraftPeers
 from tests.harness.draft_workers import CONFIG, meet, outputs, submit
 from tests.harness.service_process import start_service

@@ -22,10 +22,10 @@ import uvloop
 from aiohttp import web
 
 from baton.certificates import CertSet, write
-from process import serving
+from process import grpc_server
 from process.access import Role
 from process.errors import NoCapacity
-from process.serving import Strangers
+from process.grpc_server import PublicPortLimits
 from process.tls import Identity
 from protos import common_pb2, inference_pb2
 from services.router.http_connections import HttpConnections
@@ -240,11 +240,11 @@ def test_a_handshake_that_does_not_end_is_ended(tmp_path: Path) -> None:
 
 
 async def test_a_handshake_of_grpc_that_does_not_end_is_ended(tmp_path: Path) -> None:
-    server, address = await serving.listen(
+    server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [],
         identity=Identity(write(tmp_path / "tls").tls_of(Role.ROUTER)),
-        strangers=Strangers(handshake_s=0.1),
+        limits=PublicPortLimits(handshake_s=0.1),
     )
     try:
         async with raw(address, b"") as reader:

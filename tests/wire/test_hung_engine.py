@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from process import serving
+from process import rpc
 from protos import inference_pb2, inference_pb2_grpc
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
@@ -75,7 +75,7 @@ async def site() -> AsyncIterator[Site]:
                 stack.callback(gated.release)  # before that: a step that hangs ends only here
                 models[role].append(gated)
                 workers.append(worker)
-        channel = await stack.enter_async_context(serving.channel(router.address))
+        channel = await stack.enter_async_context(rpc.channel(router.address))
         await until(lambda: _knows(router, [worker.core.identity.worker_id for worker in workers]))
         yield Site(router, inference_pb2_grpc.InferenceStub(channel), models, workers)
 

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 from aiohttp import web
 
-from process import serving
+from process import rpc
 from process.deadline import Deadline
 from process.errors import Cancelled, NotFound
 from protos import common_pb2
@@ -188,9 +188,9 @@ async def test_a_write_on_a_call_that_is_over_is_no_internal_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def over(context: Any, message: bytes) -> None:
-        raise serving.CallOver("ExecuteBatchError")
+        raise rpc.CallOver("ExecuteBatchError")
 
-    monkeypatch.setattr(serving, "write_first", over)
+    monkeypatch.setattr(rpc, "write_first", over)
     async with running() as bench:
         with pytest.raises(grpc.aio.AioRpcError):
             await bench.generate(request())

@@ -15,7 +15,7 @@ import pytest
 
 from engine.request import Request, Sampling
 from kvstore.errors import Quarantine
-from process import serving
+from process import rpc
 from process.errors import FailedPrecondition, Internal
 from protos import (
     worker_control_pb2,
@@ -35,7 +35,7 @@ SHORT = PROMPT[:10]
 
 
 async def set_role(made: main.Worker, role: str) -> worker_control_pb2.SetRoleReply:
-    async with serving.channel(made.address) as channel:
+    async with rpc.channel(made.address) as channel:
         stub = worker_control_pb2_grpc.WorkerControlStub(channel)
         return await stub.SetRole(worker_control_pb2.SetRoleRequest(role=role), timeout=WAIT_S)
 

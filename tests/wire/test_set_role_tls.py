@@ -12,7 +12,7 @@ import pytest
 
 from baton import certificates
 from baton.certificates import CertSet
-from process import serving
+from process import rpc
 from process.access import WORKERS, Role
 from process.tls import Identity
 from protos import (
@@ -52,7 +52,7 @@ async def test_a_certificate_of_one_role_keeps_it_and_says_so(tmp_path: Path) ->
             (Role.AUTOSCALER, grpc.StatusCode.FAILED_PRECONDITION, "baton://role/decode"),
             (Role.ROUTER, grpc.StatusCode.PERMISSION_DENIED, "not for a peer of role router"),
         ):
-            dial = serving.Dialer(Identity(made.tls_of(asking), asking))
+            dial = rpc.Dialer(Identity(made.tls_of(asking), asking))
             async with dial(serving_one.address, Role.DECODE) as channel:
                 stub = worker_control_pb2_grpc.WorkerControlStub(channel)
                 told = await code_of(stub.SetRole(request, timeout=WAIT_S))
@@ -71,7 +71,7 @@ async def asked_over_tls(
     made: CertSet, address: str, asking: Role, dialled: Role, role: str
 ) -> tuple[grpc.StatusCode, str]:
     """What comes of SetRole."""
-    dial = serving.Dialer(Identity(made.tls_of(asking), asking))
+    dial = rpc.Dialer(Identity(made.tls_of(asking), asking))
     async with dial(address, dialled) as channel:
         stub = worker_control_pb2_grpc.WorkerControlStub(channel)
         request = worker_control_pb2.SetRoleRequest(role=role)
@@ -92,7 +92,7 @@ async def test_a_certificate_of_both_roles_serves_in_either_by_its_own_table(
     ask = common_pb2.GetWorkerStatusRequest()
 
     async def status(asking: Role, called: Role) -> tuple[grpc.StatusCode, str]:
-        dial = serving.Dialer(Identity(made.tls_of(asking), asking))
+        dial = rpc.Dialer(Identity(made.tls_of(asking), asking))
         async with dial(w.address, called) as channel:
             stub: Any = (
                 decode_pb2_grpc.DecodeStub(channel)

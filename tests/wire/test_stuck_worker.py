@@ -21,7 +21,7 @@ CODE = """if True:
     sys.modules["engine.load"] = types.ModuleType("engine.load")
     sys.modules["engine.load"].load = None
 
-    from process import entry
+    from process import entrypoint
     from services.decode.role import DecodeRole
     from services.worker import main
     from services.worker.config import WorkerSettings
@@ -38,7 +38,7 @@ CODE = """if True:
     async def run(settings, stop):
         await main.run(settings, stop, "decode", DecodeRole)
 
-    sys.exit(entry.run("decode", WorkerSettings, run))
+    sys.exit(entrypoint.run("decode", WorkerSettings, run))
 """
 
 DRAFT = """if True:
@@ -48,7 +48,7 @@ DRAFT = """if True:
 
     from engine.fake import FakeModel
     from engine.speculation.draft_port import Ask
-    from process import entry
+    from process import entrypoint
     from process.deadline import Deadline
     from services.draft import main
     from services.draft.config import DraftSettings
@@ -69,7 +69,7 @@ DRAFT = """if True:
         worker.asking = asyncio.ensure_future(asked)
 
     main._load, main._say_ready = load, ready
-    sys.exit(entry.run("draft", DraftSettings, main.run))
+    sys.exit(entrypoint.run("draft", DraftSettings, main.run))
 """
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.speculation.draft_traces import DraftTraces
-from process import serving
+from process import rpc
 from process.trace_context import TraceContext, parse
 from process.tracing import TracingSettings
 from protos import common_pb2, decode_pb2, kvstore_pb2, kvstore_pb2_grpc
@@ -239,7 +239,7 @@ async def test_a_blocks_history_is_kept_at_the_store(tmp_path: Path) -> None:
         async with pair(tmp_path, tracing=settings(receiver)) as p:
             await traced(p, PROMPT, TRACE)
             await p.check()
-            async with serving.channel(p.store.address) as channel:
+            async with rpc.channel(p.store.address) as channel:
                 stub = kvstore_pb2_grpc.KvStoreStub(channel)
                 newest = await stub.GetBlockHistory(
                     kvstore_pb2.GetBlockHistoryRequest(), timeout=WAIT_S

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 
-from process import serving
+from process import rpc
 from process.errors import BatonError, NoCapacity, Unavailable
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from services.router.fakes.gate import Gate
@@ -144,7 +144,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         tokens = len(reserve.prompt_token_ids) + reserve.sampling.max_tokens - 1
         return -(-tokens // self.model.block_size)
 
-    @serving.streaming
+    @rpc.streaming
     async def Stream(
         self, commands: AsyncIterator[decode_pb2.DecodeCommand], context: Context
     ) -> AsyncIterator[decode_pb2.DecodeEvents]:
@@ -334,9 +334,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
 
 def _failed(error: BatonError) -> decode_pb2.DecodeFailed:
-    code, message = serving.status_of(error)
+    code, message = rpc.status_of(error)
     return decode_pb2.DecodeFailed(
-        code=serving.code_number(code), message=message, retry_after_s=error.retry_after_s
+        code=rpc.code_number(code), message=message, retry_after_s=error.retry_after_s
     )
 
 

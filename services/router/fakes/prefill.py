@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 
-from process import serving
+from process import rpc
 from process.errors import BatonError, Cancelled
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.router.fakes.gate import Gate
@@ -54,7 +54,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self.idle = asyncio.Event()
         self.idle.set()
 
-    @serving.streaming
+    @rpc.streaming
     async def Stream(
         self, commands: AsyncIterator[prefill_pb2.PrefillCommand], context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillEvents]:
@@ -110,9 +110,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             if not self.num_active:
                 self.idle.set()
         if problem is not None:
-            code, message = serving.status_of(problem)
+            code, message = rpc.status_of(problem)
             failed = prefill_pb2.PrefillFailed(
-                code=serving.code_number(code),
+                code=rpc.code_number(code),
                 message=message,
                 retry_after_s=problem.retry_after_s,
             )

@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf import json_format
 
-from process import incarnation, serving
+from process import entrypoint, grpc_server, rpc
 from process.errors import BatonError
 from protos import common_pb2
 from services.router.fakes.gate import Gate
@@ -26,7 +26,7 @@ class FakeWorker:
     def __init__(self, worker_id: str, model: FakeModel) -> None:
         self.worker_id = worker_id
         self.model = model
-        self.incarnation = incarnation.new().hex()
+        self.incarnation = entrypoint.new_incarnation().hex()
         self.address = ""
         self.is_draining = False
         self.num_blocks = 1000
@@ -61,7 +61,7 @@ class FakeWorker:
 
     async def start(self) -> None:
         """Listen on a free port of loopback."""
-        self._server, self.address = await serving.listen("127.0.0.1:0", [self._add_to])
+        self._server, self.address = await grpc_server.listen("127.0.0.1:0", [self._add_to])
 
     @property
     def is_alive(self) -> bool:
@@ -114,7 +114,7 @@ class FakeWorker:
         await client.hset("baton:workers", self.worker_id, entry)
         await client.set(f"baton:worker:{self.worker_id}:beat", self.incarnation, px=ttl_ms)
 
-    @serving.unary
+    @rpc.unary
     async def LoadAdapter(
         self, request: common_pb2.LoadAdapterRequest, context: Context
     ) -> common_pb2.LoadAdapterReply:
@@ -129,7 +129,7 @@ class FakeWorker:
         status = common_pb2.AdapterStatus(name=request.name, digest=digest)
         return common_pb2.LoadAdapterReply(adapter=status)
 
-    @serving.unary
+    @rpc.unary
     async def UnloadAdapter(
         self, request: common_pb2.UnloadAdapterRequest, context: Context
     ) -> common_pb2.UnloadAdapterReply:

@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from process.errors import InvalidArgument
-from process.intake import Room
+from process.memory_budget import MemoryGrant
 from services.router import identity
 from services.router.openai.json_pieces import JsonPieces
 from services.router.openai.records import Record
@@ -38,15 +38,17 @@ class Bodies:
         self._timeout_s = timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
-    async def read(self, request: web.Request, room: Room, record: Record) -> dict[str, Any]:
+    async def read(
+        self, request: web.Request, grant: MemoryGrant, record: Record
+    ) -> dict[str, Any]:
         """The fields of a body that is a `record`, with what headers say that it could have said
-        itself; it has the last word. `room` was taken for the longest body that may come.
+        itself; it has the last word. `grant` was taken for the longest body that may come.
 
-        Raises: InvalidArgument; NoCapacity when it arrives slowly and others wait for its room;
+        Raises: InvalidArgument; NoCapacity when it arrives slowly and others wait for its bytes;
         HTTPException for what HTTP itself refuses.
         """
-        data = await _received(request, self._timeout_s, room)
-        room.shrink(len(data))
+        data = await _received(request, self._timeout_s, grant)
+        grant.shrink(len(data))
         if len(data) <= _MAX_BYTES_ON_LOOP:
             return record.read(_with_headers(parse(data), request.headers), "")
         return await asyncio.get_running_loop().run_in_executor(
@@ -62,13 +64,13 @@ def _fields_of(data: bytes, headers: Mapping[str, str], record: Record) -> dict[
     return record.read(_with_headers(parse(data), headers), "")
 
 
-async def _received(request: web.Request, timeout_s: float, room: Room) -> bytes:
+async def _received(request: web.Request, timeout_s: float, grant: MemoryGrant) -> bytes:
     if request.content_type != "application/json":
         raise web.HTTPUnsupportedMediaType(text="content-type: must be application/json")
     if request.headers.get("content-encoding", "identity") != "identity":
         raise web.HTTPUnsupportedMediaType(text="content-encoding: send the body as it is")
     try:
-        async with asyncio.timeout(timeout_s), room.reading():
+        async with asyncio.timeout(timeout_s), grant.reading():
             return await request.read()
     except TimeoutError:
         raise web.HTTPRequestTimeout(text="the body did not arrive in time") from None

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from process import logs
 from process.errors import BatonError
-from process.intake import Room
+from process.memory_budget import MemoryGrant
 from protos import inference_pb2
 from services.router.caller import Caller
 from services.router.clients import Clients
@@ -88,9 +88,9 @@ class OpenAiRoutes:
             request_id = self._name(request, headers)
             caller = self._caller(request)
             call = HttpCall(request)
-            async with self._room(request, caller) as room:
+            async with self._grant(request, caller) as grant:
                 with self._unread_traced(call, times):
-                    given = await self._bodies.read(request, room, EMBEDDING)
+                    given = await self._bodies.read(request, grant, EMBEDDING)
                     fields, model = with_model(given, self._desk.models)
                     requests = embeddings.requests_of(fields)
                 most = embeddings.MOST_AT_ONCE
@@ -145,9 +145,9 @@ class OpenAiRoutes:
             request_id = self._name(request, headers)
             caller = self._caller(request)
             call = HttpCall(request)
-            async with self._room(request, caller) as room:
+            async with self._grant(request, caller) as grant:
                 with self._unread_traced(call, times):
-                    fields = await self._bodies.read(request, room, record)
+                    fields = await self._bodies.read(request, grant, record)
                     asked = read(fields, request_id, self._desk.models)
                 call.is_streamed = asked.look.is_streamed
                 name_requests(asked.requests, request_id)
@@ -188,8 +188,8 @@ class OpenAiRoutes:
     async def _close(self, app: web.Application) -> None:
         self._bodies.close()
 
-    def _room(self, request: web.Request, caller: Caller) -> Room:
-        return self._clients.room(caller, request.remote or "", request.content_length)
+    def _grant(self, request: web.Request, caller: Caller) -> MemoryGrant:
+        return self._clients.grant(caller, request.remote or "", request.content_length)
 
     def _caller(self, request: web.Request) -> Caller:
         return self._desk.caller_of(authorization_of(request.headers))

@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from process import serving
+from process import grpc_server, rpc
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
 
 
@@ -73,7 +73,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
     )
     address: str = ""
 
-    @serving.streaming
+    @rpc.streaming
     async def Generate(
         self, request: Any, context: Any
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
@@ -92,11 +92,11 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
             if not ended:
                 self.cancelled.set()
 
-    @serving.unary
+    @rpc.unary
     async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsReply:
         return inference_pb2.ListModelsReply(models=self.models)
 
-    @serving.unary
+    @rpc.unary
     async def GetClusterStatus(
         self, request: Any, context: Any
     ) -> inference_pb2.GetClusterStatusReply:
@@ -123,7 +123,7 @@ def router() -> Iterator[FakeRouter]:
     add: Callable[[grpc.aio.Server], None] = lambda server: (  # noqa: E731
         inference_pb2_grpc.add_InferenceServicer_to_server(fake, server)
     )
-    server, fake.address = call(serving.listen("127.0.0.1:0", [add]))
+    server, fake.address = call(grpc_server.listen("127.0.0.1:0", [add]))
     yield fake
     call(server.stop(0.1))
     loop.call_soon_threadsafe(loop.stop)

@@ -22,10 +22,10 @@ from baton.cluster import state as cluster_state
 from baton.cluster.state import ClusterState
 from kvstore import index, serve
 from kvstore.config import KvStoreSettings
-from process import redis_client
+from process import registry
 from process.access import Role
 from process.deadline import Deadline
-from process.redis_client import RedisAccess
+from process.registry import RedisAccess
 from protos import inference_pb2
 from tests.harness.redis_server import PASSWORD, RedisServer, a_redis, behind_tls, password_file
 from tests.harness.store import Worker
@@ -74,7 +74,7 @@ async def redis_server() -> AsyncIterator[RedisServer]:
 
 @pytest.fixture
 async def client(redis_server: RedisServer) -> AsyncIterator[redis.asyncio.Redis]:
-    made = redis_client.connect(redis_server.url, 1.0)
+    made = registry.connect_redis(redis_server.url, 1.0)
     yield made
     await made.aclose()
 

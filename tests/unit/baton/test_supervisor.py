@@ -437,10 +437,10 @@ def test_who_is_not_there_cannot_retire_and_nobody_else_does(supervisor: Supervi
 
 PULSING = """
 import asyncio, json
-from process import pulse
+from process import entrypoint
 
 async def serve():
-    pulse.start()
+    entrypoint.start_pulse()
     print(json.dumps({"event": "ready", "address": ""}), flush=True)
     await asyncio.Event().wait()
 

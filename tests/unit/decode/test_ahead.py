@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.block import Block, Tier
+from kvstore.blocks import Block, PackedBlocks, Tier
 from kvstore.errors import CHECKSUM
 from kvstore.lending import lender_node_id
 from kvstore.lending.told import NO_WORD, Word
-from kvstore.packed import PackedBlocks
 from services.decode.ahead import Ahead, Copied, Rest
 from services.decode.intake import Intake
 from services.worker.handle import Run, Stretch

@@ -22,7 +22,7 @@ from engine.speculation.drafter import Draft, Task
 from process.access import Role
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Internal, InvalidArgument, NoCapacity, Unavailable
-from process.serving import PLAIN
+from process.rpc import PLAIN
 from process.settings import SettingsError
 from process.tls import TlsSettings
 from protos import draft_pb2, draft_pb2_grpc

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_port import Ask
-from process.serving import PLAIN
+from process.rpc import PLAIN
 from services.draft import main
 from services.draft.config import DraftSettings
 from services.worker.draft_channel import GrpcDraftChannel

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.errors import IntegrityError, LeaseLapsed
 from kvstore.lending.lease import Lease, Lent
 from kvstore.lending.loans import FIRST_GENERATION, LoanTable, Offer

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from engine.step_output import FilledBlock
+from kvstore.blocks import PackedBlocks
 from kvstore.errors import LeaseLapsed
 from kvstore.lending.loans import LoanTable, Offer
-from kvstore.packed import PackedBlocks
 from services.prefill.handover import Handover
 from services.prefill.lent_prompt import NOT_HELD, LentPrompt
 from services.worker.block_writer import TailSource

@@ -17,7 +17,7 @@ from grpc.aio import _server
 from packaging.requirements import Requirement
 
 from baton import certificates
-from process import grpc_server, serving
+from process import grpc_server, rpc
 from process.access import RULES, Role
 from process.tls import Identity
 from protos import kvstore_pb2, kvstore_pb2_grpc
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class _Store(kvstore_pb2_grpc.KvStoreServicer):
-    @serving.unary
+    @rpc.unary
     async def GetStatus(self, request: Any, context: Any) -> kvstore_pb2.GetStatusReply:
         return kvstore_pb2.GetStatusReply(node_id="here")
 
@@ -56,7 +56,7 @@ def _request(path: bytes) -> bytes:
 
 
 async def _answers(address: str) -> str:
-    async with serving.channel(address) as channel:
+    async with rpc.channel(address) as channel:
         stub = kvstore_pb2_grpc.KvStoreStub(channel)
         reply = await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=CALL_S)
         return str(reply.node_id)
@@ -70,7 +70,7 @@ async def test_no_path_ends_the_server(seed: int) -> None:
     def add(server: grpc.aio.Server) -> None:
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(_Store(), server)
 
-    server, address = await serving.listen("127.0.0.1:0", [add])
+    server, address = await grpc_server.listen("127.0.0.1:0", [add])
     host, _, port = address.rpartition(":")
     try:
         for path in paths:
@@ -90,8 +90,8 @@ async def test_an_unknown_method_is_unimplemented(is_tls: bool, tmp_path: Path) 
     """Whatever the role; a method that exists is refused to a wrong role."""
     made = certificates.write(tmp_path) if is_tls else None
     identity = Identity(made.tls_of(Role.KVSTORE)) if made is not None else None
-    dial = serving.Dialer(Identity(made.tls_of(Role.DRAFT)) if made is not None else None)
-    server, address = await serving.listen(
+    dial = rpc.Dialer(Identity(made.tls_of(Role.DRAFT)) if made is not None else None)
+    server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [lambda server: kvstore_pb2_grpc.add_KvStoreServicer_to_server(_Store(), server)],
         identity=identity,

@@ -160,3 +160,11 @@ def test_a_bare_word_is_what_the_setting_is() -> None:
 )
 def test_an_override_is_toml_or_a_bare_word(override: str, expected: tuple[str, object]) -> None:
     assert settings.parse_override(override) == expected
+
+
+def test_a_host_and_its_port() -> None:
+    assert settings.split_host_port("localhost:80") == ("localhost", 80)
+    assert settings.split_host_port("[::1]:0") == ("::1", 0)
+    for wrong in ("", "host", ":80", "host:", "host:65536", "host:-1", "host:\u0661"):
+        with pytest.raises(ValueError, match="is not host:port"):
+            settings.split_host_port(wrong)

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from process import redis_client
+from process import registry
 from process.tasks import end_tasks
 
 
@@ -56,7 +56,7 @@ async def test_no_cancel_is_lost_at_any_turn_of_a_call() -> None:
     """Each call is cancelled after 0, 1, 2, ... turns of the loop, until it is over first."""
     server = await asyncio.start_server(_answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    client = redis_client.connect(f"redis://127.0.0.1:{port}/0?protocol=2", 5.0)
+    client = registry.connect_redis(f"redis://127.0.0.1:{port}/0?protocol=2", 5.0)
     num_turns, num_finished = 0, 0
     async with asyncio.timeout(60):
         while num_finished < 20:

@@ -14,10 +14,10 @@ import pytest
 
 from baton import certificates
 from baton.certificates import CertSet
-from process import serving
+from process import grpc_server, rpc
 from process.access import RULES, Role
 from process.errors import Unavailable
-from process.serving import Dialer
+from process.rpc import Dialer
 from process.settings import SettingsError
 from process.tls import Identity, TlsSettings, is_loopback
 from protos import kvstore_pb2, kvstore_pb2_grpc
@@ -31,14 +31,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> CertSet:
 
 
 class Store(kvstore_pb2_grpc.KvStoreServicer):
-    @serving.unary
+    @rpc.unary
     async def GetStatus(self, request: Any, context: Any) -> kvstore_pb2.GetStatusReply:
         return kvstore_pb2.GetStatusReply(node_id="here")
 
 
 @asynccontextmanager
 async def a_store(identity: Identity) -> AsyncIterator[str]:
-    server, address = await serving.listen(
+    server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [lambda server: kvstore_pb2_grpc.add_KvStoreServicer_to_server(Store(), server)],
         identity=identity,
@@ -56,7 +56,7 @@ async def ask(channel: grpc.aio.Channel) -> str:
         try:
             reply = await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=CALL_S)
         except grpc.aio.AioRpcError as error:
-            raise serving.error_from_rpc(error) from error
+            raise rpc.error_from_rpc(error) from error
         return str(reply.node_id)
 
 
@@ -130,7 +130,7 @@ async def test_only_the_expected_role_is_talked_to_and_only_a_known_ca(
         with pytest.raises(Unavailable):
             await ask(as_router(address, Role.PREFILL))
         with pytest.raises(Unavailable):
-            await ask(serving.channel(address))  # in the clear
+            await ask(rpc.channel(address))  # in the clear
         without = Identity(TlsSettings(ca_file=str(made.ca_file)))
         with pytest.raises(Unavailable):
             await ask(Dialer(without)(address, Role.KVSTORE))

@@ -8,7 +8,7 @@ import pytest
 
 from process import api_keys
 from process.errors import PermissionDenied, Unauthenticated
-from process.watched_file import RETRY_S
+from process.secret_files import RETRY_S
 from protos import inference_pb2
 from services.router.caller import ANYBODY
 from services.router.keys import ApiKeys

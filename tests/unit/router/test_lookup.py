@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore import block_hash, index
-from kvstore.hash_turns import TURN_TOKENS
-from process import redis_client
+from kvstore.block_hash import TURN_TOKENS
+from process import registry
 from process.errors import Unavailable
 from protos import inference_pb2
 from services.router.lookup import PrefixLookup
@@ -157,7 +157,7 @@ async def test_against_the_real_index() -> None:
     server = RedisServer()
     try:
         await server.start()
-        client = redis_client.connect(server.url, 5.0)
+        client = registry.connect_redis(server.url, 5.0)
         stores = [STORE, StoreView("n1", "127.0.0.1:2", "bb")]
         for size, num_held in ((16, 700), (8, 3)):
             root = block_hash.root_key(b"salt", FINGERPRINT)

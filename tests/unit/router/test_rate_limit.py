@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from process import redis_client
+from process import registry
 from process.api_keys import TenantLimits
 from process.errors import NoCapacity
 from services.router import rate_limit
@@ -42,7 +42,7 @@ async def passes(rates: RateLimits, limits: TenantLimits, num_tokens: int) -> bo
 async def test_routers_share_one_bucket_and_what_was_not_used_comes_back(
     server: RedisServer,
 ) -> None:
-    client = redis_client.connect(server.url, TIMEOUT_S)
+    client = registry.connect_redis(server.url, TIMEOUT_S)
     one, other = RateLimits(client, TIMEOUT_S), RateLimits(client, TIMEOUT_S)
     limits = TenantLimits(max_tokens_per_min=6_000)
     try:
@@ -63,7 +63,7 @@ async def test_routers_share_one_bucket_and_what_was_not_used_comes_back(
 
 
 async def test_requests_are_counted_too(server: RedisServer) -> None:
-    client = redis_client.connect(server.url, TIMEOUT_S)
+    client = registry.connect_redis(server.url, TIMEOUT_S)
     rates = RateLimits(client, TIMEOUT_S)
     limits = TenantLimits(max_requests_per_min=3)
     try:
@@ -89,7 +89,7 @@ async def test_the_script_does_the_sums_of_the_bucket(
 ) -> None:
     """By Redis's own clock, which is put on by hand: the level's moment is set back."""
     rng = random.Random(seed)
-    client = redis_client.connect(server.url, TIMEOUT_S)
+    client = registry.connect_redis(server.url, TIMEOUT_S)
     rates = RateLimits(client, TIMEOUT_S)
     try:
         for number in range(scale(100)):
@@ -124,7 +124,7 @@ async def test_the_script_does_the_sums_of_the_bucket(
 
 async def test_redis_away_is_visible_and_limits_go_on_here(server: RedisServer) -> None:
     clock = Clock(1000.0)
-    client = redis_client.connect(server.url, TIMEOUT_S)
+    client = registry.connect_redis(server.url, TIMEOUT_S)
     rates = RateLimits(client, TIMEOUT_S, clock)
     limits = TenantLimits(max_requests_per_min=2)
     try:

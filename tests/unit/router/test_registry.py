@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
-from process import redis_client
+from process.registry import connect_redis
 from services.router.fakes.model import FakeModel
 from services.router.fakes.prefill import FakePrefill
 from services.router.registry import KEEP_S, LAPSE_S, MARK_KEY, Registry
@@ -45,7 +45,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 async def registry(redis_server: RedisServer, clock: Clock) -> AsyncIterator[Registry]:
-    redis = redis_client.connect(redis_server.url, BOUND_S)
+    redis = connect_redis(redis_server.url, BOUND_S)
     yield Registry(redis, poll_interval_s=60, timeout_s=BOUND_S, clock=clock)
     await redis.aclose()
 
@@ -184,7 +184,7 @@ async def test_a_redis_that_stays_the_same_is_believed_at_once(
 ) -> None:
     """Two routers look: neither is another Redis to the other."""
     await _register(client, FakePrefill("p0", FakeModel()))
-    redis = redis_client.connect(redis_server.url, BOUND_S)
+    redis = connect_redis(redis_server.url, BOUND_S)
     other = Registry(redis, poll_interval_s=60, timeout_s=BOUND_S)
     assert _names(await registry.poll()) == _names(await other.poll()) == ["p0"]
     await client.delete("baton:worker:p0:beat")
@@ -332,7 +332,7 @@ async def test_a_broken_entry_is_a_problem_not_a_failure(registry: Registry, cli
 
 async def test_polling_tells_who_asked(redis_server: RedisServer, client: Any) -> None:
     seen: list[int] = []
-    redis = redis_client.connect(redis_server.url, BOUND_S)
+    redis = connect_redis(redis_server.url, BOUND_S)
     registry = Registry(
         redis,
         poll_interval_s=0.01,

@@ -12,9 +12,9 @@ import pytest
 from engine.loop import Engine
 from engine.lora.config import LoraLimits
 from engine.lora.registry import AdapterInfo
-from process import adapter_wishes
 from process.errors import FailedPrecondition, NoCapacity, Unavailable
 from protos.common_pb2 import AdapterVersion, AdapterWish
+from services import adapter_wishes
 from services.worker import adapters
 from services.worker.adapters import MAX_NUM_READING, WorkerAdapters
 from tests.harness.gated_engine import fake_engine, running

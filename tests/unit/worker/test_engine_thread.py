@@ -14,9 +14,9 @@ import pytest
 from engine.errors import RankFailed
 from engine.step_output import StepOutput
 from process.errors import FailedPrecondition, Internal, Unavailable
-from process.step_watch import StepWatch
 from services.worker import engine_thread
 from services.worker.engine_thread import EngineThread
+from services.worker.step_watch import StepWatch
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of, request, running
 from tests.harness.waiting import WAIT_S, Clock, settled, until
 

@@ -13,9 +13,9 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.block import Block, Tier
+from kvstore.blocks import Block, Tier
 from process.errors import Internal
-from process.keys import Key, new_key
+from process.signing_keys import SigningKey, new_key
 from protos import common_pb2
 from services.worker import handle as handles
 from services.worker.handle_keys import HandleKeys
@@ -187,7 +187,7 @@ def test_bytes_that_move_to_the_next_field_change_what_is_signed(
 
 def test_without_a_valid_key_or_a_signature_nothing_but_the_version_is_looked_at() -> None:
     foreign = HandleKeys([new_key()])
-    same_name = HandleKeys([Key(KEYS.key_ids[0], bytes(32))])
+    same_name = HandleKeys([SigningKey(KEYS.key_ids[0], bytes(32))])
     for keys in (foreign, same_name, HandleKeys(())):
         message = handles.to_proto(small_handle(), KEYS)
         message.nonce = b"short"  # would be refused by name
@@ -309,7 +309,7 @@ a message in field 6 of its run."""
 
 def test_a_handle_of_the_version_before_is_told_from_a_forged_one() -> None:
     """Whoever has its key or not: how it was signed is not known here."""
-    for keys in (HandleKeys([Key("k", bytes(32))]), KEYS, HandleKeys(())):
+    for keys in (HandleKeys([SigningKey("k", bytes(32))]), KEYS, HandleKeys(())):
         message = common_pb2.KvHandle.FromString(OF_VERSION_2)
         assert (message.version, message.key_id, len(message.signature)) == (2, "k", 32)
         assert message.runs[0].lease_id == "lease" and not message.runs[0].blocks

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from process import keys as key_files
+from process import signing_keys
+from process.secret_files import RETRY_S
 from process.settings import SettingsError
-from process.watched_file import RETRY_S
 from services.worker.handle_keys import MAC_BYTES, HandleKeys
 from tests.harness.waiting import Clock
 
-KEYS = HandleKeys([key_files.new_key(), key_files.new_key()])
+KEYS = HandleKeys([signing_keys.new_key(), signing_keys.new_key()])
 
 
 @given(st.binary(max_size=64), st.integers(0, MAC_BYTES * 8 - 1))
@@ -39,7 +39,7 @@ def test_only_the_exact_signature_of_the_exact_content_verifies(content: bytes, 
 
 def test_a_mac_for_anything_else_is_none_for_a_handle() -> None:
     """The same key over the same bytes without our personal string."""
-    key = key_files.new_key()
+    key = signing_keys.new_key()
     keys = HandleKeys([key])
     plain = hashlib.blake2b(b"content", digest_size=MAC_BYTES, key=key.secret).digest()
     assert not keys.is_signed(key.key_id, b"content", plain)
@@ -47,17 +47,17 @@ def test_a_mac_for_anything_else_is_none_for_a_handle() -> None:
 
 def test_a_changed_file_is_taken_up_by_signer_and_verifier(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    old = key_files.create(path)
+    old = signing_keys.create(path)
     signer, verifier = HandleKeys.load(path), HandleKeys.load(path)
     before = signer.mac(signer.signing_key_id(), b"x")
-    new = key_files.rotate(path)
+    new = signing_keys.rotate(path)
     assert signer.signing_key_id() == new.key_id
     assert verifier.key_ids == (old.key_id,)
     assert verifier.is_signed(new.key_id, b"x", signer.mac(new.key_id, b"x"))
     assert verifier.key_ids == (new.key_id, old.key_id)
     assert verifier.is_signed(old.key_id, b"x", before)
     assert signer.num_reloads == verifier.num_reloads == 1
-    key_files.drop_old(path)
+    signing_keys.drop_old(path)
     assert verifier.signing_key_id() == new.key_id
     assert not verifier.is_signed(old.key_id, b"x", before)
 
@@ -67,10 +67,10 @@ def test_an_unknown_key_reads_the_file_once_per_change(
 ) -> None:
     """Forged handles do not make a worker read files."""
     path = tmp_path / "keys"
-    key_files.create(path)
+    signing_keys.create(path)
     keys = HandleKeys.load(path)
     reads = []
-    monkeypatch.setattr(key_files, "load", reads.append)
+    monkeypatch.setattr(signing_keys, "load", reads.append)
     for _ in range(100):
         assert not keys.is_signed("forged", b"x", bytes(MAC_BYTES))
     assert not reads
@@ -81,7 +81,7 @@ def test_a_file_that_went_bad_changes_nothing_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: str
 ) -> None:
     path = tmp_path / "keys"
-    key = key_files.create(path)
+    key = signing_keys.create(path)
     keys = HandleKeys.load(path)
     if spoil == "gone":
         path.unlink()
@@ -100,12 +100,12 @@ def test_a_file_that_went_bad_changes_nothing_and_is_logged(
 
 def test_a_dropped_key_is_dropped_where_nothing_is_ever_signed(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    key_files.create(path)
+    signing_keys.create(path)
     signer, verifier = HandleKeys.load(path), HandleKeys.load(path)
     old = signer.signing_key_id()
     mac = signer.mac(old, b"x")
     assert verifier.is_signed(old, b"x", mac)
-    key_files.create(tmp_path / "other")
+    signing_keys.create(tmp_path / "other")
     (tmp_path / "other").replace(path)
     assert not verifier.is_signed(old, b"x", mac)
     new = signer.signing_key_id()
@@ -115,10 +115,10 @@ def test_a_dropped_key_is_dropped_where_nothing_is_ever_signed(tmp_path: Path) -
 def test_the_fix_that_the_log_asks_for_is_seen(tmp_path: Path) -> None:
     clock = Clock()
     path = tmp_path / "keys"
-    key_files.create(path)
+    signing_keys.create(path)
     keys = HandleKeys.load(path, clock)
     old = keys.signing_key_id()
-    key_files.create(tmp_path / "other")
+    signing_keys.create(tmp_path / "other")
     (tmp_path / "other").chmod(0o644)
     (tmp_path / "other").replace(path)
     assert keys.signing_key_id() == old

@@ -10,7 +10,7 @@ import pytest
 import redis.asyncio
 from google.protobuf import json_format
 
-from process.registry_beat import BEAT_TTL_MS
+from process.registry import BEAT_TTL_MS
 from protos import common_pb2
 from services.worker.heartbeat import WORKERS_KEY, Heartbeat, beat_key
 from tests.harness.redis_server import RedisServer

@@ -13,7 +13,7 @@ from engine.errors import LoadError
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_port import DraftPeer
 from engine.speculation.draft_traces import DraftTraces
-from process.health import Health
+from process.metrics import HealthProbes
 from services.decode.role import DecodeRole
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
@@ -32,7 +32,7 @@ async def test_it_is_loaded_with_all_that_a_first_grammar_needs(
 
     monkeypatch.setattr("engine.loop.load_engine", load)
     with pytest.raises(LoadError, match="no model here"):
-        await main._load(WorkerSettings(), asyncio.Event(), Health("loading"), ())
+        await main._load(WorkerSettings(), asyncio.Event(), HealthProbes("loading"), ())
     assert told == [True]
 
 
@@ -66,7 +66,7 @@ async def test_requests_watch_the_traces_that_draft_workers_calls_are_noted_in(
 
 
 def test_probes_are_told_how_far_the_loading_is() -> None:
-    health = Health("loading the model")
+    health = HealthProbes("loading the model")
     progress = main._Progress(health)
     for done in (0, 3, 10):
         progress("weights", done, 10)

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.block import Block, Tier
+from kvstore.blocks import Block, Tier
 from kvstore.lending import is_lender, lender_node_id
 from protos import common_pb2
 from services.worker.provenance import HandoverPath, Leg, StageClock, WorkerCounts

@@ -19,7 +19,7 @@ from engine.speculation.remote_state import (
     ask_of,
     shares,
 )
-from process.serving import MAX_MESSAGE_BYTES
+from process.rpc import MAX_MESSAGE_BYTES
 from services.worker.draft_channel import _request
 from tests.harness import draft_workers as bench
 from tests.harness.draft_workers import fake
