@@ -46,10 +46,8 @@ from rich.table import Table
 
 from baton import ClusterConfig, LocalCluster
 from benchmarks.context import context, publish
-from process import spans
-from process.span_export import OtlpExporter
-from process.trace_context import TraceContext
-from process.tracing import Tracing, TracingSettings
+from process.spans import SpanData, TraceContext, current_span
+from process.tracing import OtlpExporter, Tracing, TracingSettings
 from protos import inference_pb2, inference_pb2_grpc
 from services.router.request_trace import STAGE, TO_FIRST_TOKEN, RequestTrace
 from services.router.times import StageTimes
@@ -164,7 +162,7 @@ def untraced_s(num_laps: int = 20_000) -> float:
     for _ in range(num_laps):
         with RequestTrace(tracing, headers, request, StageTimes(), "m") as trace:
             for _ in range(_CALLS_ON_NOBODY):
-                with spans.current().child("x") as span:
+                with current_span().child("x") as span:
                     if span.is_recording:
                         raise AssertionError("nobody is traced here")
         trace.on_end("finished", "")
@@ -202,7 +200,7 @@ class _Encoding:
 class _Nowhere:
     """An exporter that gets nothing."""
 
-    def take(self, span: spans.SpanData) -> None:
+    def take(self, span: SpanData) -> None:
         raise AssertionError("nobody is traced here")
 
 

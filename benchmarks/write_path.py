@@ -38,7 +38,7 @@ import uvloop
 
 from benchmarks import store_process
 from benchmarks.context import context, publish
-from benchmarks.keyed_stream import KeyedStream
+from benchmarks.harness import KeyedStream
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine

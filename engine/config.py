@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from engine.grammar.config import GrammarLimits
 from engine.lora.config import LoraLimits
 from engine.speculation.config import SpeculationConfig
-from process.settings import SettingsError
+from process.settings import NonNegativeInt, PositiveInt, SettingsError, check_ranges
 
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
@@ -55,7 +58,7 @@ class EngineConfig:
     are quantized per token), or "auto": the dtype computed in. Our own decoder only. Part of the
     model fingerprint."""
 
-    weights_device_bytes: int = 0
+    weights_device_bytes: NonNegativeInt = 0
     """Device memory that the weights may take; 0: all of them lie there. Of a model with more,
     layers lie in host memory and are copied to the device as they are computed, by transformers'
     code. In one process; without `exact` and `weight_dtype`, which our own decoder has."""
@@ -70,29 +73,29 @@ class EngineConfig:
     layer; found at start), "block" (one head's in one block), "token_head" (one head's of one
     token). Scales are part of the block's bytes."""
 
-    block_size: int = 16
+    block_size: PositiveInt = 16
     """Tokens per block. Part of the model fingerprint: every worker and store of a deployment has
     the same."""
 
-    num_blocks: int = 0
+    num_blocks: NonNegativeInt = 0
     """Blocks of the KV cache; 0: as many as `kv_bytes` hold."""
 
-    kv_bytes: int = 0
+    kv_bytes: NonNegativeInt = 0
     """Bytes of the KV cache; 0: on CUDA what `memory_share` leaves; on CPU four full context
     windows or 256 MiB, whichever is more, and at most a quarter of the memory free at start."""
 
-    memory_share: float = 0.9
+    memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Of a CUDA device's memory, what this engine may use: weights, its largest step (measured at
     start), and the KV cache, which gets the rest. Of no account where that is sized otherwise."""
 
-    max_num_tokens_per_step: int = 512
+    max_num_tokens_per_step: PositiveInt = 512
     """Token budget of one step: decodes first, prefill chunks in the remainder."""
 
-    max_num_running: int = 64
+    max_num_running: PositiveInt = 64
     """Most requests that take part in one step; at most `max_num_tokens_per_step`, so that each
     decode has its token."""
 
-    max_num_tokens_per_request_step: int = 0
+    max_num_tokens_per_request_step: NonNegativeInt = 0
     """Most prompt tokens of one request in one step, so that several prompts advance together; 0:
     as many as the budget leaves."""
 
@@ -101,11 +104,11 @@ class EngineConfig:
     higher priority first, then as "fcfs"; "cache_aware": as "priority", but among equal priorities
     the longest cached prefix first."""
 
-    max_passes: int = 32
+    max_passes: NonNegativeInt = 32
     """How often a request that waits may be passed by later ones of no higher priority (because
     they fit, or have more cached); after that it goes before them, and they wait for it."""
 
-    max_num_adapters_per_step: int = 0
+    max_num_adapters_per_step: NonNegativeInt = 0
     """Most different adapters in one batch; 0: no bound."""
 
     preemption: str = "never"
@@ -114,7 +117,7 @@ class EngineConfig:
     when they run out, the least urgent request loses its own. It computes them again, or gets them
     back from where they were parked: the worker's KV store, or host memory where there is none."""
 
-    park_bytes: int = 0
+    park_bytes: NonNegativeInt = 0
     """Host memory for swapped blocks, with a KV store for those on their way to it and back; 0: as
     much as the KV cache has. What does not fit is computed again, and counted."""
 
@@ -138,21 +141,21 @@ class EngineConfig:
     grammar: GrammarLimits = GrammarLimits()  # noqa: RUF009  (a frozen value)
     """What one grammar may cost."""
 
-    context_window: int = 0
+    context_window: NonNegativeInt = 0
     """Most tokens of one request, prompt and output together; 0: the model's own."""
 
-    tensor_parallel: int = 1
+    tensor_parallel: PositiveInt = 1
     """Processes that share every layer's heads and columns. With `pipeline_parallel`, so many times
     as many in all; on CUDA each has a device of its own, from `device` on."""
 
-    pipeline_parallel: int = 1
+    pipeline_parallel: PositiveInt = 1
     """Stages of consecutive layers, each computed by processes of its own."""
 
-    rank_timeout_s: float = 120.0
+    rank_timeout_s: Annotated[float, Meta(gt=0, le=MAX_RANK_TIMEOUT_S)] = 120.0
     """Longest silence of one of several processes that compute a model together: loading, or in a
     step. After it the engine fails."""
 
-    num_threads: int = 0
+    num_threads: NonNegativeInt = 0
     """torch's CPU threads; 0: leave torch's own. One each when several engines share few cores."""
 
     speculation: SpeculationConfig = SpeculationConfig()  # noqa: RUF009  (a frozen value)
@@ -180,40 +183,12 @@ class EngineConfig:
                 raise SettingsError(
                     f"{name}: {getattr(self, name)!r} is none of {', '.join(known)}"
                 )
-        for name in (
-            "block_size",
-            "max_num_tokens_per_step",
-            "max_num_running",
-            "tensor_parallel",
-            "pipeline_parallel",
-        ):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"{name}: {getattr(self, name)} is below 1")
-        for name in (
-            "num_blocks",
-            "kv_bytes",
-            "park_bytes",
-            "context_window",
-            "num_threads",
-            "weights_device_bytes",
-            "max_passes",
-            "max_num_tokens_per_request_step",
-            "max_num_adapters_per_step",
-        ):
-            if getattr(self, name) < 0:
-                raise SettingsError(f"{name}: {getattr(self, name)} is negative")
-        if not 0 < self.memory_share <= 1:
-            raise SettingsError(f"memory_share: {self.memory_share:g} is not in (0, 1]")
-        if not 0 < self.rank_timeout_s <= MAX_RANK_TIMEOUT_S:
-            raise SettingsError(
-                f"rank_timeout_s: {self.rank_timeout_s:g} is not in (0, {MAX_RANK_TIMEOUT_S:g}]"
-            )
+        check_ranges(self)
         if self.max_num_running > self.max_num_tokens_per_step:
             raise SettingsError(
                 f"max_num_running: {self.max_num_running} is above max_num_tokens_per_step "
                 f"({self.max_num_tokens_per_step}); each running request needs a token per step"
             )
-
         if self.weights_device_bytes:
             self._check_streaming()
 

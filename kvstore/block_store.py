@@ -36,7 +36,7 @@ from kvstore.leases import FrameReservation, Lease, LeaseTable
 from kvstore.prefix_tree import TreeNode
 from kvstore.tenancy import MAX_TENANT_BYTES, TenantShares
 from process.errors import FailedPrecondition, InvalidArgument
-from process.trace_context import TraceContext
+from process.spans import TraceContext
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ from process.access import Role
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.rpc import Dialer
-from process.spans import Kind
+from process.spans import SpanKind
 from process.tasks import BackgroundTasks
 from protos import kvstore_pb2
 
@@ -188,7 +188,7 @@ class KvStoreClient:
         self._is_reporting = False
         # Not part of the trace of the request that caused this attachment.
         self._heartbeat = asyncio.create_task(
-            connection.send_heartbeats(store, heartbeat_s), context=spans.detached()
+            connection.send_heartbeats(store, heartbeat_s), context=spans.without_span()
         )
         self._closing: asyncio.Task[None] | None = None
 
@@ -227,7 +227,9 @@ class KvStoreClient:
             transport=transport,
         )
         connection = StoreConnection(address, dial, role)
-        with spans.current().child("kv_attach", spans.server_of(address), kind=Kind.CLIENT) as span:
+        with spans.current_span().child(
+            "kv_attach", spans.server_attributes(address), kind=SpanKind.CLIENT
+        ) as span:
             store, connected = await _handshake(
                 connection, request, memory, nixl_net_devices, Deadline.after(timeout_s)
             )
@@ -273,13 +275,13 @@ class KvStoreClient:
             lease_id=lease_id or "",
             ttl_ms=wire.ttl_ms(ttl_s),
         )
-        with spans.current().child("kv_match", kind=Kind.CLIENT) as span:
+        with spans.current_span().child("kv_match", kind=SpanKind.CLIENT) as span:
             reply = await self._connection.call(self._connection.stub.Match, request, deadline)
             with self._connection.checking_reply():
                 answer_checks.check_matched(reply, request, self.num_frames)
             blocks = tuple(wire.blocks_from_proto(reply.blocks))
             if span.is_recording:
-                span.set(spans.server_of(self.address))
+                span.set(spans.server_attributes(self.address))
                 span.set(traced.of_match(self.node_id, chain_hashes, blocks))
         return MatchResult(blocks, reply.lease_id, reply.num_hits)
 
@@ -425,8 +427,8 @@ class KvStoreClient:
             be used until it is settled.
         """
         with self._transferring(), self._recorded("read", len(items)) as record:
-            if spans.current().is_recording:
-                spans.current().set(traced.of_blocks([block for block, _ in items]))
+            if spans.current_span().is_recording:
+                spans.current_span().set(traced.of_blocks([block for block, _ in items]))
             got = await self.get_unrecorded(lease_id, items, deadline, incarnation, word)
             self._num_bytes_untold += got.num_bytes_untold
             record.num_bytes, record.failed = got.num_bytes, Counter(got.failed.values())
@@ -495,8 +497,8 @@ class KvStoreClient:
         began_s, record = time.perf_counter(), _TransferRecord()
         # A read through mapped memory calls no server.
         is_call = direction == "write" or self.transport_name not in ("shm", CUDA_IPC)
-        kind = Kind.CLIENT if is_call else Kind.INTERNAL
-        with spans.current().child(f"kv_{direction}", kind=kind) as span:
+        kind = SpanKind.CLIENT if is_call else SpanKind.INTERNAL
+        with spans.current_span().child(f"kv_{direction}", kind=kind) as span:
             try:
                 yield record
             except BaseException as error:
@@ -518,7 +520,7 @@ class KvStoreClient:
                 self.on_transfer(stats)
                 if span.is_recording:
                     if is_call:
-                        span.set(spans.server_of(self.address))
+                        span.set(spans.server_attributes(self.address))
                     span.set(
                         traced.of_transfer(
                             self.node_id, stats.transport, stats.num_bytes, num_blocks, stats.failed
@@ -857,7 +859,7 @@ class KvStoreClient:
                 kvstore_pb2.VerifiedBlocks(
                     frames=[block.frame for block in blocks],
                     generations=[block.generation for block in blocks],
-                    traceparent=spans.current().traceparent,
+                    traceparent=spans.current_span().traceparent,
                 )
             )
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
 
 from kvstore.tenancy import TenantShares
 from process import registry
 from process.registry import RedisAccess
-from process.settings import UNIX, SettingsError, check_address, check_host_port
+from process.settings import (
+    UNIX,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SettingsError,
+    check_address,
+    check_host_port,
+    check_ranges,
+)
 from process.tls import TlsSettings
 from process.tracing import TracingSettings
 
@@ -34,7 +46,7 @@ class KvStoreSettings:
     """Name of this store in the index and in provenance: letters, digits and ._- only. Empty: the
     host's name and the port."""
 
-    capacity_bytes: int = 0
+    capacity_bytes: NonNegativeInt = 0
     """Memory for frames. Taken when the first worker attaches and tells how large a block is. On
     huge pages rounded up to whole ones, and then all that is taken. 0: a tenth of the memory that
     is free then, 1,024 blocks at least, 131,072 blocks, 8 GiB and half of what is free in memory
@@ -48,44 +60,44 @@ class KvStoreSettings:
     """Folder on disk for a file tier under the memory; empty: none. Needs node_id, by which the
     store's next life finds its pages."""
 
-    file_tier_bytes: int = 4 * 1024 * 1024 * 1024
+    file_tier_bytes: PositiveInt = 4 * 1024 * 1024 * 1024
     """Room for the file tier, taken on disk when the first worker attaches."""
 
-    demote_below_free: float = 0.1
+    demote_below_free: Annotated[float, Meta(gt=0, le=1)] = 0.1
     """Share of the frames that are kept free, or copied to the file tier so that they can come free
     at once; below it the oldest blocks are copied."""
 
-    num_file_io_threads: int = 4
+    num_file_io_threads: PositiveInt = 4
     """Threads that read and write the file tier."""
 
     tenant_shares: tuple[str, ...] = ()
     """Guaranteed parts of every tier, each as "tenant=0.25", together at most 1. A tenant within
     its part never loses a block to another; all tenants not named share the rest."""
 
-    max_lease_s: float = 300.0
+    max_lease_s: PositiveFloat = 300.0
     """Longest time for which a lease is given or renewed at once."""
 
-    attachment_ttl_s: float = 60.0
+    attachment_ttl_s: PositiveFloat = 60.0
     """A worker not heard of for so long is gone (clients send a heartbeat every few seconds)."""
 
-    quarantine_grace_s: float = 30.0
+    quarantine_grace_s: NonNegativeFloat = 30.0
     """How long frames stay out of use after the worker that may still write into them is gone."""
 
-    sweep_interval_s: float = 0.25
+    sweep_interval_s: PositiveFloat = 0.25
     """How often leases and attachments are looked through."""
 
-    integrity_interval_s: float = 5.0
+    integrity_interval_s: PositiveFloat = 5.0
     """How often the conservation laws are recomputed when something changed and nothing is under
     way."""
 
-    drain_s: float = 10.0
+    drain_s: NonNegativeFloat = 10.0
     """How long a stopping store still serves workers that have a lease on its blocks, above all for
     streams that have just moved to another worker; nothing new is stored meanwhile."""
 
-    stop_timeout_s: float = 2.0
+    stop_timeout_s: NonNegativeFloat = 2.0
     """How long calls under way may take to end when the process is asked to stop."""
 
-    max_history_blocks: int = 4096
+    max_history_blocks: NonNegativeInt = 4096
     """Blocks whose last events are remembered, for `baton block` and for traces; 0: none. About
     1 KB each, 4 KB at most."""
 
@@ -101,13 +113,13 @@ class KvStoreSettings:
     tls: TlsSettings = field(default_factory=TlsSettings)
     """Certificate that this store shows to workers and routers; empty: no TLS."""
 
-    redis_timeout_s: float = 1.0
+    redis_timeout_s: PositiveFloat = 1.0
     """Longest wait for one answer of Redis."""
 
-    heartbeat_s: float = 1.0
+    heartbeat_s: PositiveFloat = 1.0
     """How often the store tells Redis that it lives."""
 
-    heartbeat_ttl_s: float = 3.0
+    heartbeat_ttl_s: PositiveFloat = 3.0
     """How long a heartbeat counts."""
 
     nixl_net_devices: str = "lo"
@@ -115,41 +127,17 @@ class KvStoreSettings:
     one."""
 
     def __post_init__(self) -> None:
-        if self.capacity_bytes < 0:
-            raise SettingsError(f"capacity_bytes: must be 0 or more, got {self.capacity_bytes}")
+        check_ranges(self)
         if not _NODE_ID.fullmatch(self.node_id):
             raise SettingsError(
                 f"node_id: letters, digits and ._- only, at most 128, got {self.node_id!r}"
             )
         if self.file_tier_dir and not self.node_id:
             raise SettingsError("node_id: needed with file_tier_dir; give the store a lasting name")
-        if self.max_history_blocks < 0:
-            raise SettingsError(f"max_history_blocks: 0 or more, got {self.max_history_blocks}")
-        for name in ("file_tier_bytes", "num_file_io_threads"):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"{name}: must be positive, got {getattr(self, name)}")
-        if not 0 < self.demote_below_free <= 1:
-            raise SettingsError(
-                f"demote_below_free: above 0 and at most 1, got {self.demote_below_free}"
-            )
         try:
             TenantShares.parse(self.tenant_shares)
         except ValueError as error:
             raise SettingsError(f"tenant_shares: {error}") from error
-        for name in (
-            "max_lease_s",
-            "attachment_ttl_s",
-            "sweep_interval_s",
-            "integrity_interval_s",
-            "redis_timeout_s",
-            "heartbeat_s",
-            "heartbeat_ttl_s",
-        ):
-            _check_positive(name, getattr(self, name))
-        for name in ("quarantine_grace_s", "drain_s", "stop_timeout_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise SettingsError(f"{name}: must be 0 or more, got {value}")
         if self.heartbeat_ttl_s < 2 * self.heartbeat_s:
             raise SettingsError("heartbeat_ttl_s: must be at least twice heartbeat_s")
         check_host_port("metrics_listen", self.metrics_listen)
@@ -165,8 +153,3 @@ class KvStoreSettings:
         if self.listen.startswith(UNIX) and not self.node_id:
             raise SettingsError(f"node_id: needed when listen is {self.listen}")
         self.tls.check_listen("listen", self.listen, "tls")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise SettingsError(f"{name}: must be positive, got {value}")

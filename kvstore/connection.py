@@ -110,7 +110,7 @@ class StoreConnection:
         with self.closing_is_unavailable():
             try:
                 reply = await method(
-                    request, timeout=deadline.left_s(), metadata=spans.current().headers
+                    request, timeout=deadline.left_s(), metadata=spans.current_span().headers
                 )
             except grpc.aio.AioRpcError as error:
                 raise self.translate(error) from error

@@ -22,9 +22,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from process import spans
-from process.spans import Value
-from process.trace_context import TraceContext
+from process.spans import MAX_LINKS, SpanLink, TraceContext, Value, current_span
 from process.tracing import OFF, Tracing
 
 MAX_EVENTS = 24
@@ -102,7 +100,7 @@ class BlockHistory:
             return
         if trace is None:
             self._trace(what, chain_hashes)
-            trace = spans.current().context
+            trace = current_span().context
         event = BlockEvent(self._clock(), what, worker_id, trace)
         blocks = self._blocks
         for chain_hash in chain_hashes:
@@ -134,22 +132,22 @@ class BlockHistory:
                 found.append((chain_hash, self._blocks[chain_hash]))
         return found
 
-    def links(self, chain_hashes: Iterable[bytes]) -> list[spans.Link]:
+    def links(self, chain_hashes: Iterable[bytes]) -> list[SpanLink]:
         """Links to the traced spans that wrote these blocks, each span once."""
-        found: dict[tuple[int, int], spans.Link] = {}
+        found: dict[tuple[int, int], SpanLink] = {}
         for chain_hash in chain_hashes:
             one = self._blocks.get(chain_hash)
             if one is not None and one.writer is not None:
                 place = (one.writer.trace_id, one.writer.span_id)
-                if place not in found and len(found) < spans.MAX_LINKS:
+                if place not in found and len(found) < MAX_LINKS:
                     about = {"baton.block": chain_hash.hex(), "baton.link": WRITTEN}
-                    found[place] = spans.Link(one.writer, about)
+                    found[place] = SpanLink(one.writer, about)
         return list(found.values())
 
     def _trace(self, what: str, chain_hashes: Sequence[bytes]) -> None:
         """As an event of the span that it happens in, which is linked to those that wrote the
         blocks; with no such span, as one of its own, where there is one to link to."""
-        span = spans.current()
+        span = current_span()
         if not (span.is_recording or self._tracing.is_on):
             return
         about: dict[str, Value] = {

@@ -12,7 +12,7 @@ from kvstore.block_store import NO_ROOM, Reserved, WrittenFrame, check_chain
 from kvstore.blocks import PackedBlocks, Tier, row, row_of
 from kvstore.errors import LeaseLapsed
 from kvstore.node import StoreNode, WorkerInfo
-from process import rpc, spans, trace_context
+from process import rpc, spans
 from process.errors import FailedPrecondition, InvalidArgument
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
@@ -120,7 +120,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             incarnation=self._node.incarnation,
             num_hits=match.num_hits,
         )
-        span = spans.current()
+        span = spans.current_span()
         if span.is_recording and self._node.store is not None:
             hashes = [block.chain_hash for block in match.blocks]
             for link in self._node.store.history.links(hashes):
@@ -243,7 +243,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
                     request.attachment_id,
                     each.frames,
                     each.generations,
-                    trace_context.parse(each.traceparent) if each.traceparent else None,
+                    spans.parse_traceparent(each.traceparent) if each.traceparent else None,
                 )
 
     @rpc.unary

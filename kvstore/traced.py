@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 import grpc.aio
 
 from kvstore.blocks import Block
-from process import rpc, spans, trace_context
-from process.spans import NOBODY, Span, Value
+from process import rpc
+from process.spans import NOOP_SPAN, Span, Value, parse_headers, rpc_attributes, trace_headers
 from process.tracing import Tracing
 
 Request = TypeVar("Request")
@@ -49,13 +49,13 @@ def span_of(servicer: Servicer, name: str, context: Context) -> Iterator[None]:
 
 def _follow(servicer: Servicer, name: str, context: Context) -> Span:
     if not servicer.tracing.is_on:
-        return NOBODY
-    headers = trace_context.headers_of(context.invocation_metadata() or ())
+        return NOOP_SPAN
+    headers = trace_headers(context.invocation_metadata() or ())
     about: dict[str, Value] = {
         "baton.store.node_id": servicer.node_id,
-        **spans.grpc_call("KvStore", name),
+        **rpc_attributes("KvStore", name),
     }
-    return servicer.tracing.follow(f"kvstore {name}", trace_context.from_headers(headers), about)
+    return servicer.tracing.follow(f"kvstore {name}", parse_headers(headers), about)
 
 
 def call(handler: Unary[Request, Reply]) -> Unary[Request, Reply]:

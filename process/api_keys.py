@@ -20,18 +20,19 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import math
 import re
 import secrets
 import stat
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from process import settings
-from process.settings import SettingsError
+from process.settings import NonNegativeInt, SettingsError, check_ranges
 
 PREFIX = "baton"
 MAX_FILE_BYTES = 16 * 1024 * 1024
@@ -49,29 +50,25 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 class TenantLimits:
     """What one tenant may use; 0: as much as there is."""
 
-    weight: float = 1.0
+    weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
     """Its share of the cluster, against other tenants' weights, while several wait."""
 
-    max_requests_per_min: int = 0
+    max_requests_per_min: NonNegativeInt = 0
     """Requests that it may start within a minute, over all routers."""
 
-    max_tokens_per_min: int = 0
+    max_tokens_per_min: NonNegativeInt = 0
     """Tokens, of prompts and outputs together, within a minute, over all routers."""
 
-    max_queued_requests: int = 0
+    max_queued_requests: NonNegativeInt = 0
     """Requests that may wait at one router; the next is refused with a retry time. 0: the
     router's own bound.
     """
 
-    max_active_requests: int = 0
+    max_active_requests: NonNegativeInt = 0
     """Requests that one router serves at the same time; the others wait."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.weight) and 0.001 <= self.weight <= 1000):
-            raise SettingsError(f"weight: must be from 0.001 to 1000, got {self.weight}")
-        for entry in fields(self):
-            if getattr(self, entry.name) < 0:
-                raise SettingsError(f"{entry.name}: must not be negative")
+        check_ranges(self)
 
 
 NO_LIMITS = TenantLimits()

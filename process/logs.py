@@ -30,7 +30,7 @@ class _JsonFormatter(logging.Formatter):
             "event": record.getMessage(),
         }
         # In the task, or the thread, that logs.
-        context = spans.current().context
+        context = spans.current_span().context
         if context is not None:
             line["trace_id"] = f"{context.trace_id:032x}"
             line["span_id"] = f"{context.span_id:016x}"

@@ -3,8 +3,9 @@ start.
 
 A settings class is a frozen dataclass whose fields are str, int, float, bool, a Literal of
 strings, tuple[str, ...], an optional of those, or another settings class. A unit is part of a
-field's name (`_s`, `_ms`, `_bytes`, `num_`). An attribute docstring under each field says what it
-means. `__post_init__` raises `SettingsError` for a value out of range.
+field's name (`_s`, `_ms`, `_bytes`, `num_`), its range part of its type (`PositiveInt`, or
+`Annotated` with a `Meta`). An attribute docstring under each field says what it means.
+`__post_init__` calls `check_ranges`, and checks what several fields say together.
 
 Nothing is changed after `load`; what depends on the machine goes into a second value.
 """
@@ -14,8 +15,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
+import math
+import operator
 import os
 import sys
 import tomllib
@@ -23,11 +27,24 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
+
+from msgspec import Meta
 
 Settings = TypeVar("Settings")
 
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+
+_BOUNDS = (
+    ("ge", "at least", operator.ge),
+    ("gt", "above", operator.gt),
+    ("le", "at most", operator.le),
+    ("lt", "below", operator.lt),
+)
 
 UNIX = "unix:"
 """Before the path of a Unix socket, in an address."""
@@ -37,6 +54,32 @@ _MAX_SOCKET_BYTES = 107
 
 class SettingsError(Exception):
     """A wrong key or value; the message names it and the fix, in one line."""
+
+
+@functools.cache
+def ranges(cls: Any) -> Mapping[str, Sequence[Meta]]:
+    """The `Meta` of each field of a settings class."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {
+        field.name: [
+            each for each in getattr(hints[field.name], "__metadata__", ()) if type(each) is Meta
+        ]
+        for field in dataclasses.fields(cls)
+    }
+
+
+def check_ranges(settings: Any) -> None:
+    """Raises: SettingsError for a field that is out of its range, infinite or not a number."""
+    cls: Any = type(settings)
+    for name, metas in ranges(cls).items():
+        value = getattr(settings, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SettingsError(f"{name}: must be finite, got {value}")
+        for meta in metas:
+            for kind, words, holds in _BOUNDS:
+                bound = getattr(meta, kind)
+                if bound is not None and not holds(value, bound):
+                    raise SettingsError(f"{name}: must be {words} {bound}, got {value}")
 
 
 def split_host_port(address: str) -> tuple[str, int]:
@@ -96,8 +139,13 @@ def load(
     return build(cls, values, where=", ".join(map(str, files)) or "settings")
 
 
-def build(cls: type[Settings], values: Mapping[str, Any], *, where: str = "settings") -> Settings:
-    """Build `cls` from nested mappings, checking every key and type."""
+def build(
+    cls: type[Settings], values: Mapping[str, Any], *, where: str = "settings", group: str = ""
+) -> Settings:
+    """Build `cls` from nested mappings, checking every key and type.
+
+    Args: group: of a class that is a group within another one, such as `engine.`.
+    """
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     known = {name: hints[name] for name in names}
@@ -105,15 +153,29 @@ def build(cls: type[Settings], values: Mapping[str, Any], *, where: str = "setti
     _check_known(known, values, where)
     for key, value in values.items():
         try:
-            arguments[key] = _convert(known[key], value, f"{where}: {key}")
+            if dataclasses.is_dataclass(known[key]):
+                arguments[key] = _build_group(
+                    known[key], value, f"{where}: {key}", f"{group}{key}."
+                )
+            else:
+                arguments[key] = _convert(known[key], value, f"{where}: {key}")
         except SettingsError:
             if _is_secret(key):  # the message would show it
                 raise SettingsError(f"{where}: {key}: expected another kind of value") from None
             raise
     try:
         return cls(**arguments)
+    except SettingsError as error:
+        raise SettingsError(f"{group}{error}") from error
     except TypeError as error:
         raise SettingsError(f"{where}: {error}") from error
+
+
+def _build_group(hint: Any, value: Any, where: str, group: str) -> Any:
+    if not isinstance(value, Mapping):
+        value = value.value if isinstance(value, _Bare) else value
+        raise SettingsError(f"{where}: expected a group of keys, got {value!r}")
+    return build(typing.cast(type[Any], hint), value, where=where, group=group)
 
 
 def _check_known(known: Mapping[str, Any], values: Mapping[str, Any], where: str) -> None:
@@ -272,10 +334,6 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if value not in arguments:
             raise SettingsError(f"{where}: expected one of {', '.join(arguments)}, got {value!r}")
         return value
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise SettingsError(f"{where}: expected a group of keys, got {value!r}")
-        return build(typing.cast(type[Any], hint), value, where=where)
     if origin is tuple:
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise SettingsError(f"{where}: expected a list, got {value!r}")

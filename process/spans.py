@@ -1,14 +1,13 @@
-"""Span: one piece of work of one request, with a beginning, an end and what is worth knowing of it;
-and `current()`, the span that the running task works for.
+"""Spans: what traced code uses. `current_span()` is the span that the running task works for.
 
-A request that is not sampled has the span NOBODY, which does nothing and costs a call: code that is
-traced asks nobody whether it is. A sampled one's is Recording: it collects, and hands a SpanData to
-its sink when it ends. Its times are moments of `time.monotonic`, so that a span which begins where
-another ends shares that very number; they become the wall clock's by one offset, taken where the
-trace enters the process, so that no step of that clock opens a gap.
+A request that is not sampled has NOOP_SPAN, whose methods do nothing, so that traced code needs no
+condition. A sampled one has a RecordingSpan, which hands a SpanData to its sink when it ends.
 
-What a span holds is bounded. Knows no RPC, no exporter and no OpenTelemetry. A span belongs to one
-thread at a time.
+Times are moments of `time.monotonic`, so that a span that begins where another ends shares that
+very number. They become the wall clock's by one offset, taken where the trace enters the process,
+so that no step of that clock opens a gap. Headers from outside (W3C: traceparent, tracestate,
+baggage) are parsed strictly and bounded: a wrong one means "no trace", never an error. A span
+belongs to one thread at a time. Knows no RPC and no OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -18,14 +17,123 @@ import contextvars
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
+from urllib.parse import unquote
 
 from process.errors import BatonError, Cancelled, InvalidArgument
 from process.settings import split_host_port
-from process.trace_context import TraceContext
+
+TRACEPARENT = "traceparent"
+TRACESTATE = "tracestate"
+BAGGAGE = "baggage"
+
+MAX_TRACEPARENT_CHARS = 256
+"""Version 00 has 55; what a later version adds is ignored."""
+MAX_TRACESTATE_CHARS = 512
+MAX_TRACESTATE_MEMBERS = 32
+MAX_BAGGAGE_CHARS = 8192
+MAX_BAGGAGE_MEMBERS = 64
+MAX_BAGGAGE_VALUE_CHARS = 256
+
+_VERSION_00 = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_LATER = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_STATE_MEMBER = re.compile(
+    r"[a-z0-9][a-z0-9_\-*/]{0,240}(@[a-z][a-z0-9_\-*/]{0,13})?=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{1,256}"
+)
+_SAMPLED = 0x01
+_LOW_64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """One span's place in its trace. Ids are numbers above 0, of 128 and 64 bits."""
+
+    trace_id: int
+    span_id: int
+    is_sampled: bool
+    state: str = ""
+    """tracestate, as it came."""
+
+    @property
+    def traceparent(self) -> str:
+        """The header."""
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """What a call carries."""
+        if self.state:
+            return (TRACEPARENT, self.traceparent), (TRACESTATE, self.state)
+        return ((TRACEPARENT, self.traceparent),)
+
+
+def parse_traceparent(traceparent: str, tracestate: str = "") -> TraceContext | None:
+    """The context that headers name; None when there is none, or it is not of the form."""
+    if not traceparent or len(traceparent) > MAX_TRACEPARENT_CHARS:
+        return None
+    found = _VERSION_00.fullmatch(traceparent)
+    if found is None and not traceparent.startswith("00"):
+        found = _LATER.fullmatch(traceparent)
+    if found is None:
+        return None
+    trace_id, span_id, flags = (int(part, 16) for part in found.group(1, 2, 3))
+    if not (trace_id and span_id):
+        return None
+    return TraceContext(trace_id, span_id, bool(flags & _SAMPLED), _tracestate(tracestate))
+
+
+def trace_headers(pairs: Iterable[tuple[str, object]]) -> dict[str, str]:
+    """The headers of a call that are about traces, by lower-case name. A repeated header is joined
+    to a list, as W3C has it; a repeated traceparent is then invalid, and no trace."""
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        name = name.lower()
+        if name in (TRACEPARENT, TRACESTATE, BAGGAGE) and isinstance(value, str):
+            found[name] = f"{found[name]},{value}" if name in found else value
+    return found
+
+
+def parse_headers(headers: Mapping[str, str]) -> TraceContext | None:
+    """As `parse_traceparent`, out of what `trace_headers` yields."""
+    parent = headers.get(TRACEPARENT)
+    return parse_traceparent(parent, headers.get(TRACESTATE, "")) if parent else None
+
+
+def parse_baggage(header: str, wanted: Iterable[str]) -> dict[str, str]:
+    """Values of the wanted keys of a baggage header; nothing of one that is too long."""
+    names = set(wanted)
+    if not names or not header or len(header) > MAX_BAGGAGE_CHARS:
+        return {}
+    found: dict[str, str] = {}
+    for member in header.split(",", MAX_BAGGAGE_MEMBERS)[:MAX_BAGGAGE_MEMBERS]:
+        name, equals, value = member.partition(";")[0].partition("=")
+        if equals and (name := name.strip()) in names:
+            text = unquote(value.strip(), errors="replace")
+            found[name] = text[:MAX_BAGGAGE_VALUE_CHARS]
+    return found
+
+
+def is_sampled_id(trace_id: int, ratio: float) -> bool:
+    """Whether a trace is among the `ratio` that is sampled, by its id, as OpenTelemetry's
+    TraceIdRatioBased decides."""
+    return (trace_id & _LOW_64) < round(ratio * (1 << 64))
+
+
+def _tracestate(header: str) -> str:
+    """The header if it is valid; else empty, and the trace goes on."""
+    if len(header) > MAX_TRACESTATE_CHARS:
+        return ""
+    members = [member.strip(" \t") for member in header.split(",")]
+    members = [member for member in members if member]
+    if len(members) > MAX_TRACESTATE_MEMBERS:
+        return ""
+    if any(_STATE_MEMBER.fullmatch(member) is None for member in members):
+        return ""
+    return ",".join(members)
+
 
 Value = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, Value]
@@ -38,7 +146,7 @@ MAX_PROBLEM_CHARS = 256
 _FIELD = re.compile(r"[A-Za-z0-9_.\[\]-]{1,128}")
 
 
-class Kind(Enum):
+class SpanKind(Enum):
     """On which side of a call a span is."""
 
     INTERNAL = "internal"
@@ -47,8 +155,8 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """Another span that this one has to do with, maybe of another trace."""
+class SpanLink:
+    """A related span, maybe of another trace."""
 
     context: TraceContext
     attributes: Attributes
@@ -56,7 +164,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class SpanEvent:
-    """What happened at one moment within a span."""
+    """Something that happened at one moment within a span."""
 
     name: str
     at_ns: int
@@ -65,10 +173,10 @@ class SpanEvent:
 
 @dataclass(frozen=True, slots=True)
 class SpanData:
-    """A span that is over. Times are Unix nanoseconds."""
+    """An ended span. Times are Unix nanoseconds."""
 
     name: str
-    kind: Kind
+    kind: SpanKind
     context: TraceContext
     parent: TraceContext | None
     is_parent_remote: bool
@@ -76,16 +184,16 @@ class SpanData:
     end_ns: int
     attributes: Attributes
     events: Sequence[SpanEvent]
-    links: Sequence[Link]
+    links: Sequence[SpanLink]
     problem: str | None
-    """Why it failed; None: it did not."""
+    """Why it failed; None: it did not fail."""
 
 
 Sink = Callable[[SpanData], None]
 
 
 class Span:
-    """The span of a request that is not sampled: nothing happens. See the module."""
+    """The span of a request that is not sampled: every method does nothing."""
 
     is_recording = False
 
@@ -94,11 +202,11 @@ class Span:
         name: str,
         attributes: Attributes | None = None,
         *,
-        kind: Kind = Kind.INTERNAL,
+        kind: SpanKind = SpanKind.INTERNAL,
         begin_s: float | None = None,
     ) -> Span:
-        """A span within this one, from `begin_s` on (None: from now on); whoever makes it ends
-        it, or uses it as a context: then it is the current one, too."""
+        """A span within this one, from `begin_s` on (None: from now on). The caller ends it, or
+        uses it as a context manager, which also makes it the current one."""
         return self
 
     def add_child(
@@ -107,32 +215,32 @@ class Span:
         """A span within this one that is over already."""
 
     def set(self, attributes: Attributes) -> None:
-        """Add to what is known."""
+        """Set attributes."""
 
     def event(
         self, name: str, attributes: Attributes | None = None, *, at_s: float | None = None
     ) -> None:
-        """Something happened."""
+        """Note something that happened."""
 
     def link(self, context: TraceContext | None, attributes: Attributes | None = None) -> None:
-        """This has to do with another span; None: with none."""
+        """Link a related span; None: does nothing."""
 
     def end(self, error: BaseException | None = None, *, at_s: float | None = None) -> None:
-        """It is over; a second end is none."""
+        """End the span; a second call does nothing."""
 
     @property
     def context(self) -> TraceContext | None:
-        """What a message says of it; None: nothing."""
+        """For a message; None: not sampled."""
         return None
 
     @property
     def traceparent(self) -> str:
-        """As a field of a message; empty: none."""
+        """For a field of a message; empty: not sampled."""
         return ""
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...] | None:
-        """A call's metadata; None: none."""
+        """For a call's metadata; None: not sampled."""
         return None
 
     def __enter__(self) -> Span:
@@ -147,28 +255,28 @@ class Span:
         return None
 
 
-NOBODY = Span()
-"""Of whoever is not sampled."""
+NOOP_SPAN = Span()
+"""The span of a request that is not sampled."""
 
-_current: contextvars.ContextVar[Span] = contextvars.ContextVar("span", default=NOBODY)
+_current: contextvars.ContextVar[Span] = contextvars.ContextVar("span", default=NOOP_SPAN)
 
 
-def current() -> Span:
-    """The span that the running task works for. One that is over is none: a task that outlives the
-    request which started it works for nobody."""
+def current_span() -> Span:
+    """The span that the running task works for; NOOP_SPAN once it has ended, so that a task that
+    outlives its request adds nothing to its trace."""
     span = _current.get()
-    return span if span.is_recording else NOBODY
+    return span if span.is_recording else NOOP_SPAN
 
 
-def detached() -> contextvars.Context:
-    """For a task that works for several requests, or for none: it inherits nobody's span."""
+def without_span() -> contextvars.Context:
+    """A context without a span, for a task that works for several requests or for none."""
     context = contextvars.copy_context()
-    context.run(_current.set, NOBODY)
+    context.run(_current.set, NOOP_SPAN)
     return context
 
 
-class Recording(Span):
-    """The span of a sampled request. See the module."""
+class RecordingSpan(Span):
+    """The span of a sampled request. What it holds is bounded."""
 
     def __init__(
         self,
@@ -178,7 +286,7 @@ class Recording(Span):
         parent: TraceContext | None,
         *,
         is_parent_remote: bool = False,
-        kind: Kind = Kind.INTERNAL,
+        kind: SpanKind = SpanKind.INTERNAL,
         begin_s: float | None = None,
         attributes: Attributes | None = None,
         offset_ns: int | None = None,
@@ -195,7 +303,7 @@ class Recording(Span):
         self._begin_ns = self._ns(begin_s)
         self._attributes: dict[str, Value] = {}
         self._events: list[SpanEvent] = []
-        self._links: list[Link] = []
+        self._links: list[SpanLink] = []
         self._tokens: list[contextvars.Token[Span]] = []
         if attributes:
             self.set(attributes)
@@ -205,10 +313,10 @@ class Recording(Span):
         name: str,
         attributes: Attributes | None = None,
         *,
-        kind: Kind = Kind.INTERNAL,
+        kind: SpanKind = SpanKind.INTERNAL,
         begin_s: float | None = None,
     ) -> Span:
-        return Recording(
+        return RecordingSpan(
             self._sink,
             name,
             self._next_context(),
@@ -237,7 +345,7 @@ class Recording(Span):
 
     def link(self, context: TraceContext | None, attributes: Attributes | None = None) -> None:
         if context is not None and len(self._links) < MAX_LINKS:
-            self._links.append(Link(context, dict(attributes or {})))
+            self._links.append(SpanLink(context, dict(attributes or {})))
 
     def end(self, error: BaseException | None = None, *, at_s: float | None = None) -> None:
         if not self.is_recording:
@@ -287,7 +395,7 @@ class Recording(Span):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # A stream that nobody reads any more is closed by another task, whose span this is not.
+        # An abandoned stream is closed by another task, in whose context this span is not current.
         with contextlib.suppress(ValueError):
             _current.reset(self._tokens.pop())
         self.end(error)
@@ -319,15 +427,14 @@ def _bounded(value: Value) -> Value:
 
 
 def _is_cancel(error: BaseException) -> bool:
-    """The caller wanted no more: for a server that is no error, so no status and no error.type."""
+    """A cancel by the caller is no error of the server: no status and no error.type."""
     return isinstance(error, Cancelled) or not isinstance(error, Exception)
 
 
 def _problem(error: BaseException) -> str:
-    """What the status of a span says of its error. The text of an unexpected error may hold
-    anything, so only its type is told; of a wrong field the name, for the text may quote a client's
-    words. An unknown field has the name that the client gave it: only one that looks like a name.
-    """
+    """The message of a failed span's status. An unexpected error's text may hold anything, so only
+    its type counts. Of a wrong field only the name, since the text may quote the client; and only
+    if it looks like a name, since the client made up the name of an unknown field."""
     if isinstance(error, InvalidArgument):
         return error.field if _FIELD.fullmatch(error.field) else "a field"
     if isinstance(error, BatonError):
@@ -335,7 +442,7 @@ def _problem(error: BaseException) -> str:
     return type(error).__name__
 
 
-def server_of(address: str) -> Attributes:
+def server_attributes(address: str) -> Attributes:
     """The attributes of a CLIENT span that say where the server is; `address`: host:port, or a
     path."""
     try:
@@ -345,6 +452,6 @@ def server_of(address: str) -> Attributes:
     return {"server.address": host, "server.port": port}
 
 
-def grpc_call(service: str, method: str) -> Attributes:
+def rpc_attributes(service: str, method: str) -> Attributes:
     """The attributes of both sides of a gRPC call."""
     return {"rpc.system.name": "grpc", "rpc.method": f"baton.v1.{service}/{method}"}

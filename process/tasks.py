@@ -25,7 +25,7 @@ def start_task(
 ) -> asyncio.Task[None]:
     """Run `work` as a task; its owner keeps it and ends it. `is_for_many`: it works for others than
     the request that starts it, too, and is no part of that one's trace."""
-    context = spans.detached() if is_for_many else None
+    context = spans.without_span() if is_for_many else None
     task = asyncio.create_task(work, name=name, context=context)
     task.add_done_callback(_report)
     return task

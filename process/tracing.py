@@ -1,25 +1,55 @@
-"""Tracing: which requests of one process are traced, and where their spans go.
+"""Tracing: which requests of one process are traced, and the export of their spans over OTLP.
 
-A router begins traces: it follows the decision that came with the request, else it takes its share
-of them. Workers and stores only follow: a call without a sampled context is nobody's. Off (no
-endpoint), nothing is ever recorded and OpenTelemetry is not imported.
-
-Life: made with the process -> `start` -> spans end at any time, on any thread -> `stop`, which
-sends what waits within its bound. Knows no stage and no RPC; the way out is process/span_export.py.
+A router begins traces: it follows the decision that came with the request, or samples its share.
+Workers and stores only follow. Without an endpoint nothing is ever recorded, and OpenTelemetry is
+not imported.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import logging
 import random
+import socket
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-from process import spans, trace_context
-from process.settings import SettingsError, check_host_port
-from process.spans import Attributes, Kind, Link, Recording, Span, SpanData
-from process.trace_context import TraceContext
+from msgspec import Meta
+
+from process import logs
+from process.errors import Internal
+from process.settings import PositiveInt, SettingsError, check_host_port, check_ranges
+from process.spans import (
+    BAGGAGE,
+    NOOP_SPAN,
+    Attributes,
+    RecordingSpan,
+    Span,
+    SpanData,
+    SpanKind,
+    SpanLink,
+    TraceContext,
+    is_sampled_id,
+    new_span_id,
+    parse_baggage,
+    parse_headers,
+)
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+logger = logging.getLogger(__name__)
+
+BATCH_SPANS = 512
+SCOPE = "baton"
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
+"""Of OpenTelemetry's semantic conventions, the version whose names our attributes have."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +63,7 @@ class TracingSettings:
     """PEM file of the authority that the receiver's certificate is from; empty: a connection in
     the clear, for a receiver on this host or in this pod."""
 
-    sample_ratio: float = 1.0
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Share of the requests that are traced, of those that do not say so themselves. The router's:
     workers and stores follow it."""
 
@@ -41,7 +71,7 @@ class TracingSettings:
     """Whether a request's own traceparent decides if it is traced. False: `sample_ratio` decides
     for all, and the caller's trace is linked to."""
 
-    max_followed_per_s: float = 200.0
+    max_followed_per_s: Annotated[float, Meta(gt=0, le=1e6)] = 200.0
     """Traces a second beyond `sample_ratio` that the traceparents of callers may have sampled. A
     trace costs work, and every caller may ask for one with each request. One that `sample_ratio`
     takes anyway does not count: with a ratio of 1 all are joined."""
@@ -50,67 +80,55 @@ class TracingSettings:
     """Keys of a request's W3C baggage that become attributes of its span. Others are passed
     over."""
 
-    max_waiting_spans: int = 8192
+    max_waiting_spans: PositiveInt = 8192
     """Spans that wait to be sent; one more is dropped and counted."""
 
-    send_interval_s: float = 1.0
+    send_interval_s: Annotated[float, Meta(gt=0, le=3600)] = 1.0
     """How often spans are sent."""
 
-    send_timeout_s: float = 5.0
+    send_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
     """For one attempt to send a batch."""
 
-    stop_timeout_s: float = 2.0
+    stop_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 2.0
     """How long a stopping process tries to send what waits."""
 
     def __post_init__(self) -> None:
-        check_host_port("tracing.endpoint", self.endpoint)
+        check_ranges(self)
+        check_host_port("endpoint", self.endpoint)
         if self.ca_file and not self.endpoint:
-            raise SettingsError("tracing.ca_file: there is no tracing.endpoint")
-        if not 0 <= self.sample_ratio <= 1:
-            raise SettingsError(
-                f"tracing.sample_ratio: must be from 0 to 1, got {self.sample_ratio}"
-            )
-        if self.max_waiting_spans < 1:
-            raise SettingsError("tracing.max_waiting_spans: must be at least 1")
-        if not 0 < self.max_followed_per_s <= 1e6:
-            raise SettingsError(
-                "tracing.max_followed_per_s: must be above 0; follow_callers=false follows nobody"
-            )
-        for name in ("send_interval_s", "send_timeout_s", "stop_timeout_s"):
-            if not 0 < getattr(self, name) <= 3600:
-                raise SettingsError(f"tracing.{name}: must be above 0 and at most 3600")
+            raise SettingsError("ca_file: there is no tracing.endpoint")
 
 
 @dataclass
 class SpanCounters:
-    """Spans since start. Law: ended = exported + failed + dropped + those that wait."""
+    """Spans since start. Invariant: ended = exported + failed + dropped + waiting."""
 
     num_ended: int = 0
     num_exported: int = 0
     num_failed: int = 0
-    """Sent in vain."""
+    """Not taken by the receiver."""
     num_dropped: int = 0
     """No room to wait."""
 
 
 class Exporter(Protocol):
-    """Where spans go."""
+    """Sends ended spans."""
 
     counters: SpanCounters
 
     def start(self) -> None: ...
     def take(self, span: SpanData) -> None:
-        """One that is over. Any thread; never waits."""
+        """An ended span. Any thread; never waits."""
 
     def check_integrity(self) -> None:
-        """Raises: Internal when a span is lost track of."""
+        """Raises: Internal when the counters do not add up."""
 
     def stop(self, timeout_s: float) -> None:
-        """Send what waits, and end. Blocking, for about so long at most."""
+        """Send what waits, and end. Blocks for about `timeout_s` at most."""
 
 
 class _Allowance:
-    """So many a second on average, and those of one second at once. Any thread: off by one then."""
+    """A token bucket of `per_s` a second, filled for one second. Any thread, off by one then."""
 
     def __init__(self, per_s: float, clock: Callable[[], float]) -> None:
         self.num_refused = 0
@@ -120,7 +138,7 @@ class _Allowance:
         self._at_s = clock()
 
     def take(self) -> bool:
-        """Whether there is one more."""
+        """Whether there was a token."""
         now_s = self._clock()
         self._left = min(self._most, self._left + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
@@ -132,7 +150,11 @@ class _Allowance:
 
 
 class Tracing:
-    """See the module. Without an exporter it is off."""
+    """Decides which requests are traced. Off without an exporter.
+
+    Life: made with the process, `start`, spans end at any time on any thread, `stop` sends what
+    waits within its bound.
+    """
 
     def __init__(
         self,
@@ -146,7 +168,7 @@ class Tracing:
 
     @property
     def num_not_followed(self) -> int:
-        """Callers who wanted a trace and were too many."""
+        """Sampled requests of callers beyond max_followed_per_s."""
         return self._callers.num_refused
 
     @classmethod
@@ -157,17 +179,13 @@ class Tracing:
         """
         if not settings.endpoint:
             return cls(settings)
-        from process.span_export import OtlpExporter
-
         return cls(settings, OtlpExporter(settings, component, instance_id))
 
     @staticmethod
     def check(settings: TracingSettings) -> None:
         """For a process that takes long to start. Raises: as `of`."""
         if settings.endpoint:
-            from process import span_export
-
-            span_export.check(settings)
+            check_export(settings)
 
     @property
     def is_on(self) -> bool:
@@ -175,7 +193,7 @@ class Tracing:
 
     @property
     def counters(self) -> SpanCounters:
-        """What became of the spans."""
+        """Spans by what became of them."""
         return self._exporter.counters if self._exporter is not None else SpanCounters()
 
     def start(self) -> None:
@@ -189,31 +207,29 @@ class Tracing:
             self._exporter.stop(self._settings.stop_timeout_s)
 
     def check_integrity(self) -> None:
-        """Raises: Internal when a span is lost track of."""
+        """Raises: Internal when the counters do not add up."""
         if self._exporter is not None:
             self._exporter.check_integrity()
 
     def begin(self, name: str, headers: Mapping[str, str], *, begin_s: float | None = None) -> Span:
-        """The span of a request that came from outside, with whatever headers it had."""
+        """The span of a request from outside, with its headers."""
         if self._exporter is None:
-            return spans.NOBODY
+            return NOOP_SPAN
         settings = self._settings
-        caller = trace_context.from_headers(headers) if headers else None
+        caller = parse_headers(headers) if headers else None
         parent = caller if settings.follow_callers else None
         # By an id of our own: the caller's may be chosen so that the share takes it.
         trace_id = _new_trace_id()
-        is_sampled = trace_context.is_taken(trace_id, settings.sample_ratio)
+        is_sampled = is_sampled_id(trace_id, settings.sample_ratio)
         if parent is not None:
             is_sampled = parent.is_sampled and (is_sampled or self._callers.take())
             trace_id = parent.trace_id
         if not is_sampled:
-            return spans.NOBODY
-        span = self._record(name, trace_id, parent, kind=Kind.SERVER, begin_s=begin_s)
+            return NOOP_SPAN
+        span = self._record(name, trace_id, parent, kind=SpanKind.SERVER, begin_s=begin_s)
         if caller is not None and parent is None:
             span.link(caller)
-        for key, value in trace_context.baggage(
-            headers.get(trace_context.BAGGAGE, ""), settings.baggage
-        ).items():
+        for key, value in parse_baggage(headers.get(BAGGAGE, ""), settings.baggage).items():
             span.set({f"baggage.{key}": value})
         return span
 
@@ -225,21 +241,28 @@ class Tracing:
         *,
         begin_s: float | None = None,
     ) -> Span:
-        """The span of a call that another process of ours made; NOBODY's unless it is sampled."""
+        """The span of a call that another process of ours made; NOOP_SPAN unless it is sampled."""
         if self._exporter is None or parent is None or not parent.is_sampled:
-            return spans.NOBODY
+            return NOOP_SPAN
         return self._record(
-            name, parent.trace_id, parent, kind=Kind.SERVER, begin_s=begin_s, attributes=attributes
+            name,
+            parent.trace_id,
+            parent,
+            kind=SpanKind.SERVER,
+            begin_s=begin_s,
+            attributes=attributes,
         )
 
     def linked(
-        self, name: str, links: Sequence[Link], attributes: Attributes | None = None
+        self, name: str, links: Sequence[SpanLink], attributes: Attributes | None = None
     ) -> Span:
-        """The span of work that no request asked for: a trace of its own, if it has to do with one
-        that was sampled."""
+        """The span of work that no request asked for, in a trace of its own; NOOP_SPAN without
+        links to sampled ones."""
         if self._exporter is None or not links:
-            return spans.NOBODY
-        span = self._record(name, _new_trace_id(), None, kind=Kind.INTERNAL, attributes=attributes)
+            return NOOP_SPAN
+        span = self._record(
+            name, _new_trace_id(), None, kind=SpanKind.INTERNAL, attributes=attributes
+        )
         for link in links:
             span.link(link.context, link.attributes)
         return span
@@ -250,16 +273,16 @@ class Tracing:
         trace_id: int,
         parent: TraceContext | None,
         *,
-        kind: Kind,
+        kind: SpanKind,
         begin_s: float | None = None,
         attributes: Attributes | None = None,
     ) -> Span:
         assert self._exporter is not None
         state = parent.state if parent is not None else ""
-        return Recording(
+        return RecordingSpan(
             self._exporter.take,
             name,
-            TraceContext(trace_id, spans.new_span_id(), True, state),
+            TraceContext(trace_id, new_span_id(), True, state),
             parent,
             is_parent_remote=parent is not None,
             kind=kind,
@@ -269,8 +292,232 @@ class Tracing:
 
 
 OFF = Tracing()
-"""Of a process that traces nothing."""
+"""Of a process without traces."""
 
 
 def _new_trace_id() -> int:
     return random.getrandbits(128) or 1
+
+
+class OtlpExporter:
+    """Sends ended spans to an OTLP receiver, in batches, from a thread of its own.
+
+    They wait in a bounded queue, so that a request's thread pays for an append. While the receiver
+    is away its spans are counted as failed; its loss and its return are one log line each.
+    """
+
+    def __init__(
+        self, settings: TracingSettings, component: str, instance_id: str, sender: Any = None
+    ) -> None:
+        """sender: of OpenTelemetry's SpanExporter kind; None: one over gRPC, as the settings say.
+
+        Raises: SettingsError when OpenTelemetry is not installed, or `ca_file` cannot be read.
+        """
+        self.counters = SpanCounters()
+        self._settings = settings
+        check_export(settings)
+        self._translator = _Translator(component, instance_id)
+        self._sender = _sender(settings) if sender is None else sender
+        self._waiting: deque[SpanData] = deque()
+        self._num_sending = 0
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._is_stopping = False
+        self._is_reached = True
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="span export", daemon=True)
+        self._thread.start()
+
+    def take(self, span: SpanData) -> None:
+        """Queue an ended span; never waits."""
+        counters = self.counters
+        with self._lock:
+            counters.num_ended += 1
+            if len(self._waiting) + self._num_sending >= self._settings.max_waiting_spans:
+                counters.num_dropped += 1
+                return
+            self._waiting.append(span)
+            is_full = len(self._waiting) == BATCH_SPANS
+        if is_full:
+            self._wake.set()
+
+    def stop(self, timeout_s: float) -> None:
+        """Send what waits and end; spans that are not sent by then count as failed. Does not wait
+        for a receiver that was away at the last attempt. Idempotent."""
+        thread, self._thread = self._thread, None
+        self._is_stopping = True
+        self._wake.set()
+        if thread is not None:
+            thread.join(timeout_s if self._is_reached else 0.0)
+            self._sender.shutdown()  # ends an attempt that is under way
+            thread.join(1.0)
+        with self._lock:
+            self.counters.num_failed += len(self._waiting)
+            self._waiting.clear()
+
+    def check_integrity(self) -> None:
+        """Raises: Internal for a span that is neither exported, failed, dropped nor waiting."""
+        with self._lock:
+            counters, num_waiting = self.counters, len(self._waiting) + self._num_sending
+            known = counters.num_exported + counters.num_failed + counters.num_dropped
+        if counters.num_ended != known + num_waiting:
+            raise Internal(f"{counters.num_ended} spans ended, {known} + {num_waiting} are known")
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            self._wake.wait(self._settings.send_interval_s)
+            self._wake.clear()
+            self._send_waiting()
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        while True:
+            with self._lock:
+                count = min(BATCH_SPANS, len(self._waiting))
+                batch = [self._waiting.popleft() for _ in range(count)]
+                self._num_sending = count
+            if not batch:
+                return
+            is_sent = False
+            try:
+                is_sent = self._send(batch)
+            except Exception:  # the next batch must be tried
+                logger.exception("spans_not_sent")
+            with self._lock:
+                self._num_sending = 0
+                if is_sent:
+                    self.counters.num_exported += count
+                else:
+                    self.counters.num_failed += count
+            self._note(is_sent)
+
+    def _send(self, batch: Sequence[SpanData]) -> bool:
+        result = self._sender.export([self._translator(span) for span in batch])
+        return bool(result.value == 0)  # SpanExportResult.SUCCESS
+
+    def _note(self, is_reached: bool) -> None:
+        if is_reached != self._is_reached:
+            self._is_reached = is_reached
+            logs.event(
+                logger,
+                "trace_receiver_reached" if is_reached else "trace_receiver_lost",
+                level=logging.INFO if is_reached else logging.WARNING,
+                endpoint=self._settings.endpoint,
+                num_failed=self.counters.num_failed,
+            )
+
+
+def check_export(settings: TracingSettings) -> None:
+    """Raises: SettingsError when OpenTelemetry is not installed, or `ca_file` cannot be read."""
+    for name in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise SettingsError(
+                "tracing.endpoint: traces need opentelemetry-sdk and "
+                f"opentelemetry-exporter-otlp-proto-grpc ({error})"
+            ) from error
+    if settings.ca_file and not Path(settings.ca_file).is_file():
+        raise SettingsError(f"tracing.ca_file: {settings.ca_file} is no file")
+
+
+def _sender(settings: TracingSettings) -> Any:
+    """OpenTelemetry's exporter over gRPC, without its log line for each attempt: `_note` logs
+    changes."""
+    import grpc
+    from opentelemetry.exporter.otlp.proto.grpc import exporter
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    credentials = None
+    if settings.ca_file:
+        credentials = grpc.ssl_channel_credentials(Path(settings.ca_file).read_bytes())
+    logging.getLogger(exporter.__name__).setLevel(logging.CRITICAL)
+    return OTLPSpanExporter(
+        endpoint=settings.endpoint,
+        insecure=credentials is None,
+        credentials=credentials,
+        timeout=settings.send_timeout_s,
+    )
+
+
+class _Translator:
+    """Converts our spans to OpenTelemetry's."""
+
+    def __init__(self, component: str, instance_id: str) -> None:
+        from opentelemetry import trace
+        from opentelemetry.sdk import trace as sdk
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        self._trace, self._sdk = trace, sdk
+        self._kinds = {
+            SpanKind.INTERNAL: trace.SpanKind.INTERNAL,
+            SpanKind.SERVER: trace.SpanKind.SERVER,
+            SpanKind.CLIENT: trace.SpanKind.CLIENT,
+        }
+        version = _version()
+        self._scope = InstrumentationScope(SCOPE, version, SCHEMA_URL)
+        # OTEL_RESOURCE_ATTRIBUTES is merged in, and wins where it names the host.
+        self._resource = Resource({"host.name": socket.gethostname()}).merge(
+            Resource.create(
+                {
+                    "service.namespace": "baton",
+                    "service.name": f"baton-{component}",
+                    "service.instance.id": instance_id,
+                    "service.version": version,
+                },
+                SCHEMA_URL,
+            )
+        )
+
+    def __call__(self, span: SpanData) -> ReadableSpan:
+        trace = self._trace
+        status = trace.Status(trace.StatusCode.UNSET)
+        if span.problem is not None:
+            status = trace.Status(trace.StatusCode.ERROR, span.problem)
+        parent = None
+        if span.parent is not None:
+            parent = self._context(span.parent, is_remote=span.is_parent_remote)
+        return self._sdk.ReadableSpan(
+            name=span.name,
+            context=self._context(span.context, is_remote=False),
+            parent=parent,
+            resource=self._resource,
+            attributes=dict(span.attributes),
+            events=[
+                self._sdk.Event(event.name, dict(event.attributes), event.at_ns)
+                for event in span.events
+            ],
+            links=[self._link(link) for link in span.links],
+            kind=self._kinds[span.kind],
+            status=status,
+            start_time=span.begin_ns,
+            end_time=span.end_ns,
+            instrumentation_scope=self._scope,
+        )
+
+    def _context(self, context: TraceContext, *, is_remote: bool) -> Any:
+        trace = self._trace
+        return trace.SpanContext(
+            context.trace_id,
+            context.span_id,
+            is_remote,
+            trace.TraceFlags(int(context.is_sampled)),
+            trace.TraceState.from_header([context.state]) if context.state else None,
+        )
+
+    def _link(self, link: SpanLink) -> Any:
+        context = self._context(link.context, is_remote=True)
+        return self._trace.Link(context, dict(link.attributes))
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("baton")
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec import Meta
 
 from engine.config import EngineConfig
 from engine.speculation.config import SpeculationConfig
 from kvstore.config import KvStoreSettings
-from process.settings import field_docstrings
+from process.settings import field_docstrings, ranges
 from services.autoscaler.config import AutoscalerSettings
 from services.draft.config import HEEDED, HEEDED_SPECULATION, DraftSettings
 from services.router.config import RouterSettings
@@ -240,6 +241,8 @@ class SettingsField:
     """`dataclasses.MISSING` for a group."""
     text: str
     """Its docstring, as one line."""
+    ranges: Sequence[Meta]
+    """Of its value."""
 
     @property
     def group(self) -> type[Any] | None:
@@ -247,13 +250,14 @@ class SettingsField:
         return typing.cast(type[Any], self.hint) if dataclasses.is_dataclass(self.hint) else None
 
 
-def settings_fields(cls: type[Any]) -> Iterator[SettingsField]:
+def settings_fields(cls: Any) -> Iterator[SettingsField]:
     """The fields of a settings class, in their order."""
     hints, explained = typing.get_type_hints(cls), field_docstrings(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         default = dataclasses.MISSING if dataclasses.is_dataclass(hint) else field.default
-        yield SettingsField(field.name, hint, default, explained.get(field.name, ""))
+        text = explained.get(field.name, "")
+        yield SettingsField(field.name, hint, default, text, ranges(cls)[field.name])
 
 
 def of_settings(cls: type[Any], managed: Sequence[str]) -> Schema:
@@ -269,7 +273,8 @@ def of_settings(cls: type[Any], managed: Sequence[str]) -> Schema:
         if name in managed:
             continue
         inner = [key.partition(".")[2] for key in managed if key.startswith(f"{name}.")]
-        properties[name] = _described(_of_hint(field.hint, inner), field.text)
+        made = _of_hint(field.hint, inner) | _of_ranges(field.ranges)
+        properties[name] = _described(made, field.text)
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
@@ -285,6 +290,20 @@ def _of_hint(hint: Any, managed: Sequence[str]) -> Schema:
     if origin is tuple:
         return {"type": "array", "items": _of_hint(arguments[0], managed)}
     return {"type": _KINDS[hint]}
+
+
+def _of_ranges(metas: Sequence[Meta]) -> Schema:
+    return {
+        key: bound
+        for meta in metas
+        for key, bound in (
+            ("minimum", meta.ge),
+            ("exclusiveMinimum", meta.gt),
+            ("maximum", meta.le),
+            ("exclusiveMaximum", meta.lt),
+        )
+        if bound is not None
+    }
 
 
 def _described(made: Schema, text: str) -> Schema:

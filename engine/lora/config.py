@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from process.settings import SettingsError
+from process.settings import NonNegativeInt, PositiveInt, SettingsError, check_ranges
 
 MOST_LAUNCHED_RANK = 64
 """Query, key and value are one linear layer with three times the rank, and a kernel holds all of it
@@ -16,13 +16,13 @@ class LoraLimits:
     """Bounds on the adapters that one engine holds. Raises SettingsError for a value out of
     range."""
 
-    max_num_adapters: int = 8
+    max_num_adapters: NonNegativeInt = 8
     """Most adapters loaded at once; 0: none may be loaded."""
 
-    max_rank: int = 64
+    max_rank: PositiveInt = 64
     """Highest rank of one adapter. The work per token grows with it."""
 
-    max_bytes: int = 1 << 30
+    max_bytes: PositiveInt = 1 << 30
     """Most bytes of all loaded adapters together, as they are held (float32 on CPU)."""
 
     max_launched_rank: int = 0
@@ -33,11 +33,7 @@ class LoraLimits:
     elsewhere, above this rank, and beside prompts they decode in plain steps."""
 
     def __post_init__(self) -> None:
-        if self.max_num_adapters < 0:
-            raise SettingsError(f"max_num_adapters: {self.max_num_adapters} is negative")
-        for name in ("max_rank", "max_bytes"):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"{name}: {getattr(self, name)} is below 1")
+        check_ranges(self)
         rank = self.max_launched_rank
         most = min(self.max_rank, MOST_LAUNCHED_RANK)
         if not 0 <= rank <= most:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from process.settings import SettingsError, check_address
+from msgspec import Meta
+
+from process.settings import NonNegativeInt, PositiveInt, SettingsError, check_address, check_ranges
 
 DRAFTERS = ("ngram",)
 MAX_DRAFT_DEADLINE_S = 60.0
@@ -22,16 +25,15 @@ class NgramConfig:
     min_length: int = 2
     """A shorter match is none."""
 
-    max_matches: int = 4
+    max_matches: PositiveInt = 4
     """Earlier places, newest first, whose continuations go into the tree."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         if not 1 <= self.min_length <= self.max_length:
             raise SettingsError(
                 f"min_length: {self.min_length} is not in [1, {self.max_length}], the max_length"
             )
-        if self.max_matches < 1:
-            raise SettingsError(f"max_matches: {self.max_matches} is below 1")
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,10 @@ class SpeculationConfig:
     """Children that a draft model gives each of its newest nodes, step by step: SpecInfer's <k1,
     ..., km>. Of Medusa's heads: tokens of each head."""
 
-    draft_kv_bytes: int = 256 * 2**20
+    draft_kv_bytes: PositiveInt = 256 * 2**20
     """Of each draft model's own KV cache, and of an EAGLE head's, at most."""
 
-    draft_share_bytes: int = 64 * 2**20
+    draft_share_bytes: NonNegativeInt = 64 * 2**20
     """Of this process' memory for draft models' KV on its way to the worker's store and back, where
     there are both: a text that a draft model has not seen is fetched where that is sooner than
     computing it. 0: always compute it, and store none."""
@@ -69,10 +71,10 @@ class SpeculationConfig:
     guesses on a device of its own. Every sequence is with one of them; one that does not answer
     costs its guesses. For decode workers."""
 
-    draft_deadline_s: float = 0.05
+    draft_deadline_s: Annotated[float, Meta(gt=0, le=MAX_DRAFT_DEADLINE_S)] = 0.05
     """How long a step waits for draft workers, at most; later guesses are dropped."""
 
-    max_num_nodes: int = 16
+    max_num_nodes: PositiveInt = 16
     """Most guessed tokens of one sample in one step. Fewer are computed where more do not pay."""
 
     acceptance: str = "exact"
@@ -89,6 +91,7 @@ class SpeculationConfig:
     """Of prompt lookup."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         for name in self.drafters:
             if name not in DRAFTERS:
                 raise SettingsError(f"drafters: {name!r} is none of {', '.join(DRAFTERS)}")
@@ -106,21 +109,10 @@ class SpeculationConfig:
             )
         if not self.expansion or min(self.expansion) < 1:
             raise SettingsError(f"expansion: {self.expansion} is not a row of counts above 0")
-        if self.draft_kv_bytes < 1:
-            raise SettingsError(f"draft_kv_bytes: {self.draft_kv_bytes} is below 1")
-        if self.draft_share_bytes < 0:
-            raise SettingsError(f"draft_share_bytes: {self.draft_share_bytes} is below 0")
         for address in self.draft_workers:
             check_address("draft_workers", address)
             if address.endswith(":0"):
                 raise SettingsError(f"draft_workers: {address!r} names no port")
-        if not 0.0 < self.draft_deadline_s <= MAX_DRAFT_DEADLINE_S:
-            raise SettingsError(
-                f"draft_deadline_s: {self.draft_deadline_s:g} is not in (0, "
-                f"{MAX_DRAFT_DEADLINE_S:g}]"
-            )
-        if self.max_num_nodes < 1:
-            raise SettingsError(f"max_num_nodes: {self.max_num_nodes} is below 1")
 
     @property
     def is_on(self) -> bool:

@@ -62,7 +62,7 @@ class GrpcTransport:
         received = [_Received(block_id) for block_id in items.block_ids]
         failed: dict[int, str] = {}
         call = self._connection.stub.Read(
-            request, timeout=deadline.left_s(), metadata=spans.current().headers
+            request, timeout=deadline.left_s(), metadata=spans.current_span().headers
         )
         try:
             with self._connection.closing_is_unavailable():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from process import registry
 from process.registry import RedisAccess
-from process.settings import SettingsError, check_host_port
+from process.settings import (
+    PositiveFloat,
+    PositiveInt,
+    SettingsError,
+    check_host_port,
+    check_ranges,
+)
 from process.tls import TlsSettings
 from services.autoscaler.limits import PlanSettings
 
@@ -42,24 +47,21 @@ class KubernetesSettings:
     lease_name: str = "baton-autoscaler"
     """The Lease (coordination.k8s.io) whose holder acts; with act=false, NAME-advice is taken."""
 
-    lease_s: float = 15.0
+    lease_s: PositiveFloat = 15.0
     """No other replica takes the Lease from a holder that renewed it within this time; Kubernetes'
     own controllers use the same."""
 
-    renew_s: float = 10.0
+    renew_s: PositiveFloat = 10.0
     """A holder that could not renew for so long stops acting: clearly before another may act."""
 
-    retry_s: float = 2.0
+    retry_s: PositiveFloat = 2.0
     """Between two attempts to take or renew it."""
 
-    api_timeout_s: float = 5.0
+    api_timeout_s: PositiveFloat = 5.0
     """For one answer of the API server."""
 
     def __post_init__(self) -> None:
-        for name in ("lease_s", "renew_s", "retry_s", "api_timeout_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise SettingsError(f"{name}: must be above 0")
+        check_ranges(self)
         if not self.retry_s < self.renew_s < self.lease_s:
             raise SettingsError("renew_s: must be above retry_s and below lease_s")
         if self.prefill_deployment == self.decode_deployment:
@@ -116,31 +118,26 @@ class AutoscalerSettings:
     certificate must name both roles (`baton certs --flips`). A worker that refuses is asked again
     after five minutes at the earliest: it takes up another certificate without a restart."""
 
-    interval_s: float = 5.0
+    interval_s: PositiveFloat = 5.0
     """Between two decisions."""
 
-    look_timeout_s: float = 2.0
+    look_timeout_s: PositiveFloat = 2.0
     """For one look at Redis."""
 
-    act_timeout_s: float = 10.0
+    act_timeout_s: PositiveFloat = 10.0
     """For one action but a flip."""
 
-    flip_timeout_s: float = 60.0
+    flip_timeout_s: PositiveFloat = 60.0
     """For one worker to hand its streams over and serve in its other role."""
 
-    num_decisions_kept: int = 500
+    num_decisions_kept: PositiveInt = 500
     """Decisions that can be asked for, and as many of those that acted."""
 
     plan: PlanSettings = field(default_factory=PlanSettings)
     """What is aimed at, what must hold, and how fast."""
 
     def __post_init__(self) -> None:
-        for name in ("interval_s", "look_timeout_s", "act_timeout_s", "flip_timeout_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise SettingsError(f"{name}: must be above 0")
-        if self.num_decisions_kept < 1:
-            raise SettingsError("num_decisions_kept: must be at least 1")
+        check_ranges(self)
         if not self.redis_url:
             raise SettingsError("redis_url: needed; workers and routers are found there")
         if self.scaler == "local" and not self.local_address:

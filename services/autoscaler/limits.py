@@ -6,10 +6,19 @@ Each default says where it comes from: measured here, a peer's, or guessed.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from process.settings import SettingsError
+from msgspec import Meta
+
+from process.settings import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SettingsError,
+    check_ranges,
+)
 from services.autoscaler.signals import ByRole, Role
 
 START_S = 600.0
@@ -17,54 +26,42 @@ START_S = 600.0
 room for it, or it dies at each start. Kubernetes' `progressDeadlineSeconds`, its default."""
 
 
-def _check_positive(settings: object, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if not (math.isfinite(value) and value > 0):
-            raise SettingsError(f"{name}: must be above 0")
-
-
 @dataclass(frozen=True)
 class Targets:
     """What requests shall get."""
 
-    ttft_s: float = 1.0
+    ttft_s: PositiveFloat = 1.0
     """Seconds to the first token. A chat is felt to hang beyond it; half of it is what a peer's
     planner starts from, for short prompts."""
 
-    tpot_s: float = 0.05
+    tpot_s: PositiveFloat = 0.05
     """Seconds between two tokens of a stream: 20 tokens a second, more than people read."""
 
-    quantile: float = 0.9
+    quantile: Annotated[float, Meta(gt=0, lt=1)] = 0.9
     """Share of requests that shall meet each of the two; in (0, 1)."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "ttft_s", "tpot_s")
-        if not 0 < self.quantile < 1:
-            raise SettingsError("quantile: must be above 0 and below 1")
+        check_ranges(self)
 
 
 @dataclass(frozen=True)
 class PoolLimits:
     """Bounds of one pool."""
 
-    min_workers: int = 1
+    min_workers: NonNegativeInt = 1
     """The least number of workers. 0 for both pools: after `pace.idle_s` without a request there
     are none."""
 
     max_workers: int = 8
     """Never more are asked for."""
 
-    num_devices: int = 1
+    num_devices: PositiveInt = 1
     """Devices (or, without any, shares of the budget) that one worker takes."""
 
     def __post_init__(self) -> None:
-        if self.min_workers < 0:
-            raise SettingsError("min_workers: must not be negative")
+        check_ranges(self)
         if self.max_workers < max(1, self.min_workers):
             raise SettingsError("max_workers: must be at least 1, and at least min_workers")
-        if self.num_devices < 1:
-            raise SettingsError("num_devices: must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -77,22 +74,18 @@ class ScaleLimits:
     decode: PoolLimits = field(default_factory=PoolLimits)
     """Of the decode workers."""
 
-    budget_devices: int = 0
+    budget_devices: NonNegativeInt = 0
     """Devices that both pools may take together; 0: only their own maximum bounds them."""
 
-    max_added_workers: int = 4
+    max_added_workers: PositiveInt = 4
     """Of both pools together, in one decision. Guessed: a burst that is over before they have
     started costs no more than these."""
 
-    max_removed_workers: int = 1
+    max_removed_workers: PositiveInt = 1
     """Of both pools together, in one decision."""
 
     def __post_init__(self) -> None:
-        for name in ("max_added_workers", "max_removed_workers"):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"{name}: must be at least 1")
-        if self.budget_devices < 0:
-            raise SettingsError("budget_devices: must not be negative")
+        check_ranges(self)
         least = self.devices(self.least)
         if self.budget_devices and least > self.budget_devices:
             raise SettingsError(
@@ -141,51 +134,47 @@ class Pace:
     """How soon what was seen is acted upon. Up fast, down slowly: a worker too many costs money,
     one too few costs everybody who waits."""
 
-    window_s: float = 30.0
+    window_s: PositiveFloat = 30.0
     """Rates are taken over so long. Guessed: at 5 requests a second chance moves such a mean by 8
     %, within `slack`."""
 
-    up_s: float = 10.0
+    up_s: NonNegativeFloat = 10.0
     """More workers must have been needed for so long."""
 
-    down_s: float = 300.0
+    down_s: NonNegativeFloat = 300.0
     """Fewer must have sufficed for so long; what Kubernetes' own autoscaler waits. Counted anew
     when a worker of the pool that was starting serves, or has not come for START_S."""
 
-    flip_s: float = 30.0
+    flip_s: NonNegativeFloat = 30.0
     """A worker may go over to the other pool when its own did without it for so long: it can be
     back within seconds."""
 
-    flip_cooldown_s: float = 20.0
+    flip_cooldown_s: NonNegativeFloat = 20.0
     """Between two flips: a flipped worker begins with an empty cache, and takes seconds."""
 
-    down_cooldown_s: float = 30.0
+    down_cooldown_s: NonNegativeFloat = 30.0
     """Between two removals: what the one before did must be seen."""
 
-    settle_s: float = 30.0
+    settle_s: NonNegativeFloat = 30.0
     """After any change latencies tell nothing for so long."""
 
-    idle_s: float = 600.0
+    idle_s: NonNegativeFloat = 600.0
     """After so long without any request there are no workers, where none are allowed."""
 
-    stale_s: float = 15.0
+    stale_s: PositiveFloat = 15.0
     """Signals older than this are not acted upon: some twenty beats of a router or a worker."""
 
-    slack: float = 0.2
+    slack: NonNegativeFloat = 0.2
     """Fewer workers suffice only if they would at so much more load, as a share. As long as load
     and what workers are measured to do stay within half of it to both sides of their mean, nothing
     is taken away that would have to come back."""
 
-    lead_s: float = 60.0
+    lead_s: NonNegativeFloat = 60.0
     """How far a rising load is thought on: about what a worker takes to start; 0: not at all. 8B
     models take a minute with an engine of our kind."""
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise SettingsError(f"{entry.name}: must not be negative")
-        _check_positive(self, "window_s", "stale_s")
+        check_ranges(self)
         if self.down_s < self.up_s:
             raise SettingsError("down_s: must not be less than up_s: up fast, down slowly")
 
@@ -195,14 +184,14 @@ class Priors:
     """What is believed before enough was seen; each decision says while it still is. What comes in
     takes its place as it is seen, so wrong ones cost the first minutes."""
 
-    prefill_tokens_per_s: float = 10_000.0
+    prefill_tokens_per_s: PositiveFloat = 10_000.0
     """Prompt tokens that one busy prefill worker computes a second. An 8B model on one large GPU
     does two to three times as many."""
 
-    decode_step_s: float = 0.008
+    decode_step_s: PositiveFloat = 0.008
     """One step of a decode worker with one stream. 8B, one large GPU: 6 ms."""
 
-    decode_stream_s: float = 0.00005
+    decode_stream_s: PositiveFloat = 0.00005
     """What each further stream adds to a step. 8B, 1,024 tokens of context: 19.3 ms of 256 streams
     less 6.7 of one, each."""
 
@@ -215,14 +204,12 @@ class Priors:
     max_num_running: int = 64
     """Streams that one decode worker takes; the engine's own default. Never learned."""
 
-    max_utilisation: float = 0.8
+    max_utilisation: Annotated[float, Meta(gt=0, lt=1)] = 0.8
     """Share of its time that a worker shall be busy at most, whatever latency that would give;
     beyond it queues grow without measure. Never learned."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, *(entry.name for entry in fields(self)))
-        if self.max_utilisation >= 1:
-            raise SettingsError("max_utilisation: must be below 1")
+        check_ranges(self)
 
 
 @dataclass(frozen=True)

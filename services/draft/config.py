@@ -6,11 +6,21 @@ Frozen; the loader is `process.settings`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Annotated
+
+from msgspec import Meta
 
 from engine.config import EngineConfig
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_sessions import SESSION_BYTES
-from process.settings import SettingsError, check_host_port
+from process.settings import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    SettingsError,
+    check_host_port,
+    check_ranges,
+)
 from process.tls import TlsSettings
 
 HEEDED = (
@@ -35,43 +45,31 @@ HEEDED_SPECULATION = ("expansion", "draft_kv_bytes", "max_num_nodes")
 class DraftLimits:
     """Bounds of one draft worker."""
 
-    max_num_sessions: int = 256
+    max_num_sessions: PositiveInt = 256
     """Sequences that the draft worker remembers. For a further one it forgets a sequence that it
     was not asked for lately; where there is none, it does not take the further one."""
 
-    max_session_bytes: int = 64 * 1024 * 1024
+    max_session_bytes: Annotated[int, Meta(ge=SESSION_BYTES)] = 64 * 1024 * 1024
     """Of their token ids. Their KV has a bound of its own: engine.speculation.draft_kv_bytes."""
 
-    max_waiting_calls: int = 64
+    max_waiting_calls: PositiveInt = 64
     """Calls that are computed or wait for it; the next one is refused."""
 
-    catch_up_tokens: int = 128
+    catch_up_tokens: PositiveInt = 128
     """Of a text that is new here, computed at once between two calls: a call may wait for that."""
 
-    max_call_s: float = 10.0
+    max_call_s: PositiveFloat = 10.0
     """A call that waits longer is given up, if its caller has not given it up before."""
 
-    drain_s: float = 1.0
+    drain_s: NonNegativeFloat = 1.0
     """How long calls under way may take to end when the process is asked to stop."""
 
-    step_timeout_s: float = 300.0
+    step_timeout_s: NonNegativeFloat = 300.0
     """Guessing that takes longer has failed: the device does not answer, and the worker ends. Far
     above the longest call, compilations included. 0: never."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_sessions", "max_waiting_calls", "catch_up_tokens"):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"{name}: {getattr(self, name)} is below 1")
-        if self.max_session_bytes < SESSION_BYTES:
-            raise SettingsError(
-                f"max_session_bytes: {self.max_session_bytes} is below {SESSION_BYTES}, what one "
-                "session takes"
-            )
-        if not self.max_call_s > 0:
-            raise SettingsError(f"max_call_s: {self.max_call_s:g} is not above 0")
-        for name in ("drain_s", "step_timeout_s"):
-            if not getattr(self, name) >= 0:
-                raise SettingsError(f"{name}: {getattr(self, name):g} is negative")
+        check_ranges(self)
 
 
 @dataclass(frozen=True)

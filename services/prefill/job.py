@@ -144,7 +144,7 @@ class PrefillJob:
     """Where no handle waits for the store."""
     lent: LentPrompt | None = None
     """Where the way to decode is the direct one."""
-    span: Span = field(default_factory=spans.current)
+    span: Span = field(default_factory=spans.current_span)
     chunks: TracedChunks = field(init=False)
     handed_over: frozenset[str] = frozenset()
     """Leases that are the handle's; it counts once the request is DONE."""

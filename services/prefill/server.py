@@ -14,9 +14,9 @@ import grpc.aio
 
 from engine.schedule.step import MAX_PROMPT_ROWS
 from engine.step_output import RequestEvent, TokenLogprobs
-from process import rpc, trace_context
+from process import rpc, spans
 from process.errors import BatonError, InvalidArgument
-from process.spans import NOBODY, Span
+from process.spans import NOOP_SPAN, Span
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.prefill.handover import PrefillAnswer
 from services.prefill.job import Firsts, PrefillAsk, PrefixRun
@@ -111,8 +111,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         """Of one prompt, where the router traces the request."""
         core = self._core
         if not (core.tracing.is_on and traceparent):
-            return NOBODY
-        return core.tracing.follow("serve prefill", trace_context.parse(traceparent), core.about)
+            return NOOP_SPAN
+        return core.tracing.follow(
+            "serve prefill", spans.parse_traceparent(traceparent), core.about
+        )
 
     def _ask(self, request: prefill_pb2.PrefillRequest) -> PrefillAsk:
         self._core.check_model(request.model_fingerprint, request.adapter, request.adapter_digest)

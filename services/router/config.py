@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from process import registry
 from process.registry import RedisAccess
-from process.settings import SettingsError, check_host_port
+from process.settings import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SettingsError,
+    check_host_port,
+    check_ranges,
+)
 from process.tls import TlsSettings, is_loopback
 from process.tracing import TracingSettings
 from services.router.admission_settings import AdmissionSettings
@@ -33,84 +40,84 @@ MAX_SAMPLES = 128
 class RouterLimits:
     """Bounds of one request and of all together."""
 
-    max_request_bytes: int = 4 * MIB
+    max_request_bytes: PositiveInt = 4 * MIB
     """Largest request message; a larger one is refused with INVALID_ARGUMENT."""
 
-    hard_request_bytes: int = 8 * MIB
+    hard_request_bytes: PositiveInt = 8 * MIB
     """Above this gRPC itself refuses (RESOURCE_EXHAUSTED), before the message is in memory."""
 
-    max_intake_bytes: int = 256 * MIB
+    max_intake_bytes: PositiveInt = 256 * MIB
     """Memory for the messages of all requests together, of which one tenant has at most half. A
     message counts with its largest possible size while it is read, then with its own size. A
     message that takes longer than a quarter of `intake_wait_s` to arrive is refused while another
     one waits for memory."""
 
-    max_connections: int = 4096
+    max_connections: PositiveInt = 4096
     """At each port at the same time, counted from the accept; the next one is closed at once."""
 
-    max_requests_in_flight: int = 2048
+    max_requests_in_flight: PositiveInt = 2048
     """The next request is refused with a retry time, of any tenant. Larger than what `admission`
     serves and queues together, where the tenant with the most requests is refused first."""
 
-    max_held_requests: int = 256
+    max_held_requests: PositiveInt = 256
     """Requests that are held while there are no workers, with `hold_without_workers_s`; the next is
     refused with a retry time.
     """
 
-    default_budget_s: float = 300.0
+    default_budget_s: PositiveFloat = 300.0
     """Time of a request that names none."""
 
-    max_budget_s: float = 3600.0
+    max_budget_s: PositiveFloat = 3600.0
     """Most time a request may ask for."""
 
-    default_max_tokens: int = 256
+    default_max_tokens: PositiveInt = 256
     """Output tokens of a request that does not say, if the window has room for them."""
 
-    max_stop_strings: int = 16
+    max_stop_strings: PositiveInt = 16
     """Stop strings per request."""
 
-    max_stop_chars: int = 256
+    max_stop_chars: PositiveInt = 256
     """Characters of one stop string; as much text may be held back."""
 
-    max_stop_token_ids: int = 128
+    max_stop_token_ids: PositiveInt = 128
     """Stop token ids per request."""
 
-    max_logprobs: int = 20
+    max_logprobs: PositiveInt = 20
     """Alternatives per token."""
 
-    max_prompt_logprobs: int = 256 * 1024
+    max_prompt_logprobs: PositiveInt = 256 * 1024
     """Log probabilities of one prompt, the alternatives of its tokens counted: about 150 bytes each
     while its answer is put together."""
 
-    max_samples: int = 16
+    max_samples: PositiveInt = 16
     """Samples of one prompt, and beams; at most MAX_SAMPLES."""
 
-    max_logit_bias: int = 1024
+    max_logit_bias: PositiveInt = 1024
     """Tokens whose logits one request may shift."""
 
-    max_bad_words: int = 128
+    max_bad_words: PositiveInt = 128
     """Words that one request may forbid; each has at most `max_stop_chars` characters."""
 
-    max_choices: int = 1024
+    max_choices: PositiveInt = 1024
     """Strings of a choice."""
 
-    num_decisions_kept: int = 1024
+    num_decisions_kept: PositiveInt = 1024
     """Requests whose choices of workers are kept with their reasons, of each model."""
 
-    num_prefixes_kept: int = 64 * 1024
+    num_prefixes_kept: PositiveInt = 64 * 1024
     """Prefixes of each model for which the router remembers the workers that should still have
     them; about 200 bytes each."""
 
-    max_failovers: int = 3
+    max_failovers: PositiveInt = 3
     """Decode workers that one request may lose before it fails: it might be what breaks them.
     Workers that leave on purpose do not count.
     """
 
-    max_grammar_chars: int = 64 * 1024
+    max_grammar_chars: PositiveInt = 64 * 1024
     """Characters of a schema, pattern, grammar or of all choices together."""
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        check_ranges(self)
         if self.hard_request_bytes < self.max_request_bytes:
             raise SettingsError("hard_request_bytes: must not be below max_request_bytes")
         if self.max_intake_bytes < 2 * self.hard_request_bytes:
@@ -123,90 +130,90 @@ class RouterLimits:
 class RouterTimes:
     """How often the router looks, and how long it waits for one thing."""
 
-    poll_interval_s: float = 0.5
+    poll_interval_s: PositiveFloat = 0.5
     """Between two looks at the registry in Redis."""
 
-    redis_timeout_s: float = 1.0
+    redis_timeout_s: PositiveFloat = 1.0
     """For one answer of the registry."""
 
-    lookup_timeout_s: float = 0.25
+    lookup_timeout_s: PositiveFloat = 0.25
     """For the index's answer to one prefix lookup; after it the request goes on without remote
     hits."""
 
-    connect_timeout_s: float = 2.0
+    connect_timeout_s: PositiveFloat = 2.0
     """For one attempt to reach a decode worker."""
 
-    reserve_answer_s: float = 10.0
+    reserve_answer_s: PositiveFloat = 10.0
     """For a decode worker's answer to a reservation (its engine may be inside a step)."""
 
-    reserve_wait_s: float = 5.0
+    reserve_wait_s: PositiveFloat = 5.0
     """How long a request waits for room when every decode worker is full."""
 
-    failover_wait_s: float = 60.0
+    failover_wait_s: PositiveFloat = 60.0
     """How long requests wait for a worker that is away, counted from when it last served or was
     starting, where no other takes them: longer than a process takes from its end until it loads its
     model again. Also how long an answer whose decode worker went waits for room at another."""
 
-    supersede_wait_s: float = 5.0
+    supersede_wait_s: PositiveFloat = 5.0
     """How long a repeated request waits for its old attempt to end."""
 
-    finish_wait_s: float = 2.0
+    finish_wait_s: PositiveFloat = 2.0
     """How long the last message waits for the decode worker's account after a stop string."""
 
-    status_timeout_s: float = 1.0
+    status_timeout_s: PositiveFloat = 1.0
     """For one process's answer in a cluster status."""
 
-    suspect_s: float = 0.5
+    suspect_s: PositiveFloat = 0.5
     """How long a worker that failed is the last choice before it is probed; each failed probe
     doubles it.
     """
 
-    max_suspect_s: float = 30.0
+    max_suspect_s: PositiveFloat = 30.0
     """Longest pause between two probes."""
 
-    max_step_s: float = 30.0
+    max_step_s: PositiveFloat = 30.0
     """A worker whose engine has been inside one step for longer is taken to hang, while another one
     of its role can take over: its requests go on there, and it gets no new ones until the step
     ends. Well above a long step, kernels compiled in it included. `baton up` starts a part again
     whose process is silent for as long."""
 
-    lapse_grace_s: float = 10.0
+    lapse_grace_s: PositiveFloat = 10.0
     """How long the streams and calls of a worker without heartbeat are kept before they fail."""
 
-    read_s: float = 60.0
+    read_s: PositiveFloat = 60.0
     """For a request's message, or body, to arrive. Guessed: 4 MiB at 70 KiB a second."""
 
-    intake_wait_s: float = 5.0
+    intake_wait_s: PositiveFloat = 5.0
     """How long a request waits for room to be read, before it is refused with a retry time."""
 
-    stall_s: float = 30.0
+    stall_s: PositiveFloat = 30.0
     """How long a client may take nothing of the answer that waits for it; then its request is
     cancelled.
     """
 
-    sse_keep_alive_s: float = 15.0
+    sse_keep_alive_s: PositiveFloat = 15.0
     """After how long without an event a stream over HTTP gets a comment, so that no proxy takes it
     for dead. It also begins an answer whose first token is not there: an error behind it is an
     event and no status.
     """
 
-    idle_s: float = 75.0
+    idle_s: PositiveFloat = 75.0
     """A client's connection without a request is closed after so long. Longer than what proxies
     keep open, so that they do not meet one that just closed.
     """
 
-    adapter_s: float = 120.0
+    adapter_s: PositiveFloat = 120.0
     """For every worker to load an adapter, and then for every router to serve it; also for all of
     them to drop one. A load that some worker does not manage in this time fails, and all keep what
     they had."""
 
-    drain_s: float = 10.0
+    drain_s: PositiveFloat = 10.0
     """How long a stopping router lets requests finish. Those that are left then end with an error,
     in a stream as its last event; a second signal ends the router at once.
     """
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        check_ranges(self)
         if self.max_suspect_s < self.suspect_s:
             raise SettingsError("max_suspect_s: must not be below suspect_s")
 
@@ -217,27 +224,27 @@ class RouterCosts:
     against bytes.
     """
 
-    prefill_tokens_per_s: float = 5_000.0
+    prefill_tokens_per_s: PositiveFloat = 5_000.0
     """Prompt tokens a prefill worker computes. Guessed, for a small model on a CPU."""
 
-    link_bytes_per_s: float = 2e9
+    link_bytes_per_s: PositiveFloat = 2e9
     """KV bytes between a worker and a store. Guessed, for shared memory and 25 Gbit/s alike."""
 
-    decode_request_s: float = 0.02
+    decode_request_s: PositiveFloat = 0.02
     """What each request on a decode worker adds to the wait of the next. Guessed."""
 
-    scarce_window_s: float = 0.05
+    scarce_window_s: PositiveFloat = 0.05
     """What it costs to take a worker with a longer window than the request needs, where others have
     a shorter one: it is kept for prompts that need it. Guessed.
     """
 
-    exposed_put_tokens: int = 512
+    exposed_put_tokens: PositiveInt = 512
     """Most tokens of a prompt whose way into the store nothing hides: those of its last chunk.
     As many as a worker's step takes by default.
     """
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        check_ranges(self)
 
 
 @dataclass(frozen=True)
@@ -314,12 +321,12 @@ class RouterSettings:
     "least_load": fewest requests and tokens under way; "round_robin": in turn.
     """
 
-    short_prefill_tokens: int = 0
+    short_prefill_tokens: NonNegativeInt = 0
     """Longest uncached rest of a prompt that a decode worker may compute by itself, where the
     policy finds that cheaper than a prefill worker and a handover; 0: never.
     """
 
-    hold_without_workers_s: float = 0.0
+    hold_without_workers_s: NonNegativeFloat = 0.0
     """How long a request waits for a worker while there is none for its model, and none starts or
     went within `times.failover_wait_s`; 0: it is refused at once. Where an autoscaler may take all
     workers away, longer than one takes to start.
@@ -346,6 +353,7 @@ class RouterSettings:
     """
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         if not self.model:
             raise SettingsError("model: needed; say --set model=<name or folder>")
         for name in self.models:
@@ -353,10 +361,6 @@ class RouterSettings:
                 raise SettingsError(f"models: {name!r} is named twice")
             if not name:
                 raise SettingsError("models: an empty name")
-        if not (math.isfinite(self.hold_without_workers_s) and self.hold_without_workers_s >= 0):
-            raise SettingsError("hold_without_workers_s: must be 0 or more")
-        if self.short_prefill_tokens < 0:
-            raise SettingsError("short_prefill_tokens: must be 0 or more")
         if not self.redis_url:
             raise SettingsError("redis_url: needed; workers are found there")
         check_host_port("metrics_listen", self.metrics_listen)
@@ -398,10 +402,3 @@ class RouterSettings:
                 f"{name}: {listen} is reached from other machines, by anybody; set api_keys_file, "
                 "or allow_anonymous=true"
             )
-
-
-def _check_positive(settings: RouterLimits | RouterTimes | RouterCosts) -> None:
-    for entry in fields(settings):
-        value = getattr(settings, entry.name)
-        if not (math.isfinite(value) and value > 0):
-            raise SettingsError(f"{entry.name}: must be above 0, got {value}")

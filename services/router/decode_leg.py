@@ -98,7 +98,7 @@ class DecodeLeg:
         """The worker has set blocks aside, and has the request wait for its places."""
         self.num_tokens_local = 0
         """Prompt tokens whose KV the worker holds already; known once reserved."""
-        self.span = spans.NOBODY
+        self.span = spans.NOOP_SPAN
         """Of this leg, where its request is traced; it ends with the leg."""
         self.incarnation = ""
         """Of the worker, as its owner knows it."""

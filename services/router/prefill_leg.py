@@ -26,7 +26,7 @@ from process.errors import (
     NoCapacity,
     Unavailable,
 )
-from process.spans import Kind
+from process.spans import SpanKind
 from protos import common_pb2, prefill_pb2
 from services.router.decode_leg import DecodeLeg
 from services.router.handover import Path
@@ -171,10 +171,10 @@ class PrefillLeg:
         )
         about: dict[str, spans.Value] = {
             "baton.worker_id": worker.worker_id,
-            **spans.server_of(worker.address),
-            **spans.grpc_call("Prefill", "Stream"),
+            **spans.server_attributes(worker.address),
+            **spans.rpc_attributes("Prefill", "Stream"),
         }
-        with spans.current().child("call prefill", about, kind=Kind.CLIENT) as span:
+        with spans.current_span().child("call prefill", about, kind=SpanKind.CLIENT) as span:
             request.traceparent = span.traceparent
             return await self._cluster.prefills.prefill(
                 worker, request, self._deadline, self, choice.num_computed

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from process import spans
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, Unavailable
-from process.spans import Kind
+from process.spans import SpanKind
 from protos import decode_pb2
 from services.router.decisions import FIRST
 from services.router.decode_leg import DecodeLeg
@@ -138,14 +138,14 @@ class Reserving:
     async def _ask(self, worker: WorkerView, ask: Ask) -> DecodeLeg:
         """Have `worker` set blocks aside, or queue the request; the leg is ours from here on."""
         bound = self._deadline.sooner(self._cluster.times.reserve_answer_s)
-        span = spans.current().child(
+        span = spans.current_span().child(
             "call decode",
             {
                 "baton.worker_id": worker.worker_id,
-                **spans.server_of(worker.address),
-                **spans.grpc_call("Decode", "Stream"),
+                **spans.server_attributes(worker.address),
+                **spans.rpc_attributes("Decode", "Stream"),
             },
-            kind=Kind.CLIENT,
+            kind=SpanKind.CLIENT,
         )
         request = self._request(worker)
         request.traceparent = span.traceparent

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from process import logs, rpc, spans, trace_context
+from process import logs, rpc, spans
 from process.errors import BatonError
 from process.spans import Attributes
 from protos import inference_pb2
@@ -39,10 +39,10 @@ class GrpcCall(Call):
     name = f"{SERVICE}/Generate"
 
     def __init__(self, context: Context) -> None:
-        self.headers = trace_context.headers_of(context.invocation_metadata() or ())
+        self.headers = spans.trace_headers(context.invocation_metadata() or ())
 
     def about(self) -> Attributes:
-        return spans.grpc_call("Inference", "Generate")
+        return spans.rpc_attributes("Inference", "Generate")
 
     def status(self, error: BaseException | None, *, has_begun: bool) -> Attributes:
         code = "OK" if error is None else code_of(error).upper()

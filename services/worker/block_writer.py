@@ -109,7 +109,7 @@ class BlockWriter:
         self._problem: str | None = None
         self._finishing = False
         self._wake = asyncio.Event()
-        self._span = spans.current()  # it may outlive its request's answer
+        self._span = spans.current_span()  # it may outlive its request's answer
         self._task = start_task(self._write(), "block writer")
 
     @property

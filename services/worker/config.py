@@ -11,7 +11,15 @@ from pathlib import Path
 from engine.config import EngineConfig
 from process import registry
 from process.registry import RedisAccess
-from process.settings import SettingsError, check_host_port
+from process.settings import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SettingsError,
+    check_host_port,
+    check_ranges,
+)
 from process.tls import TlsSettings
 from process.tracing import TracingSettings
 
@@ -24,57 +32,57 @@ DIRECT_TRANSPORTS = ("cuda_ipc", "nixl", "grpc", "")
 class WorkerLimits:
     """Bounds of one worker. Each wait that has no tighter one has one of these."""
 
-    max_waiting_requests: int = 256
+    max_waiting_requests: PositiveInt = 256
     """Requests that may wait for room or for their first token; the next one is refused with a
     retry time.
     """
 
-    default_budget_s: float = 300.0
+    default_budget_s: PositiveFloat = 300.0
     """Time of a request that names none."""
 
-    max_budget_s: float = 3600.0
+    max_budget_s: PositiveFloat = 3600.0
     """Most time that a request gets; the router's bound."""
 
-    lease_ttl_s: float = 30.0
+    lease_ttl_s: PositiveFloat = 30.0
     """Most that a lease on a handed-over prompt outlives the last word about it."""
 
-    transfer_budget_s: float = 5.0
+    transfer_budget_s: PositiveFloat = 5.0
     """Time for fetching one request's blocks; after it they are recomputed."""
 
-    put_budget_s: float = 5.0
+    put_budget_s: PositiveFloat = 5.0
     """Time for storing one batch of blocks; after it the handle covers what was stored before."""
 
-    put_yield_s: float = 0.05
+    put_yield_s: NonNegativeFloat = 0.05
     """How long the last blocks of a prompt that is lent wait to be stored, for decode to read them
     first: it answers to a client, and nothing waits for the store. Guessed: ten times what that
     takes."""
 
-    fetch_batch_bytes: int = 64 * 1024 * 1024
+    fetch_batch_bytes: PositiveInt = 64 * 1024 * 1024
     """A prefill worker fetches a prefix from a store in batches of so many bytes; what came before
     the time ran out is used. Guessed: far above what a call costs."""
 
-    link_budget_s: float = 2.0
+    link_budget_s: PositiveFloat = 2.0
     """Time of the second measurement of the way to a store, after a first that was late: the first
     transfer also makes connections, and a starting machine is busy."""
 
-    attach_budget_s: float = 3.0
+    attach_budget_s: NonNegativeFloat = 3.0
     """Time of one attempt to attach to the store."""
 
-    ping_budget_s: float = 1.0
+    ping_budget_s: PositiveFloat = 1.0
     """Time for a store, or a worker that lends, to say that it is there, after a call that failed.
     Later than that a store of this node counts as stalled, and any other one's client is over."""
 
-    store_wait_s: float = 5.0
+    store_wait_s: NonNegativeFloat = 5.0
     """How long a starting worker waits for its store before it serves without."""
 
-    drain_s: float = 10.0
+    drain_s: NonNegativeFloat = 10.0
     """How long a stopping worker, or one that changes its role, lets requests finish or move
     elsewhere, and waits for workers that read its blocks."""
 
-    stop_grace_s: float = 1.0
+    stop_grace_s: NonNegativeFloat = 1.0
     """How long a stopping worker lets streams that are open bring their last messages."""
 
-    step_timeout_s: float = 120.0
+    step_timeout_s: NonNegativeFloat = 120.0
     """A step of the engine that takes longer has failed: its device does not answer, and the worker
     ends. Far above the longest step, compilations included, and below a request's budget, so that
     there is time left to go on elsewhere. 0: never.
@@ -85,7 +93,7 @@ class WorkerLimits:
     conversation finds them.
     """
 
-    replicate_after_hits: int = 0
+    replicate_after_hits: NonNegativeInt = 0
     """Matches that a block of another node's store must have had before a copy is written to the
     home store too. 0: always copied.
     """
@@ -95,40 +103,12 @@ class WorkerLimits:
     is direct. False, or where the engine preempts: it hands over through the store, and says so.
     """
 
-    max_remote_stores: int = 16
-    """Other nodes' stores that a worker keeps attached at once; the idlest one makes room."""
+    max_remote_stores: PositiveInt = 16
+    """Other nodes' stores that a worker keeps attached at once; the idlest one makes room. An empty
+    remote_transport pulls from none."""
 
     def __post_init__(self) -> None:
-        if self.max_waiting_requests < 1:
-            raise SettingsError("max_waiting_requests: must be at least 1")
-        for name in (
-            "default_budget_s",
-            "max_budget_s",
-            "lease_ttl_s",
-            "transfer_budget_s",
-            "put_budget_s",
-            "fetch_batch_bytes",
-            "link_budget_s",
-            "ping_budget_s",
-        ):
-            if not getattr(self, name) > 0:
-                raise SettingsError(f"{name}: must be above 0")
-        for name in (
-            "put_yield_s",
-            "attach_budget_s",
-            "store_wait_s",
-            "drain_s",
-            "stop_grace_s",
-            "step_timeout_s",
-        ):
-            if not getattr(self, name) >= 0:
-                raise SettingsError(f"{name}: must not be negative")
-        if self.replicate_after_hits < 0:
-            raise SettingsError("replicate_after_hits: must not be negative")
-        if self.max_remote_stores < 1:
-            raise SettingsError(
-                "max_remote_stores: must be at least 1 (remote_transport='' pulls from none)"
-            )
+        check_ranges(self)
 
 
 @dataclass(frozen=True)
@@ -184,7 +164,7 @@ class WorkerSettings:
     where the workers of a host trust each other.
     """
 
-    link_floor_bytes_per_s: float = 0.0
+    link_floor_bytes_per_s: NonNegativeFloat = 0.0
     """Measured rate below which the link to a store is called degraded. 0: no floor, only the
     comparison with a copy in memory.
     """
@@ -234,8 +214,7 @@ class WorkerSettings:
                 "direct_transport: needs remote_transport, for a worker that pulls no blocks from "
                 "elsewhere pulls none from other workers"
             )
-        if not self.link_floor_bytes_per_s >= 0:
-            raise SettingsError("link_floor_bytes_per_s: must not be negative")
+        check_ranges(self)
         self.tls.check_peers("tls")
         self.tls.check_listen("listen", self.listen, "tls")
         registry.check_redis(self.redis_url, self.redis)

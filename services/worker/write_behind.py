@@ -102,7 +102,7 @@ class WriteChain:
     problem: str = ""
     ends_by: Deadline | None = None
     """Set when no further block will come."""
-    span: Span = field(default_factory=spans.current)
+    span: Span = field(default_factory=spans.current_span)
     """Of the request."""
 
     @property

@@ -25,7 +25,7 @@ import pytest
 
 from baton import ClusterConfig, LocalCluster, cli
 from baton.client import SyncClient
-from process.trace_context import TraceContext
+from process.spans import TraceContext
 from protos import inference_pb2, inference_pb2_grpc
 from tests.harness.browser import browsing, text_of
 from tests.harness.cluster import STORE_SIZE, assert_idle

@@ -29,7 +29,8 @@ import pytest
 from kvstore import block_hash, index
 from process import entrypoint, grpc_server, registry, rpc
 from process.errors import BatonError
-from process.rpc import channel, error_from_rpc
+from process.rpc import channel as channel
+from process.rpc import error_from_rpc as error_from_rpc
 from process.settings import SettingsError as SettingsError
 from protos import (
     common_pb2,

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,9 +141,9 @@ def test_numbers_in_settings_have_a_unit() -> None:
         f"{cls.__name__}.{field.name}"
         for cls in _settings_classes()
         for field in dataclasses.fields(cls)
-        if field.type in ("int", "float", int, float)
+        if (kind := typing.get_type_hints(cls)[field.name]) in (int, float)
         and not _UNITS.search(field.name)
-        and not (field.type in ("int", int) and _COUNTS.search(field.name))
+        and not (kind is int and _COUNTS.search(field.name))
         and field.name not in _UNITLESS
     ]
     assert not unclear, f"{unclear}: put the unit (_s, _ms, _bytes) or num_ into the name"

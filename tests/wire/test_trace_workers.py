@@ -13,7 +13,7 @@ import pytest
 
 from engine.speculation.draft_traces import DraftTraces
 from process import rpc
-from process.trace_context import TraceContext, parse
+from process.spans import TraceContext, parse_traceparent
 from process.tracing import TracingSettings
 from protos import common_pb2, decode_pb2, kvstore_pb2, kvstore_pb2_grpc
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
@@ -263,7 +263,7 @@ async def test_a_blocks_history_is_kept_at_the_store(tmp_path: Path) -> None:
 
 
 async def test_the_traceparent_in_a_message_is_checked_as_one_in_a_header(tmp_path: Path) -> None:
-    assert parse("00-nonsense") is None
+    assert parse_traceparent("00-nonsense") is None
     with receiving() as receiver:
         async with pair(tmp_path, tracing=settings(receiver)) as p:
             reserve = p.reserve(PROMPT)

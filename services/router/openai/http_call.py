@@ -6,7 +6,7 @@ import asyncio
 
 from aiohttp import web
 
-from process import trace_context
+from process import spans
 from process.errors import Cancelled
 from process.spans import Attributes
 from services.router.http_errors import http_error_of
@@ -24,7 +24,7 @@ class HttpCall(Call):
         resource = request.match_info.route.resource
         self._route = resource.canonical if resource is not None else request.path
         self.name = f"{request.method} {self._route}"
-        self.headers = trace_context.headers_of(request.headers.items())
+        self.headers = spans.trace_headers(request.headers.items())
 
     def about(self) -> Attributes:
         request = self._request

@@ -13,7 +13,7 @@ from services.autoscaler.config import AutoscalerSettings
     ("overrides", "says"),
     [
         (["interval_s=0"], "interval_s: must be above 0"),
-        (["flip_timeout_s=inf"], "flip_timeout_s: must be above 0"),
+        (["flip_timeout_s=inf"], "flip_timeout_s: must be finite"),
         (["scaler=local"], "local_address: needed with scaler=local"),
         (["scaler=nomad"], "scaler: expected one of kubernetes, local"),
         (["redis_url="], "redis_url: needed"),

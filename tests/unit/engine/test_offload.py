@@ -273,7 +273,7 @@ def test_settings_that_do_not_go_with_it_are_refused_by_name(fields: dict[str, A
     with pytest.raises(SettingsError, match=rf"^{name}: .* does not go with weights_device_bytes"):
         EngineConfig(weights_device_bytes=1, **fields)
     EngineConfig(**fields)
-    with pytest.raises(SettingsError, match="weights_device_bytes: -1 is negative"):
+    with pytest.raises(SettingsError, match="weights_device_bytes: must be at least 0, got -1"):
         EngineConfig(weights_device_bytes=-1)
 
 

@@ -14,8 +14,7 @@ from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
 from kvstore.blocks import Block
 from kvstore.history import MAX_EVENTS, BlockHistory
 from kvstore.prefix_tree import TreeNode
-from process.spans import NOBODY, Recording, SpanData
-from process.trace_context import TraceContext
+from process.spans import NOOP_SPAN, RecordingSpan, SpanData, TraceContext
 from process.tracing import SpanCounters, Tracing, TracingSettings
 
 TRACE = TraceContext(0xA1, 0xB2, True)
@@ -54,7 +53,7 @@ class _Bench:
 
     def put(self, prompt: int, length: int, *, is_traced: bool = False) -> list[TreeNode]:
         hashes = [_hash(prompt, i) for i in range(length)]
-        span = Recording(self.kept.take, "commit", TRACE, None) if is_traced else NOBODY
+        span = RecordingSpan(self.kept.take, "commit", TRACE, None) if is_traced else NOOP_SPAN
         with span:
             lease_id, answers, _ = self.store.reserve(
                 self.worker, b"", hashes, ttl_s=9.0, now_s=0.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from process.deadline import Deadline
-from process.spans import NOBODY
+from process.spans import NOOP_SPAN
 from services.prefill.session import PrefillSession
 
 
@@ -45,7 +45,7 @@ async def test_one_that_cannot_be_taken_back_keeps_no_other_from_it(bad: tuple[i
     ]
     session = PrefillSession(Worker())  # type: ignore[arg-type]
     for key, answer in enumerate(answers):
-        session.begin(key, answer, Deadline.after(60.0), Sink(), NOBODY)  # type: ignore[arg-type]
+        session.begin(key, answer, Deadline.after(60.0), Sink(), NOOP_SPAN)  # type: ignore[arg-type]
     async with asyncio.timeout(60.0):
         await session.wait_idle()
     if bad:

@@ -45,7 +45,7 @@ def test_keys_and_tenants_are_read(tmp_path: Path) -> None:
         (ONE + "min_priority = 1\n", "min_priority: is above max_priority"),
         (ONE + "expires = 'soon'\n", "expires: 'soon' is no date"),
         ("[tenants.a]\nweight = 0", "weight: must be"),
-        ("[tenants.a]\nmax_tokens_per_min = -1", "max_tokens_per_min: must not be negative"),
+        ("[tenants.a]\nmax_tokens_per_min = -1", "max_tokens_per_min: must be at least 0"),
         ("[tenants.'a b']\nweight = 1", "'a b' is no tenant's name"),
     ],
 )

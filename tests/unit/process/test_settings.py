@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import pytest
+from msgspec import Meta
 
 from process import settings
 
@@ -168,3 +169,39 @@ def test_a_host_and_its_port() -> None:
     for wrong in ("", "host", ":80", "host:", "host:65536", "host:-1", "host:\u0661"):
         with pytest.raises(ValueError, match="is not host:port"):
             settings.split_host_port(wrong)
+
+
+@dataclass(frozen=True)
+class Ranged:
+    num_blocks: settings.PositiveInt = 1
+    budget_s: settings.PositiveFloat = 1.0
+    grace_s: settings.NonNegativeFloat = 0.0
+    quantile: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+    plain_s: float = 0.0
+    limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        settings.check_ranges(self)
+
+
+@dataclass(frozen=True)
+class Group:
+    ranged: Ranged = field(default_factory=Ranged)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("num_blocks", 0, "must be at least 1, got 0"),
+        ("budget_s", 0.0, "must be above 0, got 0.0"),
+        ("grace_s", -0.1, "must be at least 0, got -0.1"),
+        ("quantile", 1.0, "must be below 1, got 1.0"),
+        ("grace_s", float("inf"), "must be finite, got inf"),
+        ("plain_s", float("nan"), "must be finite, got nan"),
+    ],
+)
+def test_a_range_holds_for_a_value_however_it_is_made(key: str, value: Any, problem: str) -> None:
+    with pytest.raises(settings.SettingsError, match=f"^{key}: {problem}$"):
+        Ranged(**{key: value})
+    with pytest.raises(settings.SettingsError, match=rf"^ranged\.{key}: {problem}$"):
+        settings.load(Group, overrides=[f"ranged.{key}={value}"])

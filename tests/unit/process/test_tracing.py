@@ -18,12 +18,17 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from process import spans
 from process.settings import SettingsError
-from process.span_export import BATCH_SPANS, OtlpExporter
-from process.spans import NOBODY, Kind, Link, SpanData
-from process.trace_context import TraceContext, parse
-from process.tracing import OFF, SpanCounters, Tracing, TracingSettings
+from process.spans import (
+    NOOP_SPAN,
+    SpanData,
+    SpanKind,
+    SpanLink,
+    TraceContext,
+    current_span,
+    parse_traceparent,
+)
+from process.tracing import BATCH_SPANS, OFF, OtlpExporter, SpanCounters, Tracing, TracingSettings
 from tests.harness.otlp_receiver import receiving
 from tests.harness.waiting import block_until
 
@@ -56,14 +61,14 @@ def tracing(**settings: Any) -> tuple[Tracing, list[SpanData]]:
 
 def test_a_caller_decides_and_its_trace_goes_on() -> None:
     traced, ended = tracing(sample_ratio=0.0)
-    assert traced.begin("x", {}) is NOBODY, "our share is none of them"
-    assert traced.begin("x", dict(SILENT.headers)) is NOBODY
+    assert traced.begin("x", {}) is NOOP_SPAN, "our share is none of them"
+    assert traced.begin("x", dict(SILENT.headers)) is NOOP_SPAN
     span = traced.begin("x", dict(PARENT.headers))
     span.end()
     (data,) = ended
     assert (data.context.trace_id, data.context.state) == (0xA1, "vendor=1")
-    assert data.parent == PARENT and data.is_parent_remote and data.kind is Kind.SERVER
-    assert parse(span.traceparent) == TraceContext(0xA1, data.context.span_id, True)
+    assert data.parent == PARENT and data.is_parent_remote and data.kind is SpanKind.SERVER
+    assert parse_traceparent(span.traceparent) == TraceContext(0xA1, data.context.span_id, True)
 
 
 def test_callers_need_not_be_followed() -> None:
@@ -81,7 +86,7 @@ def test_callers_cannot_have_everything_traced() -> None:
 
     def num_traced(num: int) -> int:
         begun = [traced.begin("x", dict(PARENT.headers)) for _ in range(num)]
-        return sum(span is not NOBODY for span in begun)
+        return sum(span is not NOOP_SPAN for span in begun)
 
     assert num_traced(100) == 2 and traced.num_not_followed == 98
     now_s += 0.5
@@ -89,7 +94,7 @@ def test_callers_cannot_have_everything_traced() -> None:
     now_s += 3600.0
     assert num_traced(100) == 2, "what was not used is not saved up"
     # Who asks for none costs none, and takes none from others.
-    assert all(traced.begin("x", dict(SILENT.headers)) is NOBODY for _ in range(100))
+    assert all(traced.begin("x", dict(SILENT.headers)) is NOOP_SPAN for _ in range(100))
     now_s += 0.5
     assert num_traced(1) == 1
 
@@ -135,17 +140,17 @@ def test_a_broken_header_begins_a_trace_of_our_own() -> None:
 
 def test_workers_only_follow() -> None:
     traced, ended = tracing(sample_ratio=1.0)
-    assert traced.follow("x", None) is NOBODY
-    assert traced.follow("x", SILENT) is NOBODY
+    assert traced.follow("x", None) is NOOP_SPAN
+    assert traced.follow("x", SILENT) is NOOP_SPAN
     traced.follow("x", PARENT, {"a": 1}).end()
     assert ended[0].parent == PARENT and ended[0].attributes == {"a": 1}
 
 
 def test_what_nobody_asked_for_is_traced_where_it_has_to_do_with_who_was() -> None:
     traced, ended = tracing(sample_ratio=0.0)
-    assert traced.linked("x", []) is NOBODY
-    traced.linked("x", [Link(PARENT, {"why": "written"})]).end()
-    assert ended[0].parent is None and ended[0].links == [Link(PARENT, {"why": "written"})]
+    assert traced.linked("x", []) is NOOP_SPAN
+    traced.linked("x", [SpanLink(PARENT, {"why": "written"})]).end()
+    assert ended[0].parent is None and ended[0].links == [SpanLink(PARENT, {"why": "written"})]
 
 
 def test_baggage_becomes_attributes_by_name_only() -> None:
@@ -155,8 +160,8 @@ def test_baggage_becomes_attributes_by_name_only() -> None:
 
 
 def test_off_means_nothing_and_loads_nothing() -> None:
-    assert not OFF.is_on and OFF.begin("x", dict(PARENT.headers)) is NOBODY
-    assert OFF.follow("x", PARENT) is NOBODY
+    assert not OFF.is_on and OFF.begin("x", dict(PARENT.headers)) is NOOP_SPAN
+    assert OFF.follow("x", PARENT) is NOOP_SPAN
     OFF.start()
     OFF.stop()
     assert Tracing.of(TracingSettings(), "router", "r").is_on is False
@@ -165,13 +170,13 @@ def test_off_means_nothing_and_loads_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"endpoint": "4317"}, "tracing.endpoint"),
-        ({"endpoint": "host:99999"}, "tracing.endpoint"),
-        ({"ca_file": "x"}, "tracing.ca_file"),
-        ({"sample_ratio": 1.5}, "tracing.sample_ratio"),
-        ({"sample_ratio": float("nan")}, "tracing.sample_ratio"),
-        ({"max_waiting_spans": 0}, "tracing.max_waiting_spans"),
-        ({"send_interval_s": 0.0}, "tracing.send_interval_s"),
+        ({"endpoint": "4317"}, "endpoint"),
+        ({"endpoint": "host:99999"}, "endpoint"),
+        ({"ca_file": "x"}, "ca_file"),
+        ({"sample_ratio": 1.5}, "sample_ratio"),
+        ({"sample_ratio": float("nan")}, "sample_ratio"),
+        ({"max_waiting_spans": 0}, "max_waiting_spans"),
+        ({"send_interval_s": 0.0}, "send_interval_s"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], word: str) -> None:
@@ -190,7 +195,7 @@ def test_without_opentelemetry_the_setting_is_named(monkeypatch: pytest.MonkeyPa
     def refuse(name: str) -> None:
         raise ImportError(f"no module {name}")
 
-    monkeypatch.setattr("process.span_export.importlib.import_module", refuse)
+    monkeypatch.setattr("process.tracing.importlib.import_module", refuse)
     with pytest.raises(SettingsError, match="opentelemetry-sdk"):
         Tracing.of(TracingSettings(endpoint="127.0.0.1:1"), "router", "r")
 
@@ -214,7 +219,7 @@ def test_all_of_a_span_arrives(quick: dict[str, Any]) -> None:
         span.set(values)
         span.event("happened", {"n": 1}, at_s=101.0)
         span.link(SILENT, {"why": "z"})
-        span.child("call", kind=Kind.CLIENT, begin_s=100.5).end(at_s=101.5)
+        span.child("call", kind=SpanKind.CLIENT, begin_s=100.5).end(at_s=101.5)
         span.end(ValueError("hidden"), at_s=102.0)
         traced.stop()
         call, whole = sorted(receiver.spans, key=lambda each: each.name)
@@ -382,7 +387,7 @@ def test_many_threads_lose_none(quick: dict[str, Any]) -> None:
         def work() -> None:
             for _ in range(num_each):
                 with traced.begin("x", {}) as span:
-                    assert spans.current() is span
+                    assert current_span() is span
 
         threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:

@@ -329,7 +329,7 @@ def test_settings_out_of_range_are_named() -> None:
     for name in ("max_active_requests", "max_queued_requests", "num_steps_ahead"):
         with pytest.raises(SettingsError, match=f"{name}: must be at least 1"):
             AdmissionSettings(**{name: 0})
-    with pytest.raises(SettingsError, match="max_tokens_per_min: must not be negative"):
+    with pytest.raises(SettingsError, match="max_tokens_per_min: must be at least 0"):
         AdmissionSettings(max_tokens_per_min=-1)
     with pytest.raises(SettingsError, match="rate_timeout_s"):
         AdmissionSettings(rate_timeout_s=0.0)

@@ -642,7 +642,7 @@ def test_only_requests_that_something_is_kept_for_are_expected() -> None:
 
 
 def test_nothing_is_shared_where_it_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(SettingsError, match="draft_share_bytes: -1 is below 0"):
+    with pytest.raises(SettingsError, match="draft_share_bytes: must be at least 0"):
         SpeculationConfig(draft_share_bytes=-1)
     drafter = Worker(None).drafter
     layout = drafter.layout
