@@ -16,8 +16,11 @@ from baton.load.outcome import Arrival, Outcome
 from baton.load.report import Limits
 from benchmarks import autoscaling, paced_worker
 from benchmarks.autoscaling import Drive
-from benchmarks.paced_worker import paced
-from engine.paced import DevicePace
+from benchmarks.paced_worker import pace_models, paced
+from engine import load
+from engine.config import EngineConfig
+from engine.loop import load_engine
+from engine.paced import DevicePace, PacedModel
 
 _PARTS = WorkerSpec("redis://x", ("127.0.0.1:1",), "/x/handle.keys", Path("/x"))
 _CONFIG = ClusterConfig(autoscale=True)
@@ -41,6 +44,16 @@ def test_a_paced_worker_is_told_its_pace_and_all_that_any_worker_is() -> None:
     assert after == (*before[:2], *told, *before[4:])
     assert given["decode"].name == plain["decode"].name
     assert _specs() == plain, "it is over with the block"
+
+
+def test_a_worker_that_has_a_pace_loads_models_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "load_model", load.load_model)  # as it was, after the test
+    pace_models(DevicePace(step_s=0.01))
+    engine = load_engine(EngineConfig(model="baton-5m", device="cpu", num_threads=1))
+    try:
+        assert isinstance(engine._model, PacedModel)
+    finally:
+        engine.close()
 
 
 def test_workers_are_as_they_were_after_an_error() -> None:
