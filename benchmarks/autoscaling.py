@@ -1,42 +1,216 @@
-"""The autoscaler's plan on a modelled cluster (services/autoscaler/simulator.py), beside two peers'
-rules: loads that step, ramp, burst, change their mixture, or follow a trace, in simulated time.
+"""The autoscaler: its plan on a modelled cluster beside two peers' rules, and a local cluster that
+scales itself.
 
-Told for each: requests that met both targets (one that was not served met none), the time after
-the load's highest jump until 9 of 10 that arrive meet them again, device time over what an oracle
-takes that has the fewest workers that carry each half minute's load and starts them at once, how
-often the number of a pool's workers turned round, and the most devices taken at once. Nothing here
-is measured on a machine: rates are those of `Machines`. The last line printed is one JSON object.
-
-    python -m benchmarks.autoscaling --plot benchmarks/results/<date>-autoscaling.svg
-
-Nothing is written unless --out and --plot say where.
+    python -m benchmarks.autoscaling simulated
+    python -m benchmarks.autoscaling local --plot scaling.png
 """
 
 from __future__ import annotations
 
-import argparse
+import asyncio
+import contextlib
 import itertools
+import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from rich.console import Console
-from rich.table import Table
+import click
+import grpc.aio
 
-from baton.load.workload import arrival_times, parse_rates, read_trace
-from benchmarks.autoscaling_peers import LoadMode, OurPlan, RatioLaw, Rule
-from benchmarks.context import context, publish
+from baton import Client, ClusterConfig, LocalCluster
+from baton.load import course, workload
+from baton.load.course import ROLES, Course, Moment, PoolSize
+from baton.load.report import Limits, report
+from baton.load.runner import Outcome
+from baton.load.runner import run as run_load
+from baton.load.senders import GrpcSender
+from baton.load.workload import Planned
+from benchmarks import harness
+from benchmarks.harness import Several
+from benchmarks.paced_worker import paced
+from engine.paced import DevicePace
+from protos import autoscaler_pb2, autoscaler_pb2_grpc
 from services.autoscaler.capacity import Capacity
+from services.autoscaler.decision import Flip
 from services.autoscaler.limits import Pace, PlanSettings, PoolLimits, Priors, ScaleLimits, Targets
+from services.autoscaler.plan import PlanState, plan
 from services.autoscaler.rates import rates_of
-from services.autoscaler.signals import ByRole, Role
+from services.autoscaler.signals import ByRole, Observations, Role
 from services.autoscaler.simulated import Machines, Request
 from services.autoscaler.simulator import Cluster
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+# -- rules: observations in, wishes out, every 5 s; each keeps its own history
+
+Wish = tuple[ByRole[int], tuple[Flip, ...]]
+"""What is wanted, and the flips that lead there."""
+
+
+class Rule(Protocol):
+    """A way to decide, every 5 s."""
+
+    name: str
+
+    def decide(self, seen: Observations) -> Wish:
+        """One look."""
+
+
+class OurPlan:
+    """The very function that the autoscaler runs."""
+
+    name = "baton"
+
+    def __init__(self, settings: PlanSettings) -> None:
+        self._settings = settings
+        self._state = PlanState()
+
+    def decide(self, seen: Observations) -> Wish:
+        settings = self._settings
+        decision, self._state = plan(
+            seen,
+            settings.targets,
+            settings.limits,
+            self._state,
+            pace=settings.pace,
+            priors=settings.priors,
+        )
+        return decision.wanted, decision.flips
+
+
+class RatioLaw:
+    """llm-d's SLO-aware law, as published: each pool by itself, by how near the latencies' P90 is
+    to its target; here with the pool's own latency (prefill: first token; decode: between tokens),
+    evaluated every 15 s, with what Kubernetes' own autoscaler adds by default (the highest wish of
+    the last 300 s counts on the way down; at most twice as many or 4 more on the way up). It knows
+    no budget of both pools: where it meets more targets than ours, look at the devices it took."""
+
+    name = "llm-d law"
+
+    _EVERY_S, _STABLE_S, _AVERAGE_S = 15.0, 300.0, 45.0
+    _UP, _DOWN, _MOST = 0.55, 0.40, 2.0
+
+    def __init__(self, settings: PlanSettings) -> None:
+        self._settings = settings
+        self._ratios: dict[Role, deque[tuple[float, float]]] = {role: deque() for role in Role}
+        self._wishes: dict[Role, deque[tuple[float, int]]] = {role: deque() for role in Role}
+        self._decided_s = -math.inf
+
+    def decide(self, seen: Observations) -> Wish:
+        before = seen.pools.map(lambda _, pool: pool.wanted)
+        for role in Role:
+            self._ratios[role].append((seen.now_s, self._ratio(role, seen)))
+            _forget(self._ratios[role], seen.now_s - self._AVERAGE_S)
+        if seen.now_s - self._decided_s < self._EVERY_S:
+            return before, ()
+        self._decided_s = seen.now_s
+        return before.map(lambda role, _: self._wanted(role, seen)), ()
+
+    def _ratio(self, role: Role, seen: Observations) -> float:
+        targets, traffic = self._settings.targets, seen.traffic
+        if traffic is None:
+            return 0.0
+        if role is Role.PREFILL:
+            found, target_s = traffic.ttft, targets.ttft_s
+        else:
+            found, target_s = traffic.tpot, targets.tpot_s
+        return min(self._MOST, (found.quantile(0.9) or 0.0) / target_s)
+
+    def _wanted(self, role: Role, seen: Observations) -> int:
+        pool, limits = seen.pools.of(role), self._settings.limits.of(role)
+        ratios = self._ratios[role]
+        s, n = sum(ratio for _, ratio in ratios) / len(ratios), pool.wanted
+        wish = n
+        if s > self._UP:
+            wish = n + math.ceil(n * (s * (pool.num_ready / n) / self._UP - 1))
+        elif s < self._DOWN:
+            wish = n - math.floor(n * (1 - s / self._DOWN))
+        wish = min(max(wish, limits.min_workers), limits.max_workers)
+        self._wishes[role].append((seen.now_s, wish))
+        _forget(self._wishes[role], seen.now_s - self._STABLE_S)
+        if wish < n:
+            return min(n, max(wish for _, wish in self._wishes[role]))
+        return min(wish, max(2 * n, n + 4))
+
+
+class LoadMode:
+    """The load mode of Dynamo's planner, as published: every 5 s one worker more when all workers
+    of a pool are estimated to miss the target, one fewer when the rest could take over at 80 % of
+    it; then both pools are cut in proportion to fit the budget. It acts on a pool only while none
+    of its workers is starting or leaving: else it would add one every 5 s of the minute that a
+    worker takes to start. Its regression is given: it knows the machines."""
+
+    name = "Dynamo load mode"
+
+    _SAFE = 0.8
+
+    def __init__(self, settings: PlanSettings, machines: Machines) -> None:
+        self._settings = settings
+        self._machines = machines
+        self._own_tokens = float(settings.priors.num_prompt_tokens)
+
+    def decide(self, seen: Observations) -> Wish:
+        traffic = seen.traffic
+        if traffic is not None and traffic.num_finished:
+            mean = (traffic.num_prompt_tokens - traffic.num_cached_tokens) / traffic.num_finished
+            self._own_tokens += 0.2 * (mean - self._own_tokens)
+        wanted = ByRole(self._prefill(seen), self._decode(seen))
+        limits = self._settings.limits
+        wanted = wanted.map(
+            lambda role, num: min(
+                max(num, limits.of(role).min_workers), limits.of(role).max_workers
+            )
+        )
+        devices = limits.devices(wanted)
+        if devices > limits.budget:
+            share = limits.budget / devices
+            wanted = wanted.map(lambda _, num: max(1, math.floor(num * share)))
+        return wanted, ()
+
+    def _prefill(self, seen: Observations) -> int:
+        pool, target_s = seen.pools.prefill, self._settings.targets.ttft_s
+        workers = [worker for worker in pool.workers if not worker.is_draining]
+        if not workers or pool.num_starting or pool.num_draining:
+            return pool.wanted
+        token_s, num = self._machines.token_s, len(workers)
+        own_s = self._own_tokens * token_s
+        waits_s = [worker.num_queued_tokens * token_s for worker in workers]
+        if all(wait_s + own_s > target_s for wait_s in waits_s):
+            return pool.wanted + 1
+        mean_s = sum(waits_s) / num
+        is_safe = num > 1 and mean_s * num / (num - 1) < (target_s - own_s) * self._SAFE
+        return pool.wanted - 1 if is_safe else pool.wanted
+
+    def _decode(self, seen: Observations) -> int:
+        pool, target_s = seen.pools.decode, self._settings.targets.tpot_s
+        workers = [worker for worker in pool.workers if not worker.is_draining]
+        if not workers or pool.num_starting or pool.num_draining:
+            return pool.wanted
+        machines, num = self._machines, len(workers)
+        queued = seen.traffic.num_queued if seen.traffic is not None else 0
+        # Its decode workers would queue what waits for them; our router does.
+        batches = [worker.num_running + worker.num_waiting + queued / num for worker in workers]
+        if all(machines.step_s + machines.stream_s * batch > target_s for batch in batches):
+            return pool.wanted + 1
+        if num == 1:
+            return pool.wanted
+        after = sum(batches) / (num - 1)
+        has_room = after * machines.stream_blocks < machines.num_blocks
+        is_safe = machines.step_s + machines.stream_s * after < self._SAFE * target_s
+        return pool.wanted - 1 if has_room and is_safe else pool.wanted
+
+
+def _forget(
+    entries: deque[tuple[float, float]] | deque[tuple[float, int]], before_s: float
+) -> None:
+    while entries and entries[0][0] < before_s:
+        entries.popleft()
+
+
+# -- in simulated time
 
 EVERY_S = 5.0
 BIN_S = 30.0
@@ -84,7 +258,7 @@ LOADS = (
 
 
 @dataclass
-class Run:
+class SimulatedRun:
     """One load under one rule."""
 
     rule: str
@@ -99,8 +273,8 @@ class Run:
 def requests_of(load: Load, seed: int) -> list[Request]:
     """The load, drawn; lengths are exponential around their means."""
     rng = random.Random(f"{load.name} {seed}")
-    times = arrival_times(
-        parse_rates(load.rates), num_requests=None, burstiness=load.burstiness, seed=seed
+    times = workload.arrival_times(
+        workload.parse_rates(load.rates), num_requests=None, burstiness=load.burstiness, seed=seed
     )
     found = []
     for at_s in times:
@@ -112,7 +286,7 @@ def requests_of(load: Load, seed: int) -> list[Request]:
 
 def trace_requests(file: Path) -> list[Request]:
     """A trace in Mooncake's format, without its prefixes: what hits is the cluster's affair."""
-    trace = read_trace(file)
+    trace = workload.read_trace(file)
     first_ms = trace[0].timestamp_ms
     return [
         Request(
@@ -125,9 +299,9 @@ def trace_requests(file: Path) -> list[Request]:
     ]
 
 
-def simulate(rule: Rule, requests: Sequence[Request], seconds: float) -> Run:
+def simulate(rule: Rule, requests: Sequence[Request], seconds: float) -> SimulatedRun:
     """All of it, and 2 minutes for what is still running then."""
-    run = Run(rule.name, [replace(request) for request in requests])
+    run = SimulatedRun(rule.name, [replace(request) for request in requests])
     cluster, queue = Cluster(MACHINES, ByRole(1, 1)), iter(run.requests)
     request = next(queue, None)
     while cluster.now_s < seconds + 120.0:
@@ -199,7 +373,7 @@ def oracle(requests: Sequence[Request], seconds: float) -> list[ByRole[int]]:
     return found
 
 
-def summary(run: Run, seconds: float) -> dict[str, Any]:
+def simulated_summary(run: SimulatedRun, seconds: float) -> dict[str, Any]:
     """One row."""
     limits, bins = SETTINGS.limits, by_bin(run.requests, seconds)
     least = sum(limits.devices(pair) * BIN_S for pair in oracle(run.requests, seconds))
@@ -239,141 +413,493 @@ def _reaction_s(bins: Sequence[Sequence[Request]]) -> float | None:
     return None
 
 
-def draw(loads: Sequence[tuple[str, float, Sequence[Run]]], file: Path) -> None:
-    """A row a load: what arrives, and each rule's workers; and how long first tokens took."""
-    from matplotlib.figure import Figure
+@harness.case
+@click.option("--loads", type=Several(str), default=",".join(load.name for load in LOADS))
+@click.option("--trace", type=click.Path(path_type=Path), help="in Mooncake's format, beside them")
+@click.option("--seed", default=1)
+def simulated(loads: Sequence[str], trace: Path | None, seed: int) -> dict[str, Any]:
+    """The autoscaler's plan on a modelled cluster (services/autoscaler/simulator.py), beside two
+    peers' rules: loads that step, ramp, burst, change their mixture, or follow a trace.
 
-    columns = 1 + len(loads[0][2])
-    figure = Figure(figsize=(4.2 * columns, 2.3 * len(loads)), layout="constrained")
-    grid = figure.subplots(len(loads), columns, squeeze=False)
-    for row, (name, seconds, runs) in zip(grid, loads, strict=True):
-        _draw_latency(row[0], name, seconds, runs)
-        for axes, run in zip(row[1:], runs, strict=True):
-            _draw_workers(axes, seconds, run)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=90, metadata={"Date": None} if file.suffix == ".svg" else None)
-
-
-_COLOURS = ("#2a6f97", "#b23a48", "#c9a227")
-
-
-def _draw_latency(axes: Axes, name: str, seconds: float, runs: Sequence[Run]) -> None:
-    for run, colour in zip(runs, _COLOURS, strict=True):
-        values = []
-        for there in by_bin(run.requests, seconds):
-            waits = sorted(r.ttft_s if r.ttft_s is not None else 1e3 for r in there)
-            values.append(waits[int(0.9 * (len(waits) - 1))] if waits else float("nan"))
-        axes.plot(
-            [i * BIN_S / 60 for i in range(len(values))], values, color=colour, lw=1, label=run.rule
-        )
-    axes.axhline(SETTINGS.targets.ttft_s, color="grey", lw=0.6, ls=":")
-    axes.set_yscale("log")
-    axes.set_title(f"{name}: first token, P90, s", fontsize=8)
-    axes.tick_params(labelsize=7)
-    axes.legend(fontsize=6, frameon=False)
-
-
-def _draw_workers(axes: Axes, seconds: float, run: Run) -> None:
-    minutes = [at_s / 60 for at_s in run.at_s]
-    for role, colour in zip(Role, ("#2a6f97", "#3a7d44"), strict=True):
-        axes.step(
-            minutes,
-            [pair.of(role) for pair in run.serving],
-            color=colour,
-            lw=1,
-            label=role.value,
-            where="post",
-        )
-        axes.step(
-            minutes,
-            [pair.of(role) for pair in run.wanted],
-            color=colour,
-            lw=0.6,
-            ls=":",
-            where="post",
-        )
-    axes.set_ylim(0, 11)
-    load = axes.twinx()
-    rates = [len(there) / BIN_S for there in by_bin(run.requests, seconds)]
-    load.fill_between(
-        [i * BIN_S / 60 for i in range(len(rates))],
-        rates,
-        color="grey",
-        alpha=0.2,
-        lw=0,
-        step="post",
-    )
-    load.tick_params(labelsize=6)
-    axes.set_title(f"{run.rule}: workers (dotted: wanted), requests/s in grey", fontsize=8)
-    axes.tick_params(labelsize=7)
-    axes.legend(fontsize=6, frameon=False, loc="upper left")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--loads", nargs="+", default=[load.name for load in LOADS])
-    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format beside them")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--out", type=Path)
-    parsed = parser.parse_args()
-    cases = [
-        (load.name, requests_of(load, parsed.seed)) for load in LOADS if load.name in parsed.loads
-    ]
-    if parsed.trace:
-        cases.append(("trace", trace_requests(parsed.trace)))
-    console, rows, drawn = Console(), [], []
-    table = Table(
-        "load",
-        "rule",
-        "met",
-        "TTFT p50",
-        "p99",
-        "reaction",
-        "device time / oracle",
-        "most devices",
-        "changes",
-        "turns",
-        "flips",
-        box=None,
-    )
+    Of each: requests that met both targets (one that was not served met none), the time after the
+    load's highest jump until 9 of 10 that arrive meet them again, device time over what an oracle
+    takes that has the fewest workers that carry each half minute's load and starts them at once,
+    how often the number of a pool's workers turned round, and the most devices taken at once.
+    Nothing here is measured on a machine: rates are those of `Machines`.
+    """
+    cases = [(load.name, requests_of(load, seed)) for load in LOADS if load.name in loads]
+    if trace:
+        cases.append(("trace", trace_requests(trace)))
+    rows = []
     for name, requests in cases:
         seconds = requests[-1].at_s
         rules: list[Rule] = [OurPlan(SETTINGS), RatioLaw(SETTINGS), LoadMode(SETTINGS, MACHINES)]
-        runs = [simulate(rule, requests, seconds) for rule in rules]
-        drawn.append((name, seconds, runs))
-        for run in runs:
-            row = {"load": name, **summary(run, seconds)}
-            rows.append(row)
-            reaction = row["reaction_s"]
-            table.add_row(
-                name,
-                run.rule,
-                f"{row['met_share']:.1%}",
-                f"{row['ttft_p50_s']:.2f} s",
-                f"{row['ttft_p99_s']:.1f} s",
-                "-" if reaction is None else f"{reaction:.0f} s",
-                f"{row['device_time_over_oracle']:.2f}",
-                str(row["most_devices"]),
-                str(row["num_changes"]),
-                str(row["num_turns"]),
-                str(row["num_flips"]),
-            )
-    console.print(table)
-    if parsed.plot:
-        draw(drawn, parsed.plot)
-    publish(
-        {
-            "benchmark": "autoscaling",
-            **context(),
-            "simulated": True,
-            "budget_devices": SETTINGS.limits.budget,
-            "targets": {"ttft_s": SETTINGS.targets.ttft_s, "tpot_s": SETTINGS.targets.tpot_s},
-            "runs": rows,
-        },
-        parsed.out,
+        for rule in rules:
+            run = simulate(rule, requests, seconds)
+            rows.append({"load": name, **simulated_summary(run, seconds)})
+    harness.show("simulated", rows)
+    return {
+        "simulated": True,
+        "budget_devices": SETTINGS.limits.budget,
+        "targets": {"ttft_s": SETTINGS.targets.ttft_s, "tpot_s": SETTINGS.targets.tpot_s},
+        "runs": rows,
+    }
+
+
+# -- a load whose length is not known beforehand: stretches one after another, each sent again and
+# again until there is enough of it, by what was seen of the workers
+
+Send = Callable[[Sequence[Planned]], Awaitable[list[Outcome]]]
+"""All of a load; the outcomes' times are since its beginning."""
+
+
+def at_once(course: Course) -> bool:
+    """One round is enough."""
+    return True
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a load."""
+
+    rounds: Sequence[Sequence[Planned]]
+    """Sent one after another, at most all of them; times are since each one's beginning."""
+
+    enough: Callable[[Course], bool] = at_once
+    """Asked after each round of what was seen so far; yes ends the stretch."""
+
+    round_s: float | None = None
+    """From one round's beginning to the next's, whatever became of its requests: an open loop
+    throughout. None: a round ends when all of its requests have."""
+
+
+def rounds_of(load: Sequence[Planned], round_s: float) -> list[list[Planned]]:
+    """A load cut into rounds of so many seconds each; empty ones, where nothing is sent, too."""
+    made: list[list[Planned]] = []
+    for one in load:
+        number = int(one.at_s // round_s)
+        made += ([] for _ in range(number + 1 - len(made)))
+        made[number].append(replace(one, at_s=one.at_s - number * round_s))
+    return made
+
+
+async def send_all(
+    stretches: Sequence[Stretch], send: Send, seen: Callable[[], Course], begin_s: float
+) -> list[Outcome]:
+    """Send one stretch after the other, and wait for all that came of them.
+
+    Args:
+        seen: what was seen of the workers until now.
+        begin_s: of the whole load, on the monotonic clock.
+    Returns: the outcomes in the order in which their rounds began; times are since `begin_s`.
+    """
+    tasks: list[asyncio.Task[list[Outcome]]] = []
+    async with asyncio.TaskGroup() as group:
+        for stretch in stretches:
+            for load in stretch.rounds:
+                until_s = time.monotonic() + (stretch.round_s or 0.0)
+                task = group.create_task(_round(load, send, begin_s))
+                tasks.append(task)
+                if stretch.round_s is None:
+                    await task
+                await asyncio.sleep(max(0.0, until_s - time.monotonic()))
+                if stretch.enough(seen()):
+                    break
+    return [outcome for task in tasks for outcome in task.result()]
+
+
+async def _round(load: Sequence[Planned], send: Send, begin_s: float) -> list[Outcome]:
+    at_s = time.monotonic() - begin_s
+    return [_later(outcome, at_s) for outcome in await send(load)]
+
+
+def _later(outcome: Outcome, by_s: float) -> Outcome:
+    """The same, with its times from an earlier moment on."""
+    return replace(
+        outcome,
+        planned_s=outcome.planned_s + by_s,
+        sent_s=outcome.sent_s + by_s,
+        end_s=outcome.end_s + by_s,
+        arrivals=tuple(replace(each, at_s=each.at_s + by_s) for each in outcome.arrivals),
     )
 
+
+# -- on a local cluster
+
+LOOK_S = 0.5
+
+
+@contextlib.asynccontextmanager
+async def watching(
+    cluster: LocalCluster, moments: list[Moment], begin_s: float
+) -> AsyncIterator[None]:
+    """Look at the pools all the while, into `moments`; the first look is there when this begins.
+
+    Args: begin_s: of the load, on the monotonic clock.
+    """
+    async with grpc.aio.insecure_channel(cluster.autoscaler_address) as channel:
+        stub = autoscaler_pb2_grpc.AutoscalerStub(channel)
+
+        async def look() -> None:
+            asked = autoscaler_pb2.GetDecisionsRequest(num_decisions=1)
+            reply = await stub.GetDecisions(asked, timeout=5.0)
+            pools = {pool.role: PoolSize(pool.num_wanted, pool.num_ready) for pool in reply.pools}
+            if set(pools) == set(ROLES):  # not before its first look
+                sizes = {role: pools[role] for role in ROLES}
+                moments.append(Moment(time.monotonic() - begin_s, sizes))
+
+        async def again() -> None:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                await look()
+
+        async with asyncio.timeout(30.0):
+            while not moments:
+                await look()
+                await asyncio.sleep(LOOK_S)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(again())
+            yield
+            task.cancel()
+
+
+SHAPES = {
+    "step": "1:15,{high}:45,1:60",
+    "ramp": "1..{high}:60,{high}..1:30,1:30",
+    "burst": "1:15,{high}:10,1:25,{high}:10,1:60",
+    "paced": "2.5:20",
+}
+"""Rates in phases; `high` is more than the workers at the beginning are wanted to serve. "paced" is
+a round of its load, which goes on until it can be judged."""
+
+HIGH_PER_S = 12.0
+_LEAD_S = 1.0
+_TIMEOUT_S = 120.0
+_LENGTHS = workload.Lengths(64, 48, spread=0.5)
+
+PACED = {
+    "prefill": DevicePace(token_s=0.0088),
+    "decode": DevicePace(step_s=0.5),
+}
+"""A prefill worker takes 0.56 s for a prompt, 1.8 a second; a decode worker with 12 slots takes 6 s
+for an answer, 2 a second. At 2.5 a second one of each is too little, and two are enough. A core
+computes a tenth of that time at most, so a busy machine keeps the pace."""
+
+PACED_SLOTS = 12
+PACED_LENGTHS = workload.Lengths(64, 13)
+PACED_TARGETS = Limits(ttft_ms=3000.0, tpot_ms=1000.0)
+"""Well above what a request takes where no request waits: 0.56 and 0.5 s."""
+
+MAX_ROUNDS = 25
+"""Of a load that lasts until workers came: so many, and the result says that they did not."""
+
+JUDGED_S = 40.0
+"""A paced load goes on for so long after what had piled up is cleared: 100 requests."""
+
+QUANTILE = 0.9
+"""Share of the requests that shall meet each target: the plan's own default."""
+
+QUICK = (
+    # Processes start in seconds and a benchmark has minutes: the plan's own pace is for pods.
+    "autoscaler.plan.pace.window_s=8",
+    "autoscaler.plan.pace.up_s=2",
+    "autoscaler.plan.pace.down_s=10",
+    "autoscaler.plan.pace.flip_s=10",
+    "autoscaler.plan.pace.settle_s=5",
+    "autoscaler.plan.pace.lead_s=5",
+    "autoscaler.plan.pace.down_cooldown_s=3",
+    "autoscaler.interval_s=1",
+)
+
+
+@dataclass(frozen=True)
+class Met:
+    """Requests within targets, among those sent in one span of time."""
+
+    from_s: float
+    to_s: float
+    num_requests: int
+    ttft_share: float
+    tpot_share: float
+    """Of them; 0 without any. One that failed met nothing."""
+
+    def reaches(self, share: float) -> bool:
+        """Whether so many met each."""
+        return min(self.ttft_share, self.tpot_share) >= share
+
+
+@dataclass(frozen=True)
+class Drive:
+    """One load, and what was seen while it ran."""
+
+    outcomes: list[Outcome]
+    """Of each request."""
+
+    course: Course
+    """Of the workers, from before the load until all is as it was, or time is up."""
+
+    @property
+    def reaction_s(self) -> float | None:
+        """From the load's beginning until more workers of each role served; None: never."""
+        return reaction_s(self.course)
+
+    def met(self, targets: Limits, from_s: float, to_s: float) -> Met:
+        """Of the requests that were sent in that time."""
+        sent = [each for each in self.outcomes if from_s <= each.sent_s < to_s]
+
+        def share(of: Limits) -> float:
+            return sum(map(of.keeps, sent)) / len(sent) if sent else 0.0
+
+        return Met(
+            from_s,
+            to_s,
+            len(sent),
+            share(Limits(ttft_ms=targets.ttft_ms)),
+            share(Limits(tpot_ms=targets.tpot_ms)),
+        )
+
+    def met_before_and_after(self, targets: Limits) -> tuple[Met, Met] | None:
+        """Until workers were added, and from when they had as long again to clear what had piled
+        up; None: none were. For a load that is too much for the first workers all the while."""
+        reaction_s = self.reaction_s
+        if reaction_s is None:
+            return None
+        end_s = max(each.sent_s for each in self.outcomes) + LOOK_S
+        return self.met(targets, 0.0, reaction_s), self.met(targets, 2 * reaction_s, end_s)
+
+
+def reaction_s(seen: Course) -> float | None:
+    """From the load's beginning until more workers of each role served; None: not yet."""
+    reactions = [seen.reaction_s(role) for role in ROLES]
+    known = [each for each in reactions if each is not None]
+    return max(known) if len(known) == len(reactions) else None
+
+
+def have_come(seen: Course) -> bool:
+    """Whether workers of each role were added, however long they took to start."""
+    return reaction_s(seen) is not None
+
+
+def can_be_judged(seen: Course) -> bool:
+    """Whether, besides, what had piled up had its time to be cleared and `JUDGED_S` are behind
+    that; see `Drive.met_before_and_after`."""
+    added_s = reaction_s(seen)
+    return added_s is not None and seen.moments[-1].at_s >= 2 * added_s + JUDGED_S
+
+
+def config(*overrides: str, most: int = 3) -> ClusterConfig:
+    """One worker of each role at first, at most `most` of each."""
+    return ClusterConfig(
+        port=0,
+        autoscale=True,
+        num_prefill_max=most,
+        num_decode_max=most,
+        overrides=(*QUICK, *overrides),
+    )
+
+
+def _paced_priors() -> dict[str, float]:
+    """What is so anyway, so that the first minute is not spent on finding out."""
+    prefill, decode = PACED["prefill"], PACED["decode"]
+    return {
+        "prefill_tokens_per_s": round(1 / prefill.token_s, 3),
+        "decode_step_s": decode.step_s,
+        "num_prompt_tokens": PACED_LENGTHS.num_input_tokens,
+        "num_output_tokens": PACED_LENGTHS.num_output_tokens,
+        "max_num_running": PACED_SLOTS,
+    }
+
+
+def paced_config(most: int = 2) -> ClusterConfig:
+    """For a cluster whose workers are started within `paced(PACED)`."""
+    assert PACED_TARGETS.ttft_ms is not None and PACED_TARGETS.tpot_ms is not None
+    return config(
+        # One prompt a step: no first token waits for prompts that came later.
+        f"prefill.engine.max_num_tokens_per_step={PACED_LENGTHS.num_input_tokens}",
+        f"decode.engine.max_num_running={PACED_SLOTS}",
+        *(f"autoscaler.plan.priors.{name}={value}" for name, value in _paced_priors().items()),
+        f"autoscaler.plan.targets.ttft_s={PACED_TARGETS.ttft_ms / 1e3}",
+        f"autoscaler.plan.targets.tpot_s={PACED_TARGETS.tpot_ms / 1e3}",
+        f"autoscaler.plan.targets.quantile={QUANTILE}",
+        # Not before the first workers have been late, however fast processes start.
+        "autoscaler.plan.pace.up_s=10",
+        most=most,
+    )
+
+
+def shaped(
+    rates: str,
+    *,
+    vocab_size: int,
+    seed: int,
+    lengths: workload.Lengths = _LENGTHS,
+    kind: workload.ArrivalKind = "poisson",
+) -> list[Planned]:
+    """Requests of a load whose rates are `rates`."""
+    phases = workload.parse_rates(rates)
+    times_s = workload.arrival_times(phases, num_requests=None, kind=kind, seed=seed)
+    return workload.random_load(times_s, lengths, vocab_size=vocab_size, seed=seed)
+
+
+def paced_stretch(
+    rates: str,
+    *,
+    vocab_size: int,
+    seed: int,
+    enough: Callable[[Course], bool] | None = None,
+) -> Stretch:
+    """Of a load for paced workers, an open loop whose requests come evenly. Every prompt is
+    another: what is found somewhere takes no time.
+
+    Args:
+        enough: asked each time `rates` were sent; until it says yes they are sent again. None: they
+            are sent once.
+    """
+    round_s = sum(phase.seconds for phase in workload.parse_rates(rates))
+    num_rounds = MAX_ROUNDS if enough is not None else 1
+    load = shaped(
+        ",".join([rates] * num_rounds),
+        vocab_size=vocab_size,
+        seed=seed,
+        lengths=PACED_LENGTHS,
+        kind="constant",
+    )
+    return Stretch(rounds_of(load, round_s), enough or at_once, round_s)
+
+
+async def drive(cluster: LocalCluster, stretches: Sequence[Stretch], *, settle_s: float) -> Drive:
+    """Send the load and watch; afterwards wait until the fewest workers are left, at most
+    `settle_s` seconds."""
+    moments: list[Moment] = []
+    begin_s = time.monotonic() + _LEAD_S
+    async with watching(cluster, moments, begin_s), Client(cluster.address) as client:
+        await asyncio.sleep(_LEAD_S)
+
+        async def send(load: Sequence[Planned]) -> list[Outcome]:
+            return await run_load(load, GrpcSender(client, {}), timeout_s=_TIMEOUT_S)
+
+        outcomes = await send_all(stretches, send, lambda: Course(tuple(moments)), begin_s)
+        deadline_s = time.monotonic() + settle_s
+        while time.monotonic() < deadline_s and not _is_least(cluster.config, moments[-1]):
+            await asyncio.sleep(LOOK_S)
+    return Drive(outcomes, Course(tuple(moments)))
+
+
+def _is_least(config_of: ClusterConfig, moment: Moment) -> bool:
+    least = {
+        "prefill": max(1, config_of.num_prefill_min),
+        "decode": max(1, config_of.num_decode_min),
+    }
+    return all(
+        size.num_wanted == size.num_ready == least[role] for role, size in moment.pools.items()
+    )
+
+
+def summary(driven: Drive) -> dict[str, Any]:
+    """Of one load."""
+    seen = driven.course
+    return {
+        "requests": asdict(report(driven.outcomes, Limits())),
+        "workers": {
+            role: {
+                "most_ready": seen.most_ready(role),
+                "last_wanted": seen.last_wanted(role),
+                "num_turns": seen.num_turns(role),
+                "reaction_s": seen.reaction_s(role),
+            }
+            for role in ROLES
+        },
+    }
+
+
+async def _vocab_size(cluster: LocalCluster) -> int:
+    async with Client(cluster.address) as client:
+        return await GrpcSender(client, {}).vocab_size() or 1
+
+
+def _one(config_of: ClusterConfig, load_of: Callable[[int], Stretch]) -> Drive:
+    """A cluster of its own, so that no shape begins with another's workers."""
+    with LocalCluster(config_of) as cluster:
+        stretch = load_of(asyncio.run(_vocab_size(cluster)))
+        return asyncio.run(drive(cluster, [stretch], settle_s=90.0))
+
+
+def _drive_shape(shape: str, high: float, seed: int) -> Drive:
+    rates = SHAPES[shape].format(high=high)
+    if shape != "paced":
+        return _one(config(), lambda size: Stretch([shaped(rates, vocab_size=size, seed=seed)]))
+
+    def load_of(vocab_size: int) -> Stretch:
+        return paced_stretch(rates, vocab_size=vocab_size, seed=seed, enough=can_be_judged)
+
+    with paced(PACED):
+        return _one(paced_config(), load_of)
+
+
+@harness.case
+@click.option("--shapes", type=Several(click.Choice(sorted(SHAPES))), default=",".join(SHAPES))
+@click.option("--trace", type=click.Path(path_type=Path), help="Mooncake's format; for shapes")
+@click.option("--shrink", default=32, help="of a trace: lengths divided by N")
+@click.option("--speed", default=10.0, help="of a trace")
+@click.option("--requests", default=600, help="of a trace, at most")
+@click.option("--high", default=HIGH_PER_S, help="requests a second")
+@click.option("--seed", default=0)
+@click.option("--plot", type=click.Path(path_type=Path), help="all loads, one picture")
+def local(
+    shapes: Sequence[str],
+    trace: Path | None,
+    shrink: int,
+    speed: float,
+    requests: int,
+    high: float,
+    seed: int,
+    plot: Path | None,
+) -> dict[str, Any]:
+    """Load that steps, climbs, bursts or follows a trace, on a local cluster that scales itself:
+    what became of the requests, and how many workers there were; two to five minutes each.
+
+    The plan, the router's heartbeats and the workers are the real ones; only pods are processes. On
+    few cores more workers do not compute more: there one sees that workers come and go in time and
+    cost no request, not that they help. That they help is the shape "paced": its workers' devices
+    take a set time for a step (benchmarks/paced_worker.py), so that their slots bind, not the
+    cores.
+    """
+    if trace is not None:
+
+        def load_of(vocab_size: int) -> Stretch:
+            lines = workload.read_trace(trace, limit=requests)
+            load = workload.replay_trace(
+                lines, vocab_size=vocab_size, seed=seed, speed=speed, shrink=shrink
+            )
+            return Stretch([load])
+
+        driven = {"trace": _one(config(), load_of)}
+    else:
+        driven = {shape: _drive_shape(shape, high, seed) for shape in shapes}
+    results = {shape: summary(each) for shape, each in driven.items()}
+    if "paced" in driven:
+        spans = driven["paced"].met_before_and_after(PACED_TARGETS)
+        results["paced"]["targets"] = {**asdict(PACED_TARGETS), "quantile": QUANTILE}
+        results["paced"]["met"] = spans and dict(
+            zip(("before", "after"), map(asdict, spans), strict=True)
+        )
+    if plot is not None:
+        runs = {shape: (each.outcomes, each.course) for shape, each in driven.items()}
+        course.draw_all(runs, plot)
+    rows = []
+    for shape, result in results.items():
+        found, ttft = result["requests"], result["requests"]["ttft"] or {}
+        most = {f"most {role}": result["workers"][role]["most_ready"] for role in ROLES}
+        num_failed = sum(each["num"] for each in found["failures"])
+        row = {"load": shape, "requests": found["num_requests"], "failed": num_failed}
+        rows.append(
+            row | {f"TTFT {name}": ttft.get(name, "-") for name in ("p50_ms", "p99_ms")} | most
+        )
+    harness.show("on a local cluster", rows)
+    return {"loads": results}
+
+
+main = harness.program(__doc__, simulated, local)
 
 if __name__ == "__main__":
     main()

@@ -26,8 +26,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.context import context, publish
 from benchmarks.device_timeline import Bar, Lane, draw
+from benchmarks.harness import context, publish
 
 KIB, MIB, GB = 1024, 1024 * 1024, 1e9
 BLOCK_BYTES = (64 * KIB, 256 * KIB, 2 * MIB)

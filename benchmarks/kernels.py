@@ -365,7 +365,7 @@ class PromptStep:
         self.query = torch.randn(len(self.key), num_heads, DIM, device="cuda", dtype=BF16)
         self.out = torch.empty_like(self.query)
         self.firsts = [0, *itertools.accumulate(count for _, count in spans)]
-        int32 = {"dtype": torch.int32, "device": "cuda"}
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
         self.query_starts = torch.tensor(self.firsts, **int32)
         self.starts = torch.tensor([start for start, _ in spans], **int32)
         ends = [start + count for start, count in spans]
@@ -719,7 +719,7 @@ class Chain:
         product = Product(self._num_rows, shape.weight_shape[0], shape.depth, 2, shape.is_gated)
         tile = choose_tile(product, exact=False, forced=False)
         fuses = self._num_rows == 1 and shape.has_norm and tile is not None
-        return Way(tile, fuses_norm=fuses and takes_norm(tile, product))
+        return Way(tile, fuses_norm=bool(fuses and takes_norm(tile, product)))
 
     def _halves(self, ways: dict[Linear, Way]) -> dict[Linear, HalfNorm]:
         """By the layer that takes it: o's result is gate_up's input, down's is the next qkv's."""

@@ -1,41 +1,26 @@
 """Bytes per second into and out of a KV store, against a memcpy and a plain TCP stream in the same
 run; the fixed latency of one block; what verification costs.
 
-A real store in a process of its own, a client as workers have it. Each figure is the median of
-rounds in which memcpy, TCP and store alternate, so that drift of the machine hits all. `write` is a
-whole put (reserve, copy, checksum, commit), `read` a whole get (copy, generations, checksum).
-Verification is the difference to transfers in the same rounds whose checksums cost nothing: of the
-time until it is over, and of the client's CPU time (`_cpu`), which other load disturbs less. The
-last line printed is one JSON object.
-
     python -m benchmarks.kv_transfer --batch-mib 64 --rounds 9
-
-Nothing is written unless --out says where.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import secrets
 import statistics
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import numpy as np
-import numpy.typing as npt
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import store_process
-from benchmarks.context import context, publish
-from benchmarks.tcp_stream import TcpStream
+from benchmarks import harness
+from benchmarks.harness import Several, TcpStream, timed
 from kvstore import block_hash
 from kvstore.blocks import Block
 from kvstore.client import KvStoreClient
@@ -44,17 +29,14 @@ from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 
 KIB, MIB = 1024, 1024 * 1024
-BLOCK_BYTES = (64 * KIB, 256 * KIB, 2 * MIB)
 TRANSPORTS = ("shm", "nixl", "grpc")
 FINGERPRINT = "ab" * 32
 BLOCK_SIZE = 16
 CALL_S = 120.0
 TTL_S = 300.0
-
-_HASHING: tuple[Any, ...] = (base, shm, grpc)
+_HASHING: tuple[Any, ...] = (base, grpc, shm)
 """The modules in which host transports compute checksums."""
 
-Bytes2D = npt.NDArray[np.uint8]
 Refs = tuple[Block, ...]
 
 
@@ -160,20 +142,16 @@ def measure(
     def note(name: str, value: float) -> None:
         seconds.setdefault(name, []).append(value)
 
-    def memcpy() -> float:
-        began = time.perf_counter()
-        np.copyto(target, source)
-        return time.perf_counter() - began
-
-    def checksums() -> float:
-        began = time.perf_counter()
-        for row in source:
-            block_hash.checksum(row)
-        return time.perf_counter() - began
+    ceilings = {
+        "memcpy": timed(lambda: np.copyto(target, source)),
+        "checksum": timed(lambda: [block_hash.checksum(row) for row in source]),
+        "tcp_write": partial(stream.write, source),
+        "tcp_read": partial(stream.read, target),
+    }
 
     async def rounds_of(bench: Bench) -> None:
         for at in range(rounds + 2):
-            figures = _ceilings(memcpy, checksums, stream, source, target)
+            figures = {name: measure_s() for name, measure_s in ceilings.items()}
             kinds = [("", nullcontext), ("_unverified", unverified)]
             for name, kind in reversed(kinds) if at % 2 else kinds:
                 with kind():
@@ -196,8 +174,8 @@ def measure(
             await latencies(bench)
 
     capacity_bytes = 3 * num_blocks * block_bytes
-    with store_process.running(capacity_bytes=capacity_bytes) as store:
-        asyncio.run(all_of(store.address))
+    with harness.store(capacity_bytes=capacity_bytes) as (_, ready):
+        asyncio.run(all_of(ready["address"]))
     return _figures(transport, block_bytes, num_blocks, seconds)
 
 
@@ -214,21 +192,6 @@ async def _moved(bench: Bench, num_blocks: int, name: str) -> dict[str, float]:
         f"write{name}_cpu": written - began,
         f"read{name}": read_s,
         f"read{name}_cpu": read - written,
-    }
-
-
-def _ceilings(
-    memcpy: Callable[[], float],
-    checksums: Callable[[], float],
-    stream: TcpStream,
-    source: Bytes2D,
-    target: Bytes2D,
-) -> dict[str, float]:
-    return {
-        "memcpy": memcpy(),
-        "checksum": checksums(),
-        "tcp_write": stream.write(source),
-        "tcp_read": stream.read(target),
     }
 
 
@@ -279,54 +242,51 @@ def _figures(
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch-mib", type=int, default=64, help="moved at once")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=TRANSPORTS)
-    parser.add_argument("--block-bytes", nargs="+", type=int, default=list(BLOCK_BYTES))
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
-    table = Table("transport", "block", "write GB/s", "read GB/s", "of memcpy", "of TCP")
-    table.add_column("verification")
-    table.add_column("one block us")
+def _row(one: dict[str, Any]) -> dict[str, Any]:
+    def both(name: str) -> str:
+        return f"{one[f'write_of_{name}']:.0%} / {one[f'read_of_{name}']:.0%}"
+
+    wall, cpu = (
+        f"{one[f'verification_share_of_write{clock}']:.0%} / "
+        f"{one[f'verification_share_of_read{clock}']:.0%}"
+        for clock in ("", "_cpu")
+    )
+    return {
+        "": f"{one['transport']}, {one['block_bytes'] // KIB} KiB",
+        "write GB/s": f"{one['write_gb_per_s']:.2f}",
+        "read GB/s": f"{one['read_gb_per_s']:.2f}",
+        "of memcpy": both("memcpy"),
+        "of TCP": both("tcp"),
+        "verification": f"{wall} ({cpu} CPU)",
+        "one block us": f"{one['one_block_write_p50_us']:.0f} / {one['one_block_read_p50_us']:.0f}",
+    }
+
+
+@harness.case
+@click.option("--batch-mib", default=64, help="moved at once")
+@click.option("--rounds", default=9)
+@click.option("--transports", type=Several(click.Choice(TRANSPORTS)), default=",".join(TRANSPORTS))
+@click.option("--block-bytes", type=Several(int), default="65536,262144,2097152")
+def main(
+    batch_mib: int, rounds: int, transports: Sequence[str], block_bytes: Sequence[int]
+) -> dict[str, Any]:
+    """Bytes per second of a whole put (reserve, copy, checksum, commit) and a whole get (copy,
+    generations, checksum), against a memcpy and a plain TCP stream; the latency of one block.
+
+    A real store in a process of its own, a client as workers have it. Each figure is the median of
+    rounds in which memcpy, TCP and store alternate. Verification is the difference to transfers in
+    the same rounds whose checksums cost nothing: of the time until it is over, and of the client's
+    CPU time, which other load disturbs less.
+    """
     figures = []
     with TcpStream() as stream:
-        for block_bytes in arguments.block_bytes:
-            for transport in arguments.transports:
-                num_blocks = max(1, arguments.batch_mib * MIB // block_bytes)
-                one = measure(transport, block_bytes, num_blocks, arguments.rounds, stream)
-                figures.append(one)
-                table.add_row(*_row(one))
-    console.print(table)
-    result = {
-        "benchmark": "kv_transfer",
-        **context(),
-        "num_cores": len(os.sched_getaffinity(0)),
-        "batch_mib": arguments.batch_mib,
-        "rounds": arguments.rounds,
-        "figures": figures,
-    }
-    publish(result, arguments.out)
-    return 0
-
-
-def _row(one: dict[str, Any]) -> list[str]:
-    return [
-        one["transport"],
-        f"{one['block_bytes'] // KIB} KiB",
-        f"{one['write_gb_per_s']:.2f}",
-        f"{one['read_gb_per_s']:.2f}",
-        f"{100 * one['write_of_memcpy']:.0f} / {100 * one['read_of_memcpy']:.0f} %",
-        f"{100 * one['write_of_tcp']:.0f} / {100 * one['read_of_tcp']:.0f} %",
-        f"{100 * one['verification_share_of_write']:.0f} / "
-        f"{100 * one['verification_share_of_read']:.0f} % "
-        f"({100 * one['verification_share_of_write_cpu']:.0f} / "
-        f"{100 * one['verification_share_of_read_cpu']:.0f} % CPU)",
-        f"{one['one_block_write_p50_us']:.0f} / {one['one_block_read_p50_us']:.0f}",
-    ]
+        for size in block_bytes:
+            for transport in transports:
+                num_blocks = max(1, batch_mib * MIB // size)
+                figures.append(measure(transport, size, num_blocks, rounds, stream))
+    harness.show("write / read", [_row(one) for one in figures])
+    return {"batch_mib": batch_mib, "rounds": rounds, "figures": figures}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

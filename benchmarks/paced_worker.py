@@ -20,7 +20,7 @@ from pathlib import Path
 
 from baton import ClusterConfig
 from baton.cluster import plan as cluster_plan
-from engine import loop
+from engine import load
 from engine.paced import DevicePace, PacedModel
 from process import entrypoint
 from services.decode.role import DecodeRole
@@ -57,15 +57,20 @@ def paced(paces: Mapping[str, DevicePace]) -> Iterator[None]:
         cluster_plan.numbered_worker = plain
 
 
-def main(role: str, step_s: str, token_s: str, *arguments: str) -> int:
-    """One worker's whole life. Returns: the exit code."""
-    pace, load_model = DevicePace(float(step_s), float(token_s)), loop.load_model
+def pace_models(pace: DevicePace) -> None:
+    """Models that engines of this process load from now on take so long."""
+    load_model = load.load_model
 
     @functools.wraps(load_model)
     def load_paced(*args: object, **more: object) -> PacedModel:
         return PacedModel(load_model(*args, **more), pace)
 
-    loop.load_model = load_paced
+    load.load_model = load_paced
+
+
+def main(role: str, step_s: str, token_s: str, *arguments: str) -> int:
+    """One worker's whole life. Returns: the exit code."""
+    pace_models(DevicePace(float(step_s), float(token_s)))
 
     async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
         await worker_main.run(settings, stop, role, _ROLES[role])

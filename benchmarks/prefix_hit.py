@@ -36,7 +36,7 @@ import checkpoints
 from baton import ClusterConfig, LocalCluster
 from baton.client import SyncClient
 from baton.messages import End
-from benchmarks.context import context, publish
+from benchmarks.harness import context, publish
 
 SHARES = (0.0, 0.5, 0.95)
 OUTPUT_TOKENS = 16

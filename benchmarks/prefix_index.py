@@ -31,7 +31,7 @@ from rich.progress import track
 from rich.table import Table
 
 from baton.cluster.local_cluster import find_redis_server
-from benchmarks.context import context, publish
+from benchmarks.harness import context, publish
 from kvstore import block_hash, index
 from kvstore.change_log import ChangeLog
 from kvstore.index import PrefixIndex

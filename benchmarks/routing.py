@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.load.workload import TraceLine, read_trace
-from benchmarks.context import context, publish
+from benchmarks.harness import context, publish
 from benchmarks.routing_replay import Hardware, Replay, ceiling, conversations
 from services.router import policies
 from services.router.candidates import Candidates

@@ -1,63 +1,458 @@
-"""Several tokens a step against one: tokens per step of the target and speed by the clock, the
-bundled model with its draft model, by batch size.
+"""Several tokens a step against one: tokens per step of the target and speed by the clock, by batch
+size, on a CPU and on a GPU.
 
-A cell is a batch size and a temperature. In each round every way answers the same prompts with the
-same seeds, step by step: all ways take one step each, one right after the other, in an order that
-is shuffled for each turn, so that a busy machine's bad moments meet all alike, and each step is
-held against plain decoding's step beside it. The answers are compared: not one token may differ,
-but for those sampled by the multi-step rule, which are other ones of the same distribution.
-
-How a speed, its interval and its two parts, what resting costs and what guessing costs, come of
-these steps is told in speculation_steps.py. Steps of prompts are left out: nobody guesses in them.
-`shown`, `open` and `refuted` list the ways that may rest by whether they are at least 0.98 times as
-fast as plain decoding: the whole interval says so, or a part of it, or nothing of it.
-
-"plain again" is a second engine without guesses, in every run, and in those lists as any other. It
-is as fast as plain decoding, so that its interval tells what intervals are worth (`control`): one
-in 20 may leave out 1.
-
-Engines are made anew for each round, and why, speculation_engines.py says.
-
-The last line printed is one JSON object: also the medians over rounds of whole rounds' speeds, each
-with its least and its greatest (speculation_rounds.py). `--resume FILE` keeps each cell when it is
-done, and goes on from there. `--ways` leaves ways out, so that there is time for more rounds;
-`--rounds` is one number, or one for each batch size, as a small batch's take less time. The ways
-that may rest take some 15 minutes so on a quiet machine of two cores:
-
-    OMP_NUM_THREADS=1 python -m benchmarks.speculation --ways ngram draft tree
-        --rounds 12 12 12 16 12 8 5 --out benchmarks/results/<date>-....json
+    OMP_NUM_THREADS=1 python -m benchmarks.speculation cpu --ways ngram,draft,tree
+    python -m benchmarks.speculation gpu --shape llama-8b
 """
 
 from __future__ import annotations
 
-import argparse
+import copy
+import functools
 import gc
-import hashlib
 import itertools
+import json
+import math
 import os
 import random
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import click
 import torch
-from rich.console import Console
+import transformers
 from rich.progress import track
-from rich.table import Table
 
-from benchmarks.context import context, publish
-from benchmarks.speculation_engines import Way
-from benchmarks.speculation_rounds import AGAIN, PLAIN, Kept, Round, summary, turns
-from benchmarks.speculation_steps import Step, control, figures, markdown, verdicts
+from benchmarks import harness
+from benchmarks.engine_gpu import chain_hash
+from benchmarks.harness import Several
+from benchmarks.random_checkpoint import SHAPES
 from checkpoints.resolve import resolve
+from engine.batch import Batch, Span
 from engine.config import EngineConfig
+from engine.decoder.ahead import make_ahead
+from engine.decoder.decoder import Decoder
+from engine.decoder.model import DecoderModel, kv_layout
+from engine.decoder.plain_graphs import make_plain_graphs
+from engine.decoder.shape import DecoderShape, read_shape, rope_table
+from engine.decoder.sources import random_weights
+from engine.decoder.weights import DecoderWeights
+from engine.loop import Engine
 from engine.models.load import Loaded, load_model
-from engine.request import Request, Sampling
+from engine.request import ModelInfo, Request, Sampling
+from engine.schedule.order import Key
 from engine.speculation.config import SpeculationConfig
+from engine.speculation.drafter import Draft, Drafter, Task
+from engine.speculation.load import load_drafters
+from engine.speculation.tree import TokenTree
+from kvstore import block_hash
 from process.entrypoint import begin_serving
 from tokens.tokenizer import Tokenizer
+
+# -- whole rounds: in which order ways take their turns, each way against plain decoding in the same
+# round, and a file with a line for each cell that is done
+
+PLAIN, AGAIN = "plain", "plain again"
+"""The latter does the very same: how far its speed is from 1 is noise."""
+
+_ROUNDED = 3
+
+
+@dataclass(frozen=True)
+class Round:
+    """One way's answers to all prompts of a cell, once."""
+
+    wall_s: float
+    cpu_s: float
+    """That the engine's thread computed."""
+    num_tokens: int
+    """Answered."""
+    num_kept: int
+    """Of them, guessed."""
+    answers_s: float = 0.0
+    """Of all answers, from the round's beginning to each one's last token."""
+
+
+def turns(ways: Sequence[str], seed: str) -> Iterator[list[str]]:
+    """The order of each turn, without end: shuffled anew each time, the same for a seed."""
+    rng = random.Random(seed)
+    order = list(ways)
+    while True:
+        rng.shuffle(order)
+        yield list(order)
+
+
+def summary(rounds: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, Any]]:
+    """By way, against plain decoding: `wall_speed` and `cpu_speed`, medians over rounds, each with
+    its least and its greatest (`_range`) and with that of all rounds together (`_total`), in which
+    what an engine tries for the first time counts; `wall_speeds` of each round;
+    `tokens_per_step`: tokens per row of logits that the target drew from; and `answers_speed`, by
+    the mean time of an answer: a batch is over when its slowest answer is, and whose guesses are
+    right more often than the others' has his answer before.
+
+    Args:
+        rounds: of each way equally many, its n-th beside the others' n-th; "plain" among them.
+    """
+    plain = rounds[PLAIN]
+    found: dict[str, dict[str, Any]] = {}
+    for way, own in rounds.items():
+        one: dict[str, Any] = {}
+        for clock in ("wall", "cpu"):
+            seconds = [getattr(each, f"{clock}_s") for each in own]
+            of_plain = [getattr(each, f"{clock}_s") for each in plain]
+            speeds = [base / taken for base, taken in zip(of_plain, seconds, strict=True)]
+            one[f"{clock}_speed"] = round(statistics.median(speeds), _ROUNDED)
+            one[f"{clock}_speed_range"] = [round(pick(speeds), _ROUNDED) for pick in (min, max)]
+            one[f"{clock}_speed_total"] = round(sum(of_plain) / sum(seconds), _ROUNDED)
+            if clock == "wall":
+                one["wall_speeds"] = [round(speed, _ROUNDED) for speed in speeds]
+        num_tokens, num_kept = (sum(getattr(each, key) for each in own)
+                                for key in ("num_tokens", "num_kept"))  # fmt: skip
+        answers_s = sum(each.answers_s for each in own)
+        if answers_s > 0.0:
+            one["answers_speed"] = round(
+                sum(each.answers_s for each in plain) / answers_s, _ROUNDED
+            )
+        one["tokens_per_s"] = round(num_tokens / sum(each.wall_s for each in own), 1)
+        one["tokens_per_step"] = round(num_tokens / (num_tokens - num_kept), _ROUNDED)
+        found[way] = one
+    return found
+
+
+class Kept:
+    """Cells that are done, in a file that an interrupted run goes on from.
+
+    Args:
+        file: None: nothing is kept.
+        run: what the figures belong to; a file of another run is refused.
+    Raises: SystemExit for such a file, or one that is none of these.
+    """
+
+    def __init__(self, file: Path | None, run: Mapping[str, Any]) -> None:
+        self._file = file
+        self.by_batch: dict[str, dict[str, Any]] = {}
+        self._run = json.loads(json.dumps(run))
+        if file is None:
+            return
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(self._run) + "\n", encoding="utf-8")
+            return
+        # What an end in the middle of a line left is of no cell.
+        lines = file.read_text(encoding="utf-8").split("\n")[:-1]
+        try:
+            first, *rest = [json.loads(line) for line in lines]
+            for one in rest:
+                self.by_batch[one["cell"]] = one["found"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise SystemExit(f"{file}: is no file of this benchmark: {error}") from error
+        if first != self._run:
+            raise SystemExit(f"{file}: is of another run ({first}); name another file")
+        self._write()
+
+    def add(self, cell: str, found: dict[str, Any]) -> None:
+        """This cell is done."""
+        self.by_batch[cell] = found
+        if self._file is not None:
+            self._write()
+
+    def _write(self) -> None:
+        assert self._file is not None
+        lines = [self._run]
+        lines += [{"cell": cell, "found": found} for cell, found in self.by_batch.items()]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        beside = self._file.with_name(self._file.name + ".new")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(self._file)
+
+
+# -- single steps: a way's speed against plain decoding, with an interval, split into what resting
+# costs and what guessing costs.
+#
+# A step in which no drafter is asked, and that computes as many rows as plain decoding's of the
+# same number, is a resting one: both compute the same, one right after the other. What resting
+# costs is the median of the quotients of such pairs in a round: no step that something else held up
+# has more say than any other. All other steps are guessing ones, and count by the seconds they
+# took: those with guesses, those in which a drafter was asked for nothing, and those of fewer rows,
+# since a sequence with right guesses ends first. With P the seconds of all plain steps, P_rest of
+# those that resting ones stand beside, r the rounds' medians (mean by P_rest), O the seconds of
+# guessing ones:
+#
+#     1 / speed = (r * P_rest + O) / P = 1 + (r - 1) * P_rest / P  +  (O - (P - P_rest)) / P
+#                                            resting_loss             guessing_loss
+#
+# The interval. Steps that follow each other meet the same moments of a machine, and all steps of an
+# engine the same memory, so that neither steps nor pairs are independent; rounds are, in which all
+# engines are made anew. So a round is one observation: what its resting steps took more or less
+# than r says, and its guessing ones than the quotient of all rounds' says, together; the interval
+# is Student's, of as many observations as rounds. It is about time: which guesses were made, and
+# kept, is taken as it was.
+
+_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14,
+            2.13, 2.12, 2.11, 2.10, 2.09, 2.09)  # fmt: skip
+"""Of 95 %, on both sides, for 1, 2, ... degrees of freedom; the last for more, too."""
+
+_DIGITS = 4
+
+
+class Step(NamedTuple):
+    """One step of an engine."""
+
+    wall_s: float
+    cpu_s: float
+    """That the engine's thread computed."""
+    num_tokens: int
+    """That it computed and kept: rows, where nothing was guessed."""
+    is_asked: bool
+    """A drafter was."""
+
+
+class Held(NamedTuple):
+    """One round of a way beside plain decoding's: what speed is reckoned from."""
+
+    plain_s: float
+    resting_plain_s: float
+    """Of the plain steps that resting ones stand beside."""
+    resting: float
+    """Median of resting steps' seconds by those; 1.0 where there are none."""
+    guessing_s: float
+    num_resting: int
+    num_guessing: int
+
+
+class Speed(NamedTuple):
+    """Of all rounds, with its interval of 95 %."""
+
+    speed: float
+    low: float | None
+    high: float | None
+    """Of the interval; None: one round has none."""
+    resting_loss: float
+    guessing_loss: float
+
+
+def held(plain: Sequence[Step], own: Sequence[Step], clock: str) -> Held:
+    """Of one round.
+
+    Args:
+        plain, own: steps in their order, without those of prompts; the way's n-th was taken beside
+            the plain n-th, and it has no more of them.
+        clock: field of Step.
+    """
+    if len(own) > len(plain):
+        raise ValueError(f"{len(own)} steps where plain decoding took {len(plain)}")
+    plain_s = [float(getattr(step, clock)) for step in plain]
+    quotients: list[float] = []
+    resting_plain_s = guessing_s = 0.0
+    for step, beside, beside_s in zip(own, plain, plain_s, strict=False):
+        seconds = getattr(step, clock)
+        if step.is_asked or step.num_tokens != beside.num_tokens:
+            guessing_s += seconds
+        else:
+            quotients.append(seconds / beside_s)
+            resting_plain_s += beside_s
+    num_resting = len(quotients)
+    resting = statistics.median(quotients) if quotients else 1.0
+    num_guessing = len(own) - num_resting
+    return Held(sum(plain_s), resting_plain_s, resting, guessing_s, num_resting, num_guessing)
+
+
+def speed(rounds: Sequence[Held]) -> Speed:
+    """Of all rounds."""
+    plain_s = math.fsum(one.plain_s for one in rounds)
+    rested_s = math.fsum(one.resting_plain_s for one in rounds)
+    guessing_s = math.fsum(one.guessing_s for one in rounds)
+    resting_s = math.fsum(one.resting * one.resting_plain_s for one in rounds)
+    own_s = resting_s + guessing_s
+    found = plain_s / own_s
+    resting_loss = (resting_s - rested_s) / plain_s
+    guessing_loss = (guessing_s - (plain_s - rested_s)) / plain_s
+    if len(rounds) < 2:
+        return Speed(found, None, None, resting_loss, guessing_loss)
+    resting = resting_s / rested_s if rested_s else 1.0
+    in_place_s = plain_s - rested_s  # of guessing
+    guessing = guessing_s / in_place_s if in_place_s > 0.0 else 0.0
+    off_s = [
+        (one.resting - resting) * one.resting_plain_s
+        + one.guessing_s
+        - guessing * (one.plain_s - one.resting_plain_s)
+        for one in rounds
+    ]
+    num_rounds = len(rounds)
+    error = math.sqrt(math.fsum(one * one for one in off_s) * num_rounds / (num_rounds - 1)) / own_s
+    width = math.exp(_STUDENT[min(num_rounds - 1, len(_STUDENT)) - 1] * error)
+    return Speed(found, found / width, found * width, resting_loss, guessing_loss)
+
+
+def figures(plain: Sequence[Sequence[Step]], own: Sequence[Sequence[Step]]) -> dict[str, Any]:
+    """Of one way: `speed`, its `interval`, `resting_loss` and `guessing_loss` by the wall clock,
+    the same `by_cpu`, by the time that the engine's thread computed, and `held`: each round, by the
+    wall clock, as fields of Held."""
+    by_clock = {
+        clock: [held(one, beside, clock) for one, beside in zip(plain, own, strict=True)]
+        for clock in ("wall_s", "cpu_s")
+    }
+    found = _rounded(speed(by_clock["wall_s"]))
+    found["by_cpu"] = _rounded(speed(by_clock["cpu_s"]))
+    found["held"] = [[round(number, 6) for number in one] for one in by_clock["wall_s"]]
+    return found
+
+
+def _rounded(one: Speed) -> dict[str, Any]:
+    interval = None
+    if one.low is not None and one.high is not None:
+        interval = [round(one.low, _DIGITS), round(one.high, _DIGITS)]
+    return {
+        "speed": round(one.speed, _DIGITS),
+        "interval": interval,
+        "resting_loss": round(one.resting_loss, _DIGITS),
+        "guessing_loss": round(one.guessing_loss, _DIGITS),
+    }
+
+
+def verdicts(by_batch: Mapping[str, Mapping[str, Any]], least: float) -> dict[str, list[str]]:
+    """Cells and ways by whether they are at least so fast: `shown`, all of the interval is;
+    `refuted`, nothing of it is; `open`, it says neither."""
+    found: dict[str, list[str]] = {"shown": [], "open": [], "refuted": []}
+    for cell, by_way in by_batch.items():
+        for way, one in by_way.items():
+            if way == PLAIN:
+                continue
+            low, high = one["interval"] or (0.0, math.inf)
+            verdict = "shown" if low >= least else "refuted" if high < least else "open"
+            found[verdict].append(_line(cell, way, one))
+    return found
+
+
+def markdown(by_batch: Mapping[str, Mapping[str, Any]], ways: Sequence[str]) -> str:
+    """A table of speeds and their intervals, by cell and way."""
+    lines = [f"| speed against plain (95 %) | {' | '.join(ways)} |", "|---|" + "---|" * len(ways)]
+    for cell, by_way in by_batch.items():
+        cells: list[str] = []
+        for way in ways:
+            low, high = by_way[way]["interval"] or (math.nan, math.nan)
+            cells.append(f"{by_way[way]['speed']:.3f} ({low:.3f}-{high:.3f})")
+        lines.append(f"| {cell} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def control(by_batch: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Of "plain again", which is as fast as plain decoding, whatever is measured: `num_cells`, and
+    `off`, those whose interval leaves 1 out. Intervals of 95 % leave it out in one of 20."""
+    off = [
+        _line(cell, AGAIN, by_way[AGAIN])
+        for cell, by_way in by_batch.items()
+        if (interval := by_way[AGAIN]["interval"]) and not interval[0] <= 1.0 <= interval[1]
+    ]
+    return {"num_cells": len(by_batch), "off": off}
+
+
+def _line(cell: str, way: str, one: Mapping[str, Any]) -> str:
+    interval = one["interval"]
+    text = "no interval" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+    return f"{cell}, {way}: {one['speed']:.3f} ({text})"
+
+
+# -- engines of the CPU's ways: those that do the same shall take the same time.
+#
+# What would make them differ is taken away, or varied. Weights of the target lie in memory once.
+# Engines are called one at a time, each in a thread of its own, all bound to one core. (One thread
+# would not do: what guesses cost is judged by the time that an engine's own thread computed.) What
+# is left, where an engine's cache and its thread's heap lie in memory, is an engine's own as long
+# as it lives, and up to some percent: so `renew` makes engine and thread anew. The new one goes on
+# with what the last one had learnt of guesses: what is tried for the first time is tried once.
+
+
+class Way:
+    """One engine after the other, each with a thread.
+
+    Args:
+        model: not attached to a cache; all ways' may be one.
+        core: that its threads are bound to; None: to none.
+    """
+
+    def __init__(self, model: Loaded, config: EngineConfig, core: int | None) -> None:
+        self._model = model
+        self._config = config
+        self._core = core
+        self._thread: ThreadPoolExecutor | None = None
+        self._engine: Engine | None = None
+        self._num_asked = 0
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    def renew(self) -> None:
+        """Another engine in another thread, which knows what the one before has learnt of
+        guesses."""
+        last, self._thread = self._thread, ThreadPoolExecutor(1, "engine", _bind, (self._core,))
+        self._thread.submit(self._renew).result()
+        if last is not None:
+            last.shutdown()
+
+    def _renew(self) -> None:
+        last = self._engine
+        # Shallow: the modules, and their weights, are shared by all.
+        model = copy.copy(self._model)
+        drafters = load_drafters(self._config, model.info)
+        for drafter in drafters:
+            self._watch(drafter)
+        self._engine = engine = Engine(self._config, model, drafters=drafters)
+        if last is None:
+            engine.warm_up()
+            return
+        old, new = last._speculator, engine._speculator  # noqa: SLF001  not for others
+        if old is not None and new is not None:
+            new._exploration, new._lessons = old._exploration, old._lessons  # noqa: SLF001
+        last.close()
+
+    def _watch(self, drafter: Drafter) -> None:
+        """Have it counted how often it is asked."""
+        propose = drafter.propose
+
+        def counted(tasks: Sequence[Task]) -> list[Draft]:
+            self._num_asked += 1
+            return propose(tasks)
+
+        drafter.propose = counted  # type: ignore[method-assign]
+
+    def step(self, answers: dict[str, list[int]]) -> Step:
+        """Its tokens are appended to the answers."""
+        assert self._thread is not None
+        return self._thread.submit(self._step, answers).result()
+
+    def _step(self, answers: dict[str, list[int]]) -> Step:
+        num_asked, began_s, cpu_began_s = self._num_asked, time.perf_counter(), time.thread_time()
+        output = self.engine.step()
+        cpu_s, wall_s = time.thread_time() - cpu_began_s, time.perf_counter() - began_s
+        for event in output.events:
+            answers[event.request_id] += event.token_ids
+        is_asked = self._num_asked > num_asked
+        return Step(wall_s, cpu_s, output.num_scheduled_tokens, is_asked)
+
+    def close(self) -> None:
+        """Engine and thread end."""
+        if self._engine is not None:
+            self._engine.close()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+
+def _bind(core: int | None) -> None:
+    """This thread, to a core."""
+    torch.set_num_threads(1)
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+
 
 TARGET, DRAFT = "baton-5m", "baton-5m-draft"
 WAYS = {
@@ -106,11 +501,6 @@ _CONFIG = EngineConfig(
 )
 
 
-def _block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    data = b"".join(token.to_bytes(4, "little") for token in token_ids)
-    return hashlib.blake2b(parent + data, digest_size=16).digest()
-
-
 def _prompts() -> list[list[int]]:
     tokenizer = Tokenizer.load(resolve(TARGET, files="tokenizer").path)
     pairs = itertools.product(_BEGINNINGS, _NAMES)
@@ -128,13 +518,13 @@ class _Run:
         self._num_kept = -self._engine.metrics().num_kept_tokens
         self._num_tokens = num_tokens
         self._ended_s: dict[str, float] = {}
-        """When whose answer was whole, by the seconds of steps."""
+        """When each answer was whole, by the seconds of steps."""
         self.steps: list[Step] = []
         for index, prompt in enumerate(prompts):
             sampling = Sampling(
                 max_tokens=num_tokens, temperature=temperature, seed=index, ignore_eos=True
             )
-            request = Request(f"r{index}", tuple(prompt), sampling, _block_hash)
+            request = Request(f"r{index}", tuple(prompt), sampling, chain_hash)
             self._answers[request.request_id] = []
             self._engine.submit(request)
 
@@ -190,11 +580,12 @@ def _round(
 
 
 def _cell(
-    arguments: argparse.Namespace,
     model: Loaded,
-    name: str,
+    chosen: Sequence[str],
+    seed: str,
     temperature: float,
     size: int,
+    num_tokens: int,
     num_rounds: int,
 ) -> dict[str, dict[str, Any]]:
     """Figures by way."""
@@ -205,14 +596,14 @@ def _cell(
     ways = {
         way: Way(model, replace(_CONFIG, speculation=speculation), core)
         for way, speculation in WAYS.items()
-        if way in (PLAIN, AGAIN, *arguments.ways)
+        if way in chosen
     }
-    orders = turns(list(ways), f"{arguments.seed} {name}")
+    orders = turns(list(ways), seed)
     rounds: dict[str, list[Round]] = {way: [] for way in ways}
     steps: dict[str, list[list[Step]]] = {way: [] for way in ways}
     try:
         for _ in range(num_rounds):
-            for way, run in _round(ways, own, temperature, arguments.tokens, orders).items():
+            for way, run in _round(ways, own, temperature, num_tokens, orders).items():
                 rounds[way].append(run.over())
                 steps[way].append(run.steps[1:])
     finally:
@@ -224,69 +615,76 @@ def _cell(
     return found
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
+@harness.case
+@click.option("--batches", type=Several(click.IntRange(1)), default="1,2,4,8,16,32,64")
+@click.option("--temperatures", type=Several(float), default="0,0.8")
+@click.option("--tokens", type=click.IntRange(1), default=96)
+@click.option("--rounds", type=Several(click.IntRange(1)), default="9", help="one, or one a batch")
+@click.option("--ways", type=Several(click.Choice(list(WAYS))), default=",".join(WAYS))
+@click.option("--seed", type=int, help="of the order of turns; drawn if not given")
+@click.option("--resume", type=click.Path(path_type=Path), help="cells that are done")
+def cpu(
+    batches: Sequence[int],
+    temperatures: Sequence[float],
+    tokens: int,
+    rounds: Sequence[int],
+    ways: Sequence[str],
+    seed: int | None,
+    resume: Path | None,
+) -> dict[str, Any]:
+    """The bundled model with its draft model on one CPU core: speed against plain decoding, with an
+    interval, by batch size and temperature.
 
-
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--batches", type=_positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--tokens", type=_positive, default=96)
-    parser.add_argument(
-        "--rounds", type=_positive, nargs="+", default=[9], help="one number, or one a batch size"
-    )
-    parser.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help=f"and {PLAIN} and {AGAIN}"
-    )
-    parser.add_argument("--seed", type=int, help="of the order of turns; drawn if not given")
-    parser.add_argument("--resume", type=Path, help="cells that are done; made if it is missing")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if len(arguments.rounds) not in (1, len(arguments.batches)):
-        parser.error("--rounds: one number, or one for each batch size")
-    by_size = itertools.cycle(arguments.rounds)
-    num_rounds = {size: next(by_size) for size in arguments.batches}
-    if arguments.seed is None:
-        arguments.seed = random.SystemRandom().randrange(2**32)
+    In each round every way answers the same prompts with the same seeds, step by step: all ways
+    take one step each, one right after the other, in an order that is shuffled for each turn, and
+    each step is held against plain decoding's step beside it. Not one token may differ, but for
+    those sampled by the multi-step rule. Steps of prompts are left out. `shown`, `open` and
+    `refuted` list the ways that may rest by whether they are at least 0.98 times as fast as plain
+    decoding: the whole interval says so, or a part of it, or nothing of it. "plain again" is a
+    second engine without guesses: its interval tells what intervals are worth (`control`). Engines
+    are made anew for each round. --resume keeps each cell when it is done, and goes on from there.
+    The ways that may rest take some 15 minutes on a quiet machine of two cores.
+    """
+    if len(rounds) not in (1, len(batches)):
+        raise click.BadParameter("one number, or one for each batch size", param_hint="--rounds")
+    num_rounds = dict(zip(batches, itertools.cycle(rounds), strict=False))
+    seed = random.SystemRandom().randrange(2**32) if seed is None else seed
+    chosen = [way for way in WAYS if way in (PLAIN, AGAIN, *ways)]
     torch.set_num_threads(1)
-    told = context()
     run = {
-        "commit": told["commit"],
-        "ways": [way for way in WAYS if way in (PLAIN, AGAIN, *arguments.ways)],
-        "tokens": arguments.tokens,
+        "commit": harness.context()["commit"],
+        "ways": chosen,
+        "tokens": tokens,
         "rounds": {str(size): number for size, number in num_rounds.items()},
     }
-    kept = Kept(arguments.resume, run)
+    kept = Kept(resume, run)
     model = load_model(_CONFIG)
-    screen = Console(stderr=True)
-    screen.print(f"seed {arguments.seed}")
-    pairs = list(itertools.product(arguments.temperatures, arguments.batches))
-    for temperature, size in track(pairs, "answering", console=screen):
-        name = f"temperature {temperature:g}, batch {size}"
+    harness.CONSOLE.print(f"seed {seed}")
+    cells = {
+        f"temperature {temperature:g}, batch {size}": (temperature, size)
+        for temperature, size in itertools.product(temperatures, batches)
+    }
+    for name, (temperature, size) in track(cells.items(), "answering", console=harness.CONSOLE):
         if name in kept.by_batch:
             continue
-        busy_before = os.getloadavg()[0]
-        found = _cell(arguments, model, name, temperature, size, num_rounds[size])
-        busy = [round(one, 2) for one in (busy_before, os.getloadavg()[0])]
-        kept.add(name, {"ways": found, "load_average": busy, "seed": arguments.seed})
-        screen.print(f"{name}: load average {busy[0]} before, {busy[1]} after")
-    names = [f"temperature {temperature:g}, batch {size}" for temperature, size in pairs]
-    cells = {name: kept.by_batch[name] for name in names}
-    by_batch = {name: cell["ways"] for name, cell in cells.items()}
+        busy = [os.getloadavg()[0]]
+        order = f"{seed} {name}"
+        found = _cell(model, chosen, order, temperature, size, tokens, num_rounds[size])
+        busy = [round(one, 2) for one in (*busy, os.getloadavg()[0])]
+        kept.add(name, {"ways": found, "load_average": busy, "seed": seed})
+    done = {name: kept.by_batch[name] for name in cells}
+    by_batch = {name: cell["ways"] for name, cell in done.items()}
     may_rest = {
         name: {way: one for way, one in found.items() if not WAYS[way].always}
         for name, found in by_batch.items()
     }
     by_verdict, controlled = verdicts(may_rest, LEAST_SPEED), control(by_batch)
-    _show(by_batch, run["ways"])
-    sys.stdout.write(markdown(by_batch, [way for way in run["ways"] if way != PLAIN]) + "\n")
+    title = "tokens per step; speed (interval of 95 %); lost by resting and by guessing, %; by CPU"
+    rows = [
+        {"": name} | {way: _shown(found[way]) for way in chosen} for name, found in by_batch.items()
+    ]
+    harness.show(title, rows)
+    sys.stdout.write(markdown(by_batch, [way for way in chosen if way != PLAIN]) + "\n")
     for verdict, those in by_verdict.items():
         sys.stdout.write(f"at least {LEAST_SPEED}, {verdict}: {len(those)}\n")
         if verdict != "shown":
@@ -294,41 +692,429 @@ def main() -> None:
     num_cells, off = controlled["num_cells"], controlled["off"]
     sys.stdout.write(f"{AGAIN}: 1 is in the interval in {num_cells - len(off)} of {num_cells} ")
     sys.stdout.write(f"cells (19 of 20 are expected); not in: {'; '.join(off) or 'none'}\n")
-    result = {
-        **told,
-        "tokens": arguments.tokens,
+    return {
+        "tokens": tokens,
         "rounds": run["rounds"],
         "by_batch": by_batch,
         "least": LEAST_SPEED,
         **by_verdict,
         "control": controlled,
-        "load_average": {name: cell["load_average"] for name, cell in cells.items()},
-        "seeds": {name: cell["seed"] for name, cell in cells.items()},
+        "load_averages": {name: cell["load_average"] for name, cell in done.items()},
+        "seeds": {name: cell["seed"] for name, cell in done.items()},
     }
-    publish(result, arguments.out)
 
 
-def _show(by_batch: dict[str, Any], ways: Sequence[str]) -> None:
-    table = Table(
-        title="tokens per step of the target; speed against plain decoding by the clock (interval "
-        "of 95 %); of it lost by resting and by guessing, %; speed by the thread's own time"
+def _shown(one: Mapping[str, Any]) -> str:
+    low, high = one["interval"] or (float("nan"), float("nan"))
+    losses = (f"{100.0 * one[loss]:+.1f}" for loss in ("resting_loss", "guessing_loss"))
+    return (
+        f"{one['tokens_per_step']:.2f}; {one['speed']:.3f} ({low:.3f} to {high:.3f}); "
+        f"{', '.join(losses)}; {one['by_cpu']['speed']:.3f}"
     )
-    table.add_column("")
-    for way in ways:
-        table.add_column(way, justify="right")
-    for name, found in by_batch.items():
-        cells = []
-        for way in ways:
-            one = found[way]
-            low, high = one["interval"] or (float("nan"), float("nan"))
-            losses = (f"{100.0 * one[loss]:+.1f}" for loss in ("resting_loss", "guessing_loss"))
-            cells.append(
-                f"{one['tokens_per_step']:.2f}; {one['speed']:.3f} ({low:.3f} to {high:.3f}); "
-                f"{', '.join(losses)}; {one['by_cpu']['speed']:.3f}"
-            )
-        table.add_row(name, *cells)
-    Console(width=None if sys.stdout.isatty() else 40 + 52 * len(ways)).print(table)
 
+
+# -- on a GPU: a model whose next token is known, and a drafter that knows it and is right as often
+# as it is set to. Random weights: what attention and MLP add to a token is scaled down so far that
+# the next token is the last one's successor whatever is rounded how. Costs are those of any
+# weights.
+
+DEVICE = "cuda:0"
+BLOCK_SIZE = 16
+WINDOW = 4096
+NUM_BRANCHES = 4
+DEPTH = 4
+
+
+def make_weights(shape: DecoderShape) -> DecoderWeights:
+    """Whose next token is `successor` of the last one, by far."""
+    weights = random_weights(shape, dtype=torch.bfloat16, device=torch.device(DEVICE), seed=0)
+    for layer in weights.layers:
+        layer.o.weight.mul_(1e-3)  # type: ignore[union-attr]
+        layer.down.weight.mul_(1e-3)  # type: ignore[union-attr]
+    assert weights.norm is not None and weights.embedding is not None and weights.head is not None
+    weights.norm.fill_(1.0)
+    if not shape.is_tied:
+        weights.head.weight.copy_(weights.embedding.roll(1, 0))  # type: ignore[union-attr]
+    return weights
+
+
+def successor(token_id: int, shape: DecoderShape) -> int:
+    """The next token, by the weights above."""
+    return token_id if shape.is_tied else (token_id + 1) % shape.vocab_size
+
+
+def make_model(weights: DecoderWeights, config: EngineConfig, *, num_nodes: int) -> DecoderModel:
+    """A model of its own on the same weights.
+
+    Args:
+        num_nodes: guesses for one sequence in a step; 0: no guesses.
+    """
+    shape = weights.shape
+    info = ModelInfo(
+        model="random",
+        model_type="llama",
+        fingerprint="",
+        tokenizer_digest="",
+        dtype="bfloat16",
+        context_window=WINDOW,
+        vocab_size=shape.vocab_size,
+        eos_token_ids=(),
+        block_size=BLOCK_SIZE,
+        num_blocks=0,
+        device=DEVICE,
+        linear="fused kernels",
+        fused=(),
+        num_parameters=shape.num_parameters,
+        weight_bytes=weights.num_bytes,
+    )
+    sizes: dict[str, Any] = {
+        "max_rows": config.max_num_running,
+        "max_tokens": config.max_num_tokens_per_step,
+        "context_window": WINDOW,
+    }
+    return DecoderModel(
+        Decoder(weights, rope_table(shape, WINDOW, torch.device(DEVICE))),
+        info,
+        kv_layout(shape, block_size=BLOCK_SIZE, dtype="bfloat16"),
+        make_ahead=functools.partial(make_ahead, **sizes, max_num_nodes=num_nodes),
+        make_graphs=functools.partial(make_plain_graphs, **sizes, max_num_nodes=num_nodes),
+    )
+
+
+class Scripted:
+    """A Drafter that knows the rule, and is right as often as it is told.
+
+    Attributes:
+        num_nodes: of a tree of wrong guesses; 0: paths, as far as `depth`, each token of which is
+            right with `chance`.
+        seconds: that its calls took.
+    """
+
+    name = "scripted"
+
+    def __init__(self, shape: DecoderShape) -> None:
+        self.num_nodes = 0
+        self.depth = DEPTH
+        self.chance = 0.0
+        self.seconds = 0.0
+        self._shape = shape
+
+    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+        """Of Drafter."""
+        began = time.perf_counter()
+        make = self._wrong if self.num_nodes else self._path
+        drafts = [Draft(make(task), {}) for task in tasks]
+        self.seconds += time.perf_counter() - began
+        return drafts
+
+    def forget(self, key: Key) -> None:
+        """Of Drafter."""
+
+    def check_integrity(self) -> None:
+        """Of Drafter."""
+
+    def _wrong(self, task: Task) -> TokenTree:
+        num_nodes = min(self.num_nodes, task.num_nodes)
+        right = successor(task.token_ids[-1], self._shape)
+        token_ids: list[int] = []
+        parents: list[int] = []
+        for branch in range(NUM_BRANCHES):
+            parent = -1
+            for node in range(len(parents), num_nodes * (branch + 1) // NUM_BRANCHES):
+                token_ids.append((right + 1 + node) % self._shape.vocab_size)
+                parents.append(parent)
+                parent = node
+        return _tree(token_ids, parents, [0.5] * num_nodes)
+
+    def _path(self, task: Task) -> TokenTree:
+        depth = min(self.depth, task.num_nodes)
+        token = task.token_ids[-1]
+        token_ids, chances = [], []
+        # By sequence and place: the same guesses however many are computed.
+        draws = random.Random(hash((task.key, len(task.token_ids))))
+        for _ in range(depth):
+            token = successor(token, self._shape)
+            if draws.random() >= self.chance:
+                token = (token + 7) % self._shape.vocab_size
+            token_ids.append(token)
+            chances.append(self.chance ** len(token_ids))
+        return _tree(token_ids, list(range(-1, depth - 1)), chances)
+
+
+def _tree(token_ids: list[int], parents: list[int], chances: list[float]) -> TokenTree:
+    tries = ((),) * len(token_ids)
+    return TokenTree(tuple(token_ids), tuple(parents), tuple(chances), tries)
+
+
+def chance_for(tokens_per_step: float, depth: int) -> float:
+    """Of each token of a path to be right, for so many tokens a step: 1 + p + p^2 + ..."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(middle**power for power in range(depth + 1)) < tokens_per_step:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+CONTEXT = 1024
+NUM_BLOCKS = 4096
+NUM_STEPS = 40
+MAX_BATCH = 64
+SWEEP_PROMPT, SWEEP_OUTPUT = 512, 97
+SETTLING_STEPS = 400
+"""Tokens of a sequence before its batch is measured: batches above four are tried after 200 steps
+(engine/speculation/worth.py), and a server's load lasts longer."""
+_ROOT = block_hash.root_key(b"benchmark", "00")
+
+
+class GpuBench:
+    """One engine, and requests that differ from all before."""
+
+    def __init__(self, engine: Engine, shape: DecoderShape) -> None:
+        self.engine = engine
+        self._shape = shape
+        self._num_requests = 0
+
+    def submit(self, batch: int, num_prompt: int, num_output: int) -> list[str]:
+        vocab_size = self.engine.model_info.vocab_size
+        sampling = Sampling(max_tokens=num_output, ignore_eos=True)
+        names = []
+        for _ in range(batch):
+            self._num_requests += 1
+            token_ids = tuple(
+                (self._num_requests * 7919 + at * 104_729) % vocab_size for at in range(num_prompt)
+            )
+            names.append(f"r{self._num_requests}")
+            self.engine.submit(
+                Request(names[-1], token_ids, sampling, partial(block_hash.extend, _ROOT))
+            )
+        return names
+
+    def steps(self, names: Sequence[str]) -> Iterator[tuple[float, dict[str, tuple[int, ...]]]]:
+        """(milliseconds, new tokens by request) of each step after all have drawn."""
+        live: set[str] = set()
+        while self.engine.has_work():
+            was_full = len(live) == len(names)
+            began = time.perf_counter()
+            output = self.engine.step()
+            took_ms = (time.perf_counter() - began) * 1e3
+            tokens = {event.request_id: event.token_ids for event in output.events}
+            live |= tokens.keys()
+            if was_full:
+                yield took_ms, tokens
+
+    def step_ms(self, batch: int, drafter: Scripted | None = None) -> float:
+        """Median of NUM_STEPS steps of decodes alone, without what the drafter took."""
+        names = self.submit(batch, CONTEXT, 1000)
+        found: list[float] = []
+        before = drafter.seconds if drafter else 0.0
+        for took_ms, tokens in self.steps(names):
+            if any(len(token_ids) != 1 for token_ids in tokens.values()):
+                raise RuntimeError("a wrong guess was kept, or a step gave nothing")
+            drafted_s = drafter.seconds - before if drafter else 0.0
+            before = drafter.seconds if drafter else 0.0
+            found.append(took_ms - drafted_s * 1e3)
+            if len(found) == NUM_STEPS:
+                break
+        for name in names:
+            self.engine.abort(name)
+        while self.engine.has_work():
+            self.engine.step()
+        self.engine.step()  # whatever is in flight is over
+        return statistics.median(found[5:])
+
+    def answers(self, batch: int) -> tuple[float, float]:
+        """(tokens per second from all first tokens to the last one, tokens of a sequence's step).
+        Every answer is looked at."""
+        names = self.submit(batch, SWEEP_PROMPT, SWEEP_OUTPUT)
+        took_s, num_tokens, num_events = 0.0, 0, 0
+        newest: dict[str, int] = {}
+        for took_ms, tokens in self.steps(names):
+            took_s += took_ms / 1e3
+            for name, token_ids in tokens.items():
+                for token_id in token_ids:
+                    before = newest.get(name)
+                    if before is not None and token_id != successor(before, self._shape):
+                        raise RuntimeError(f"{name}: {token_id} is not what follows {before}")
+                    newest[name] = token_id
+                num_tokens += len(token_ids)
+                num_events += 1
+        return num_tokens / took_s, num_tokens / num_events
+
+
+def device_times(model: DecoderModel, batch: int, num_nodes: int) -> dict[str, float]:
+    """One forward pass: median milliseconds on the device, and until the host had launched it. What
+    lies in the cache is spoiled."""
+    each = -(-(CONTEXT + 1 + num_nodes) // BLOCK_SIZE)
+    parents = [
+        -1 if place == num_nodes * branch // NUM_BRANCHES else place - 1
+        for branch in range(NUM_BRANCHES)
+        for place in range(
+            num_nodes * branch // NUM_BRANCHES, num_nodes * (branch + 1) // NUM_BRANCHES
+        )
+    ]
+    spans = tuple(
+        Span(
+            CONTEXT,
+            1 + num_nodes,
+            tuple(range(index * each, (index + 1) * each)),
+            branches=tuple(parents),
+        )
+        for index in range(batch)
+    )
+    num_rows = batch * (1 + num_nodes)
+    step = Batch((1,) * num_rows, spans, tuple(range(num_rows)))
+    device_ms, host_ms = [], []
+    for _ in range(15):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        start.record()
+        model.forward(step)
+        end.record()
+        host_ms.append((time.perf_counter() - began) * 1e3)
+        end.synchronize()
+        device_ms.append(start.elapsed_time(end))
+    return {
+        "device_ms": round(statistics.median(device_ms[5:]), 3),
+        "host_ms": round(statistics.median(host_ms[5:]), 3),
+    }
+
+
+def _config(num_nodes: int, *, always: bool) -> EngineConfig:
+    return EngineConfig(
+        device=DEVICE,
+        max_num_tokens_per_step=8192,
+        max_num_running=MAX_BATCH,
+        num_blocks=NUM_BLOCKS,
+        speculation=SpeculationConfig(max_num_nodes=max(num_nodes, 1), always=always),
+    )
+
+
+def _engine(
+    weights: DecoderWeights, num_nodes: int, drafter: Scripted | None, *, always: bool = False
+) -> tuple[Engine, DecoderModel, float]:
+    """And the seconds that its graphs and kernels took."""
+    config = _config(num_nodes, always=always)
+    model = make_model(weights, config, num_nodes=num_nodes)
+    engine = Engine(config, model, drafters=[drafter] if drafter else [])
+    began = time.perf_counter()
+    engine.warm_up()
+    return engine, model, time.perf_counter() - began
+
+
+def _close(engine: Engine) -> None:
+    engine.check_integrity()
+    engine.close()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _sweep(plain: GpuBench, own: GpuBench, batches: Sequence[int]) -> dict[str, Any]:
+    """Turn about, the better of two."""
+    found: dict[str, Any] = {}
+    plain.answers(1)  # what is made on the first use is not counted
+    own.answers(1)
+    for batch in batches:
+        for _ in range(-(-SETTLING_STEPS // SWEEP_OUTPUT)):
+            own.answers(batch)
+        ways = {"plain": [plain.answers(batch)], "guessing": [own.answers(batch)]}
+        ways["plain"].append(plain.answers(batch))
+        ways["guessing"].append(own.answers(batch))
+        plain_per_s, own_per_s = (max(rate for rate, _ in one) for one in ways.values())
+        found[f"batch {batch}"] = {
+            "plain_tokens_per_s": round(plain_per_s, 1),
+            "tokens_per_s": round(own_per_s, 1),
+            "speed": round(own_per_s / plain_per_s, 3),
+            "tokens_per_step": round(statistics.mean(kept for _, kept in ways["guessing"]), 3),
+        }
+    return found
+
+
+@harness.case
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="llama-8b")
+@click.option("--nodes", type=Several(int), default="8,16,32,64")
+@click.option("--step-batches", type=Several(int), default="1,8,32")
+@click.option("--batches", type=Several(int), default="1,2,4,8,16,32,64")
+@click.option("--tokens-per-step", default=3.3)
+def gpu(
+    shape: str,
+    nodes: Sequence[int],
+    step_batches: Sequence[int],
+    batches: Sequence[int],
+    tokens_per_step: float,
+) -> dict[str, Any]:
+    """On one GPU: what a step costs that verifies guesses, and what it brings.
+
+    1. A step by number of guessed tokens, a tree of four branches for each sequence, with 1,024
+    tokens of context: milliseconds of the engine's whole step, without the drafter's time, beside a
+    plain step's; and of the forward alone on the device, and its launch on the host. 2. Speed by
+    batch size, with guesses of up to four tokens of which each is right with the chance that gives
+    --tokens-per-step where all are computed; the engine chooses how many it computes, and has
+    served that batch for a while. The drafter itself costs nothing here. Needs one CUDA device with
+    80 GB; takes about two minutes.
+    """
+    harness.needs_cuda()
+    fields = {name: value for name, value in SHAPES[shape].items() if name != "architectures"}
+    decoder_shape = read_shape(transformers.AutoConfig.for_model(**fields))
+    weights, drafter = make_weights(decoder_shape), Scripted(decoder_shape)
+    plain_engine, _, plain_ready_s = _engine(weights, 0, None)
+    engine, model, ready_s = _engine(weights, max(nodes), drafter, always=True)
+    begin_serving()
+    plain, own = GpuBench(plain_engine, decoder_shape), GpuBench(engine, decoder_shape)
+    result: dict[str, Any] = {
+        "warm_up_s": {"plain": round(plain_ready_s, 1), "guessing": round(ready_s, 1)},
+        "steps": {},
+    }
+    graphs = model.graphs
+    assert graphs is not None
+    result["num_graphs"] = graphs.num_shapes
+    for batch in step_batches:
+        plain.step_ms(batch)  # what is made on the first use is not counted
+        plain_ms = plain.step_ms(batch)
+        found: dict[str, Any] = {"plain_ms": round(plain_ms, 3)}
+        for num_nodes in nodes:
+            drafter.num_nodes = num_nodes
+            missed = graphs.num_missed
+            took_ms = own.step_ms(batch, drafter)
+            # Prompts that are computed beside guesses may miss, too: once or twice.
+            found[f"{num_nodes} nodes"] = {
+                "ms": round(took_ms, 3),
+                "ratio": round(took_ms / plain_ms, 3),
+                "in_graph": graphs.num_missed - missed < NUM_STEPS,
+            }
+        result["steps"][f"batch {batch}"] = found
+    for batch in step_batches:
+        of_batch = result["steps"][f"batch {batch}"]
+        for num_nodes in nodes:
+            of_batch[f"{num_nodes} nodes"] |= device_times(model, batch, num_nodes)
+        of_batch["plain forward"] = device_times(model, batch, 0)
+    rows = [
+        {"": f"{batch}, {name}", **one}
+        for batch, found in result["steps"].items()
+        for name, one in found.items()
+        if isinstance(one, dict)
+    ]
+    harness.show("a step, ms (ratio to plain)", rows)
+    _close(engine)
+    del engine, model, own, graphs
+    drafter.num_nodes = 0
+    drafter.chance = chance_for(tokens_per_step, DEPTH)
+    result["chance"] = round(drafter.chance, 3)
+    engine, _, again_s = _engine(weights, 16, drafter)
+    result["warm_up_s"]["guessing, kernels compiled"] = round(again_s, 1)
+    result["sweep"] = _sweep(plain, GpuBench(engine, decoder_shape), batches)
+    title = "speed against plain decoding, launched ahead"
+    harness.show(title, [{"": batch, **one} for batch, one in result["sweep"].items()])
+    _close(engine)
+    _close(plain_engine)
+    about = {"shape": shape, "tokens_per_step": tokens_per_step}
+    return {**harness.device_context(), **about, **result}
+
+
+main = harness.program(__doc__, cpu, gpu)
 
 if __name__ == "__main__":
     main()

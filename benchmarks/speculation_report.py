@@ -7,34 +7,34 @@ and the rates of the rules are taken along these answers, token by token; tokens
 engines that guess by trees <k, 1, 1, 1> and compute all of them. `--further` names draft models
 that were trained on what the first one misses (`python -m tools.bundled_model.boost`): "any" is all
 draft models together, with k tokens of each. Speed by batch size is what `python -m
-benchmarks.speculation --out FILE` measures; `--speed FILE` takes its table over. Prints Markdown;
-the last line is one JSON object.
+benchmarks.speculation cpu --out FILE` measures; `--speed FILE` takes its table over. Prints
+Markdown.
 
     OMP_NUM_THREADS=1 python -m benchmarks.speculation_report --out benchmarks/results/....json
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
+import itertools
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.progress import track
 from tokenizers import Tokenizer
 
-from benchmarks.context import context, publish
-from benchmarks.speculation_tables import WIDTHS, draw, markdown
+from benchmarks import harness
+from benchmarks.harness import Several
+from benchmarks.stalls import block_hash
 from engine import noise
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
@@ -45,6 +45,8 @@ from engine.speculation.tree import ROOT, TokenTree, Try
 from tools.bundled_model.boost import Answer, load, prompts
 from tools.bundled_model.corpus import HELD_OUT
 
+WIDTHS = (1, 2, 3, 4, 5)
+"""k: tokens of one draft model after one token; the paper's."""
 DEPTH = 4
 """Steps of a tree: <k, 1, 1, 1>."""
 RULES = ("exact", "multi_step", "naive")
@@ -106,11 +108,6 @@ def way(temperature: float) -> str:
     return "greedy" if temperature == 0.0 else f"temperature {temperature:g}"
 
 
-def _block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    data = b"".join(token.to_bytes(4, "little") for token in token_ids)
-    return hashlib.blake2b(parent + data, digest_size=16).digest()
-
-
 def engine_for(wanted: Settings, speculation: SpeculationConfig) -> Engine:
     """The target on one CPU thread, with these guesses."""
     window = wanted.num_prompt_tokens + wanted.num_tokens + _beyond(wanted)
@@ -149,7 +146,7 @@ def answered(
         )
         name = f"{temperature:g}-{index}"
         said[name] = []
-        engine.submit(Request(name, tuple(token_ids), sampling, _block_hash))
+        engine.submit(Request(name, tuple(token_ids), sampling, block_hash))
     num_steps = num_tokens = 0
     while engine.has_work():
         for event in engine.step().events:
@@ -287,7 +284,7 @@ def tokens_per_step(wanted: Settings, asked: Sequence[Sequence[int]]) -> Table:
         runs.append((wanted.drafts, "exact", "any, exact"))
     expected: dict[float, list[Answer]] = {}
     pairs = [(width, run) for width in wanted.widths for run in runs]
-    for width, (drafts, rule, name) in track(pairs, "trees", console=Console(stderr=True)):
+    for width, (drafts, rule, name) in track(pairs, "trees", console=harness.CONSOLE):
         speculation = SpeculationConfig(
             draft_models=drafts,
             expansion=(width, *[1] * (DEPTH - 1)),
@@ -306,6 +303,69 @@ def tokens_per_step(wanted: Settings, asked: Sequence[Sequence[int]]) -> Table:
     return found
 
 
+# -- the tables as Markdown and as a picture; the latter needs matplotlib
+
+_TITLES = {
+    "hit_rate": "The target's token among the draft's k likeliest",
+    "kept_rate": "One of k independent draws is kept",
+    "tokens_per_step": "Tokens per step of the target, trees <k, 1, 1, 1>",
+}
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """The tables of `report`, and of speed if there is one."""
+    lines: list[str] = []
+    for key, title in _TITLES.items():
+        heads = " | ".join(f"k = {width}" for width in WIDTHS)
+        lines += [f"{title}:", "", f"| | {heads} |", "|---|" + "---:|" * len(WIDTHS)]
+        for how, rows in found[key].items():
+            for name, values in rows.items():
+                shown = [
+                    f"{one:.2f}" if key == "tokens_per_step" else f"{100 * one:.1f} %"
+                    for one in values
+                ]
+                lines.append(f"| {how}: {name} | {' | '.join(shown)} |")
+        lines.append("")
+    if speed := found.get("speed"):
+        ways = list(next(iter(speed.values())))
+        title = "Speed against plain decoding by the clock, median (least to greatest round):"
+        lines += [title, "", f"| | {' | '.join(ways)} |"]
+        lines.append("|---|" + "---:|" * len(ways))
+        for name, by_way in speed.items():
+            shown = []
+            for one in (by_way[way] for way in ways):
+                low, high = one["wall_speed_range"]
+                shown.append(f"{one['wall_speed']:.2f} ({low:.2f} to {high:.2f})")
+            lines.append(f"| {name} | {' | '.join(shown)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+_STYLES = ("-", "--", ":", "-.", (0, (5, 1)))
+_COLOURS = ("#2a6f97", "#b23a48", "#c9a227", "#3a7d44", "#6b4c9a", "#444444")
+
+
+def draw(found: Mapping[str, Any], file: Path) -> None:
+    """The three tables as one picture. Raises: OSError."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    for axes, (key, title) in zip(figure.subplots(1, len(_TITLES)), _TITLES.items(), strict=True):
+        for style, (how, rows) in zip(itertools.cycle(_STYLES), found[key].items(), strict=False):
+            for colour, (name, values) in zip(
+                itertools.cycle(_COLOURS), rows.items(), strict=False
+            ):
+                label = f"{how}: {name}"
+                axes.plot(WIDTHS, values, ls=style, marker=".", lw=1, color=colour, label=label)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("k")
+        axes.set_xticks(WIDTHS)
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=6, frameon=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
 def report(wanted: Settings) -> dict[str, Any]:
     """The tables; see the module."""
     loaded = [load(name) for name in (wanted.target, *wanted.drafts)]
@@ -316,9 +376,7 @@ def report(wanted: Settings) -> dict[str, Any]:
     hits: Table = {}
     kept: Table = {}
     num_tokens: dict[str, int] = {}
-    for temperature in track(
-        (0.0, *wanted.temperatures), "hit rates", console=Console(stderr=True)
-    ):
+    for temperature in track((0.0, *wanted.temperatures), "hit rates", console=harness.CONSOLE):
         answers, _ = answered(plain, asked, temperature, wanted)
         told = listened(models, answers)
         name = way(temperature)
@@ -339,53 +397,52 @@ def report(wanted: Settings) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """See the module."""
-    defaults = Settings()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+@harness.case
+@click.option("--target", default=Settings.target)
+@click.option("--draft", default=Settings.drafts[0])
+@click.option("--further", type=Several(str), help="draft models beside the first")
+@click.option("--prompts", "num_prompts", type=click.IntRange(1), default=Settings.num_prompts)
+@click.option("--tokens", "num_tokens", type=click.IntRange(1), default=Settings.num_tokens)
+@click.option("--temperatures", type=Several(click.FloatRange(0, min_open=True)), default="0.8,1")
+@click.option("--trials", type=click.IntRange(1), default=Settings.num_trials)
+@click.option("--seed", default=Settings.seed)
+@click.option("--speed", type=click.Path(path_type=Path), help="a result of speculation cpu")
+@click.option("--plot", type=click.Path(path_type=Path), help="*.png or *.svg; needs matplotlib")
+def main(
+    target: str,
+    draft: str,
+    further: Sequence[str] | None,
+    num_prompts: int,
+    num_tokens: int,
+    temperatures: tuple[float, ...],
+    trials: int,
+    seed: int,
+    speed: Path | None,
+    plot: Path | None,
+) -> dict[str, Any]:
+    """How good guesses are: how often the target's token is among a draft model's k likeliest, how
+    often one of k draws is kept by each rule, and tokens per step of the target by tree width."""
+    wanted = Settings(
+        target=target,
+        drafts=(draft, *(further or ())),
+        num_prompts=num_prompts,
+        num_tokens=num_tokens,
+        temperatures=temperatures,
+        num_trials=trials,
+        seed=seed,
     )
-    parser.add_argument("--target", default=defaults.target)
-    parser.add_argument("--draft", default=defaults.drafts[0])
-    parser.add_argument("--further", nargs="+", default=[], help="draft models beside the first")
-    parser.add_argument("--prompts", type=int, default=defaults.num_prompts)
-    parser.add_argument("--tokens", type=int, default=defaults.num_tokens)
-    parser.add_argument(
-        "--temperatures", type=float, nargs="+", default=list(defaults.temperatures)
-    )
-    parser.add_argument("--trials", type=int, default=defaults.num_trials)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--speed", type=Path, help="a result of benchmarks.speculation")
-    parser.add_argument("--plot", type=Path, help="*.png or *.svg; needs matplotlib")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    if min(given.temperatures) <= 0.0:
-        parser.error("--temperatures: above 0; greedy comes in any case")
-    if min(given.prompts, given.tokens, given.trials) < 1:
-        parser.error("--prompts, --tokens, --trials: 1 at least")
-    if given.plot is not None:
-        import matplotlib  # noqa: F401  # asked before the work, not after it
-    wanted = replace(
-        defaults,
-        target=given.target,
-        drafts=(given.draft, *given.further),
-        num_prompts=given.prompts,
-        num_tokens=given.tokens,
-        temperatures=tuple(given.temperatures),
-        num_trials=given.trials,
-        seed=given.seed,
-    )
-    speed = json.loads(given.speed.read_text(encoding="utf-8")) if given.speed else None
-    Console(stderr=True).print(f"seed {wanted.seed}")
+    if plot is not None:
+        import matplotlib  # noqa: F401  # missed before the work, not after it
+    measured = json.loads(speed.read_text(encoding="utf-8")) if speed else None
     torch.set_num_threads(1)
-    found = {**context(), **report(wanted)}
-    if speed is not None:
-        found["speed"] = speed["by_batch"]
-        found["speed_of"] = {name: speed[name] for name in ("commit", "command", "hardware")}
+    found: dict[str, Any] = {"target": wanted.target, "drafts": wanted.drafts, **report(wanted)}
+    if measured is not None:
+        found["speed"] = measured["by_batch"]
+        found["speed_of"] = {name: measured[name] for name in ("commit", "command", "hardware")}
+    if plot is not None:
+        draw(found, plot)
     sys.stdout.write(markdown(found) + "\n")
-    if given.plot is not None:
-        draw(found, given.plot)
-    publish(found, given.out)
+    return found
 
 
 if __name__ == "__main__":

@@ -1,45 +1,33 @@
 """Inter-token latency while long prompts pour in: prefill on one GPU, decode on another.
 
-A cluster of one prefill and one decode worker with random weights (`random_checkpoint`). So many
-streams decode, all the time, watched by a process of its own (benchmarks/storm_streams.py). A quiet
-time and a storm make a round; every other round begins with the storm, since contexts grow and
-steps with them: what counts is the mean of the rounds' ratios. In a storm always `--storm` long
-prompts are under way, each handed over to the decode worker and ended after its second token: a
-decode worker that shares nothing with prefill but the handover should not show it.
-
-What is told of each, quiet and storm: `seen`, what the streams' clients saw between two messages
-(and `pauses_of_who_watched`, which are their own), and `steps`, from one step of the decode
-worker's engine to the next, by its step log; the longest of these with what went on beside
-(benchmarks/step_times.py). The last line printed is one JSON object.
-
-    python -m benchmarks.storm --shape llama-8b --device cuda:0,cuda:1 --handover direct
-
-Needs two CUDA devices, or one for both with `--device cuda:0`: then it shows why two are better.
+python -m benchmarks.storm --shape llama-8b --device cuda:0,cuda:1 --handover direct
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import gc
 import itertools
 import json
+import multiprocessing
 import random
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from rich.console import Console
+import click
 
 from baton import ClusterConfig, LocalCluster
 from baton.client import Client
-from benchmarks import random_checkpoint
-from benchmarks.context import context, publish
+from benchmarks import harness, random_checkpoint
 from benchmarks.random_checkpoint import SHAPES
 from benchmarks.step_times import Span, cuts, explain
-from benchmarks.storm_streams import PROMPT_TOKENS, TIMEOUT_S, StreamPlan, Streams, prompt_of
 from process import entrypoint
 from services.worker import step_log
 
@@ -48,6 +36,175 @@ MAX_TOKENS = {"llama-8b": 8000, "qwen3-0.6b": 30000}
 _ROOM = 64
 _REST_S = 0.5
 """Between the end of a storm and the quiet after it, and after the streams began."""
+
+# -- the streams, in a process of their own: nothing else that the benchmark does can delay what
+# they see. Nor can its own garbage collector: it looks at all that was imported once, before the
+# streams begin, and each later look that took long is in the result.
+
+PROMPT_TOKENS = 256
+TIMEOUT_S = 300.0
+_WARM_TOKENS = 8
+_LONG_S = 0.001
+
+
+def prompt_of(rng: random.Random, vocab_size: int, num_tokens: int) -> list[int]:
+    """Random token ids."""
+    return [rng.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """What streams there are."""
+
+    address: str
+    vocab_size: int
+    num_streams: int
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the streams' clients saw.
+
+    Attributes:
+        streams: when each token of each stream came, and how many came with it.
+        pauses: of the process that watched, for its garbage: when each began, and seconds.
+    """
+
+    streams: list[list[tuple[float, int]]]
+    pauses: list[tuple[float, float]]
+
+
+class Streams:
+    """The way to that process: `running` starts it, `wait_begun` waits, `end` brings back what it
+    has seen."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    @classmethod
+    @contextmanager
+    def running(cls, plan: StreamPlan) -> Iterator[Self]:
+        """Until the block ends."""
+        spawn = multiprocessing.get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_run, args=(plan, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            yield cls(ours)
+        finally:
+            ours.close()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+    def wait_begun(self) -> None:
+        """Until every stream decodes. Raises: RuntimeError with what they failed with."""
+        self._receive()
+
+    def end(self) -> Seen:
+        """Raises: RuntimeError when a stream ended before."""
+        self._connection.send("end")
+        found: Seen = self._receive()
+        return found
+
+    def _receive(self) -> Any:
+        if not self._connection.poll(TIMEOUT_S):
+            raise RuntimeError("the streams do not answer")
+        problem, value = self._connection.recv()
+        if problem:
+            raise RuntimeError(problem)
+        return value
+
+
+class _Pauses:
+    """Of the garbage collector, from here on."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, float]] = []
+        self._begun_s = 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        now_s = time.monotonic()
+        if phase == "start":
+            self._begun_s = now_s
+        elif now_s - self._begun_s >= _LONG_S:
+            self.found.append((self._begun_s, now_s - self._begun_s))
+
+
+def _run(plan: StreamPlan, connection: Connection) -> None:
+    try:
+        entrypoint.begin_serving()
+        asyncio.run(_stream_all(plan, connection))
+    except Exception as error:  # the other process says it
+        connection.send((f"{type(error).__name__}: {error}", None))
+
+
+async def _stream_all(plan: StreamPlan, connection: Connection) -> None:
+    rng = random.Random(plan.seed)
+    pauses = _Pauses()
+    seen: list[list[tuple[float, int]]] = [[] for _ in range(plan.num_streams)]
+    async with Client(plan.address) as client:
+
+        async def one(times: list[tuple[float, int]]) -> None:
+            async for chunk in client.generate(
+                prompt_of(rng, plan.vocab_size, PROMPT_TOKENS),
+                max_tokens=plan.max_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                timeout_s=TIMEOUT_S,
+            ):
+                if chunk.token_ids:
+                    times.append((time.monotonic(), len(chunk.token_ids)))
+
+        tasks = [asyncio.create_task(one(times)) for times in seen]
+        end = asyncio.create_task(asyncio.to_thread(connection.recv))
+        try:
+            while not all(len(times) > _WARM_TOKENS for times in seen):
+                _check(tasks)
+                await asyncio.sleep(0.05)
+            connection.send(("", None))
+            await asyncio.wait([end, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            _check(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        connection.send(("", Seen(seen, pauses.found)))
+
+
+def _check(tasks: Sequence[asyncio.Task[None]]) -> None:
+    over = [task for task in tasks if task.done()]
+    for task in over:
+        task.result()  # what it failed with
+    if over:
+        raise RuntimeError(f"{len(over)} streams ended before the storm: raise --max-tokens")
+
+
+# -- storms
+
+
+@dataclass(frozen=True)
+class StormOptions:
+    """Of the command."""
+
+    shape: str
+    device: str
+    transport: str
+    handover: str
+    direct_transport: str
+    overrides: tuple[str, ...]
+    streams: int
+    max_tokens: int
+    prompt_tokens: int
+    num_prompts: int
+    storm: int
+    rounds: int
+    seconds: float
+    seed: int
 
 
 async def _storm(
@@ -65,23 +222,23 @@ async def _storm(
 
 
 async def _storms(
-    address: str, prompts: list[list[int]], arguments: argparse.Namespace
+    address: str, prompts: list[list[int]], options: StormOptions
 ) -> tuple[list[Span], list[Span], list[float]]:
     """Returns: the quiet times, the storms, and the storm prompts' seconds to the first token."""
     quiet, stormy = [], []
     ttft_s: list[float] = []
     async with Client(address) as client:
         await client.complete(prompts.pop(), max_tokens=2)  # connections, links measured
-        for number in range(2 * arguments.rounds):
+        for number in range(2 * options.rounds):
             await asyncio.sleep(_REST_S)
             begun_s = time.monotonic()
-            ended_s = begun_s + arguments.seconds
+            ended_s = begun_s + options.seconds
             if number % 4 in (0, 3):  # quiet, storm, storm, quiet
-                await asyncio.sleep(arguments.seconds)
+                await asyncio.sleep(options.seconds)
                 quiet.append(Span(begun_s, ended_s))
                 continue
             await asyncio.gather(
-                *(_storm(client, prompts, ended_s, ttft_s) for _ in range(arguments.storm))
+                *(_storm(client, prompts, ended_s, ttft_s) for _ in range(options.storm))
             )
             stormy.append(Span(begun_s, ended_s))
     return quiet, stormy, ttft_s
@@ -125,18 +282,18 @@ def _ratio(rounds: list[tuple[dict[str, float], dict[str, float]]]) -> dict[str,
     }
 
 
-def _measured(address: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _measured(address: str, folder: Path, options: StormOptions) -> dict[str, Any]:
     """Storms over the same streams; the cluster's step logs are there when it has ended."""
-    vocab_size = int(SHAPES[arguments.shape]["vocab_size"])
-    rng = random.Random(arguments.seed + 1)
+    vocab_size = int(SHAPES[options.shape]["vocab_size"])
+    rng = random.Random(options.seed + 1)
     prompts = [
-        prompt_of(rng, vocab_size, arguments.prompt_tokens) for _ in range(arguments.num_prompts)
+        prompt_of(rng, vocab_size, options.prompt_tokens) for _ in range(options.num_prompts)
     ]
     entrypoint.begin_serving()
-    plan = StreamPlan(address, vocab_size, arguments.streams, arguments.max_tokens, arguments.seed)
+    plan = StreamPlan(address, vocab_size, options.streams, options.max_tokens, options.seed)
     with Streams.running(plan) as streams:
         streams.wait_begun()
-        quiet, stormy, ttft_s = asyncio.run(_storms(address, prompts, arguments))
+        quiet, stormy, ttft_s = asyncio.run(_storms(address, prompts, options))
         seen = streams.end()
     times = seen.streams
     return {
@@ -147,7 +304,7 @@ def _measured(address: str, folder: Path, arguments: argparse.Namespace) -> dict
         "p99_storm_of_quiet": _ratio(
             [(_seen(times, [q]), _seen(times, [s])) for q, s in zip(quiet, stormy, strict=True)]
         ),
-        "pauses_of_who_watched": [
+        "pauses_of_the_watcher": [
             {"in_storm": any(at_s in span for span in stormy), "ms": round(seconds * 1e3, 2)}
             for at_s, seconds in seen.pauses
         ],
@@ -156,63 +313,69 @@ def _measured(address: str, folder: Path, arguments: argparse.Namespace) -> dict
     }
 
 
-def _config(folder: Path, arguments: argparse.Namespace) -> ClusterConfig:
+def _config(folder: Path, options: StormOptions) -> ClusterConfig:
     return ClusterConfig(
         model=str(folder),
         port=0,
-        transport=arguments.transport,
-        handover=arguments.handover,
-        direct_transport=arguments.direct_transport,
-        device=arguments.device,
+        transport=options.transport,
+        handover=options.handover,
+        direct_transport=options.direct_transport,
+        device=options.device,
         overrides=(
             "prefill.engine.max_num_tokens_per_step=2048",
             f'decode.step_log="{folder / "logs"}"',
-            *arguments.set,
+            *options.overrides,
         ),
     )
 
 
-def _save_checkpoint(folder: Path, arguments: argparse.Namespace) -> None:
+def _save_checkpoint(folder: Path, options: StormOptions) -> None:
     """Random weights, and a window in which streams and storm have room."""
-    kind = "cuda" if "cuda" in arguments.device else "cpu"
-    random_checkpoint.save(folder, arguments.shape, device=kind)
+    kind = "cuda" if "cuda" in options.device else "cpu"
+    random_checkpoint.save(folder, options.shape, device=kind)
     path = folder / "config.json"
-    longest = max(arguments.prompt_tokens, PROMPT_TOKENS + arguments.max_tokens)
+    longest = max(options.prompt_tokens, PROMPT_TOKENS + options.max_tokens)
     described = json.loads(path.read_text(encoding="utf-8"))
     described["max_position_embeddings"] = longest + _ROOM
     path.write_text(json.dumps(described), encoding="utf-8")
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-8b")
-    parser.add_argument("--device", default="cuda:0,cuda:1", help="as of `baton up`")
-    parser.add_argument("--transport", default="shm", help="between workers and their store")
-    parser.add_argument("--handover", choices=("store", "direct"), default="store")
-    parser.add_argument("--direct-transport", default="", help="as of `baton up`")
-    parser.add_argument("--set", action="append", default=[], help="as of `baton up`")
-    parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, help="of each stream; default: by shape")
-    parser.add_argument("--prompt-tokens", type=int, default=8192, help="of the storm's prompts")
-    parser.add_argument("--num-prompts", type=int, default=400, help="that the storm has")
-    parser.add_argument("--storm", type=int, default=2, help="prompts under way at once")
-    parser.add_argument("--rounds", type=int, default=4, help="of a quiet time and a storm")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each quiet time, and storm")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.max_tokens is None:
-        arguments.max_tokens = MAX_TOKENS[arguments.shape]
-    return arguments
+@harness.case
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="llama-8b")
+@click.option("--device", default="cuda:0,cuda:1", help="as of `baton up`")
+@click.option("--transport", default="shm", help="between workers and their store")
+@click.option("--handover", type=click.Choice(("store", "direct")), default="store")
+@click.option("--direct-transport", default="", help="as of `baton up`")
+@click.option("--set", "overrides", multiple=True, help="as of `baton up`")
+@click.option("--streams", default=16)
+@click.option("--max-tokens", type=int, help="of each stream; default: by shape")
+@click.option("--prompt-tokens", default=8192, help="of the storm's prompts")
+@click.option("--num-prompts", default=400, help="that the storm has")
+@click.option("--storm", default=2, help="prompts under way at once")
+@click.option("--rounds", default=4, help="of a quiet time and a storm")
+@click.option("--seconds", default=3.0, help="of each quiet time, and storm")
+@click.option("--seed", default=0)
+def main(**given: Any) -> dict[str, Any]:
+    """Milliseconds between tokens of streams while long prompts pour in: prefill on one GPU, decode
+    on another; the storm's P99 by the quiet one's.
 
-
-def main() -> int:
-    arguments = _parse()
+    A cluster of one prefill and one decode worker with random weights. So many streams decode, all
+    the time, watched by a process of its own. A quiet time and a storm make a round; every other
+    round begins with the storm, since contexts grow and steps with them: what counts is the mean of
+    the rounds' ratios. In a storm always --storm long prompts are under way, each handed over to
+    the decode worker and ended after its second token: a decode worker that shares nothing with
+    prefill but the handover should not show it. `seen`: what the streams' clients saw between two
+    messages (and `pauses_of_the_watcher`, which are their own); `steps`: from one step of the
+    decode worker's engine to the next, by its step log, the longest with what went on beside
+    (benchmarks/step_times.py). Needs two CUDA devices, or one for both with --device cuda:0.
+    """
+    given["max_tokens"] = given["max_tokens"] or MAX_TOKENS[given["shape"]]
+    options = StormOptions(**given)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _save_checkpoint(folder, arguments)
-        with LocalCluster(_config(folder, arguments)) as cluster:
-            found = _measured(cluster.address, folder, arguments)
+        _save_checkpoint(folder, options)
+        with LocalCluster(_config(folder, options)) as cluster:
+            found = _measured(cluster.address, folder, options)
         (log,) = (folder / "logs").iterdir()
         entries = step_log.read(log)
     quiet, stormy = found.pop("quiet"), found.pop("storm")
@@ -222,24 +385,9 @@ def main() -> int:
         for q, s in zip(quiet, stormy, strict=True)
     ]
     found["p99_storm_of_quiet_steps"] = _ratio(pairs)
-    Console(stderr=True).print(found, steps)
-    result = {
-        "benchmark": "storm",
-        **context(),
-        "shape": arguments.shape,
-        "device": arguments.device,
-        "transport": arguments.transport,
-        "handover": arguments.handover,
-        "direct_transport": arguments.direct_transport,
-        "num_streams": arguments.streams,
-        "num_prompt_tokens": arguments.prompt_tokens,
-        "num_storm": arguments.storm,
-        **found,
-        "steps": steps,
-    }
-    publish(result, arguments.out)
-    return 0
+    harness.CONSOLE.print(found, steps)
+    return {**given, **found, "steps": steps}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

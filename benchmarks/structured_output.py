@@ -1,66 +1,258 @@
 """What structured output costs with a vocabulary of 128,000 tokens: Baton's grammars (llguidance
 behind a front of its own) beside xgrammar, over the corpus of JSON schemas of the test suite.
 
-Vocabulary: a byte-level BPE that is trained on the prose, Python and JSON files of the standard
-library and the installed packages, and kept in --cache, since that takes minutes. It differs a
-little from machine to machine; both engines have the same one.
-
-Each engine runs in a process of its own, on one thread, with the same schemas, token bytes and
-seeds. Per schema: compile (`source` and `compile_grammar` here; xgrammar's GrammarCompiler without
-cache), then follow outputs of random draws among what is allowed, which favour what closes after
-two fifths of --tokens. Every token has a mask: those where the text is forced, which an engine may
-jump over, are reported apart. "follow" is to accept a token and to look what is forced after it.
-"memory" is the growth of the resident memory while all compiled grammars are kept. "valid" are the
-finished outputs that satisfy their schema by jsonschema, formats included.
-
-    OMP_NUM_THREADS=1 python -m benchmarks.structured_output --cache FOLDER --out FILE
-
-The last line printed is one JSON object. Nothing else is written unless --cache or --out say where.
+    OMP_NUM_THREADS=1 python -m benchmarks.structured_output both --cache FOLDER --out FILE
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import re
 import resource
 import subprocess
-import sys
+import sysconfig
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal, localcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import click
 import jsonschema
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
+import tokenizers
+import xgrammar
 from rich.progress import track
-from rich.table import Table
 
-from benchmarks.context import context, publish
-from benchmarks.structured_output_engines import (
-    END,
-    ENGINES,
-    VOCAB_SIZE,
-    Costs,
-    Draws,
-    Engine,
-    Output,
-    Rows,
-    train,
-)
+from benchmarks import harness
+from engine.grammar.compile_server import compile_grammar
 from engine.grammar.config import GrammarLimits
+from engine.grammar.source import source
+from engine.grammar.state import CompiledGrammar, GrammarState
+from engine.grammar.vocabulary import GrammarTokenizer, Vocabulary
+from engine.request import GrammarKind, GrammarSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT / "tests" / "unit" / "engine" / "grammar" / "json_schemas.jsonl"
 SEED = 1
 NUM_SLOWEST = 20
+VOCAB_SIZE = 128_000
+END = 1
+_MOST_BYTES = {"prose": 40 << 20, "json": 30 << 20, "py": 150 << 20}
+"""Text to train on, by kind; Python's fills up to its number."""
+_MOST_FILE_BYTES = 1_000_000
+_KINDS = {".txt": "prose", ".md": "prose", ".rst": "prose", ".html": "prose"}
+
+Words = npt.NDArray[np.int32]
+
+
+# -- vocabulary
+
+
+def texts() -> Iterator[str]:
+    """Files of the standard library and the installed packages, prose first."""
+    paths = sysconfig.get_paths()
+    found: dict[str, list[Path]] = {kind: [] for kind in _MOST_BYTES}
+    for folder in (Path(paths["stdlib"]), Path(paths["purelib"])):
+        for path in sorted(folder.rglob("*")):
+            kind = _KINDS.get(path.suffix, path.suffix[1:])
+            is_other = "site-packages" in path.relative_to(folder).parts
+            if kind in found and not is_other and path.is_file():
+                found[kind].append(path)
+    num_bytes = 0
+    for kind, most in _MOST_BYTES.items():
+        num_of_kind = num_bytes if kind == "py" else 0
+        for path in found[kind]:
+            size = path.stat().st_size
+            if num_of_kind < most and size <= _MOST_FILE_BYTES:
+                num_of_kind += size
+                num_bytes += size
+                yield path.read_text(encoding="utf-8", errors="ignore")
+
+
+def train(folder: Path) -> None:
+    """Make `folder/tokenizer.json`, unless it is there."""
+    if (folder / "tokenizer.json").exists():
+        return
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|begin|>", "<|end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts(), trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+
+
+# -- engines
+
+
+class Output(Protocol):
+    """One output on its way."""
+
+    def mask(self) -> Words: ...
+    def accept(self, token_id: int) -> bool: ...
+    def is_forced(self) -> bool: ...
+    def is_over(self) -> bool: ...
+    def error(self) -> str: ...
+
+
+class Engine(Protocol):
+    """Compiles schemas. `compile` raises what the engine refuses with."""
+
+    token_bytes: Sequence[bytes]
+
+    def compile(self, schema: str) -> Any: ...
+    def begin(self, compiled: Any) -> Output: ...
+
+
+class BatonOutput:
+    """A GrammarState."""
+
+    def __init__(self, state: GrammarState) -> None:
+        self._state = state
+
+    def mask(self) -> Words:
+        return self._state.mask()
+
+    def accept(self, token_id: int) -> bool:
+        return self._state.accept(token_id)
+
+    def is_forced(self) -> bool:
+        return bool(self._state.forced())
+
+    def is_over(self) -> bool:
+        return self._state.is_complete
+
+    def error(self) -> str:
+        return "" if self._state.error is None else str(self._state.error)
+
+
+class Baton:
+    """As the engine uses it."""
+
+    def __init__(self, folder: Path, limits: GrammarLimits) -> None:
+        self.limits = limits
+        self.tokenizer = GrammarTokenizer.load(folder, VOCAB_SIZE)
+        self.token_bytes: Sequence[bytes] = self.tokenizer.vocabulary.token_bytes
+
+    def compile(self, schema: str) -> CompiledGrammar:
+        grammar = source(GrammarSpec(GrammarKind.JSON_SCHEMA, schema), self.limits)
+        matcher = compile_grammar(self.tokenizer, grammar, self.limits)
+        return CompiledGrammar(matcher, self.tokenizer, self.limits)
+
+    def begin(self, compiled: CompiledGrammar) -> Output:
+        return BatonOutput(compiled.state(frozenset({END})))
+
+
+class XgrammarOutput:
+    """A GrammarMatcher."""
+
+    def __init__(self, matcher: Any, words: Words) -> None:
+        self._matcher = matcher
+        self._words = words
+
+    def mask(self) -> Words:
+        self._matcher.fill_next_token_bitmask(self._words)
+        words: Words = self._words[0]
+        return words
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self._matcher.accept_token(token_id))
+
+    def is_forced(self) -> bool:
+        return not self._matcher.is_terminated() and bool(self._matcher.find_jump_forward_string())
+
+    def is_over(self) -> bool:
+        return bool(self._matcher.is_terminated())
+
+    def error(self) -> str:
+        return ""
+
+
+class Xgrammar:
+    """As a server would use it."""
+
+    def __init__(self, folder: Path, _: GrammarLimits) -> None:
+        self.token_bytes: Sequence[bytes] = Vocabulary.load(folder, VOCAB_SIZE).token_bytes
+        info = xgrammar.TokenizerInfo(
+            list(self.token_bytes), vocab_size=VOCAB_SIZE, stop_token_ids=[END]
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._words: Words = np.zeros((1, VOCAB_SIZE // 32), dtype=np.int32)
+
+    def compile(self, schema: str) -> Any:
+        return self._compiler.compile_json_schema(schema, any_whitespace=False, strict_mode=True)
+
+    def begin(self, compiled: Any) -> Output:
+        return XgrammarOutput(xgrammar.GrammarMatcher(compiled), self._words)
+
+
+ENGINES: dict[str, Callable[[Path, GrammarLimits], Engine]] = {"baton": Baton, "xgrammar": Xgrammar}
+
+
+# -- draws
+
+
+class Draws:
+    """Random tokens among the allowed ones."""
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._closing = np.exp([_closing(data) for data in token_bytes])
+        self._single = np.array([1.0 if len(data) == 1 else 2e-9 for data in token_bytes])
+        self._closing[END] = self._single[END] = 1e9
+
+    def draw(self, allowed: npt.NDArray[np.intp], rng: np.random.Generator, closes: bool) -> int:
+        """One of `allowed`, evenly, or in favour of what closes."""
+        if not closes:
+            return int(rng.choice(allowed))
+        weights = (self._closing if rng.random() < 0.5 else self._single)[allowed].cumsum()
+        place = int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))
+        return int(allowed[min(place, len(allowed) - 1)])
+
+
+def _closing(data: bytes) -> float:
+    closers = sum(data.count(char) for char in (b'"', b"]", b"}"))
+    openers = sum(data.count(char) for char in (b"[", b"{", b","))
+    return max(-50.0, 3.0 * closers - 3.0 * openers - 0.5 * len(data) - 9.0 * data.isdigit())
+
+
+ROW = np.dtype(
+    [
+        *(("s", "f8"), ("cpu_s", "f8"), ("follow_s", "f8"), ("forced", "?")),
+        *(("place", "i4"), ("allowed", "i4"), ("schema", "i4"), ("output", "i4")),
+    ]
+)
+"""One token: seconds of its mask and of following it, and which it was."""
+Rows = npt.NDArray[np.void]
+
+
+class Costs:
+    """Rows of all tokens, in memory that is there from the beginning."""
+
+    def __init__(self, most: int) -> None:
+        self._rows: Rows = np.zeros(most, ROW)
+        self._rows["output"] = -1
+        self.num = 0
+
+    def add(self, *row: float) -> None:
+        """One token, as ROW has it."""
+        self._rows[self.num] = row
+        self.num += 1
+
+    @property
+    def rows(self) -> Rows:
+        """Those that were added."""
+        return self._rows[: self.num]
+
 
 # -- outputs
 
@@ -157,7 +349,7 @@ def measure(engine: Engine, num_tokens: int, num_outputs: int) -> dict[str, Any]
     refused: dict[str, str] = {}
     compile_s: list[float] = []
     resident = [_resident_bytes()]
-    for entry in track(entries, "compiling", console=Console(stderr=True)):
+    for entry in track(entries, "compiling", console=harness.CONSOLE):
         text = json.dumps(entry["schema"])
         began = time.perf_counter()
         try:
@@ -168,7 +360,7 @@ def measure(engine: Engine, num_tokens: int, num_outputs: int) -> dict[str, Any]
             compile_s.append(time.perf_counter() - began)
     resident.append(_resident_bytes())
     outputs = []
-    for place, entry in enumerate(track(entries, "following", console=Console(stderr=True))):
+    for place, entry in enumerate(track(entries, "following", console=harness.CONSOLE)):
         for index in range(num_outputs if entry["name"] in compiled else 0):
             output = engine.begin(compiled[entry["name"]])
             outputs.append((entry, *follow(output, draws, num_tokens, costs, place, index)))
@@ -233,47 +425,24 @@ def _resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-def in_own_process(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """`measure` of one engine in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.structured_output", "--engine", name]
-    command += ["--cache", str(folder), "--tokens", str(arguments.tokens)]
-    command += [
-        "--outputs",
-        str(arguments.outputs),
-        "--token-fuel",
-        str(arguments.token_fuel),
-    ]
-    command += ["--token-items", str(arguments.token_items)]
-    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | single)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def show(results: dict[str, dict[str, Any]]) -> None:
-    """Tables, for people."""
-    rows: dict[str, Callable[[dict[str, Any]], str]] = {
+def _rows(results: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """p50 / p90 / p99 / max of each engine."""
+    lines: dict[str, Callable[[dict[str, Any]], str]] = {
         "accepted": lambda one: f"{one['accepted']} of {one['schemas']}",
         "compile ms": lambda one: _line(one["compile_ms"]),
-        "mask us": lambda one: _line(one["mask_us"]["all"]),
-        "  of CPU time": lambda one: _line(one["mask_cpu_us"]),
-        "  not forced": lambda one: _line(one["mask_us"]["free"]),
-        "  forced": lambda one: _line(one["mask_us"]["forced"]),
-        "  first outputs": lambda one: _line(one["mask_us"]["first_output"]),
-        "  later outputs": lambda one: _line(one["mask_us"]["later_outputs"]),
+        "mask us of CPU time": lambda one: _line(one["mask_cpu_us"]),
         "follow us": lambda one: _line(one["follow_us"]),
         "memory MB": lambda one: f"{one['compile_mb']} compiled, {one['follow_mb']} followed",
         "valid": lambda one: f"{one['valid']} of {one['outputs'].get('finished', 0)} finished",
         "broken outputs": lambda one: str(one["outputs"].get("broken", 0)),
     }
-    for source in next(iter(results.values()))["mask_us_of_source"]:
-        rows[f"mask us, {source}"] = lambda one, source=source: _line(  # type: ignore[misc]
-            one["mask_us_of_source"].get(source, {"num": 0})
-        )
-    table = Table("p50 / p90 / p99 / max", *results, title=f"{VOCAB_SIZE:,} tokens")
-    for label, cell in rows.items():
-        table.add_row(label, *(cell(one) for one in results.values()))
-    Console(stderr=True).print(table)
+    for label, cell in lines.items():
+        yield {"": label} | {name: cell(one) for name, one in results.items()}
+    for kind in ("mask_us", "mask_us_of_source"):
+        for part in next(iter(results.values()))[kind]:
+            yield {"": f"{kind}: {part}"} | {
+                name: _line(one[kind].get(part, {"num": 0})) for name, one in results.items()
+            }
 
 
 def _line(found: dict[str, float]) -> str:
@@ -281,46 +450,76 @@ def _line(found: dict[str, float]) -> str:
     return " / ".join(values)
 
 
-def main() -> None:
-    """Parse, measure, print."""
-    limits = GrammarLimits()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
-    parser.add_argument("--cache", type=Path, help="where tokenizer.json is, or will be")
-    parser.add_argument("--tokens", type=int, default=60, help="most tokens of an output")
-    parser.add_argument("--outputs", type=int, default=1, help="outputs per schema")
-    parser.add_argument("--token-fuel", type=int, default=limits.max_num_token_fuel)
-    parser.add_argument("--token-items", type=int, default=limits.max_num_token_items)
-    parser.add_argument("--engine", choices=ENGINES, help="measure this one alone, here")
-    parser.add_argument("--out", type=Path, help="write the JSON object here, too")
-    arguments = parser.parse_args()
-    limits = GrammarLimits(
-        max_num_token_fuel=arguments.token_fuel,
-        max_num_token_items=arguments.token_items,
-    )
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as temporary:
-        folder = arguments.cache or Path(temporary)
-        with Console(stderr=True).status("a vocabulary"):
-            train(folder)
-        if arguments.engine:
-            engine = ENGINES[arguments.engine](folder, limits)
-            publish(measure(engine, arguments.tokens, arguments.outputs), arguments.out)
-            return
-        results = {name: in_own_process(name, folder, arguments) for name in ENGINES}
-    show(results)
-    libraries = {name: version(name) for name in ("llguidance", "xgrammar", "tokenizers")}
-    settings = {"vocabulary": VOCAB_SIZE, "max_num_token_fuel": limits.max_num_token_fuel}
-    settings["max_num_token_items"] = limits.max_num_token_items
-    publish(
-        {
-            "benchmark": "structured_output",
-            **settings,
-            "engines": results,
-            **libraries,
-            **context(),
-        },
-        arguments.out,
-    )
+_LIMITS = GrammarLimits()
 
+
+def _options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of both commands."""
+    for option in (
+        click.option("--cache", type=click.Path(path_type=Path), help="where tokenizer.json is"),
+        click.option("--tokens", default=60, help="most tokens of an output"),
+        click.option("--outputs", default=1, help="outputs per schema"),
+        click.option("--token-fuel", default=_LIMITS.max_num_token_fuel),
+        click.option("--token-items", default=_LIMITS.max_num_token_items),
+    ):
+        function = option(function)
+    return function
+
+
+@harness.case
+@click.argument("name", type=click.Choice(list(ENGINES)))
+@_options
+def one(
+    name: str, cache: Path | None, tokens: int, outputs: int, token_fuel: int, token_items: int
+) -> dict[str, Any]:
+    """One engine, in this process."""
+    limits = GrammarLimits(max_num_token_fuel=token_fuel, max_num_token_items=token_items)
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as temporary:
+        folder = cache or Path(temporary)
+        train(folder)
+        return measure(ENGINES[name](folder, limits), tokens, outputs)
+
+
+@harness.case
+@_options
+def both(
+    cache: Path | None, tokens: int, outputs: int, token_fuel: int, token_items: int
+) -> dict[str, Any]:
+    """Milliseconds to compile, microseconds of a mask and of a token accepted, memory, and whether
+    outputs satisfy their schemas: Baton's grammars beside xgrammar.
+
+    Vocabulary: a byte-level BPE that is trained on the prose, Python and JSON files of the standard
+    library and the installed packages, and kept in --cache, since that takes minutes. It differs a
+    little from machine to machine; both engines have the same one. Each engine runs in a process of
+    its own, on one thread, with the same schemas, token bytes and seeds. Per schema: compile, then
+    follow outputs of random draws among what is allowed, which favour what closes after two fifths
+    of --tokens. Tokens where the text is forced, which an engine may jump over, are reported apart.
+    "follow" is to accept a token and to look what is forced after it. "memory" is the growth of the
+    resident memory while all compiled grammars are kept. "valid" are the finished outputs that
+    satisfy their schema by jsonschema, formats included.
+    """
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as temporary:
+        folder = cache or Path(temporary)
+        train(folder)
+        options = {"--cache": folder, "--tokens": tokens, "--outputs": outputs}
+        options |= {"--token-fuel": token_fuel, "--token-items": token_items}
+        arguments = [str(each) for pair in options.items() for each in pair]
+        for name in ENGINES:
+            argv = harness.module("benchmarks.structured_output", "one", name, *arguments)
+            with harness.child(*argv, stdout=subprocess.PIPE) as process:
+                assert process.stdout is not None
+                last = process.stdout.read().splitlines()
+            if not last:
+                raise RuntimeError(f"{name}: the process ended without a result")
+            results[name] = json.loads(last[-1])
+    harness.show("p50 / p90 / p99 / max", list(_rows(results)))
+    libraries = {name: version(name) for name in ("llguidance", "xgrammar", "tokenizers")}
+    limits = {"max_num_token_fuel": token_fuel, "max_num_token_items": token_items}
+    return {"vocabulary": VOCAB_SIZE, **limits, "engines": results, **libraries}
+
+
+main = harness.program(__doc__, both, one)
 
 if __name__ == "__main__":
     main()

@@ -28,7 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.context import context, publish
+from benchmarks.harness import context, publish
 
 INTERVALS_S = (0.0005, 0.0002, 0.0001, 0.00005)
 READ_S, LAUNCH_S, TELL_S, TURN_S = 0.00005, 0.00035, 0.0002, 0.0003

@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import statistics
@@ -36,9 +37,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks import store_process
-from benchmarks.context import context, publish
-from benchmarks.harness import KeyedStream
+from benchmarks import harness
+from benchmarks.harness import KeyedStream, context, publish
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
@@ -171,21 +171,20 @@ async def _serve(
 
 async def _cell(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
-        address, store = "", None
+        address, pid = "", 0
         if name != "none":
             num_prompts = 2 * arguments.seconds * 50
             large = int(num_prompts) * (arguments.prompt_tokens // BLOCK_SIZE)
             num_frames = large if name == "large" else DEFAULT_FRAMES
-            store = stack.enter_context(
-                store_process.running(capacity_bytes=num_frames * FRAME_BYTES, slab_dir="/dev/shm")
+            pid, ready = stack.enter_context(
+                harness.store(capacity_bytes=num_frames * FRAME_BYTES, slab_dir="/dev/shm")
             )
-            address = store.address
+            address = ready["address"]
         async with _worker(address, folder) as (said, process):
             if name == "stopped":
-                assert store is not None
-                stack.callback(store.signal, signal.SIGCONT)
+                stack.callback(os.kill, pid, signal.SIGCONT)
                 asyncio.get_running_loop().call_later(
-                    1.0 + arguments.seconds / 4, store.signal, signal.SIGSTOP
+                    1.0 + arguments.seconds / 4, os.kill, pid, signal.SIGSTOP
                 )
             num, seconds, num_all = await _serve(said["address"], said["fingerprint"], arguments)
             found: dict[str, Any] = {"served_per_s": num / seconds}

@@ -20,10 +20,9 @@ from baton import ClusterConfig, LocalCluster
 from baton.load import course, workload
 from baton.load.course import ROLES, Course
 from baton.load.workload import TraceLine
-from benchmarks import autoscaling_local
-from benchmarks.autoscaling_local import Drive
+from benchmarks import autoscaling
+from benchmarks.autoscaling import Drive, Stretch
 from benchmarks.paced_worker import paced
-from benchmarks.stretches import Stretch
 from tests.harness.cluster import assert_idle
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
@@ -45,8 +44,8 @@ def _run(
     *,
     config: ClusterConfig | None = None,
 ) -> Drive:
-    with LocalCluster(config or autoscaling_local.config(*_TIGHT, most=2)) as cluster:
-        driven = asyncio.run(autoscaling_local.drive(cluster, stretches, settle_s=_SETTLE_S))
+    with LocalCluster(config or autoscaling.config(*_TIGHT, most=2)) as cluster:
+        driven = asyncio.run(autoscaling.drive(cluster, stretches, settle_s=_SETTLE_S))
         assert_idle(cluster)
     folder = Path(os.environ.get("BATON_ARTEFACTS", tmp_path))
     course.draw(driven.outcomes, driven.course, folder / f"autoscaling-{name}.png", name)
@@ -56,9 +55,7 @@ def _run(
 def _paced(*parts: tuple[str, Callable[[Course], bool] | None], seed: int) -> list[Stretch]:
     """Rates, and until when they are sent again and again; None: once."""
     return [
-        autoscaling_local.paced_stretch(
-            rates, vocab_size=_VOCAB_SIZE, seed=seed + at, enough=enough
-        )
+        autoscaling.paced_stretch(rates, vocab_size=_VOCAB_SIZE, seed=seed + at, enough=enough)
         for at, (rates, enough) in enumerate(parts)
     ]
 
@@ -66,8 +63,8 @@ def _paced(*parts: tuple[str, Callable[[Course], bool] | None], seed: int) -> li
 def _run_paced(stretches: Sequence[Stretch], name: str, tmp_path: Path) -> Drive:
     """What a worker carries is known here, whatever the machine does beside: one prefill worker
     about 0.85 requests a second within the targets, one decode worker 1.4."""
-    with paced(autoscaling_local.PACED):
-        return _run(stretches, name, tmp_path, config=autoscaling_local.paced_config())
+    with paced(autoscaling.PACED):
+        return _run(stretches, name, tmp_path, config=autoscaling.paced_config())
 
 
 def _assert_kept(driven: Drive, *, max_turns: int) -> None:
@@ -93,14 +90,14 @@ def _assert_came(driven: Drive) -> None:
 
 def test_a_step_of_load_adds_workers_and_its_end_removes_them(seed: int, tmp_path: Path) -> None:
     """It lasts until a worker of each role was added, however long a worker takes to start."""
-    load = autoscaling_local.shaped("6:4", vocab_size=_VOCAB_SIZE, seed=seed)
-    step = Stretch([load] * 60, autoscaling_local.have_come)
+    load = autoscaling.shaped("6:4", vocab_size=_VOCAB_SIZE, seed=seed)
+    step = Stretch([load] * 60, autoscaling.have_come)
     driven = _run([step], "step", tmp_path)
     _assert_kept(driven, max_turns=1)
     _assert_came(driven)
 
 
-_HAVE_COME = autoscaling_local.have_come
+_HAVE_COME = autoscaling.have_come
 _RAMP = (("0..2.5:90", None), ("2.5:10", _HAVE_COME), ("2.5..0:90", None))
 _BURST = (
     *(("0.2:15", None), ("3:60", None), ("2.5:10", _HAVE_COME)),
@@ -151,13 +148,13 @@ def test_targets_are_met_when_workers_have_come(seed: int, tmp_path: Path) -> No
     Requests come evenly, so that they are late at first whatever chance does, and as long as it
     takes until enough of them can be judged.
     """
-    load = _paced((autoscaling_local.SHAPES["paced"], autoscaling_local.can_be_judged), seed=seed)
+    load = _paced((autoscaling.SHAPES["paced"], autoscaling.can_be_judged), seed=seed)
     driven = _run_paced(load, "paced", tmp_path)
     _assert_kept(driven, max_turns=1)
     _assert_came(driven)
-    spans = driven.met_before_and_after(autoscaling_local.PACED_TARGETS)
+    spans = driven.met_before_and_after(autoscaling.PACED_TARGETS)
     assert spans is not None
     before, after = spans
-    assert not before.reaches(autoscaling_local.QUANTILE), before
+    assert not before.reaches(autoscaling.QUANTILE), before
     assert after.num_requests >= _FEWEST_JUDGED, f"workers came too late to be judged: {after}"
-    assert after.reaches(autoscaling_local.QUANTILE), after
+    assert after.reaches(autoscaling.QUANTILE), after

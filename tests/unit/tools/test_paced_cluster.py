@@ -14,10 +14,13 @@ from baton.cluster.plan import ProcessSpec, WorkerSpec
 from baton.load.course import Course, Moment, PoolSize
 from baton.load.report import Limits
 from baton.load.runner import Arrival, Outcome
-from benchmarks import autoscaling_local, paced_worker
-from benchmarks.autoscaling_local import Drive
-from benchmarks.paced_worker import paced
-from engine.paced import DevicePace
+from benchmarks import autoscaling, paced_worker
+from benchmarks.autoscaling import Drive
+from benchmarks.paced_worker import pace_models, paced
+from engine import load
+from engine.config import EngineConfig
+from engine.loop import load_engine
+from engine.paced import DevicePace, PacedModel
 
 _PARTS = WorkerSpec("redis://x", ("127.0.0.1:1",), "/x/handle.keys", Path("/x"))
 _CONFIG = ClusterConfig(autoscale=True)
@@ -41,6 +44,16 @@ def test_a_paced_worker_is_told_its_pace_and_all_that_any_worker_is() -> None:
     assert after == (*before[:2], *told, *before[4:])
     assert given["decode"].name == plain["decode"].name
     assert _specs() == plain, "it is over with the block"
+
+
+def test_a_worker_that_has_a_pace_loads_models_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "load_model", load.load_model)  # as it was, after the test
+    pace_models(DevicePace(step_s=0.01))
+    engine = load_engine(EngineConfig(model="baton-5m", device="cpu", num_threads=1))
+    try:
+        assert isinstance(engine._model, PacedModel)
+    finally:
+        engine.close()
 
 
 def test_workers_are_as_they_were_after_an_error() -> None:
@@ -130,21 +143,21 @@ def test_nobody_asked_means_that_nothing_was_met() -> None:
 def test_a_load_can_be_judged_when_enough_of_it_is_behind_what_had_piled_up() -> None:
     """Late workers move the moment away by twice as much; until then it goes on."""
     whole = _drive(4.0, 10.0, sent={}).course.moments
-    judged_s = 2 * 10.0 + autoscaling_local.JUDGED_S
+    judged_s = 2 * 10.0 + autoscaling.JUDGED_S
     for at, moment in enumerate(whole):
         seen = Course(whole[: at + 1])
-        assert autoscaling_local.have_come(seen) == (moment.at_s >= 10.0)
-        assert autoscaling_local.can_be_judged(seen) == (moment.at_s >= judged_s)
+        assert autoscaling.have_come(seen) == (moment.at_s >= 10.0)
+        assert autoscaling.can_be_judged(seen) == (moment.at_s >= judged_s)
     never = _drive(4.0, None, sent={}).course
-    assert not autoscaling_local.can_be_judged(never)
+    assert not autoscaling.can_be_judged(never)
 
 
 def test_a_paced_stretch_is_one_even_load_without_gaps_whose_prompts_all_differ() -> None:
-    rates = autoscaling_local.SHAPES["paced"]
-    stretch = autoscaling_local.paced_stretch(
-        rates, vocab_size=2048, seed=7, enough=autoscaling_local.can_be_judged
+    rates = autoscaling.SHAPES["paced"]
+    stretch = autoscaling.paced_stretch(
+        rates, vocab_size=2048, seed=7, enough=autoscaling.can_be_judged
     )
-    assert len(stretch.rounds) == autoscaling_local.MAX_ROUNDS
+    assert len(stretch.rounds) == autoscaling.MAX_ROUNDS
     assert stretch.round_s is not None
     sent_s = [
         each.at_s + at * stretch.round_s for at, load in enumerate(stretch.rounds) for each in load
@@ -152,20 +165,20 @@ def test_a_paced_stretch_is_one_even_load_without_gaps_whose_prompts_all_differ(
     rate = float(rates.partition(":")[0])
     assert sent_s == pytest.approx([at / rate for at in range(len(sent_s))])
     assert len({each.prompt_token_ids for load in stretch.rounds for each in load}) == len(sent_s)
-    assert rate * autoscaling_local.JUDGED_S == 100
-    once = autoscaling_local.paced_stretch("0..2.5:90", vocab_size=2048, seed=7)
+    assert rate * autoscaling.JUDGED_S == 100
+    once = autoscaling.paced_stretch("0..2.5:90", vocab_size=2048, seed=7)
     assert (len(once.rounds), once.round_s) == (1, 90.0)
 
 
 def test_the_paced_load_is_too_much_for_one_worker_and_not_for_two() -> None:
     """By arithmetic alone: what a prompt and an answer take, and how many at once."""
-    rate = float(autoscaling_local.SHAPES["paced"].partition(":")[0])
-    lengths, paces = autoscaling_local.PACED_LENGTHS, autoscaling_local.PACED
+    rate = float(autoscaling.SHAPES["paced"].partition(":")[0])
+    lengths, paces = autoscaling.PACED_LENGTHS, autoscaling.PACED
     prompt_s = paces["prefill"].seconds(lengths.num_input_tokens)
     answer_s = paces["decode"].seconds(0) * (lengths.num_output_tokens - 1)
-    for one_carries in (1 / prompt_s, autoscaling_local.PACED_SLOTS / answer_s):
+    for one_carries in (1 / prompt_s, autoscaling.PACED_SLOTS / answer_s):
         assert 1.2 * one_carries < rate < 0.8 * 2 * one_carries
-    targets = autoscaling_local.PACED_TARGETS
+    targets = autoscaling.PACED_TARGETS
     assert targets.ttft_ms is not None
     assert targets.tpot_ms is not None
     assert 2 * prompt_s < targets.ttft_ms / 1e3

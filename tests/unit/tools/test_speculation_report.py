@@ -12,19 +12,21 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.speculation import Round, summary
 from benchmarks.speculation_report import (
+    WIDTHS,
     Settings,
     Told,
     answered,
+    draw,
     drawn_children,
     engine_for,
     kept_rates,
     listened,
+    markdown,
     ranks,
     report,
 )
-from benchmarks.speculation_rounds import Round, summary
-from benchmarks.speculation_tables import WIDTHS, draw, markdown
 from engine.speculation.config import SpeculationConfig
 from tests.unit.tools.tiny_pair import save_pair
 from tools.bundled_model.boost import Answer, load

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.speculation_rounds import Kept, Round, summary, turns
+from benchmarks.speculation import Kept, Round, summary, turns
 
 
 def test_each_round_is_held_against_plain_decoding_of_the_same_round() -> None:

@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.speculation_rounds import AGAIN, PLAIN
-from benchmarks.speculation_steps import Step, control, figures, markdown, verdicts
+from benchmarks.speculation import (
+    AGAIN,
+    PLAIN,
+    Step,
+    control,
+    figures,
+    markdown,
+    verdicts,
+)
 
 NUM_STEPS, NUM_ROWS = 95, 8
 

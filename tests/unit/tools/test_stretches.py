@@ -12,7 +12,7 @@ import pytest
 from baton.load.course import Course, Moment, PoolSize
 from baton.load.runner import Arrival, Outcome
 from baton.load.workload import Planned
-from benchmarks.stretches import Stretch, rounds_of, send_all
+from benchmarks.autoscaling import Stretch, rounds_of, send_all
 
 _WAIT_S = 30.0
 
