@@ -76,17 +76,10 @@ def case(measure: Callable[..., Mapping[str, Any]]) -> click.Command:
         figures = measure(**options)
         publish({"benchmark": _benchmark(), **context(), **figures}, out)
 
-    @functools.wraps(run)
-    def ended(**options: Any) -> None:
-        try:
-            run(**options)
-        except (RuntimeError, ValueError) as error:
-            raise click.ClickException(f"{type(error).__name__}: {error}") from error
-
     out = click.option("--out", type=click.Path(path_type=Path), help="a file for the last line")
     settings = {"show_default": True, "help_option_names": ["-h", "--help"]}
     name = measure.__name__.strip("_").replace("_", "-")
-    return click.command(name, help=inspect.getdoc(measure), context_settings=settings)(out(ended))
+    return click.command(name, help=inspect.getdoc(measure), context_settings=settings)(out(run))
 
 
 def program(doc: str | None, *commands: click.Command) -> click.Group:

@@ -1,11 +1,12 @@
-"""Workers of a local cluster whose devices take as long as they are told, so that on few cores more
+"""Workers of a local cluster whose devices take a set time for a step, so that on few cores more
 workers serve more: `paced` has a LocalCluster start them in place of its own.
 
     with paced({"prefill": DevicePace(token_s=0.005), "decode": DevicePace(step_s=0.05)}):
         with LocalCluster(ClusterConfig(autoscale=True)) as cluster: ...
 
-Run as a program it is one worker, told its role and its pace, then what `python -m services.ROLE`
-is told. All but the pace (see engine/paced.py) is that worker's own.
+Run as a program it is one worker; its arguments are its role and its pace, then those of `python -m
+services.ROLE`. All but the pace (see engine/paced.py) is that worker's own. It starts services, so
+it cannot lie in engine/, and tests use it as well.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def paced(paces: Mapping[str, DevicePace]) -> Iterator[None]:
         interpreter, safe, *module = spec.argv
         if module[:2] != ["-m", f"services.{role}"]:
             raise ValueError(f"{spec.name} is started in a way that is not known here: {spec.argv}")
-        told = (role, repr(paces[role].step_s), repr(paces[role].token_s))
-        return replace(spec, argv=(interpreter, safe, str(Path(__file__)), *told, *module[2:]))
+        pace = (role, repr(paces[role].step_s), repr(paces[role].token_s))
+        return replace(spec, argv=(interpreter, safe, str(Path(__file__)), *pace, *module[2:]))
 
     cluster_plan.numbered_worker = numbered_worker
     try:

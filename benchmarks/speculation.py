@@ -782,7 +782,7 @@ def make_model(weights: DecoderWeights, config: EngineConfig, *, num_nodes: int)
 
 
 class Scripted:
-    """A Drafter that knows the rule, and is right as often as it is told.
+    """A Drafter that knows the rule, and is right as often as it is set to.
 
     Attributes:
         num_nodes: of a tree of wrong guesses; 0: paths, as far as `depth`, each token of which is

@@ -88,7 +88,7 @@ class Settings:
     """Of acceptance, for the same."""
 
 
-class Told(NamedTuple):
+class ScoredAnswer(NamedTuple):
     """An answer, and what each model thought of each of its tokens."""
 
     answer: Answer
@@ -121,7 +121,7 @@ def engine_for(wanted: Settings, speculation: SpeculationConfig) -> Engine:
             context_window=window,
             num_blocks=wanted.num_prompts * window // 16,
             max_num_running=wanted.num_prompts,
-            # Room for all trees, and for a draft model to read all prompts at once: nobody waits.
+            # Room for all trees, and for a draft model to read all prompts at once.
             max_num_tokens_per_step=wanted.num_prompts * window,
             speculation=speculation,
         )
@@ -165,7 +165,7 @@ def answered(
 
 
 @torch.no_grad()
-def listened(models: Sequence[Any], answers: Sequence[Answer]) -> list[Told]:
+def score(models: Sequence[Any], answers: Sequence[Answer]) -> list[ScoredAnswer]:
     """What each model thought along each answer.
 
     Args:
@@ -178,36 +178,36 @@ def listened(models: Sequence[Any], answers: Sequence[Answer]) -> list[Told]:
             model(input_ids=inputs, use_cache=False).logits[0, one.num_prompt_tokens - 1 :].float()
             for model in models
         )
-        found.append(Told(one, seed, logits))
+        found.append(ScoredAnswer(one, seed, logits))
     return found
 
 
-def ranks(told: Told, logits: torch.Tensor, *, is_coupled: bool) -> NDArray[np.int64]:
+def ranks(scored: ScoredAnswer, logits: torch.Tensor, *, is_coupled: bool) -> NDArray[np.int64]:
     """[answered tokens], how many tokens come before the target's in these scores.
 
     Args:
         is_coupled: with the noise that the target drew with, as the exact rule's drafts are.
     """
-    if is_coupled and told.answer.temperature > 0.0:
-        first, end = told.answer.num_prompt_tokens, len(told.answer.token_ids)
+    if is_coupled and scored.answer.temperature > 0.0:
+        first, end = scored.answer.num_prompt_tokens, len(scored.answer.token_ids)
         keys = noise.row_keys(
-            [told.seed] * (end - first), [0] * (end - first), list(range(first, end))
+            [scored.seed] * (end - first), [0] * (end - first), list(range(first, end))
         )
         every = torch.arange(logits.shape[-1])[None]
-        heard = noise.gumbel(torch.from_numpy(keys)[:, None], every)
-        logits = logits / told.answer.temperature + heard
-    own = logits.gather(-1, torch.tensor(told.tokens)[:, None])
+        gumbel = noise.gumbel(torch.from_numpy(keys)[:, None], every)
+        logits = logits / scored.answer.temperature + gumbel
+    own = logits.gather(-1, torch.tensor(scored.tokens)[:, None])
     return (logits > own).sum(-1).numpy().astype(np.int64)
 
 
 def hit_rates(
-    told: Sequence[Told], names: Sequence[str], *, is_coupled: bool
+    scored: Sequence[ScoredAnswer], names: Sequence[str], *, is_coupled: bool
 ) -> dict[str, list[float]]:
     """By draft model, and of all together where there are several: the share of tokens that were
     among its k likeliest, for each of WIDTHS."""
     by_name = {
         name: np.concatenate(
-            [ranks(one, one.logits[1 + place], is_coupled=is_coupled) for one in told]
+            [ranks(one, one.logits[1 + place], is_coupled=is_coupled) for one in scored]
         )
         for place, name in enumerate(names)
     }
@@ -233,13 +233,15 @@ def drawn_children(
     return tree, {((), drafter): own for drafter, own in enumerate(distributions)}
 
 
-def kept_rates(told: Sequence[Told], num_drafts: int, wanted: Settings) -> dict[str, list[float]]:
+def kept_rates(
+    scored: Sequence[ScoredAnswer], num_drafts: int, wanted: Settings
+) -> dict[str, list[float]]:
     """By rule: how often one of k independent draws of each of the first `num_drafts` draft models
     is kept, for each of WIDTHS. Both rules judge the same draws."""
     rng = random.Random(wanted.seed)
     kept = {rule: np.zeros(len(WIDTHS)) for rule in ("multi_step", "naive")}
     num_judged = 0
-    for target, drafts in _distributions(told, num_drafts):
+    for target, drafts in _distributions(scored, num_drafts):
         num_judged += wanted.num_trials
         always = partial(_same, target)
         for place, width in enumerate(WIDTHS):
@@ -260,10 +262,10 @@ def _same(distribution: Distribution, _: int) -> Distribution:
 
 
 def _distributions(
-    told: Sequence[Told], num_drafts: int
+    scored: Sequence[ScoredAnswer], num_drafts: int
 ) -> Iterator[tuple[Distribution, list[Distribution]]]:
     """What the target and the draft models would draw each answered token from."""
-    for one in told:
+    for one in scored:
         shares = [
             torch.softmax(logits.double() / one.answer.temperature, dim=-1).numpy()
             for logits in one.logits[: 1 + num_drafts]
@@ -378,15 +380,15 @@ def report(wanted: Settings) -> dict[str, Any]:
     num_tokens: dict[str, int] = {}
     for temperature in track((0.0, *wanted.temperatures), "hit rates", console=harness.CONSOLE):
         answers, _ = answered(plain, asked, temperature, wanted)
-        told = listened(models, answers)
+        scored = score(models, answers)
         name = way(temperature)
-        num_tokens[name] = sum(len(one.tokens) for one in told)
-        hits[name] = hit_rates(told, names, is_coupled=False)
+        num_tokens[name] = sum(len(one.tokens) for one in scored)
+        hits[name] = hit_rates(scored, names, is_coupled=False)
         if temperature > 0.0:
-            hits[f"{name}, same noise"] = hit_rates(told, names, is_coupled=True)
-            kept[name] = kept_rates(told, 1, wanted)
+            hits[f"{name}, same noise"] = hit_rates(scored, names, is_coupled=True)
+            kept[name] = kept_rates(scored, 1, wanted)
             if len(names) > 1:
-                together = kept_rates(told, len(names), wanted)
+                together = kept_rates(scored, len(names), wanted)
                 kept[name] |= {f"any, {rule}": rates for rule, rates in together.items()}
     return {
         "seed": wanted.seed,

@@ -15,17 +15,17 @@ import torch
 from benchmarks.speculation import Round, summary
 from benchmarks.speculation_report import (
     WIDTHS,
+    ScoredAnswer,
     Settings,
-    Told,
     answered,
     draw,
     drawn_children,
     engine_for,
     kept_rates,
-    listened,
     markdown,
     ranks,
     report,
+    score,
 )
 from engine.speculation.config import SpeculationConfig
 from tests.unit.tools.tiny_pair import save_pair
@@ -53,26 +53,26 @@ def test_the_noise_is_the_one_that_the_engine_drew_with(pair: tuple[Path, Path])
     models = [load(str(folder))[0] for folder in pair]
     asked = [[7, 8, 9], [10], [11, 12]]
     # So hot that noise says more than the model.
-    told = listened(models, answered(engine, asked, 20.0, wanted)[0])
-    own = np.concatenate([ranks(one, one.logits[0], is_coupled=True) for one in told])
+    scored = score(models, answered(engine, asked, 20.0, wanted)[0])
+    own = np.concatenate([ranks(one, one.logits[0], is_coupled=True) for one in scored])
     # A tie may fall otherwise in another sum of the same numbers.
     assert np.mean(own == 0) > 0.9
     for others in (
-        [ranks(one, one.logits[0], is_coupled=False) for one in told],
-        [ranks(one._replace(seed=99), one.logits[0], is_coupled=True) for one in told],
+        [ranks(one, one.logits[0], is_coupled=False) for one in scored],
+        [ranks(one._replace(seed=99), one.logits[0], is_coupled=True) for one in scored],
     ):
         assert np.mean(np.concatenate(others) == 0) < 0.5
-    greedy = listened(models, answered(engine, asked, 0.0, wanted)[0])
+    greedy = score(models, answered(engine, asked, 0.0, wanted)[0])
     for is_coupled in (False, True):
         own = np.concatenate([ranks(one, one.logits[0], is_coupled=is_coupled) for one in greedy])
         assert np.mean(own == 0) > 0.9
 
 
-def _told(target: list[float], draft: list[float], num_tokens: int) -> Told:
+def _scored(target: list[float], draft: list[float], num_tokens: int) -> ScoredAnswer:
     """As if every token had these two distributions."""
     answer = Answer((1, *[0] * num_tokens), 1, 1.0)
     logits = [torch.tensor(own).log().expand(num_tokens, -1) for own in (target, draft)]
-    return Told(answer, 0, tuple(logits))
+    return ScoredAnswer(answer, 0, tuple(logits))
 
 
 def test_rates_of_both_rules_are_those_of_theory() -> None:
@@ -81,14 +81,14 @@ def test_rates_of_both_rules_are_those_of_theory() -> None:
     p, q = [0.7, 0.2, 0.1], [0.2, 0.2, 0.6]
     num_tokens = 400
     settings = Settings(num_trials=2)
-    rates = kept_rates([_told(p, q, num_tokens)], 1, settings)
+    rates = kept_rates([_scored(p, q, num_tokens)], 1, settings)
     bound = 6 * (0.25 / (2 * num_tokens)) ** 0.5
     for width, rate in zip(WIDTHS, rates["naive"], strict=True):
         expected = sum(a * (1 - (1 - b) ** width) for a, b in zip(p, q, strict=True))
         assert abs(rate - expected) < bound
     assert abs(rates["multi_step"][0] - sum(map(min, p, q))) < bound
     # From itself, a draw is always right; an independent one is not.
-    same = kept_rates([_told(p, p, 50)], 1, settings)
+    same = kept_rates([_scored(p, p, 50)], 1, settings)
     assert same["multi_step"] == [1.0] * len(WIDTHS)
     assert same["naive"][0] < 0.9
 
