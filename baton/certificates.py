@@ -89,26 +89,20 @@ def write(
         flips: workers may change their role, so their certificates name both.
     Raises: CertsError.
     """
-    made, names = CertSet(folder), [_name_of(host) for host in hosts]
+    names = {role.value: _names_of_role(role, flips) for role in Role}
+    names[Role.ROUTER.value] += [_name_of(host) for host in hosts]
+    names |= {server: [_name_of(host)] for server, host in servers.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         ca_key, ca = _ca(folder)
-        for role in Role:
-            own = names if role is Role.ROUTER else []
+        for owner, its_names in names.items():
             key = ec.generate_private_key(ec.SECP256R1())
-            certificate = _leaf(
-                role.value, [*_names_of_role(role, flips), *own], key, ca_key, ca, days
-            )
-            replace_file(made.key_file(role), _key_pem(key), mode=0o600)
-            replace_file(made.cert_file(role), _pem(certificate), mode=0o644)
-        for server, host in servers.items():
-            key = ec.generate_private_key(ec.SECP256R1())
-            certificate = _leaf(server, [_name_of(host)], key, ca_key, ca, days)
-            replace_file(folder / f"{server}.key", _key_pem(key), mode=0o600)
-            replace_file(folder / f"{server}.crt", _pem(certificate), mode=0o644)
+            certificate = _leaf(owner, its_names, key, ca_key, ca, days)
+            replace_file(folder / f"{owner}.key", _key_pem(key), mode=0o600)
+            replace_file(folder / f"{owner}.crt", _pem(certificate), mode=0o644)
     except OSError as error:
         raise CertsError(f"{error.filename or folder}: {error.strerror}") from error
-    return made
+    return CertSet(folder)
 
 
 def _names_of_role(role: Role, flips: bool) -> list[x509.GeneralName]:

@@ -17,7 +17,6 @@ import functools
 import threading
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
     Callable,
     Coroutine,
     Generator,
@@ -153,7 +152,7 @@ class Client:
     async def complete_samples(self, /, prompt: Prompt, **options: Any) -> list[Completion]:
         """A whole generation: its samples in their order, of a beam search the best first. Raises:
         as `generate`."""
-        return await collect_samples(self.generate(prompt, **options))
+        return completions_from([chunk async for chunk in self.generate(prompt, **options)])
 
     async def embed(self, /, prompt: Prompt, **options: Any) -> Embedding:
         """The embedding of a prompt. Takes the options of `build_embed_request`.
@@ -289,11 +288,6 @@ class Client:
                 "another address"
             )
         return rpc.error_from_rpc(error)
-
-
-async def collect_samples(chunks: AsyncIterator[Chunk]) -> list[Completion]:
-    """All chunks of one generation as one value for each sample."""
-    return completions_from([chunk async for chunk in chunks])
 
 
 def collect_chunks(chunks: Iterable[Chunk]) -> Completion:

@@ -26,12 +26,12 @@ import uvloop
 
 from benchmarks import harness
 from benchmarks.harness import Several, median_s
+from kvstore.block_lender import BlockLender, LenderIdentity
 from kvstore.blocks import Block, PackedBlocks, PackedItems, Tier
 from kvstore.client import KvStoreClient
-from kvstore.lending import lender_node_id
-from kvstore.lending.lender import Lender, LenderIdentity
-from kvstore.lending.loans import LoanTable, Offer
-from kvstore.lending.server import LenderServicer
+from kvstore.exported_blocks import ExportedBlocks, ExportOffer
+from kvstore.lender_service import LenderServicer
+from kvstore.node_ids import lender_node_id
 from kvstore.transport import cuda_ipc
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda import CudaDevice, CudaQueue
@@ -85,11 +85,11 @@ async def serve(device_id: int, block_bytes: int) -> None:
         return ()
 
     _cache, memory = memory_on(device_id, block_bytes, SEED)
-    loans = LoanTable(NUM_BLOCKS, block_bytes, TTL_S, lambda block_ids: None)
+    loans = ExportedBlocks(NUM_BLOCKS, block_bytes, TTL_S, lambda block_ids: None)
     identity = LenderIdentity(
         lender_node_id("lender"), secrets.token_bytes(16), bytes.fromhex(FINGERPRINT)
     )
-    lender = Lender(identity, memory, loans, no_free, lets_map=True)
+    lender = BlockLender(identity, memory, loans, no_free, lets_map=True)
     server, address = await grpc_server.listen("127.0.0.1:0", [LenderServicer(lender).add_to])
     lender.start()
     _say({"address": address})
@@ -97,7 +97,7 @@ async def serve(device_id: int, block_bytes: int) -> None:
         block_ids = json.loads(line)
         began = time.perf_counter()
         lease_id = lender.enter(
-            Offer(block_id, b"%16d" % block_id, None, 16) for block_id in block_ids
+            ExportOffer(block_id, b"%16d" % block_id, None, 16) for block_id in block_ids
         )
         refs = await lender.seal(lease_id)
         seconds = time.perf_counter() - began

@@ -14,7 +14,7 @@ import numpy as np
 from kvstore import wire
 from kvstore.block_hash import CHAIN_HASH_BYTES
 from kvstore.blocks import PackedBlocks
-from kvstore.lending.told import Told
+from kvstore.exported_blocks import LeaseUpdate
 from protos import common_pb2, kvstore_pb2
 
 _INCARNATION_BYTES = 16
@@ -130,7 +130,7 @@ def check_confirmed(reply: kvstore_pb2.ConfirmReply, request: kvstore_pb2.Confir
 
 def read_rest(
     reply: kvstore_pb2.AwaitLentReply, request: kvstore_pb2.AwaitLentRequest, took_s: float
-) -> Told:
+) -> LeaseUpdate:
     """What it says. took_s: from the question to the answer, here. Raises: SpoiledAnswer."""
     blocks = _packed(reply.blocks)
     if reply.num_unsealed > len(blocks):
@@ -142,7 +142,7 @@ def read_rest(
     if reply.held_ms and not (wire.is_whole(reply) and reply.held_ms <= request.hold_ms):
         raise SpoiledAnswer("a promise that cannot have been given")
     held_s = reply.held_ms / 1000 if waited_s <= took_s else 0.0  # by whose clock?
-    return Told(blocks, reply.is_all, reply.num_unsealed, held_s, waited_s)
+    return LeaseUpdate(blocks, reply.is_all, reply.num_unsealed, held_s, waited_s)
 
 
 def _check_committed(

@@ -33,6 +33,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvstore import answer_checks, links, traced, wire
+from kvstore.block_lender import own_host_id
 from kvstore.blocks import Block, PackedBlocks
 from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection, StoreInfo
 from kvstore.errors import (
@@ -46,8 +47,7 @@ from kvstore.errors import (
     TransferTimeout,
     reason_of,
 )
-from kvstore.lending.host import own_host_id
-from kvstore.lending.told import NO_WORD, Told, Word
+from kvstore.exported_blocks import NO_PROMISE, LeaseUpdate, LenderPromise
 from kvstore.links import Rates
 from kvstore.transport.base import (
     CUDA_IPC,
@@ -316,7 +316,7 @@ class KvStoreClient:
 
     async def await_lent(
         self, lease_id: str, *, num_known: int, num_wanted: int, wait_s: float, deadline: Deadline
-    ) -> tuple[Told, Word]:
+    ) -> tuple[LeaseUpdate, LenderPromise]:
         """Of a lender: what a lease lends beyond the first `num_known` blocks, as soon as it lends
         `num_wanted` in all or grows no more, after `wait_s` at the latest; blocks whose checksum is
         not computed yet are included.
@@ -414,7 +414,7 @@ class KvStoreClient:
         deadline: Deadline,
         *,
         incarnation: bytes | None = None,
-        word: Word = NO_WORD,
+        word: LenderPromise = NO_PROMISE,
     ) -> GetResult:
         """Copy blocks out of the store and verify each: generation before and after, checksum.
 
@@ -747,7 +747,7 @@ class KvStoreClient:
         items: Sequence[tuple[Block, int]],
         deadline: Deadline,
         incarnation: bytes | None = None,
-        word: Word = NO_WORD,
+        word: LenderPromise = NO_PROMISE,
     ) -> GetResult:
         """`get_blocks` without statistics."""
         if incarnation is not None and incarnation != self.incarnation:

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvstore.blocks import Block, PackedBlocks
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
-from kvstore.lending import PROBE_HASH, is_lender
+from kvstore.node_ids import PROBE_HASH, is_lender
 from kvstore.transport.base import GetItems, PutItem, PutUnsettled
 from process.deadline import Deadline
 from process.errors import NoCapacity

@@ -46,7 +46,7 @@ class Frames:
 
 
 class Readable(Protocol):
-    """What a push needs of the truth about frames; a Store fits it, and a LoanTable."""
+    """What a push needs of the truth about frames; a Store fits it, and a ExportedBlocks."""
 
     @property
     def frame_bytes(self) -> int: ...

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from baton import record
-from baton.cli import options, plots, render, up
+from baton.cli import options, render
 from baton.cli.options import FILE, RouterTarget, flag, value
 from baton.client import SyncClient
 from baton.cluster.config import ClusterConfig
@@ -67,6 +67,8 @@ def generate(
     asked: Prompt = _token_ids(text) if token_ids else text
     request = build_request(asked, **sampling, **shaping, trace=record_to is not None)
     if timeline_to is not None:
+        from baton.cli import plots  # which most requests do not need, nor what it imports
+
         plots.check("--timeline", timeline_to)
     arrivals = _Arrivals()
     with target.client() as client:
@@ -222,6 +224,8 @@ def _replayer(
 ) -> Iterator[SyncClient]:
     """A client of the cluster that runs the request again. Raises: Unavailable, ClusterError."""
     if start:
+        from baton.cli import up  # a library for Redis takes as long to import as all the rest
+
         config = dataclasses.replace(config, model=config.model or _own_model(recorded))
         with up.running(config) as cluster, cluster.connect() as client:
             yield client

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,13 +92,7 @@ def _findings_as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "is_ready": not any(finding.status is Status.FAIL for finding in findings),
         "findings": [
-            {
-                "check": finding.check,
-                "status": finding.status.value,
-                "what": finding.what,
-                "fix": finding.fix,
-            }
-            for finding in findings
+            dataclasses.asdict(finding) | {"status": finding.status.value} for finding in findings
         ],
     }
 

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from rich.console import Console
@@ -179,7 +179,7 @@ def _trust_lines(cluster: LocalCluster) -> str:
         lines.append(f"The digests of the keys are in {secured.api_keys_file}")
     if not lines:
         return ""
-    lines.append("The commands above need neither option: they find the CA and a key.")
+    lines.append("The commands above find the CA and an API key by themselves.")
     return "\n".join(lines) + "\n"
 
 
@@ -269,12 +269,7 @@ class StartView:
             self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loading = False
         if self._console.is_terminal:
             self._progress.stop()

@@ -24,7 +24,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import redis
@@ -47,6 +46,10 @@ __all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "Stat
 START_TIMEOUT_S = 300.0
 """Limit of a start, in which workers read and digest a checkpoint of some GB."""
 _POLL_S = 0.05
+_PING_TIMEOUT_S = 3.0
+SCRAPE_INTERVAL_S = 5
+_SCRAPE_CONFIG = "prometheus.yml"
+_SCRAPE_TARGETS = "targets.json"
 _STORE_FLOOR_BYTES = 16 * 1024 * 1024
 """A store with less memory is not started."""
 # A part is stopped before the parts that it calls.
@@ -100,12 +103,7 @@ class LocalCluster:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self, timeout_s: float = START_TIMEOUT_S, *, settings_checked: bool = False) -> None:
@@ -424,7 +422,7 @@ def _check_port_free(port: int) -> None:
             ) from None
 
 
-_PING_TIMEOUT_S = 3.0
+# -- Redis
 
 
 def find_redis_server() -> Path:
@@ -464,9 +462,7 @@ def _without_password(url: str) -> str:
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
-SCRAPE_INTERVAL_S = 5
-_SCRAPE_CONFIG = "prometheus.yml"
-_SCRAPE_TARGETS = "targets.json"
+# -- Prometheus
 
 
 @dataclass(frozen=True)

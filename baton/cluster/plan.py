@@ -45,7 +45,6 @@ a small model and its KV (`draft_kv_bytes`), which are not known here."""
 
 _DRAIN_KEYS = ("drain_s", "limits.drain_s", "times.drain_s")
 """The keys of a store, a worker and a router."""
-
 Setting = str | float | bool | tuple[str, ...]
 """A value of a setting on a command line."""
 
@@ -153,18 +152,15 @@ def stores(
     return [
         _python(
             config,
+            secured,
+            Role.KVSTORE,
             name,
-            "store",
-            "kvstore",
             {
                 "node_id": name,
                 "redis_url": redis_url,
                 "listen": socket_address(sockets, name),
                 "slab_dir": slab_dir,
                 "drain_s": str(STORE_DRAIN_S),
-                **secured.settings_of(Role.KVSTORE),
-                **_metrics(config),
-                **_tracing(config),
             },
         )
         for name in store_names(config.num_all_stores)
@@ -233,9 +229,9 @@ def _worker(
     name = f"{role}-{index}"
     return _python(
         config,
+        parts.secured,
+        Role(role),
         name,
-        role,
-        f"services.{role}",
         {
             "worker_id": name,
             "listen": socket_address(parts.sockets, name),
@@ -249,11 +245,8 @@ def _worker(
             "limits.drain_s": str(DRAIN_S),
             "engine.num_threads": str(num_threads),
             **_memory_share(config, place, config.num_workers),
-            **parts.secured.settings_of(Role(role)),
             **_direct(config, role),
             **_drafts(config, role, parts),
-            **_metrics(config),
-            **_tracing(config),
         },
     )
 
@@ -270,17 +263,15 @@ def drafts(config: ClusterConfig, *, sockets: Path, secured: Secured = OPEN) -> 
     return [
         _python(
             config,
+            secured,
+            Role.DRAFT,
             name,
-            "draft",
-            "services.draft",
             {
                 "worker_id": name,
                 "listen": socket_address(sockets, name),
                 "engine.model": config.draft_model,
                 "engine.device": config.devices[_draft_place(config, index)],
                 "engine.num_threads": "1",
-                **secured.settings_of(Role.DRAFT),
-                **_metrics(config),
             },
         )
         for index, name in enumerate(f"draft-{number}" for number in range(config.num_draft))
@@ -313,17 +304,6 @@ def _direct(config: ClusterConfig, role: str) -> dict[str, str | bool]:
     return {"direct_transport": config.direct_transport, "lend_mapped": is_mapped}
 
 
-def _metrics(config: ClusterConfig) -> dict[str, str]:
-    return {"metrics_listen": "127.0.0.1:0"} if config.metrics else {}
-
-
-def _tracing(config: ClusterConfig) -> dict[str, str | float]:
-    """The router decides which requests are traced; the other parts follow."""
-    if not config.trace_to:
-        return {}
-    return {"tracing.endpoint": config.trace_to, "tracing.sample_ratio": config.trace_ratio}
-
-
 def _memory_share(config: ClusterConfig, place: int, num_workers: int) -> dict[str, float]:
     """Workers on the same GPU share its memory, draft workers with a smaller part. A user's
     override wins."""
@@ -342,9 +322,9 @@ def router(
     """The router."""
     return _python(
         config,
+        secured,
+        Role.ROUTER,
         "router",
-        "router",
-        "services.router",
         {
             "listen": listen,
             "http_listen": f"127.0.0.1:{config.http_listen_port}",
@@ -355,9 +335,6 @@ def router(
             "handover": config.handover,
             "times.drain_s": str(DRAIN_S),
             "times.max_step_s": MAX_STEP_S,
-            **secured.settings_of(Role.ROUTER),
-            **_metrics(config),
-            **_tracing(config),
         },
     )
 
@@ -373,9 +350,9 @@ def autoscaler(
     """The autoscaler; it starts and stops workers by the service at `scale_address`."""
     return _python(
         config,
+        secured,
+        Role.AUTOSCALER,
         "autoscaler",
-        "autoscaler",
-        "services.autoscaler",
         {
             "autoscaler_id": "autoscaler",
             "listen": socket_address(sockets, "autoscaler"),
@@ -387,20 +364,24 @@ def autoscaler(
             "plan.limits.prefill.max_workers": str(config.num_prefill_max),
             "plan.limits.decode.min_workers": str(config.num_decode_min),
             "plan.limits.decode.max_workers": str(config.num_decode_max),
-            **secured.settings_of(Role.AUTOSCALER),
-            **_metrics(config),
         },
     )
 
 
 def _python(
-    config: ClusterConfig,
-    name: str,
-    kind: str,
-    module: str,
-    settings: Mapping[str, Setting],
+    config: ClusterConfig, secured: Secured, role: Role, name: str, settings: Mapping[str, Setting]
 ) -> ProcessSpec:
+    """A process with these settings and those that the parts of every role have."""
+    is_store = role is Role.KVSTORE
+    kind, module = ("store", "kvstore") if is_store else (role.value, f"services.{role.value}")
     argv = [sys.executable, "-P", "-m", module]  # never import from the current folder
+    settings = {**settings, **secured.settings_of(role)}
+    if config.metrics:
+        settings["metrics_listen"] = "127.0.0.1:0"
+    if config.trace_to and role not in (Role.DRAFT, Role.AUTOSCALER):
+        settings["tracing.endpoint"] = config.trace_to
+        # The router decides which requests are traced; the other parts follow.
+        settings["tracing.sample_ratio"] = config.trace_ratio
     # The user's overrides come last and win.
     ours = (f"{key}={quoted(value)}" for key, value in settings.items())
     given = (*ours, *config.overrides_of(kind))
@@ -439,7 +420,10 @@ def quoted(value: Setting) -> str:
     return f'"{escaped}"'
 
 
+# -- the check of settings
+
 _CHECK_TIMEOUT_S = 60.0
+# Placeholders of what exists only after a start.
 _REDIS = "unix:///run/redis.sock"
 _LISTEN = "127.0.0.1:0"
 _FOLDER = Path("/run")

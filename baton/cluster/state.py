@@ -91,16 +91,12 @@ def _write(folder: Path, state: ClusterState) -> Path:
     return path
 
 
-def find(address: str = "", name: str = "") -> ClusterState | None:
+def find(address: str = "") -> ClusterState | None:
     """The last started cluster of this user; None: none runs.
 
-    Args: address: host:port of its gRPC API, HTTP API or autoscaler; empty: any. name: empty: any.
+    Args: address: host:port of its gRPC API, HTTP API or autoscaler; empty: any cluster.
     """
-    found = [
-        state
-        for state in running()
-        if (not address or _listens_on(state, address)) and (not name or state.name == name)
-    ]
+    found = [state for state in running() if not address or _listens_on(state, address)]
     return found[-1] if found else None
 
 

@@ -39,6 +39,27 @@ from typing import Any, TypeVar
 from baton.cluster.plan import ProcessSpec
 from baton.errors import ClusterError
 
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+STOP_TIMEOUT_S = 5.0
+"""From SIGTERM to SIGKILL, added to the time for requests to end (`drain_s`)."""
+_FAILURE_LOOK_S = 0.1
+_COMMAND_TIMEOUT_S = 30.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.2, 5.0
+"""Pauses from the second restart on."""
+_HEALTHY_AFTER_S = 30.0
+"""After a life of this length the next restart counts as the first."""
+_LISTEN_S = 1.0
+"""Interval between two checks for signs of life."""
+_SAY_SILENT_S = 3.0
+"""A part that is silent for this long gets a line."""
+_REDIS_READY = "eady to accept connections"
+"""End of the line in Redis' log; versions differ in its beginning."""
+_NUM_LAST_LINES = 12
+_LAST_WORDS_S = 2.0
+"""Limit of the wait for the last output of a child that has ended: a process that it left behind
+may hold the output open."""
 _READ_BYTES = 4096
 
 
@@ -108,14 +129,6 @@ class RedisPulse:
             return
         except OSError:
             self.close()
-
-
-_REDIS_READY = "eady to accept connections"
-"""End of the line in Redis' log; versions differ in its beginning."""
-_NUM_LAST_LINES = 12
-_LAST_WORDS_S = 2.0
-"""Limit of the wait for the last output of a child that has ended: a process that it left behind
-may hold the output open."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +292,10 @@ class State(enum.Enum):
     STOPPED = "stopped"
 
 
+_ALIVE = (State.STARTING, State.READY)
+_TIMED = (State.BACKOFF, State.RETIRING)
+
+
 @dataclass(frozen=True)
 class ProcessInfo:
     """A part at one moment."""
@@ -349,27 +366,6 @@ class Part:
         """The last line that it printed, for an error."""
         lines = list(self.child.last_lines)
         return f"its last line: {lines[-1]}" if lines else "it printed nothing"
-
-
-logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
-
-STOP_TIMEOUT_S = 5.0
-"""From SIGTERM to SIGKILL, added to the time for requests to end (`drain_s`)."""
-_FAILURE_LOOK_S = 0.1
-_COMMAND_TIMEOUT_S = 30.0
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.2, 5.0
-"""Pauses from the second restart on."""
-_HEALTHY_AFTER_S = 30.0
-"""After a life of this length the next restart counts as the first."""
-_LISTEN_S = 1.0
-"""Interval between two checks for signs of life."""
-_SAY_SILENT_S = 3.0
-"""A part that is silent for this long gets a line."""
-
-
-_ALIVE = (State.STARTING, State.READY)
-_TIMED = (State.BACKOFF, State.RETIRING)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ the API server will see it. Each pod counts as often as its owner wants it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -139,20 +140,14 @@ def parse_quantities(amounts: Mapping[str, str | int | float]) -> dict[str, floa
 
 def total(*parts: Amounts) -> dict[str, float]:
     """The sum of each resource."""
-    summed: dict[str, float] = {}
-    for part in parts:
-        for name, amount in part.items():
-            summed[name] = summed.get(name, 0.0) + amount
-    return summed
+    names = dict.fromkeys(itertools.chain(*parts))
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
 
 def most(*parts: Amounts) -> dict[str, float]:
     """The largest amount of each resource."""
-    largest: dict[str, float] = {}
-    for part in parts:
-        for name, amount in part.items():
-            largest[name] = max(largest.get(name, 0.0), amount)
-    return largest
+    names = dict.fromkeys(itertools.chain(*parts))
+    return {name: max(part.get(name, 0.0) for part in parts) for name in names}
 
 
 def format_amount(name: str, amount: float) -> str:

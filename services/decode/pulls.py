@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.blocks import InTier, PackedBlocks, PackedItems
-from kvstore.lending.told import NO_WORD, Word
+from kvstore.exported_blocks import NO_PROMISE, LenderPromise
 from process.deadline import Deadline
 from process.errors import BatonError
 from services.decode.leases import client_for
@@ -27,7 +27,7 @@ class Batch:
 
     run: handles.Run
     items: PackedItems
-    word: Word = NO_WORD
+    word: LenderPromise = NO_PROMISE
 
     def came(self, loaded: Loaded) -> PackedBlocks:
         """The leading blocks that came; those that were not sealed with the checksums of the bytes

@@ -31,7 +31,7 @@ from kvstore.errors import (
     TransferCancelled,
     TransferTimeout,
 )
-from kvstore.lending.told import NO_WORD, Word
+from kvstore.exported_blocks import NO_PROMISE, LenderPromise
 from process import logs
 from process.deadline import Clock, Deadline
 from process.errors import (
@@ -102,7 +102,7 @@ class StoreConnector:
         self._clock = clock
         self._attach = attach
         self.on_other_suspect: Callable[[KvStoreClient, BatonError], None] = _nobody
-        """Told of failed calls of clients that are another's: those of other nodes' stores."""
+        """Called for failed calls of clients that are not this connector's: other nodes' stores."""
         self._client: KvStoreClient | None = None
         self._stalled = asyncio.Event()
         self._refusal: FailedPrecondition | None = None
@@ -181,7 +181,7 @@ class StoreConnector:
         deadline: Deadline,
         *,
         incarnation: bytes | None = None,
-        word: Word = NO_WORD,
+        word: LenderPromise = NO_PROMISE,
     ) -> Loaded:
         """Copy committed blocks into blocks that `engine_id` reserved and did not start; verified
         by checksum.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.blocks import Block, InTier, PackedBlocks, Tier
-from kvstore.lending import is_lender
+from kvstore.node_ids import is_lender
 from process.deadline import Clock
 
 FINGERPRINT = "fingerprint"

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from kvstore import answer_checks, block_hash, wire
 from kvstore.answer_checks import SpoiledAnswer
 from kvstore.blocks import ROW_BYTES, Block, PackedBlocks
-from kvstore.lending.told import Told
+from kvstore.exported_blocks import LeaseUpdate
 from protos import common_pb2, kvstore_pb2
 
 NUM_FRAMES = 8
@@ -299,7 +299,7 @@ def test_what_is_no_row_of_blocks_is_no_lenders_word(data: bytes) -> None:
         _rest(kvstore_pb2.AwaitLentReply(blocks=data))
 
 
-def _rest(reply: kvstore_pb2.AwaitLentReply, took_s: float = 1.0, **asked: Any) -> Told:
+def _rest(reply: kvstore_pb2.AwaitLentReply, took_s: float = 1.0, **asked: Any) -> LeaseUpdate:
     return answer_checks.read_rest(reply, kvstore_pb2.AwaitLentRequest(**asked), took_s)
 
 

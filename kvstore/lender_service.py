@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 import grpc.aio
 
 from kvstore import wire
-from kvstore.lending import PROBE_HASH
-from kvstore.lending.lender import Lender
-from kvstore.lending.reader import Reader
+from kvstore.block_lender import BlockLender, ReaderInfo
+from kvstore.node_ids import PROBE_HASH
 from kvstore.transport.base import CUDA_IPC
 from process import rpc
 from process.errors import FailedPrecondition, InvalidArgument
@@ -27,7 +26,7 @@ MAX_PROBE_WAIT_S = 1.0
 class LenderServicer(kvstore_pb2_grpc.KvStoreServicer):
     """See the proto for what each call promises."""
 
-    def __init__(self, lender: Lender) -> None:
+    def __init__(self, lender: BlockLender) -> None:
         self._lender = lender
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -258,9 +257,9 @@ def _refuse(what: str) -> NoReturn:
     raise FailedPrecondition(f"this node lends its blocks for reading; it {what}")
 
 
-def _reader(request: kvstore_pb2.AttachRequest) -> Reader:
+def _reader(request: kvstore_pb2.AttachRequest) -> ReaderInfo:
     peer = wire.peer_from_proto(request) if request.transport == "nixl" else None
-    return Reader(
+    return ReaderInfo(
         request.worker_id,
         request.worker_incarnation,
         request.model_fingerprint,

@@ -1,4 +1,5 @@
-"""A lender: a worker that lets others read blocks of its own cache, over the store's service."""
+"""Node ids of stores and lenders. A lender is a worker whose cache other workers read, over the
+store's service."""
 
 from __future__ import annotations
 

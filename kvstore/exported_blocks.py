@@ -1,23 +1,22 @@
-"""LoanTable: which blocks of a worker's cache are lent, to whom, and until when. The truth of a
-lender, as `kvstore.store` is a store's.
+"""ExportedBlocks: the blocks of a worker's cache that other workers may read, under leases.
 
-Life of a lent block: `lend` under a lease -> read, by whoever holds the lease, under holds -> its
+Life of an exported block: `lend` under a lease -> read by holders of the lease, under holds -> its
 last lease and its last hold are over: it is given back, once (`on_free`), and its generation grows
-by two, so that no handle of before ever fits it again. In between its bytes do not change: whoever
-lends sees to that before it lends.
+by two, so that no earlier handle fits it again. In between its bytes do not change: the worker sees
+to that before it lends.
 
-A block may be lent before its checksum is known: it can be read from then on, but nobody can verify
-it until it is sealed. And it may be entered before it is computed, so that nothing but the word of
-that is left to be said when it is: until then nobody hears of it, no generation of it is confirmed,
-and no hold or handle has it.
+A block may be lent before its checksum is known: it can be read from then on, but not verified
+until it is sealed. And it may be entered before it is computed, so that only the word of that is
+left to be sent then: until it is computed it is named to no reader, no generation of it is
+confirmed, and no hold or handle has it.
 
-A lease is kept by the request that lends until `hand_over`; then it grows no more, and lapses by
-its deadline unless whoever reads renews it, and ends at once when it is released. A hold is a copy
-under way, and keeps blocks beyond the end of their leases.
+A lease is kept by the request that lends until `hand_over`; then it grows no more, lapses by its
+deadline unless its reader renews it, and ends at once when it is released. A hold is a copy under
+way, and keeps blocks beyond the end of their leases.
 
 Laws, recomputed by `check_integrity`: a block is lent as long as leases and holds name it and no
 longer, each counted once; no lease that was handed over names a block that is not sealed; what is
-not computed is held by nobody. Whoever lends sees to it that no lease is kept for nobody
+not computed has no hold. The worker sees to it that no lease is kept for a request that is gone
 (`kept`).
 
 Knows no engine, no bytes and no clock: times are seconds on the caller's. Plain synchronous values,
@@ -30,20 +29,159 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from kvstore.blocks import Block, PackedBlocks, Tier, block_of
 from kvstore.blocks import row as pack
 from kvstore.errors import IntegrityError, LeaseLapsed
-from kvstore.lending.lease import Lease, Lent, LoanCounters
-from kvstore.lending.lease import Offer as Offer
 
 FIRST_GENERATION = 2
 """Even, as of every block that can be read, and not the 0 of a field that nobody set."""
 
 
-class LoanTable:
-    """See the module."""
+class ExportOffer(NamedTuple):
+    """A block to be lent; a tuple, for one is made of each block of each prompt. chain_hash is
+    empty for a tail block; num_tokens counts filled slots; checksum None: it is sealed later."""
+
+    block_id: int
+    chain_hash: bytes
+    checksum: int | None
+    num_tokens: int
+
+
+@dataclass
+class ExportCounters:
+    """Sums since the worker began."""
+
+    num_blocks_lent: int = 0
+    num_bytes_read: int = 0
+    num_leases_lapsed: int = 0
+
+
+@dataclass(slots=True)
+class ExportedBlock:
+    """One block. is_computed: its bytes are complete; until then nobody can read it."""
+
+    chain_hash: bytes
+    is_computed: bool = False
+    num_leases: int = 0
+    num_holds: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class ExportLease:
+    """expires_at_s: infinite until it is handed over."""
+
+    expires_at_s: float
+    blocks: dict[int, bytes] = field(default_factory=dict)
+    """By block id, in the order in which they were lent, as readers are told of them: packed."""
+    unsealed: dict[int, None] = field(default_factory=dict)
+    """Of them those that wait for a checksum; theirs is 0."""
+    ahead: dict[int, bytes] = field(default_factory=dict)
+    """Those that it will lend when they are computed, by block id, in that order: packed. None of
+    `blocks`."""
+    on_end: list[Callable[[], None]] = field(default_factory=list)
+    watchers: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def is_kept(self) -> bool:
+        """It was not handed over."""
+        return math.isinf(self.expires_at_s)
+
+    @property
+    def num_sealed(self) -> int:
+        """Leading blocks whose checksums are known."""
+        num_unsealed = len(self.unsealed)
+        newest = dict.fromkeys(islice(reversed(self.blocks), num_unsealed))
+        if newest.keys() == self.unsealed.keys():  # as nearly always
+            return len(self.blocks) - num_unsealed
+        return next(at for at, block_id in enumerate(self.blocks) if block_id in self.unsealed)
+
+    def checksum_of(self, block_id: int) -> int | None:
+        """None: it is not lent under this lease, or not sealed."""
+        row = self.blocks.get(block_id)
+        return None if row is None or block_id in self.unsealed else block_of(row).checksum
+
+    def computed(self, block_ids: Sequence[int]) -> None:
+        """See ExportedBlocks.computed, which tells whoever watches."""
+        if list(islice(self.ahead, len(block_ids))) != list(block_ids):
+            raise IntegrityError(f"blocks {list(block_ids)} are not the next that it was to lend")
+        for block_id in block_ids:
+            self.blocks[block_id] = self.ahead.pop(block_id)
+            self.unsealed[block_id] = None
+
+    def seal(self, checksums: Mapping[int, int]) -> PackedBlocks:
+        """See ExportedBlocks.seal."""
+        for block_id in checksums:
+            if block_id not in self.unsealed:
+                raise IntegrityError(f"block {block_id} waits for no checksum")
+        packed = PackedBlocks.of_rows(self.blocks[block_id] for block_id in checksums)
+        sealed = packed.with_checksums(0, list(checksums.values()))
+        for block_id, row in zip(checksums, sealed.rows, strict=True):
+            self.blocks[block_id] = row
+            del self.unsealed[block_id]
+        self.tell()
+        return sealed
+
+    def tell(self) -> None:
+        """Have all who watch look."""
+        for then in tuple(self.watchers):
+            then()
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError."""
+        if not self.unsealed.keys() <= self.blocks.keys():
+            raise IntegrityError("a block waits for a checksum and is not lent")
+        if self.unsealed and not self.is_kept:
+            raise IntegrityError("handed over with a block that is not sealed")
+        if self.ahead and not self.is_kept:
+            raise IntegrityError("handed over with a block that is not computed")
+        if self.ahead.keys() & self.blocks.keys():
+            raise IntegrityError("a block is lent and yet to be computed")
+
+
+@dataclass(frozen=True)
+class LenderPromise:
+    """What a lender has said of blocks that no handle names yet.
+
+    num_unsealed: so many of the last ones have no checksum yet: their bytes are complete, and only
+    a handle says what they must be. held_until_s: the lender keeps all of them in place until then,
+    on this process' monotonic clock; 0: it has not promised it.
+    """
+
+    num_unsealed: int = 0
+    held_until_s: float = 0.0
+
+
+NO_PROMISE = LenderPromise()
+
+
+@dataclass(frozen=True)
+class LeaseUpdate:
+    """Blocks beyond those that were known; `is_all`: they are all that was wanted, or the lease was
+    handed over and lends no more. The last `num_unsealed` of them have no checksum yet.
+
+    held_s: the lender keeps them in place for so long from its answer on; 0: it does not. waited_s:
+    how long the question was with it.
+    """
+
+    blocks: PackedBlocks
+    is_all: bool
+    num_unsealed: int = 0
+    held_s: float = 0.0
+    waited_s: float = 0.0
+
+    def word(self, asked_s: float) -> LenderPromise:
+        """As whoever asked at `asked_s` may rely on it: the question came later than it was asked,
+        so the promise ends no sooner than this."""
+        held_until_s = asked_s + self.waited_s + self.held_s if self.held_s else 0.0
+        return LenderPromise(self.num_unsealed, held_until_s)
+
+
+class ExportedBlocks:
+    """The exported blocks of one worker, and their leases."""
 
     def __init__(
         self,
@@ -56,12 +194,12 @@ class LoanTable:
         self.num_blocks = num_blocks
         self.frame_bytes = frame_bytes
         self.max_ttl_s = max_ttl_s
-        self.counters = LoanCounters()
+        self.counters = ExportCounters()
         self.refused: Counter[str] = Counter()
         self._on_free = on_free
         self._generations: dict[int, int] = {}  # of blocks that were lent before
-        self._lent: dict[int, Lent] = {}
-        self._leases: dict[str, Lease] = {}
+        self._lent: dict[int, ExportedBlock] = {}
+        self._leases: dict[str, ExportLease] = {}
         self._holds: dict[str, tuple[int, ...]] = {}
 
     @property
@@ -85,7 +223,7 @@ class LoanTable:
     # -- lending
 
     def lend(
-        self, offers: Iterable[Offer], lease_id: str = "", *, is_computed: bool = True
+        self, offers: Iterable[ExportOffer], lease_id: str = "", *, is_computed: bool = True
     ) -> tuple[str, PackedBlocks]:
         """Lend blocks under a lease that the caller keeps; an empty `lease_id` makes one.
 
@@ -107,7 +245,7 @@ class LoanTable:
             rows.append(
                 pack(chain_hash, block_id, generation, checksum or 0, num_tokens, Tier.DEVICE)
             )
-        lease = self._lease(lease_id) if lease_id else Lease(math.inf)
+        lease = self._lease(lease_id) if lease_id else ExportLease(math.inf)
         if not lease.is_kept:
             raise IntegrityError(f"lease {lease_id} was handed over; it grows no more")
         if not lease_id:
@@ -118,7 +256,7 @@ class LoanTable:
         for (block_id, chain_hash, checksum, _), row in zip(offers, rows, strict=True):
             lent = self._lent.get(block_id)
             if lent is None:
-                lent = self._lent[block_id] = Lent(chain_hash)
+                lent = self._lent[block_id] = ExportedBlock(chain_hash)
             else:
                 twice.append(block_id)
             lent.num_leases += block_id not in named and block_id not in ahead
@@ -335,7 +473,7 @@ class LoanTable:
 
     # -- inside
 
-    def _lease(self, lease_id: str) -> Lease:
+    def _lease(self, lease_id: str) -> ExportLease:
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseLapsed(f"lease {lease_id or '(empty)'}: released, lapsed or never made")

@@ -1,44 +1,46 @@
-"""Lender: one worker's blocks as others read them: who is attached, the bytes that go out, and
-blocks to measure the way with.
+"""BlockLender: a worker's blocks as other workers read them: attachments, the bytes that go out,
+and blocks to measure the link with.
 
 Life: made with the worker -> `start` -> attachments come and go, reads and pushes run -> `stop`
-ends all leases and waits, a bounded time, for what still moves. Leases travel with handles, so they
-do not end with an attachment.
+ends all leases and waits, a bounded time, for transfers under way. Leases travel with handles, so
+they do not end with an attachment.
 
-A lender is read only: nothing here writes into a block. Knows no engine: whoever lends says which
-blocks, and hears of it when they are free (`LoanTable`). No stubs (server.py). One asyncio loop.
+A lender is read only: nothing here writes into a block. Knows no engine: its owner says which
+blocks are lent, and is called when they are free (`ExportedBlocks`). No stubs. One asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Sequence,
+)
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvstore.attachments import Attachment, AttachmentTable
 from kvstore.blocks import Block, PackedBlocks
 from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
-from kvstore.lending.followers import Followers
-from kvstore.lending.host import own_host_id
-from kvstore.lending.limits import LENDER_LIMITS, LenderLimits
-from kvstore.lending.loans import LoanTable, Offer
-from kvstore.lending.outlet import Outlet
-from kvstore.lending.probes import FindFree, Probes
-from kvstore.lending.reader import LenderIdentity as LenderIdentity
-from kvstore.lending.reader import Reader as Reader
-from kvstore.lending.reader_holds import ReaderHolds
-from kvstore.lending.told import Told
+from kvstore.exported_blocks import ExportedBlocks, ExportOffer, LeaseUpdate
 from kvstore.links import num_blocks_wanted
-from kvstore.push import Frames, PushOutcome, PushPeers, Target
+from kvstore.node_ids import PROBE_HASH
+from kvstore.push import Frames, PeerBlocks, PushOutcome, PushPeers, Target
 from kvstore.transport.base import CUDA_IPC, DIRECT_TRANSPORTS, BlockMemory
-from kvstore.transport.device import Shared
+from kvstore.transport.device import PinnedStaging, Shared
 from kvstore.transport.nixl import region_of
 from process import logs
 from process.deadline import Clock, Deadline
-from process.errors import FailedPrecondition, InvalidArgument, NotFound
-from process.tasks import end_tasks, start_task
+from process.errors import FailedPrecondition, InvalidArgument, NoCapacity, NotFound
+from process.tasks import complete_despite_cancel, end_tasks, start_task
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +53,324 @@ SWEEP_S = 0.25
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
 
 
-class Lender:
-    """See the module. `loans` is the truth about what is lent."""
+@dataclass(frozen=True)
+class LenderLimits:
+    """Bounds of one lender, for all of its readers together."""
+
+    max_followers: int = 256
+    """Readers that wait for the rest of a lease. Each has a prompt under way here. Guessed: far
+    more than a worker computes at once."""
+
+    max_wait_s: float = 5.0
+    """How long one of them waits; then it asks again, if it still wants to know. Guessed: many
+    chunks of a prompt."""
+
+    max_holds: int = 256
+    """Promises to readers at once. Guessed: as many as may wait to be told."""
+
+    max_hold_s: float = 1.0
+    """How long a promise lasts. Guessed: a hundred times what the copy of a chunk takes, and no
+    long time to do without blocks that nobody reads."""
+
+
+LENDER_LIMITS = LenderLimits()
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@functools.cache
+def own_host_id() -> str:
+    """Of the running kernel: containers of one host have the same, and no two hosts have. Empty
+    where the kernel tells none."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class LenderIdentity:
+    """Who lends. fingerprint: of the model, which a reader's must be."""
+
+    node_id: str
+    incarnation: bytes
+    fingerprint: bytes
+
+
+@dataclass(frozen=True)
+class ReaderInfo:
+    """What a worker says about itself. peer: of transport nixl. host_id: of cuda_ipc."""
+
+    worker_id: str
+    worker_incarnation: bytes
+    fingerprint: bytes
+    block_bytes: int
+    transport: str
+    peer: PeerBlocks | None = None
+    host_id: str = ""
+
+
+class LeaseWatchers:
+    """Readers that wait for the rest of a lease that still grows, so that the last blocks of a
+    prompt are copied while the handle is on its way.
+
+    Life of one: `rest` -> all that was wanted is lent, or the lease is handed over with less, or
+    the time is over: it gets what there is; or the lease ends, or it is cancelled. What it gets
+    says where bytes lie, and lets no reader use them: the handle does that. So it also names blocks
+    whose bytes are complete and whose checksums are still computed.
+
+    Laws: at most `max_followers` wait, none longer than `max_wait_s`; a lease is watched by those
+    that wait and by no others (`check_integrity`). Knows no bytes and no stubs. One asyncio loop.
+
+    Attributes:
+        limits: as they are when a reader asks.
+    """
+
+    def __init__(self, loans: ExportedBlocks, limits: LenderLimits = LENDER_LIMITS) -> None:
+        self.limits = limits
+        self._loans = loans
+        self._num_waiting = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    async def rest(
+        self,
+        lease_id: str,
+        num_known: int,
+        num_wanted: int,
+        budget_s: float,
+        *,
+        takes_unsealed: bool = False,
+    ) -> LeaseUpdate:
+        """Wait until the lease lends `num_wanted` blocks or is handed over, at most `budget_s`.
+
+        Args: takes_unsealed: blocks without a checksum count, too.
+        Returns: what it lends by then beyond the first `num_known`.
+        Raises: LeaseLapsed when it ends; NoCapacity when too many wait; InvalidArgument for who
+            wants no more than it knows: that would be all of it at any time.
+        """
+        if num_wanted <= num_known:
+            raise InvalidArgument("num_wanted", f"{num_wanted} is not more than {num_known} known")
+        if self._num_waiting >= self.limits.max_followers:
+            raise NoCapacity(f"{self._num_waiting} readers wait for this lender already")
+        news = asyncio.Event()
+        self._loans.watch(lease_id, news.set)
+        self._num_waiting += 1
+
+        def is_whole() -> bool:
+            return self._loans.is_whole(lease_id, num_wanted, takes_unsealed=takes_unsealed)
+
+        try:
+            is_all = await _until(is_whole, min(budget_s, self.limits.max_wait_s), news)
+        finally:
+            self._num_waiting -= 1
+            self._loans.unwatch(lease_id, news.set)
+        blocks = self._loans.blocks_of(lease_id, num_known)
+        num_sealed = max(0, self._loans.num_sealed(lease_id) - num_known)
+        if not takes_unsealed:
+            blocks = blocks[:num_sealed]
+        return LeaseUpdate(blocks, is_all, max(0, len(blocks) - num_sealed))
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError."""
+        num_watchers = self._loans.num_watchers
+        if num_watchers > self._num_waiting:  # fewer: of leases that have just ended
+            raise IntegrityError(f"{num_watchers} watch leases, {self._num_waiting} wait")
+
+
+async def _until(is_whole: Callable[[], bool], budget_s: float, news: asyncio.Event) -> bool:
+    """Returns: whether it is, when it is or the time is over."""
+    try:
+        async with asyncio.timeout(budget_s):
+            while not is_whole():
+                news.clear()
+                await news.wait()
+    except TimeoutError:
+        return is_whole()
+    return True
+
+
+class ReadPins:
+    """Blocks that a lender keeps in place for a reader that has mapped its memory, for a time that
+    it promises. What the reader has copied by then was what the lender named, so it asks nothing.
+
+    Law: a pin lasts exactly as long as was promised, whatever becomes of its lease, its reader or
+    the lender's readiness to lend. Bounded in number: beyond it a reader is promised nothing, and
+    asks after its copy. One asyncio loop.
+
+    Attributes:
+        limits: as they are when a promise is asked for.
+    """
+
+    def __init__(
+        self,
+        loans: ExportedBlocks,
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
+        limits: LenderLimits = LENDER_LIMITS,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """on_begin, on_end: told of each. clock: seconds, by which a hold is over."""
+        self.limits = limits
+        self._loans = loans
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._clock = clock
+        self._ends: dict[str, asyncio.TimerHandle] = {}
+
+    def keep(self, lease_id: str, first: int, seconds: float) -> float:
+        """Keep what a lease lends from its block `first` on for `seconds`, within the bound.
+
+        Returns: for how long it is kept, from now; 0: it is not. Raises: LeaseLapsed.
+        """
+        seconds = min(seconds, self.limits.max_hold_s)
+        if seconds <= 0 or len(self._ends) >= self.limits.max_holds:
+            return 0.0
+        hold_id = self._loans.hold_lease(lease_id, first)
+        self._end_later(hold_id, self._clock() + seconds)
+        self._on_begin()
+        return seconds
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError."""
+        if not self._loans.has_holds(self._ends):
+            raise IntegrityError("a reader was promised blocks that are not held")
+
+    def _end_later(self, hold_id: str, ends_s: float) -> None:
+        left_s = ends_s - self._clock()
+        loop = asyncio.get_running_loop()
+        self._ends[hold_id] = loop.call_later(left_s, self._end, hold_id, ends_s)
+
+    def _end(self, hold_id: str, ends_s: float) -> None:
+        if self._clock() < ends_s:  # a loop's timer may be a moment early
+            self._end_later(hold_id, ends_s)
+            return
+        del self._ends[hold_id]
+        self._loans.unhold(hold_id)
+        self._on_end()
+
+
+class BlockReader:
+    """The bytes of a worker's blocks, block by block, to be sent: views where the blocks lie in
+    host memory, copies through page-locked rows of its own where they lie on a device. The caller
+    keeps the blocks in place. One asyncio loop; the device copies in a thread."""
+
+    def __init__(self, memory: BlockMemory) -> None:
+        self._memory = memory
+        self._staging: PinnedStaging | None = None
+        self._turn = asyncio.Lock()
+        if memory.device is not None:
+            self._staging = PinnedStaging(
+                memory.device, memory.address, memory.block_bytes, memory.num_blocks
+            )
+
+    async def blocks(self, block_ids: Sequence[int]) -> AsyncIterator[memoryview]:
+        """The bytes of each block, in order; good until the next one is asked for.
+
+        Raises: TransferFailed when the device failed.
+        """
+        if self._staging is None:
+            for block_id in block_ids:
+                yield self._memory.view[block_id].data
+            return
+        num_rows = self._staging.num_rows
+        for start in range(0, len(block_ids), num_rows):
+            batch = await self._fetch(self._staging, block_ids[start : start + num_rows])
+            for block in batch:
+                yield memoryview(block)
+
+    async def close(self) -> None:
+        """Nothing may be under way."""
+        if self._staging is not None:
+            await asyncio.to_thread(self._staging.close)
+
+    async def _fetch(self, staging: PinnedStaging, block_ids: Sequence[int]) -> list[bytes]:
+        """Copies: a reader that is slow must not keep the rows from others."""
+
+        def fetch() -> list[bytes]:
+            staging.fetch(block_ids)
+            return [row.tobytes() for row in staging.rows[: len(block_ids)]]
+
+        async with self._turn:
+            fetching = asyncio.ensure_future(asyncio.to_thread(fetch))
+            await complete_despite_cancel(fetching)  # the rows are in use until then
+        return fetching.result()
+
+
+PROBE_TTL_S = 10.0
+"""A reader gives back what it measures with; one that does not has it no longer."""
+
+FindFree = Callable[[int, float], Awaitable[Sequence[int]]]
+"""(at most so many, within so many seconds): blocks that nobody uses, kept in place until they are
+free again (`ExportedBlocks`'s `on_free`); none where there is no room."""
+
+Seal = Callable[[str], Awaitable[PackedBlocks]]
+"""`BlockLender.seal`."""
+
+
+class ProbeBlocks:
+    """Free blocks of a lender that readers measure the link with, each for a while.
+
+    Law: an attachment has one lease of them at most, which ends with it. Knows no wire. One asyncio
+    loop.
+    """
+
+    def __init__(
+        self, loans: ExportedBlocks, find_free: FindFree, seal: Seal, max_blocks: int, clock: Clock
+    ) -> None:
+        """max_blocks: that one reader is given."""
+        self._loans = loans
+        self._find_free = find_free
+        self._seal = seal
+        self._max_blocks = max_blocks
+        self._clock = clock
+        self._leases: dict[str, str] = {}  # attachment -> what it may measure with
+        self.unsealed: set[str] = set()
+        """Leases that nobody was told of yet: they have no end until their blocks are sealed."""
+
+    async def lend(
+        self, attachment_id: str, num_blocks: int, budget_s: float
+    ) -> tuple[str, Sequence[Block]]:
+        """Free blocks to measure the way with, if there are any; what the reader had for that
+        before is given back. Returns: their lease and they, or nothing."""
+        self._release(self._leases.pop(attachment_id, ""))
+        block_ids = await self._find_free(min(num_blocks, self._max_blocks), budget_s)
+        if not block_ids:
+            return "", ()
+        lease_id, _ = self._loans.lend(ExportOffer(each, PROBE_HASH, None, 1) for each in block_ids)
+        self.unsealed.add(lease_id)
+        try:
+            blocks = await self._seal(lease_id)
+        except BaseException:
+            self._release(lease_id)
+            raise
+        finally:
+            self.unsealed.discard(lease_id)
+        self._loans.hand_over(lease_id, PROBE_TTL_S, self._clock())
+        former = self._leases.get(attachment_id, "")  # of a call beside this one
+        self._leases[attachment_id] = lease_id
+        self._release(former)
+        return lease_id, blocks
+
+    def keep(self, attachments: Collection[str]) -> None:
+        """These are there; all others are gone, and have nothing any more."""
+        self._release(*(self._leases.pop(each) for each in self._leases.keys() - attachments))
+
+    def _release(self, *lease_ids: str) -> None:
+        self._loans.release(lease_ids, self._clock())
+
+
+class BlockLender:
+    """A worker's blocks for its readers. `loans` is the truth about what is lent."""
 
     def __init__(
         self,
         identity: LenderIdentity,
         memory: BlockMemory,
-        loans: LoanTable,
+        loans: ExportedBlocks,
         find_free: FindFree,
         *,
         nixl_net_devices: str = "lo",
@@ -71,14 +383,14 @@ class Lender:
         self.memory = memory
         self.loans = loans
         self.attachments = AttachmentTable()
-        self.followers = Followers(loans, limits)
+        self.followers = LeaseWatchers(loans, limits)
         max_probes = num_blocks_wanted(memory.block_bytes) // 2
-        self.probes = Probes(loans, find_free, self.seal, max_probes, clock)
+        self.probes = ProbeBlocks(loans, find_free, self.seal, max_probes, clock)
         self.shared: Shared | None = None
         """What readers of transport cuda_ipc are given; made for the first."""
         self._lets_map = lets_map
         self._clock = clock
-        self._outlet = Outlet(memory)
+        self._outlet = BlockReader(memory)
         device = memory.device
         self.peers = PushPeers(
             loans,
@@ -89,7 +401,7 @@ class Lender:
         )
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopped = False
-        self.reader_holds = ReaderHolds(loans, self._begin, self._end, limits)
+        self.reader_holds = ReadPins(loans, self._begin, self._end, limits)
         self._num_reading = 0
         self._still = asyncio.Event()
         self._still.set()
@@ -127,11 +439,11 @@ class Lender:
     # -- lending
 
     def enter(
-        self, offers: Iterable[Offer], lease_id: str = "", *, is_computed: bool = True
+        self, offers: Iterable[ExportOffer], lease_id: str = "", *, is_computed: bool = True
     ) -> str:
         """Lend blocks whose bytes are complete and do not change; those without a checksum can be
         read from now on, and are to be sealed. is_computed: False: their bytes are still to come,
-        and nobody can read them until `LoanTable.computed` says that they have.
+        and nobody can read them until `ExportedBlocks.computed` says that they have.
 
         Returns: the lease. Raises: LeaseLapsed; NotFound when the lender has stopped: nothing was
             lent then.
@@ -154,7 +466,7 @@ class Lender:
 
     # -- readers come and go
 
-    async def attach(self, reader: Reader) -> Attachment:
+    async def attach(self, reader: ReaderInfo) -> Attachment:
         """Let a reader in. Raises: InvalidArgument, FailedPrecondition."""
         self._check_open()
         if not reader.worker_id:
@@ -210,8 +522,8 @@ class Lender:
         *,
         takes_unsealed: bool = False,
         hold_s: float = 0.0,
-    ) -> Told:
-        """What is lent beyond the blocks that a reader knows of; see Followers. hold_s: for how
+    ) -> LeaseUpdate:
+        """What is lent beyond the blocks that a reader knows of; see LeaseWatchers. hold_s: for how
         long it shall be kept for this reader, if it has mapped the memory: all others read by our
         own hand, under holds of their own."""
         begun_s = self._clock()
