@@ -457,7 +457,7 @@ class BlockStore:
             return
         hashes: list[bytes] = []
         for frame, generation in zip(frames, generations, strict=False):
-            node = self.table.committed.get(frame)
+            node = self.table.find(frame)
             if node and node.block and node.block.generation == generation:
                 hashes.append(node.chain_hash)
         self.history.note(VERIFIED, hashes, attachment.worker_id, trace)
@@ -507,7 +507,7 @@ class BlockStore:
 
     def _node_of(self, block: Block) -> TreeNode | None:
         """The node of the block, if its frame still holds it at its generation."""
-        node = self.table.committed.get(block.frame)
+        node = self.table.find(block.frame)
         if node is None or node.block is None or node.chain_hash != block.chain_hash:
             return None
         return node if node.block.generation == block.generation else None

@@ -86,8 +86,8 @@ class FrameTable:
         self.frame_account = SlotAccount(num_frames, shares)
         self.pages = SlotPool(0)
         self.page_account = SlotAccount(0, shares)
-        self.committed: dict[int, TreeNode] = {}
-        """frame -> node; tails, and nodes that left the tree, among them."""
+        self.committed: list[TreeNode | None] = [None] * num_frames
+        """By frame; tails, and nodes that left the tree, among them."""
         self.tails: dict[int, str] = {}
         """frame -> the name that the tail was reserved under."""
         self.damaged: dict[int, TreeNode] = {}
@@ -145,6 +145,11 @@ class FrameTable:
         self.tails[frame] = name
         self.place(frame, node, checksum, num_tokens)
         return node
+
+    def find(self, frame: int) -> TreeNode | None:
+        """The node whose bytes are committed in the frame; None also for a frame that does not
+        exist."""
+        return self.committed[frame] if 0 <= frame < self.frames.num_slots else None
 
     def unpin(self, node: TreeNode) -> None:
         """One pin ends; with the last one the frame of a removed node or a tail comes free."""
@@ -308,9 +313,9 @@ class FrameTable:
     def quarantine_damaged(self, node: TreeNode) -> None:
         """The bytes in the node's frame are bad: stale to every reader from now on."""
         block = node.block
-        if block is None or self.committed.get(block.frame) is not node:
+        if block is None or self.committed[block.frame] is not node:
             return
-        del self.committed[block.frame]
+        self.committed[block.frame] = None
         self.tails.pop(block.frame, None)
         self.frames.quarantine(block.frame)
         self.damaged[block.frame] = node
@@ -335,7 +340,7 @@ class FrameTable:
         if block is None:
             return
         if self.damaged.pop(block.frame, None) is None:
-            del self.committed[block.frame]
+            self.committed[block.frame] = None
             self.tails.pop(block.frame, None)
         self.tree.set_block(node, None)
         self.free_frame(block.frame)

@@ -71,8 +71,8 @@ def check_table(table: FrameTable) -> Iterator[None]:
     yield from check_pages(table)
     yield from check_account(table.frame_account, table.frames)
     yield from check_account(table.page_account, table.pages)
-    for frame, node in chain(table.committed.items(), table.damaged.items()):
-        if table.frame_account.tenant_of(frame) != node.tenant:
+    for frame, node in chain(enumerate(table.committed), table.damaged.items()):
+        if node is not None and table.frame_account.tenant_of(frame) != node.tenant:
             raise IntegrityError(f"frame {frame}: charged to another tenant than its block")
         yield
     yield from check_orders(table)
@@ -144,9 +144,12 @@ def check_committed(table: FrameTable) -> Iterator[None]:
     """Committed frames hold blocks of the tree, pinned tails, or pinned blocks that were removed
     from the tree; one each, at the frame's own generation."""
     frames, tree, committed = table.frames, table.tree, table.committed
-    if len(committed) != frames.count(SlotState.COMMITTED):
-        raise IntegrityError("committed frames and their nodes differ in number")
-    for frame, node in committed.items():
+    num_committed = 0
+    for frame, node in enumerate(committed):
+        yield
+        if node is None:
+            continue
+        num_committed += 1
         block = node.block
         if block is None or frames.state(frame) is not SlotState.COMMITTED:
             raise IntegrityError(f"frame {frame}: has a node but is not committed")
@@ -158,9 +161,10 @@ def check_committed(table: FrameTable) -> Iterator[None]:
             raise IntegrityError(f"frame {frame}: neither tail nor block, or both")
         if node.num_pins == 0 and not tree.is_present(node):
             raise IntegrityError(f"frame {frame}: no lease pins it and it is not in the tree")
-        yield
+    if num_committed != frames.count(SlotState.COMMITTED):
+        raise IntegrityError("committed frames and their nodes differ in number")
     for node in tree:
-        if node.block is not None and committed.get(node.block.frame) is not node:
+        if node.block is not None and committed[node.block.frame] is not node:
             raise IntegrityError(f"{node.chain_hash.hex()}: its frame is not its own")
         yield
 
@@ -185,12 +189,14 @@ def check_pages(table: FrameTable) -> Iterator[None]:
 def check_account(account: SlotAccount, pool: SlotPool) -> Iterator[None]:
     """The slots charged to tenants are those that are taken, and are counted right."""
     used: Counter[str] = Counter()
-    for slot, tenant in account.tenants.items():
+    for slot, tenant in enumerate(account.tenants):
+        yield
+        if tenant is None:
+            continue
         used[tenant] += 1
         if pool.state(slot) is SlotState.FREE:
             raise IntegrityError("a slot that is free is charged to a tenant")
-        yield
-    if len(account.tenants) != pool.num_taken:
+    if used.total() != pool.num_taken:
         raise IntegrityError("slots charged to tenants are not those that are taken")
     if used != account.used:
         raise IntegrityError("tenants' slots are miscounted")
@@ -321,10 +327,10 @@ def check_pins(table: FrameTable, leases: LeaseTable) -> Iterator[None]:
         for node in lease.pins:
             pins[node] += 1
             yield
-    for node in chain(tree, committed.values(), damaged.values(), pins):
-        if node.num_pins != pins.get(node, 0):
+    for held in chain(tree, committed, damaged.values(), pins):
+        if held is not None and held.num_pins != pins.get(held, 0):
             raise IntegrityError(
-                f"{node.chain_hash.hex()}: {node.num_pins} pins kept, {pins[node]} are held"
+                f"{held.chain_hash.hex()}: {held.num_pins} pins kept, {pins[held]} are held"
             )
         yield
     num_pinned = 0
@@ -332,7 +338,7 @@ def check_pins(table: FrameTable, leases: LeaseTable) -> Iterator[None]:
         num_pinned += num_pins > 0
         block = node.block
         if block is not None and node not in (
-            committed.get(block.frame),
+            committed[block.frame],
             damaged.get(block.frame),
         ):
             raise IntegrityError(f"frame {block.frame}: pinned but not committed")
