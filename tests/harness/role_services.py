@@ -20,6 +20,7 @@ from process import grpc_server, rpc
 from process.access import RULES
 from process.access import WORKERS as WORKERS
 from process.access import Role as Role
+from process.secret_files import replace_file
 from process.tls import Identity, TlsSettings
 from protos import (
     autoscaler_pb2,
@@ -130,5 +131,5 @@ def certificate_of(made: CertSet, folder: Path, names: Sequence[str]) -> TlsSett
     certificate = one.sign(ca_key, hashes.SHA256())  # type: ignore[arg-type]
     files = (folder / "crt", folder / "key")
     files[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    certs._write(files[1], certs._key_pem(key), 0o600)
+    replace_file(files[1], certs._key_pem(key), mode=0o600)
     return TlsSettings(str(made.ca_file), str(files[0]), str(files[1]))
