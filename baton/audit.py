@@ -23,7 +23,7 @@ from baton.errors import BatonError, Unavailable
 from kvstore import index
 from kvstore.block_hash import CHAIN_HASH_BYTES
 from process import registry, rpc
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Deadline
 from process.registry import RedisAccess
 from process.rpc import Dialer
@@ -163,7 +163,7 @@ async def _audit_store(
 ) -> StoreAudit:
     if not store.reachable:
         return _not_looked_at(store, "no heartbeat: its index is void", is_void=True)
-    async with dial(store.address, Role.KVSTORE) as channel:
+    async with dial(store.address, PeerRole.KVSTORE) as channel:
         looking = _Looking(client, kvstore_pb2_grpc.KvStoreStub(channel), store, timeout_s)
         try:
             first = await looking.look()

@@ -13,7 +13,7 @@ import grpc.aio
 
 from kvstore import index
 from process import registry, rpc
-from process.access import Role
+from process.access import PeerRole
 from process.errors import BatonError
 from process.registry import RedisAccess
 from process.rpc import Dialer
@@ -62,7 +62,7 @@ async def _ask_one(
     timeout_s: float,
     dial: Dialer,
 ) -> Told:
-    async with dial(store.address, Role.KVSTORE) as channel:
+    async with dial(store.address, PeerRole.KVSTORE) as channel:
         stub = kvstore_pb2_grpc.KvStoreStub(channel)
         try:
             reply = await stub.GetBlockHistory(request, timeout=timeout_s)

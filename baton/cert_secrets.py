@@ -19,7 +19,7 @@ from typing import Any
 from baton import certs
 from baton.certs import CertsError
 from process import kubernetes_config
-from process.access import Role
+from process.access import PeerRole
 from process.kubernetes_config import NAMESPACE_FILE
 from process.settings import SettingsError
 
@@ -122,7 +122,7 @@ class _Secrets:
                 # it is nobody's.
                 content = {"ca.crt": ca_cert, "ca.key": (folder / "ca.key").read_bytes()}
                 self._create("ca", content, owner)
-            names = [*(role.value for role in Role), *servers]
+            names = [*(role.value for role in PeerRole), *servers]
             for each in names:
                 content = {
                     "ca.crt": ca_cert,

@@ -22,7 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.cert_set import CertSet
 from baton.errors import BatonError
-from process.access import WORKERS, Role
+from process.access import WORKERS, PeerRole
 from process.secret_files import replace_file
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -56,8 +56,8 @@ def write(
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         ca_key, ca = _ca(folder)
-        for role in Role:
-            own = names if role is Role.ROUTER else []
+        for role in PeerRole:
+            own = names if role is PeerRole.ROUTER else []
             key = ec.generate_private_key(ec.SECP256R1())
             certificate = _leaf(
                 role.value, [*_names_of_role(role, flips), *own], key, ca_key, ca, days
@@ -74,7 +74,7 @@ def write(
     return made
 
 
-def _names_of_role(role: Role, flips: bool) -> list[x509.GeneralName]:
+def _names_of_role(role: PeerRole, flips: bool) -> list[x509.GeneralName]:
     others = WORKERS - {role} if flips and role in WORKERS else frozenset()
     return [
         name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from process.tls import Identity, TlsSettings
+from process.tls import TlsIdentity, TlsSettings
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Credentials:
         """What each call carries."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
-    def identity(self) -> Identity | None:
+    def identity(self) -> TlsIdentity | None:
         """For channels. Raises: SettingsError naming the file that cannot be used."""
-        return None if self.tls is None else Identity(self.tls)
+        return None if self.tls is None else TlsIdentity(self.tls)
 
 
 NO_CREDENTIALS = Credentials()

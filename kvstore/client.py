@@ -62,7 +62,7 @@ from kvstore.transport.base import (
 from kvstore.transport.connect import connect
 from kvstore.transport.nixl import region_of
 from process import logs, rpc, spans
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from process.rpc import Dialer
@@ -189,7 +189,7 @@ class KvStoreClient:
         timeout_s: float,
         nixl_net_devices: str = "lo",
         dial: Dialer = rpc.PLAIN,
-        role: Role = Role.KVSTORE,
+        role: PeerRole = PeerRole.KVSTORE,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> KvStoreClient:
         """Attach this life of a worker to the store at `address`.

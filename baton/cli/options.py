@@ -29,7 +29,7 @@ from baton.cluster.state import ClusterState
 from baton.credentials import Credentials
 from baton.errors import ClusterError, InvalidArgument, Unavailable
 from process import secret_files
-from process.access import Role
+from process.access import PeerRole
 from process.rpc import Dialer
 from process.settings import field_docstrings
 from process.tls import TlsSettings
@@ -263,7 +263,7 @@ class RouterTarget:
         if self.tls or self.ca_file or self.cert_file:
             tls = TlsSettings(self.ca_file, self.cert_file, self.key_file)
         elif self.state is not None and self.state.tls_dir:
-            tls = CertSet(Path(self.state.tls_dir)).tls_of(Role.ADMIN)
+            tls = CertSet(Path(self.state.tls_dir)).tls_of(PeerRole.ADMIN)
         return Credentials(tls, api_key)
 
     def client(self) -> SyncClient:

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from baton.cert_set import CertSet
 from baton.cluster.config import ClusterConfig
 from baton.errors import ClusterError
-from process.access import Role
+from process.access import PeerRole
 
 DRAIN_S = 3
 """How long a stopping part lets requests finish, unless `--set` says otherwise."""
@@ -60,7 +60,7 @@ class Secured:
     redis_user: str = ""
     redis_password_file: str = ""
 
-    def settings_of(self, role: Role) -> dict[str, str | float]:
+    def settings_of(self, role: PeerRole) -> dict[str, str | float]:
         """The settings of a part of that role."""
         values: dict[str, str | float] = {}
         if self.certs is not None:
@@ -68,7 +68,7 @@ class Secured:
         if self.redis_password_file:
             values |= {"redis.password_file": self.redis_password_file}
             values |= {"redis.user": self.redis_user} if self.redis_user else {}
-        if role is Role.ROUTER:
+        if role is PeerRole.ROUTER:
             values |= _files("client_tls", self.certs, role) if self.certs is not None else {}
             values |= {"api_keys_file": self.api_keys_file} if self.api_keys_file else {}
         return values
@@ -77,7 +77,7 @@ class Secured:
 OPEN = Secured()
 
 
-def _files(group: str, certs: CertSet, role: Role) -> dict[str, str | float]:
+def _files(group: str, certs: CertSet, role: PeerRole) -> dict[str, str | float]:
     return {
         f"{group}.cert_file": str(certs.cert_file(role)),
         f"{group}.key_file": str(certs.key_file(role)),
@@ -161,7 +161,7 @@ def stores(
                 "listen": socket_address(sockets, name),
                 "slab_dir": slab_dir,
                 "drain_s": str(STORE_DRAIN_S),
-                **secured.settings_of(Role.KVSTORE),
+                **secured.settings_of(PeerRole.KVSTORE),
                 **_metrics(config),
                 **_tracing(config),
             },
@@ -248,7 +248,7 @@ def _worker(
             "limits.drain_s": str(DRAIN_S),
             "engine.num_threads": str(num_threads),
             **_memory_share(config, place, config.num_workers),
-            **parts.secured.settings_of(Role(role)),
+            **parts.secured.settings_of(PeerRole(role)),
             **_direct(config, role),
             **_drafts(config, role, parts),
             **_metrics(config),
@@ -278,7 +278,7 @@ def drafts(config: ClusterConfig, *, sockets: Path, secured: Secured = OPEN) -> 
                 "engine.model": config.draft_model,
                 "engine.device": config.devices[_draft_place(config, index)],
                 "engine.num_threads": "1",
-                **secured.settings_of(Role.DRAFT),
+                **secured.settings_of(PeerRole.DRAFT),
                 **_metrics(config),
             },
         )
@@ -354,7 +354,7 @@ def router(
             "handover": config.handover,
             "times.drain_s": str(DRAIN_S),
             "times.max_step_s": MAX_STEP_S,
-            **secured.settings_of(Role.ROUTER),
+            **secured.settings_of(PeerRole.ROUTER),
             **_metrics(config),
             **_tracing(config),
         },
@@ -386,7 +386,7 @@ def autoscaler(
             "plan.limits.prefill.max_workers": str(config.num_prefill_max),
             "plan.limits.decode.min_workers": str(config.num_decode_min),
             "plan.limits.decode.max_workers": str(config.num_decode_max),
-            **secured.settings_of(Role.AUTOSCALER),
+            **secured.settings_of(PeerRole.AUTOSCALER),
             **_metrics(config),
         },
     )
