@@ -46,7 +46,7 @@ from rich.table import Table
 
 from baton import ClusterConfig, LocalCluster
 from benchmarks.context import context, publish
-from process.spans import SpanData, TraceContext, current_span
+from process.spans import RecordingSpan, TraceContext, current_span
 from process.tracing import OtlpExporter, Tracing, TracingSettings
 from protos import inference_pb2, inference_pb2_grpc
 from services.router.request_trace import STAGE, TO_FIRST_TOKEN, RequestTrace
@@ -200,7 +200,7 @@ class _Encoding:
 class _Nowhere:
     """An exporter that gets nothing."""
 
-    def take(self, span: SpanData) -> None:
+    def take(self, span: RecordingSpan) -> None:
         raise AssertionError("nobody is traced here")
 
 
