@@ -26,7 +26,7 @@ from baton.errors import BatonError, Unavailable
 from kvstore import index
 from kvstore.block_hash import CHAIN_HASH_BYTES
 from process import registry, rpc
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Deadline
 from process.registry import RedisAccess
 from process.rpc import Dialer
@@ -205,7 +205,7 @@ async def _store_history(
     timeout_s: float,
     dial: Dialer,
 ) -> StoreHistory:
-    async with dial(store.address, Role.KVSTORE) as channel:
+    async with dial(store.address, PeerRole.KVSTORE) as channel:
         stub = kvstore_pb2_grpc.KvStoreStub(channel)
         try:
             reply = await stub.GetBlockHistory(request, timeout=timeout_s)
@@ -225,7 +225,7 @@ async def _audit_store(
 ) -> StoreAudit:
     if not store.reachable:
         return _not_compared(store, "no heartbeat: its index is void", is_void=True)
-    async with dial(store.address, Role.KVSTORE) as channel:
+    async with dial(store.address, PeerRole.KVSTORE) as channel:
         reader = _StoreReader(client, kvstore_pb2_grpc.KvStoreStub(channel), store, timeout_s)
         try:
             first = await reader.read()

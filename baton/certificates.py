@@ -29,7 +29,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.errors import BatonError
 from process import kubernetes_config
-from process.access import WORKERS, Role
+from process.access import WORKERS, PeerRole
 from process.kubernetes_config import NAMESPACE_FILE
 from process.secret_files import replace_file
 from process.settings import SettingsError
@@ -59,15 +59,15 @@ class CertSet:
         """The certificate of the CA."""
         return self.folder / "ca.crt"
 
-    def cert_file(self, role: Role) -> Path:
+    def cert_file(self, role: PeerRole) -> Path:
         """The certificate of a role."""
         return self.folder / f"{role.value}.crt"
 
-    def key_file(self, role: Role) -> Path:
+    def key_file(self, role: PeerRole) -> Path:
         """The private key of a role."""
         return self.folder / f"{role.value}.key"
 
-    def tls_of(self, role: Role) -> TlsSettings:
+    def tls_of(self, role: PeerRole) -> TlsSettings:
         """The TLS settings of a process of this role."""
         return TlsSettings(str(self.ca_file), str(self.cert_file(role)), str(self.key_file(role)))
 
@@ -89,8 +89,8 @@ def write(
         flips: workers may change their role, so their certificates name both.
     Raises: CertsError.
     """
-    names = {role.value: _names_of_role(role, flips) for role in Role}
-    names[Role.ROUTER.value] += [_name_of(host) for host in hosts]
+    names = {role.value: _names_of_role(role, flips) for role in PeerRole}
+    names[PeerRole.ROUTER.value] += [_name_of(host) for host in hosts]
     names |= {server: [_name_of(host)] for server, host in servers.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -105,7 +105,7 @@ def write(
     return CertSet(folder)
 
 
-def _names_of_role(role: Role, flips: bool) -> list[x509.GeneralName]:
+def _names_of_role(role: PeerRole, flips: bool) -> list[x509.GeneralName]:
     others = WORKERS - {role} if flips and role in WORKERS else frozenset()
     return [
         name
@@ -319,7 +319,7 @@ class _Secrets:
                 # not written.
                 content = {"ca.crt": ca_cert, "ca.key": (folder / "ca.key").read_bytes()}
                 self._create("ca", content, owner)
-            names = [*(role.value for role in Role), *servers]
+            names = [*(role.value for role in PeerRole), *servers]
             for each in names:
                 content = {
                     "ca.crt": ca_cert,

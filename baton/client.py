@@ -41,7 +41,7 @@ from baton.messages import (
 )
 from baton.request import Prompt, build_embed_request, build_request
 from process import rpc
-from process.tls import Identity, TlsSettings
+from process.tls import TlsIdentity, TlsSettings
 from protos import inference_pb2, inference_pb2_grpc
 
 Result = TypeVar("Result")
@@ -82,10 +82,10 @@ class Credentials:
         """The metadata of each call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
-    def identity(self) -> Identity | None:
+    def identity(self) -> TlsIdentity | None:
         """The TLS identity of channels; None: without TLS. Raises: SettingsError naming the file
         that cannot be used."""
-        return None if self.tls is None else Identity(self.tls)
+        return None if self.tls is None else TlsIdentity(self.tls)
 
 
 NO_CREDENTIALS = Credentials()

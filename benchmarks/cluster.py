@@ -49,7 +49,7 @@ from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
 from kvstore import block_hash
-from process.spans import SpanData, TraceContext, current_span
+from process.spans import RecordingSpan, TraceContext, current_span
 from process.tracing import OtlpExporter, Tracing, TracingSettings
 from protos import inference_pb2, inference_pb2_grpc
 from services.router.admission_settings import AdmissionSettings
@@ -520,7 +520,7 @@ class _Encoding:
 class _Nowhere:
     """An exporter that gets nothing."""
 
-    def take(self, span: SpanData) -> None:
+    def take(self, span: RecordingSpan) -> None:
         raise AssertionError("a request is traced")
 
 

@@ -64,7 +64,7 @@ from kvstore.transport.connect import connect
 from kvstore.transport.nixl import region_of
 from kvstore.transport.nixl_agent import NixlAgent
 from process import logs, rpc, spans
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.rpc import Dialer
@@ -205,7 +205,7 @@ class KvStoreClient:
         timeout_s: float,
         nixl_net_devices: str = "lo",
         dial: Dialer = rpc.PLAIN,
-        role: Role = Role.KVSTORE,
+        role: PeerRole = PeerRole.KVSTORE,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> KvStoreClient:
         """Attach this life of a worker to the store at `address`.

@@ -24,7 +24,7 @@ from kvstore.errors import LeaseLapsed
 from kvstore.exported_blocks import LeaseUpdate, LenderPromise
 from kvstore.transport.device import Shared
 from process import logs, rpc, spans
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Internal, NotFound, Unavailable
 from process.rpc import Dialer
@@ -80,7 +80,9 @@ class StoreConnection:
     """Calls `stub`'s methods for one worker. `broken` says why the connection is of no use any
     more; None while it works."""
 
-    def __init__(self, address: str, dial: Dialer = rpc.PLAIN, role: Role = Role.KVSTORE) -> None:
+    def __init__(
+        self, address: str, dial: Dialer = rpc.PLAIN, role: PeerRole = PeerRole.KVSTORE
+    ) -> None:
         """role: what the peer's certificate must name: a store, or a prefill worker that lends."""
         self.address = address
         self.broken: str | None = None

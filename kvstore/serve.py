@@ -22,9 +22,9 @@ from kvstore.node import StoreNode
 from kvstore.server import KvStoreServicer
 from kvstore.status import StoreMetrics, store_status
 from process import grpc_server, registry
-from process.access import RULES, Role
+from process.access import RULES, PeerRole
 from process.metrics import HealthProbes, LoopCollector, MetricsServer
-from process.tls import Identity
+from process.tls import TlsIdentity
 from process.tracing import Tracing
 
 
@@ -56,8 +56,8 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
     server, bound = await grpc_server.listen(
         settings.listen,
         [servicer.add_to],
-        identity=Identity.of(settings.tls, Role.KVSTORE),
-        rules=RULES[Role.KVSTORE],
+        identity=TlsIdentity.of(settings.tls, PeerRole.KVSTORE),
+        rules=RULES[PeerRole.KVSTORE],
     )
     try:
         node.node_id = settings.node_id or f"{socket.gethostname()}-{bound.rpartition(':')[2]}"

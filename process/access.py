@@ -1,9 +1,9 @@
-"""Who may call what: the role in a peer's certificate decides, method by method.
+"""Which peer may call which method: the role in its certificate decides.
 
 A role is a URI among a certificate's names, `baton://role/<role>`. A certificate names one, or both
-of a worker that may take the other; its owner may then call what either may, and nothing more. What
-the table does not name is refused, to every role. Pure values and functions; `process.rpc` asks
-them before each call.
+of a worker that may take the other; its owner may then call what either may, and nothing more. A
+method that the table does not name is refused, to every role. Pure; `process.grpc_server` checks
+each call.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from enum import Enum
 _URI = "baton://role/"
 
 
-class Role(Enum):
-    """What a process is, or whom a client acts for."""
+class PeerRole(Enum):
+    """What a process, or a client, is."""
 
     ROUTER = "router"
     PREFILL = "prefill"
@@ -24,11 +24,11 @@ class Role(Enum):
     DRAFT = "draft"
     """Guesses for decode workers."""
     AUTOSCALER = "autoscaler"
-    """Has workers started, stopped and flipped."""
+    """Starts, stops and flips workers."""
     CLIENT = "client"
     """Asks routers for answers."""
     ADMIN = "admin"
-    """Looks at and changes the cluster: `baton status`, `adapter`, `audit`."""
+    """Inspects and changes the cluster: `baton status`, `adapter`, `audit`."""
 
     @property
     def uri(self) -> str:
@@ -37,20 +37,22 @@ class Role(Enum):
 
     @property
     def server_name(self) -> str:
-        """The DNS name in a certificate by which who dials a process of this role knows it: its
-        addresses come and go. (`.internal` is nobody's on the Internet.)
+        """The DNS name in a certificate by which clients know a process of this role, since its
+        addresses come and go. (`.internal` is reserved for private use.)
         """
         return f"{self.value}.baton.internal"
 
 
-WORKERS = frozenset({Role.PREFILL, Role.DECODE})
+WORKERS = frozenset({PeerRole.PREFILL, PeerRole.DECODE})
 """The only roles that one certificate may name together: a worker takes the other by SetRole."""
 
-Rules = Mapping[str, frozenset[Role]]
+Rules = Mapping[str, frozenset[PeerRole]]
 """Roles that may call a method, by its path `/service/method`."""
 
 
-def _rules(service: str, allowed: Mapping[str, Iterable[Role]]) -> dict[str, frozenset[Role]]:
+def _rules(
+    service: str, allowed: Mapping[str, Iterable[PeerRole]]
+) -> dict[str, frozenset[PeerRole]]:
     return {
         f"/{service}/{method}": frozenset(roles)
         for methods, roles in allowed.items()
@@ -58,84 +60,84 @@ def _rules(service: str, allowed: Mapping[str, Iterable[Role]]) -> dict[str, fro
     }
 
 
-_LOOKING_ON = (Role.ROUTER, Role.ADMIN)
-_CONTROL = _rules("baton.v1.WorkerControl", {"SetRole": [Role.AUTOSCALER, Role.ADMIN]})
+_OBSERVERS = (PeerRole.ROUTER, PeerRole.ADMIN)
+_CONTROL = _rules("baton.v1.WorkerControl", {"SetRole": [PeerRole.AUTOSCALER, PeerRole.ADMIN]})
 _STANDARD = {
-    **_rules("grpc.health.v1.Health", {"Check Watch List": Role}),
-    **_rules("grpc.reflection.v1alpha.ServerReflection", {"ServerReflectionInfo": Role}),
-    **_rules("grpc.reflection.v1.ServerReflection", {"ServerReflectionInfo": Role}),
+    **_rules("grpc.health.v1.Health", {"Check Watch List": PeerRole}),
+    **_rules("grpc.reflection.v1alpha.ServerReflection", {"ServerReflectionInfo": PeerRole}),
+    **_rules("grpc.reflection.v1.ServerReflection", {"ServerReflectionInfo": PeerRole}),
 }
 
-RULES: Mapping[Role, Rules] = {
-    Role.PREFILL: {
+RULES: Mapping[PeerRole, Rules] = {
+    PeerRole.PREFILL: {
         **_rules(
             "baton.v1.Prefill",
             {
-                "Stream": [Role.ROUTER],
-                "GetWorkerStatus": _LOOKING_ON,
-                "LoadAdapter UnloadAdapter": [Role.ROUTER, Role.ADMIN],
+                "Stream": [PeerRole.ROUTER],
+                "GetWorkerStatus": _OBSERVERS,
+                "LoadAdapter UnloadAdapter": [PeerRole.ROUTER, PeerRole.ADMIN],
             },
         ),
-        # As a lender of its own blocks, to who reads them.
+        # As the owner of blocks that others read.
         **_rules(
             "baton.v1.KvStore",
             {
-                "Attach Detach Match Pin Renew Push GetPush Read Report": [Role.DECODE],
-                "Confirm AwaitLent": [Role.DECODE],
-                "Release": [Role.DECODE, Role.ROUTER],
-                "GetStatus": [Role.DECODE, *_LOOKING_ON],
+                "Attach Detach Match Pin Renew Push GetPush Read Report": [PeerRole.DECODE],
+                "Confirm AwaitLent": [PeerRole.DECODE],
+                "Release": [PeerRole.DECODE, PeerRole.ROUTER],
+                "GetStatus": [PeerRole.DECODE, *_OBSERVERS],
                 "Reserve Commit Abort Write List GetBlockHistory": [],
             },
         ),
         **_CONTROL,
         **_STANDARD,
     },
-    Role.DECODE: {
+    PeerRole.DECODE: {
         **_rules(
             "baton.v1.Decode",
             {
-                "Stream": [Role.ROUTER],
-                "GetWorkerStatus": _LOOKING_ON,
-                "LoadAdapter UnloadAdapter": [Role.ROUTER, Role.ADMIN],
+                "Stream": [PeerRole.ROUTER],
+                "GetWorkerStatus": _OBSERVERS,
+                "LoadAdapter UnloadAdapter": [PeerRole.ROUTER, PeerRole.ADMIN],
             },
         ),
         **_CONTROL,
         **_STANDARD,
     },
-    Role.KVSTORE: {
+    PeerRole.KVSTORE: {
         **_rules(
             "baton.v1.KvStore",
             {
                 "Attach Detach Match Reserve Commit Abort Pin Renew": WORKERS,
                 "Push GetPush Write Read Report": WORKERS,
-                "Release": [*WORKERS, Role.ROUTER],
-                "GetStatus": [*WORKERS, *_LOOKING_ON],
-                "List GetBlockHistory": [Role.ADMIN],
+                "Release": [*WORKERS, PeerRole.ROUTER],
+                "GetStatus": [*WORKERS, *_OBSERVERS],
+                "List GetBlockHistory": [PeerRole.ADMIN],
                 "Confirm AwaitLent": [],
             },
         ),
         **_STANDARD,
     },
-    Role.DRAFT: {
-        **_rules("baton.v1.Draft", {"Describe Propose Forget": [Role.DECODE]}),
+    PeerRole.DRAFT: {
+        **_rules("baton.v1.Draft", {"Describe Propose Forget": [PeerRole.DECODE]}),
         **_STANDARD,
     },
-    Role.AUTOSCALER: {
-        **_rules("baton.v1.Autoscaler", {"GetDecisions": [Role.ADMIN]}),
-        # KEDA has a client's certificate; numbers of workers are all that it is told.
+    PeerRole.AUTOSCALER: {
+        **_rules("baton.v1.Autoscaler", {"GetDecisions": [PeerRole.ADMIN]}),
+        # KEDA has a client's certificate, and learns numbers of workers alone.
         **_rules(
             "externalscaler.ExternalScaler",
-            {"IsActive StreamIsActive GetMetricSpec GetMetrics": [Role.CLIENT, Role.ADMIN]},
+            {"IsActive StreamIsActive GetMetricSpec GetMetrics": [PeerRole.CLIENT, PeerRole.ADMIN]},
         ),
         **_STANDARD,
     },
-    # Only where clients are asked for certificates; API keys are asked for besides.
-    Role.ROUTER: {
+    # Only where clients need certificates; they need API keys besides.
+    PeerRole.ROUTER: {
         **_rules(
             "baton.v1.Inference",
             {
-                "Generate ListModels": [Role.CLIENT, Role.ADMIN],
-                "GetClusterStatus Explain LoadAdapter UnloadAdapter": [Role.ADMIN],
+                "Generate ListModels": [PeerRole.CLIENT, PeerRole.ADMIN],
+                "GetClusterStatus Explain LoadAdapter UnloadAdapter": [PeerRole.ADMIN],
             },
         ),
         **_STANDARD,
@@ -144,22 +146,22 @@ RULES: Mapping[Role, Rules] = {
 """By the role of the process that is called."""
 
 
-def roles_of(uris: Iterable[str]) -> frozenset[Role]:
-    """The roles that a certificate's URIs name: one, or those of `WORKERS`. Empty: none, or others
-    together, or one that there is not: whoever signed that has made a mistake."""
-    known = {role.uri: role for role in Role}
+def roles_of(uris: Iterable[str]) -> frozenset[PeerRole]:
+    """The roles that a certificate's URIs name: one, or those of `WORKERS`. Empty for none, for
+    others together and for an unknown one."""
+    known = {role.uri: role for role in PeerRole}
     named = [uri for uri in uris if uri.startswith(_URI)]
     roles = frozenset(known[uri] for uri in named if uri in known)
     is_whole = len(roles) == len(named)
     return roles if is_whole and (len(roles) == 1 or roles == WORKERS) else frozenset()
 
 
-def names_of(roles: frozenset[Role]) -> str:
-    """For people."""
-    return " and ".join(role.value for role in Role if role in roles)
+def names_of(roles: frozenset[PeerRole]) -> str:
+    """For messages."""
+    return " and ".join(role.value for role in PeerRole if role in roles)
 
 
-def refusal(rules: Rules, method: str, roles: frozenset[Role]) -> str:
+def refusal(rules: Rules, method: str, roles: frozenset[PeerRole]) -> str:
     """Why a peer of those roles may not call the method; empty: it may."""
     if not roles:
         return (

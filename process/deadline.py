@@ -48,5 +48,5 @@ class Deadline:
         except TimeoutError as error:
             # Not our own clock: uvloop's timers may come a millisecond early.
             if not scope.expired():
-                raise  # somebody else's timeout
+                raise  # another timeout
             raise DeadlineExceeded(f"{what}: the time for it ran out") from error

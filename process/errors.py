@@ -2,15 +2,15 @@
 
     BatonError
       InvalidArgument(field)      permanent; the request is wrong at `field`
-      Unauthenticated             permanent; nobody knows who asks
-      PermissionDenied            permanent; who asks is known, and may not
+      Unauthenticated             permanent; the caller is unknown
+      PermissionDenied            permanent; the caller is known, and may not
       NotFound                    permanent; no such model, lease, push
       AlreadyExists               permanent; this request id runs with another body
       FailedPrecondition          permanent here; another layout, model or incarnation
       NoCapacity                  retry after `retry_after_s`; nothing was done
       Unavailable                 retry after `retry_after_s`; a peer is away
       DeadlineExceeded            permanent; the request's own time is over
-      Cancelled                   permanent; somebody asked for it
+      Cancelled                   permanent; the caller asked for it
       Internal                    permanent; our own mistake
 
 Packages may derive their own (a kvstore `StaleBlock`, an engine `ModelTooLarge`); `process.rpc`
@@ -40,7 +40,7 @@ class InvalidArgument(BatonError):
         self.problem = problem
 
     def renamed(self, field: str) -> InvalidArgument:
-        """The same problem, of what another border calls `field`."""
+        """The same problem, under the name that the field has in another interface."""
         error = type(self).__new__(type(self))
         error.__dict__.update(self.__dict__)
         InvalidArgument.__init__(error, field, self.problem)
@@ -48,11 +48,11 @@ class InvalidArgument(BatonError):
 
 
 class Unauthenticated(BatonError):
-    """Who asks has not shown who it is: no key, or none that is valid."""
+    """The caller showed no valid key."""
 
 
 class PermissionDenied(BatonError):
-    """Who asks is known, and may not do this."""
+    """The caller is known, and may not do this."""
 
 
 class NotFound(BatonError):
@@ -84,7 +84,7 @@ class DeadlineExceeded(BatonError):
 
 
 class Cancelled(BatonError):
-    """Somebody asked for the end."""
+    """The caller asked for the end."""
 
 
 class Internal(BatonError):

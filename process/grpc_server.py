@@ -41,7 +41,7 @@ from process import access, errors, logs, rpc
 from process.access import Rules
 from process.memory_budget import MemoryBudget, MemoryGrant
 from process.settings import UNIX
-from process.tls import Identity
+from process.tls import TlsIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -102,15 +102,17 @@ async def listen(
     *,
     max_message_bytes: int = rpc.MAX_MESSAGE_BYTES,
     max_reply_bytes: int | None = None,
-    identity: Identity | None = None,
+    identity: TlsIdentity | None = None,
     rules: Rules | None = None,
     limits: PublicPortLimits | None = None,
 ) -> tuple[grpc.aio.Server, str]:
     """Start a server on `host:port` (port 0: a free one), or on `unix:/path`, which only this user
     may connect to. A socket file that an earlier process left there is replaced.
 
-    Args: max_reply_bytes: None: as `max_message_bytes`. identity: over TLS, as this one. rules: who
-        may call what, by the certificates that such an identity asks for; looked at with each call.
+    Args:
+        max_reply_bytes: None: as `max_message_bytes`.
+        identity: for TLS; None: in the clear.
+        rules: roles that may call a method, where `identity` asks clients for certificates.
         limits: of a port that others than our own processes may call.
     Returns: the started server (its owner stops it) and the address it listens on.
     Raises: Unavailable naming the address when it is taken or not ours.

@@ -1,7 +1,7 @@
 """Log lines as JSON, one object a line on stderr: `ts`, `level`, `component`, `event`, then the
 event's own fields; for a request that is traced also `trace_id` and `span_id`.
 
-Prompts and outputs never go into a log, unless a router is told so (`log_prompts`).
+Prompts and outputs never go into a log, except by a router's setting `log_prompts`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from grpc._cython import cygrpc
 from grpc_status import rpc_status
 
 from process import errors, logs
-from process.access import Role
-from process.tls import Identity
+from process.access import PeerRole
+from process.tls import TlsIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ def channel(
     address: str,
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
-    identity: Identity | None = None,
+    identity: TlsIdentity | None = None,
     server_name: str = "",
 ) -> grpc.aio.Channel:
     """A channel of its own connection (channels to one address do not share a broken one), with
@@ -290,7 +290,7 @@ def channel(
 class Dialer:
     """How this process opens channels to its peers: as whom, and expecting whom."""
 
-    def __init__(self, identity: Identity | None = None) -> None:
+    def __init__(self, identity: TlsIdentity | None = None) -> None:
         """None: in the clear."""
         self._identity = identity
 
@@ -299,7 +299,7 @@ class Dialer:
         """How often our certificate has changed: channels made before have the old one."""
         return self._identity.num_reloads if self._identity is not None else 0
 
-    def __call__(self, address: str, role: Role) -> grpc.aio.Channel:
+    def __call__(self, address: str, role: PeerRole) -> grpc.aio.Channel:
         """A channel to the process of that role at `address`; over TLS any other is refused."""
         return channel(address, identity=self._identity, server_name=role.server_name)
 

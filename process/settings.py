@@ -129,11 +129,11 @@ def load(
     values: dict[str, Any] = {}
     for file in files:
         try:
-            told = tomllib.loads(file.read_text(encoding="utf-8"))
+            read = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SettingsError(f"{file}: cannot be read as TOML: {error}") from error
-        _check_keys(cls, told, str(file))
-        _merge(values, told)
+        _check_keys(cls, read, str(file))
+        _merge(values, read)
     for override in overrides:
         _set(values, override)
     return build(cls, values, where=", ".join(map(str, files)) or "settings")

@@ -1,7 +1,7 @@
 """Spans: what traced code uses. `current_span()` is the span that the running task works for.
 
 A request that is not sampled has NOOP_SPAN, whose methods do nothing, so that traced code needs no
-condition. A sampled one has a RecordingSpan, which hands a SpanData to its sink when it ends.
+condition. A sampled one has a RecordingSpan, which hands itself to its sink when it ends.
 
 Times are moments of `time.monotonic`, so that a span that begins where another ends shares that
 very number. They become the wall clock's by one offset, taken where the trace enters the process,
@@ -171,27 +171,6 @@ class SpanEvent:
     attributes: Attributes
 
 
-@dataclass(frozen=True, slots=True)
-class SpanData:
-    """An ended span. Times are Unix nanoseconds."""
-
-    name: str
-    kind: SpanKind
-    context: TraceContext
-    parent: TraceContext | None
-    is_parent_remote: bool
-    begin_ns: int
-    end_ns: int
-    attributes: Attributes
-    events: Sequence[SpanEvent]
-    links: Sequence[SpanLink]
-    problem: str | None
-    """Why it failed; None: it did not fail."""
-
-
-Sink = Callable[[SpanData], None]
-
-
 class Span:
     """The span of a request that is not sampled: every method does nothing."""
 
@@ -276,11 +255,12 @@ def without_span() -> contextvars.Context:
 
 
 class RecordingSpan(Span):
-    """The span of a sampled request. What it holds is bounded."""
+    """The span of a sampled request: collects, bounded, and hands itself to its sink
+    when it ends. Times are Unix nanoseconds."""
 
     def __init__(
         self,
-        sink: Sink,
+        sink: Callable[[RecordingSpan], None],
         name: str,
         context: TraceContext,
         parent: TraceContext | None,
@@ -294,16 +274,18 @@ class RecordingSpan(Span):
         """offset_ns: from the monotonic clock to the wall clock's; None: taken now."""
         self.is_recording = True
         self._sink = sink
-        self._name = name
+        self.name = name
         self._context = context
-        self._parent = parent
-        self._is_parent_remote = is_parent_remote
-        self._kind = kind
+        self.parent = parent
+        self.is_parent_remote = is_parent_remote
+        self.kind = kind
         self._offset_ns = wall_offset_ns() if offset_ns is None else offset_ns
-        self._begin_ns = self._ns(begin_s)
-        self._attributes: dict[str, Value] = {}
-        self._events: list[SpanEvent] = []
-        self._links: list[SpanLink] = []
+        self.begin_ns = self.end_ns = self._ns(begin_s)
+        self.attributes: dict[str, Value] = {}
+        self.events: list[SpanEvent] = []
+        self.links: list[SpanLink] = []
+        self.problem: str | None = None
+        """Why it failed; None: it did not fail."""
         self._tokens: list[contextvars.Token[Span]] = []
         if attributes:
             self.set(attributes)
@@ -334,47 +316,33 @@ class RecordingSpan(Span):
 
     def set(self, attributes: Attributes) -> None:
         for key, value in attributes.items():
-            if len(self._attributes) < MAX_ATTRIBUTES or key in self._attributes:
-                self._attributes[key] = _bounded(value)
+            if len(self.attributes) < MAX_ATTRIBUTES or key in self.attributes:
+                self.attributes[key] = _bounded(value)
 
     def event(
         self, name: str, attributes: Attributes | None = None, *, at_s: float | None = None
     ) -> None:
-        if len(self._events) < MAX_EVENTS:
-            self._events.append(SpanEvent(name, self._ns(at_s), dict(attributes or {})))
+        if len(self.events) < MAX_EVENTS:
+            self.events.append(SpanEvent(name, self._ns(at_s), dict(attributes or {})))
 
     def link(self, context: TraceContext | None, attributes: Attributes | None = None) -> None:
-        if context is not None and len(self._links) < MAX_LINKS:
-            self._links.append(SpanLink(context, dict(attributes or {})))
+        if context is not None and len(self.links) < MAX_LINKS:
+            self.links.append(SpanLink(context, dict(attributes or {})))
 
     def end(self, error: BaseException | None = None, *, at_s: float | None = None) -> None:
         if not self.is_recording:
             return
         self.is_recording = False
-        problem = None
+        self.end_ns = max(self.begin_ns, self._ns(at_s))
         if error is not None and _is_cancel(error):
             self.set({"baton.cancelled": True})
         elif error is not None:
             self.set({"error.type": type(error).__name__})
-            problem = _problem(error)
-        self._sink(
-            SpanData(
-                self._name,
-                self._kind,
-                self._context,
-                self._parent,
-                self._is_parent_remote,
-                self._begin_ns,
-                max(self._begin_ns, self._ns(at_s)),
-                self._attributes,
-                self._events,
-                self._links,
-                problem,
-            )
-        )
+            self.problem = _problem(error)
+        self._sink(self)
 
     @property
-    def context(self) -> TraceContext | None:
+    def context(self) -> TraceContext:
         return self._context
 
     @property

@@ -1,9 +1,7 @@
-"""TLS for every connection: who this process is, and whom it trusts, as files in PEM.
+"""TLS for every connection: this process's certificate and the CA that it trusts, as files in PEM.
 
-`Identity` gives the credentials of gRPC servers and channels and the context of an HTTP server. The
-files are read again when they change, so that a rotated certificate needs no restart: servers take
-it up with the next handshake, channels when they are next made. TLS 1.2 is the least. Knows no
-roles but the one that a certificate has to name. Any thread.
+The files are read again when they change, so that a rotated certificate needs no restart: servers
+show it with the next handshake, channels when they are next made. TLS 1.2 at least.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any
 import grpc
 
 from process import secret_files
-from process.access import Role
+from process.access import PeerRole
 from process.secret_files import WatchedFile
 from process.settings import UNIX, SettingsError, check_address, split_host_port
 
@@ -92,11 +90,11 @@ class _Pem:
     key: bytes = field(repr=False)
 
 
-class Identity:
-    """See the module."""
+class TlsIdentity:
+    """Credentials of gRPC servers and channels, and the context of an HTTP server. Any thread."""
 
-    def __init__(self, settings: TlsSettings, role: Role | None = None) -> None:
-        """`role`: that the certificate has to name; None: any, or none.
+    def __init__(self, settings: TlsSettings, role: PeerRole | None = None) -> None:
+        """`role`: that the certificate must name; None: any, or none.
 
         Raises: SettingsError naming the file and the fix.
         """
@@ -108,28 +106,28 @@ class Identity:
         self._pem = WatchedFile("tls", paths, self._read)
 
     @classmethod
-    def of(cls, settings: TlsSettings, role: Role | None = None) -> Identity | None:
+    def of(cls, settings: TlsSettings, role: PeerRole | None = None) -> TlsIdentity | None:
         """None where nothing is set. Raises: SettingsError as the constructor."""
         return cls(settings, role) if settings.is_on or settings.ca_file else None
 
-    def take_over(self, other: Identity) -> None:
-        """From now on this is who `other` is: its role, and its files as it has read them. Servers
-        show it with the next handshake."""
+    def take_over(self, other: TlsIdentity) -> None:
+        """Take the other one's role, and its files as it has read them. Servers show them with the
+        next handshake."""
         self._settings, self._role, self._pem = other._settings, other._role, other._pem
 
     @property
     def num_reloads(self) -> int:
-        """How often the files have changed, a change of this moment included."""
+        """Changes of the files, up to now."""
         self._pem.get()
         return self._pem.num_reloads
 
     @property
     def asks_clients(self) -> bool:
-        """Whether who connects has to show a certificate."""
+        """Whether clients must show a certificate."""
         return bool(self._settings.ca_file)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of a gRPC server. With a CA, who connects must show a certificate of it."""
+        """Of a gRPC server. With a CA, clients must show a certificate of it."""
         last = [self._pem.get()]
 
         def config(pem: _Pem) -> Any:
@@ -216,7 +214,7 @@ def _content(name: str, what: str) -> bytes:
         raise SettingsError(f"{what} {name}: {error.strerror}; {_FIX}") from error
 
 
-def _check_certificate(name: str, content: bytes, role: Role | None) -> None:
+def _check_certificate(name: str, content: bytes, role: PeerRole | None) -> None:
     """Raises: SettingsError for a certificate that is over, or of another role."""
     from cryptography import x509  # here: a process without TLS does without
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
@@ -31,7 +31,6 @@ from process.spans import (
     Attributes,
     RecordingSpan,
     Span,
-    SpanData,
     SpanKind,
     SpanLink,
     TraceContext,
@@ -111,22 +110,6 @@ class SpanCounters:
     """No room to wait."""
 
 
-class Exporter(Protocol):
-    """Sends ended spans."""
-
-    counters: SpanCounters
-
-    def start(self) -> None: ...
-    def take(self, span: SpanData) -> None:
-        """An ended span. Any thread; never waits."""
-
-    def check_integrity(self) -> None:
-        """Raises: Internal when the counters do not add up."""
-
-    def stop(self, timeout_s: float) -> None:
-        """Send what waits, and end. Blocks for about `timeout_s` at most."""
-
-
 class _Allowance:
     """A token bucket of `per_s` a second, filled for one second. Any thread, off by one then."""
 
@@ -159,7 +142,7 @@ class Tracing:
     def __init__(
         self,
         settings: TracingSettings | None = None,
-        exporter: Exporter | None = None,
+        exporter: OtlpExporter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings or TracingSettings()
@@ -318,7 +301,7 @@ class OtlpExporter:
         check_export(settings)
         self._translator = _Translator(component, instance_id)
         self._sender = _sender(settings) if sender is None else sender
-        self._waiting: deque[SpanData] = deque()
+        self._waiting: deque[RecordingSpan] = deque()
         self._num_sending = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -331,7 +314,7 @@ class OtlpExporter:
         self._thread = threading.Thread(target=self._run, name="span export", daemon=True)
         self._thread.start()
 
-    def take(self, span: SpanData) -> None:
+    def take(self, span: RecordingSpan) -> None:
         """Queue an ended span; never waits."""
         counters = self.counters
         with self._lock:
@@ -396,7 +379,7 @@ class OtlpExporter:
                     self.counters.num_failed += count
             self._note(is_sent)
 
-    def _send(self, batch: Sequence[SpanData]) -> bool:
+    def _send(self, batch: Sequence[RecordingSpan]) -> bool:
         result = self._sender.export([self._translator(span) for span in batch])
         return bool(result.value == 0)  # SpanExportResult.SUCCESS
 
@@ -475,7 +458,7 @@ class _Translator:
             )
         )
 
-    def __call__(self, span: SpanData) -> ReadableSpan:
+    def __call__(self, span: RecordingSpan) -> ReadableSpan:
         trace = self._trace
         status = trace.Status(trace.StatusCode.UNSET)
         if span.problem is not None:

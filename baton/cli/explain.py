@@ -23,7 +23,7 @@ from baton.cli.options import RouterTarget, flag, value
 from baton.cli.render import number, text
 from baton.errors import InvalidArgument, Unavailable
 from process import rpc
-from process.access import Role
+from process.access import PeerRole
 from process.rpc import Dialer
 from protos import autoscaler_pb2, autoscaler_pb2_grpc, common_pb2, inference_pb2
 
@@ -229,7 +229,7 @@ def _autoscaler_address(target: RouterTarget) -> str:
 async def _ask(
     dial: Dialer, address: str, request: autoscaler_pb2.GetDecisionsRequest
 ) -> autoscaler_pb2.GetDecisionsReply:
-    async with dial(address, Role.AUTOSCALER) as channel:
+    async with dial(address, PeerRole.AUTOSCALER) as channel:
         stub = autoscaler_pb2_grpc.AutoscalerStub(channel)
         try:
             reply: autoscaler_pb2.GetDecisionsReply = await stub.GetDecisions(

@@ -17,7 +17,7 @@ from baton.cli.options import FILE, RouterTarget, flag, value
 from baton.errors import InvalidArgument
 from baton.key_files import KeyFileError
 from process import api_keys, signing_keys
-from process.access import Role
+from process.access import PeerRole
 
 _STEPS = {
     "": (signing_keys.rotate, "signs now; the key before it stays valid"),
@@ -224,7 +224,7 @@ def certs(
         sys.stdout.write(f"written: {', '.join(written)}\n")
         return
     made = certificates.write(out, hosts=all_hosts, days=days, servers=named_servers, flips=flips)
-    roles = ", ".join(role.value for role in Role)
+    roles = ", ".join(role.value for role in PeerRole)
     sys.stdout.write(
         f"{made.folder}: ca.crt and a certificate for each of {roles}\n"
         "a process takes its own as "

@@ -27,7 +27,7 @@ from baton.cluster.config import DEFAULT_PORT, ClusterConfig
 from baton.cluster.state import ClusterState
 from baton.errors import ClusterError, InvalidArgument, Unavailable
 from process import secret_files
-from process.access import Role
+from process.access import PeerRole
 from process.rpc import Dialer
 from process.settings import field_docstrings
 from process.tls import TlsSettings
@@ -264,7 +264,7 @@ class RouterTarget:
         elif self.state is not None and self.state.tls_dir:
             from baton.certificates import CertSet  # cryptography takes a while to import
 
-            tls = CertSet(Path(self.state.tls_dir)).tls_of(Role.ADMIN)
+            tls = CertSet(Path(self.state.tls_dir)).tls_of(PeerRole.ADMIN)
         return Credentials(tls, api_key)
 
     def client(self) -> SyncClient:

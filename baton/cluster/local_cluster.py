@@ -38,7 +38,7 @@ from baton.cluster.state import RunFolder
 from baton.cluster.supervisor import ClusterEvent, OnEvent, ProcessInfo, State, Supervisor
 from baton.errors import BatonError, ClusterError
 from process import api_keys, signing_keys
-from process.access import Role
+from process.access import PeerRole
 from process.secret_files import replace_file
 
 __all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "State"]
@@ -296,7 +296,7 @@ class LocalCluster:
             key_files.add(Path(api_keys_file), key_id, entry)
         self.secured = Secured(certs, api_keys_file, user, str(password_file) * has_password)
         self.credentials = Credentials(
-            certs.tls_of(Role.ADMIN) if certs is not None else None, api_key
+            certs.tls_of(PeerRole.ADMIN) if certs is not None else None, api_key
         )
         return redis_url
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from baton.cluster.config import ClusterConfig
 from baton.errors import ClusterError
-from process.access import Role
+from process.access import PeerRole
 
 if TYPE_CHECKING:
     from baton.certificates import CertSet  # cryptography takes a while to import
@@ -60,7 +60,7 @@ class Secured:
     redis_user: str = ""
     redis_password_file: str = ""
 
-    def settings_of(self, role: Role) -> dict[str, str | float]:
+    def settings_of(self, role: PeerRole) -> dict[str, str | float]:
         """The settings of a part of this role."""
         values: dict[str, str | float] = {}
         if self.certs is not None:
@@ -68,7 +68,7 @@ class Secured:
         if self.redis_password_file:
             values |= {"redis.password_file": self.redis_password_file}
             values |= {"redis.user": self.redis_user} if self.redis_user else {}
-        if role is Role.ROUTER:
+        if role is PeerRole.ROUTER:
             values |= _files("client_tls", self.certs, role) if self.certs is not None else {}
             values |= {"api_keys_file": self.api_keys_file} if self.api_keys_file else {}
         return values
@@ -77,7 +77,7 @@ class Secured:
 OPEN = Secured()
 
 
-def _files(group: str, certs: CertSet, role: Role) -> dict[str, str | float]:
+def _files(group: str, certs: CertSet, role: PeerRole) -> dict[str, str | float]:
     return {
         f"{group}.cert_file": str(certs.cert_file(role)),
         f"{group}.key_file": str(certs.key_file(role)),
@@ -153,7 +153,7 @@ def stores(
         _python(
             config,
             secured,
-            Role.KVSTORE,
+            PeerRole.KVSTORE,
             name,
             {
                 "node_id": name,
@@ -230,7 +230,7 @@ def _worker(
     return _python(
         config,
         parts.secured,
-        Role(role),
+        PeerRole(role),
         name,
         {
             "worker_id": name,
@@ -264,7 +264,7 @@ def drafts(config: ClusterConfig, *, sockets: Path, secured: Secured = OPEN) -> 
         _python(
             config,
             secured,
-            Role.DRAFT,
+            PeerRole.DRAFT,
             name,
             {
                 "worker_id": name,
@@ -284,7 +284,7 @@ def _draft_place(config: ClusterConfig, index: int) -> int:
 
 
 def _placed(config: ClusterConfig) -> Iterator[tuple[str, int, str, int]]:
-    """Role, index, model and index of the store of each worker, prefill workers first. Indices
+    """PeerRole, index, model and index of the store of each worker, prefill workers first. Indices
     continue from model to model."""
     for role, count, before in (
         ("prefill", config.num_prefill, 0),
@@ -323,7 +323,7 @@ def router(
     return _python(
         config,
         secured,
-        Role.ROUTER,
+        PeerRole.ROUTER,
         "router",
         {
             "listen": listen,
@@ -351,7 +351,7 @@ def autoscaler(
     return _python(
         config,
         secured,
-        Role.AUTOSCALER,
+        PeerRole.AUTOSCALER,
         "autoscaler",
         {
             "autoscaler_id": "autoscaler",
@@ -369,16 +369,20 @@ def autoscaler(
 
 
 def _python(
-    config: ClusterConfig, secured: Secured, role: Role, name: str, settings: Mapping[str, Setting]
+    config: ClusterConfig,
+    secured: Secured,
+    role: PeerRole,
+    name: str,
+    settings: Mapping[str, Setting],
 ) -> ProcessSpec:
     """A process with these settings and those that the parts of every role have."""
-    is_store = role is Role.KVSTORE
+    is_store = role is PeerRole.KVSTORE
     kind, module = ("store", "kvstore") if is_store else (role.value, f"services.{role.value}")
     argv = [sys.executable, "-P", "-m", module]  # never import from the current folder
     settings = {**settings, **secured.settings_of(role)}
     if config.metrics:
         settings["metrics_listen"] = "127.0.0.1:0"
-    if config.trace_to and role not in (Role.DRAFT, Role.AUTOSCALER):
+    if config.trace_to and role not in (PeerRole.DRAFT, PeerRole.AUTOSCALER):
         settings["tracing.endpoint"] = config.trace_to
         # The router decides which requests are traced; the other parts follow.
         settings["tracing.sample_ratio"] = config.trace_ratio

@@ -22,15 +22,14 @@ import grpc.aio
 from prometheus_client.metrics_core import Metric
 
 from process import grpc_server, logs
-from process.access import RULES
-from process.access import Role as PeerRole
+from process.access import RULES, PeerRole
 from process.errors import BatonError, Unavailable
 from process.grpc_server import HealthServicer, ReflectionServicer
 from process.metrics import HealthProbes, LoopCollector, MetricsServer
 from process.registry import connect_redis
 from process.rpc import Dialer
 from process.tasks import end_tasks, start_task
-from process.tls import Identity
+from process.tls import TlsIdentity
 from protos import autoscaler_pb2, common_pb2
 from services.autoscaler import metrics, published, registry_look
 from services.autoscaler.acting import Acting
@@ -79,7 +78,7 @@ class Autoscaler:
         """host:port of its services; known once started."""
         self._settings = settings
         self._clock = clock
-        self._identity = Identity.of(settings.tls, PeerRole.AUTOSCALER)
+        self._identity = TlsIdentity.of(settings.tls, PeerRole.AUTOSCALER)
         self._redis = connect_redis(settings.redis_url, settings.look_timeout_s, settings.redis)
         self._leadership: Leadership = Alone()
         self._scaler = scaler or self._make_scaler()

@@ -15,7 +15,7 @@ from engine.speculation.draft_port import About
 from engine.speculation.drafter import Task
 from engine.speculation.load import load_draft_model
 from process import entrypoint, logs, tls
-from process.access import Role
+from process.access import PeerRole
 from process.metrics import HealthProbes, MetricsServer
 from services.draft.config import DraftSettings
 from services.draft.worker import DraftWorker, serving_drafts
@@ -34,7 +34,9 @@ async def run(settings: DraftSettings, stop: asyncio.Event) -> None:
     Raises: what keeps it from starting (one line: what and how to fix it); Internal when guessing
     failed.
     """
-    tls.Identity.of(settings.tls, Role.DRAFT)  # wrong files are told before a model is loaded
+    tls.TlsIdentity.of(
+        settings.tls, PeerRole.DRAFT
+    )  # wrong files are told before a model is loaded
     health = HealthProbes("loading the model")
     metrics = MetricsServer(health=health)
     health.follow()
@@ -69,7 +71,7 @@ def _say_ready(worker: DraftWorker, drafter: DraftModel, metrics: MetricsServer)
         "ready",
         address=worker.address,
         worker_id=worker.worker_id,
-        role=Role.DRAFT.value,
+        role=PeerRole.DRAFT.value,
         incarnation=worker.incarnation.hex(),
         model=drafter.info.model,
         decoder=drafter.info.decoder,

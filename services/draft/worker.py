@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 from engine.speculation.draft_port import About
 from engine.speculation.draft_sessions import CachingDrafter, DraftSessions, SessionLimits
 from process import entrypoint, grpc_server, logs
-from process.access import RULES, Role
+from process.access import RULES, PeerRole
 from process.metrics import MetricsServer
-from process.tls import Identity
+from process.tls import TlsIdentity
 from services.draft.config import DraftSettings
 from services.draft.metrics import DraftCollector
 from services.draft.server import SERVICE, DraftServicer
@@ -70,7 +70,7 @@ async def serving_drafts(
             limits.catch_up_tokens,
         ),
     )
-    identity = Identity.of(settings.tls, Role.DRAFT)
+    identity = TlsIdentity.of(settings.tls, PeerRole.DRAFT)
     worker_id = settings.worker_id or f"draft-{secrets.token_hex(4)}"
     thread = DraftThread(sessions, limits.max_waiting_calls, step_timeout_s=limits.step_timeout_s)
     worker = DraftWorker(worker_id, thread)
@@ -88,7 +88,7 @@ async def serving_drafts(
             settings.listen,
             [servicer.add_to, health.add_to],
             identity=identity,
-            rules=RULES[Role.DRAFT],
+            rules=RULES[PeerRole.DRAFT],
         )
         try:
             if metrics is not None:

@@ -25,7 +25,7 @@ import redis.asyncio
 from google.protobuf import json_format
 
 from process import logs, rpc
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Deadline
 from process.errors import (
     BatonError,
@@ -333,7 +333,7 @@ class AdapterChanges:
 
         async def ask(worker: WorkerView) -> None:
             try:
-                async with self._dial(worker.address, Role(worker.role)) as channel:
+                async with self._dial(worker.address, PeerRole(worker.role)) as channel:
                     reply = await _stub(worker, channel).LoadAdapter(
                         asked, timeout=max(0.001, deadline.left_s())
                     )
@@ -360,7 +360,7 @@ class AdapterChanges:
         async def release(worker: WorkerView) -> None:
             asked = common_pb2.UnloadAdapterRequest(name=name, digest=prepared[worker.incarnation])
             try:
-                async with self._dial(worker.address, Role(worker.role)) as channel:
+                async with self._dial(worker.address, PeerRole(worker.role)) as channel:
                     await _stub(worker, channel).UnloadAdapter(
                         asked, timeout=self._times.status_timeout_s
                     )

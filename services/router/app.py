@@ -21,12 +21,12 @@ from prometheus_client.metrics_core import Metric
 
 from kvstore import index
 from process import entrypoint, grpc_server, logs, metrics, registry
-from process.access import RULES, Role
+from process.access import RULES, PeerRole
 from process.errors import BatonError, Unavailable
 from process.grpc_server import HealthServicer, ReflectionServicer
 from process.metrics import HealthProbes, Labels, MetricsServer
 from process.rpc import Dialer
-from process.tls import Identity, is_loopback
+from process.tls import TlsIdentity, is_loopback
 from process.tracing import Tracing
 from services.router import beats, http_origins, http_roles, policies
 from services.router.adapter_changes import AdapterChanges
@@ -91,8 +91,8 @@ class Router:
         self._index_redis = registry.connect_redis(
             settings.redis_url, times.lookup_timeout_s, settings.redis
         )
-        self._dial = Dialer(Identity.of(settings.tls, Role.ROUTER))
-        self._client_tls = Identity.of(settings.client_tls)
+        self._dial = Dialer(TlsIdentity.of(settings.tls, PeerRole.ROUTER))
+        self._client_tls = TlsIdentity.of(settings.client_tls)
         self._clients = Clients(settings.limits, times)
         self._keys = ApiKeys(Path(settings.api_keys_file)) if settings.api_keys_file else None
         self._streams = DecodeStreams(times, time.monotonic, self._dial)
@@ -225,7 +225,7 @@ class Router:
             ],
             max_message_bytes=self._settings.limits.hard_request_bytes,
             identity=self._client_tls,
-            rules=RULES[Role.ROUTER],
+            rules=RULES[PeerRole.ROUTER],
             limits=self._clients.port_limits(SERVICE, self.desk.caller_of),
         )
         if self._settings.http_listen:

@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 
 from process import rpc
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Deadline
 from process.errors import Internal, Unavailable
 from process.rpc import Dialer
@@ -60,7 +60,11 @@ class DecodeStream(WorkerStream[DecodeLeg]):
         # (blocks, places) asked for, by key, until there is an answer.
         self._unanswered: dict[int, tuple[int, int]] = {}
         super().__init__(
-            worker, Role.DECODE, connect_timeout_s=connect_timeout_s, on_change=on_load, dial=dial
+            worker,
+            PeerRole.DECODE,
+            connect_timeout_s=connect_timeout_s,
+            on_change=on_load,
+            dial=dial,
         )
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from process import rpc
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Clock, Deadline
 from process.errors import Unavailable
 from process.rpc import Dialer
@@ -41,7 +41,7 @@ class DecodeStreams:
         self._others = OthersLoad(clock)
         self._progress = asyncio.Event()
         self._streams = WorkerStreams(
-            Role.DECODE, lapse_grace_s=times.lapse_grace_s, clock=clock, make=self._make
+            PeerRole.DECODE, lapse_grace_s=times.lapse_grace_s, clock=clock, make=self._make
         )
 
     @property

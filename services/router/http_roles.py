@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from process.access import Role, names_of, roles_of
+from process.access import PeerRole, names_of, roles_of
 from process.errors import PermissionDenied
 from process.tls import uris_of
 from services.router.http_server import Handler
 
-ALLOWED = frozenset({Role.CLIENT, Role.ADMIN})
+ALLOWED = frozenset({PeerRole.CLIENT, PeerRole.ADMIN})
 ADMIN_PATHS = ("/live",)
 """What shows the whole cluster."""
 
@@ -30,7 +30,7 @@ async def _checked(request: web.Request, handler: Handler) -> web.StreamResponse
     if not roles & ALLOWED:
         named = f"role {names_of(roles)}" if roles else "no role of Baton's (or several)"
         raise PermissionDenied(f"certificate: names {named}, which this port does not serve")
-    if Role.ADMIN not in roles and request.path.startswith(ADMIN_PATHS):
+    if PeerRole.ADMIN not in roles and request.path.startswith(ADMIN_PATHS):
         named = names_of(roles)
         raise PermissionDenied(f"{request.path[:128]}: not for a certificate of role {named}")
     return await handler(request)

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from kvstore.node_ids import is_lender
 from process import logs, rpc
-from process.access import Role
+from process.access import PeerRole
 from process.rpc import Dialer
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from services.router.sealed_handle import SealedHandle
@@ -44,10 +44,10 @@ class LeaseRelease:
         except DecodeError as error:
             logs.event(logger, "handle_unreadable", level=logging.WARNING, why=str(error))
             return
-        leases: dict[tuple[str, Role], set[str]] = {}
+        leases: dict[tuple[str, PeerRole], set[str]] = {}
         for run in (*handle.runs, handle.tail):
             if run.lease_id and run.store_address:
-                role = Role.PREFILL if is_lender(run.node_id) else Role.KVSTORE
+                role = PeerRole.PREFILL if is_lender(run.node_id) else PeerRole.KVSTORE
                 leases.setdefault((run.store_address, role), set()).add(run.lease_id)
         for (address, role), lease_ids in leases.items():
             task = asyncio.create_task(self._tell(address, role, sorted(lease_ids)))
@@ -58,7 +58,7 @@ class LeaseRelease:
         """Wait for what is under way; bounded by the timeout."""
         await asyncio.gather(*self._tasks)
 
-    async def _tell(self, address: str, role: Role, lease_ids: list[str]) -> None:
+    async def _tell(self, address: str, role: PeerRole, lease_ids: list[str]) -> None:
         async with self._dial(address, role) as channel:
             try:
                 await kvstore_pb2_grpc.KvStoreStub(channel).Release(

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from process import rpc
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Clock, Deadline
 from process.errors import Internal, Unavailable
 from process.rpc import Dialer
@@ -64,7 +64,7 @@ class PrefillClient:
         self._give_back = give_back
         self._dial = dial
         self._streams = WorkerStreams(
-            Role.PREFILL, lapse_grace_s=times.lapse_grace_s, clock=clock, make=self._make
+            PeerRole.PREFILL, lapse_grace_s=times.lapse_grace_s, clock=clock, make=self._make
         )
         self._queued_tokens: Counter[str] = Counter()
         self._others = OthersLoad(clock)

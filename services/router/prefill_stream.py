@@ -11,7 +11,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from process import rpc
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Deadline
 from process.errors import Unavailable
 from process.rpc import Dialer
@@ -42,7 +42,7 @@ class PrefillStream(WorkerStream[PrefillCall]):
         self._give_back = give_back
         super().__init__(
             worker,
-            Role.PREFILL,
+            PeerRole.PREFILL,
             connect_timeout_s=connect_timeout_s,
             on_change=on_change,
             dial=dial,

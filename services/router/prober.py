@@ -11,7 +11,7 @@ from collections.abc import Callable
 import grpc.aio
 
 from process import logs, rpc
-from process.access import Role
+from process.access import PeerRole
 from process.rpc import Dialer
 from process.tasks import end_tasks
 from protos import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
@@ -89,7 +89,7 @@ class Prober:
         stub = prefill_pb2_grpc.PrefillStub if is_prefill else decode_pb2_grpc.DecodeStub
         try:
             async with self._dial(
-                worker.address, Role.PREFILL if is_prefill else Role.DECODE
+                worker.address, PeerRole.PREFILL if is_prefill else PeerRole.DECODE
             ) as channel:
                 status: common_pb2.WorkerStatus = await stub(channel).GetWorkerStatus(
                     common_pb2.GetWorkerStatusRequest(), timeout=self._timeout_s

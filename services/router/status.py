@@ -13,7 +13,7 @@ import grpc.aio
 
 from kvstore.node_ids import is_lender
 from process import rpc
-from process.access import Role
+from process.access import PeerRole
 from process.rpc import Dialer
 from protos import (
     common_pb2,
@@ -131,7 +131,7 @@ class ClusterStatus:
             if heartbeat.role == PREFILL
             else decode_pb2_grpc.DecodeStub
         )
-        async with self._dial(heartbeat.address, Role(heartbeat.role)) as channel:
+        async with self._dial(heartbeat.address, PeerRole(heartbeat.role)) as channel:
             try:
                 status: common_pb2.WorkerStatus = await make_stub(channel).GetWorkerStatus(
                     common_pb2.GetWorkerStatusRequest(), timeout=self._timeout_s
@@ -144,7 +144,7 @@ class ClusterStatus:
         reply = inference_pb2.StoreStatus(
             node_id=store.node_id, address=store.address, incarnation=store.incarnation
         )
-        async with self._dial(store.address, Role.KVSTORE) as channel:
+        async with self._dial(store.address, PeerRole.KVSTORE) as channel:
             try:
                 own: kvstore_pb2.GetStatusReply = await kvstore_pb2_grpc.KvStoreStub(
                     channel

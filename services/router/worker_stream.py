@@ -25,7 +25,7 @@ import grpc
 import grpc.aio
 
 from process import logs, rpc
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, Unavailable
 from process.rpc import Dialer
@@ -63,7 +63,7 @@ class WorkerStream(ABC, Generic[LegT]):
     def __init__(
         self,
         worker: WorkerView,
-        role: Role,
+        role: PeerRole,
         *,
         connect_timeout_s: float,
         on_change: Callable[[], None],

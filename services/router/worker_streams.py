@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Clock
 from services.router.views import WorkerView
 from services.router.worker_stream import WorkerStream
@@ -25,7 +25,7 @@ class WorkerStreams(Generic[StreamT]):
 
     def __init__(
         self,
-        role: Role,
+        role: PeerRole,
         *,
         lapse_grace_s: float,
         clock: Clock,

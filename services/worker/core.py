@@ -27,7 +27,7 @@ from kvstore.block_hash import HashTurns
 from kvstore.client import KvStoreClient
 from kvstore.transport.base import BlockMemory
 from process import tls
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, InvalidArgument, NoCapacity, Unavailable
 from process.rpc import Dialer
@@ -88,7 +88,7 @@ class WorkerCore:
         self.identity = identity
         self.model = engine.model_info
         self.layout = engine.kv.layout
-        self.tls = tls.Identity.of(settings.tls, Role(identity.role))
+        self.tls = tls.TlsIdentity.of(settings.tls, PeerRole(identity.role))
         """Who this worker is to its peers; None: no TLS."""
         self._dial = Dialer(self.tls)
         target = target_of(

@@ -20,7 +20,7 @@ from typing import Any
 
 from engine.speculation.draft_port import DraftPeer
 from process import entrypoint, logs, tls
-from process.access import Role as PeerRole
+from process.access import PeerRole
 from process.metrics import HealthProbes, MetricsServer
 from process.registry import STARTING_WORKER, RegistryHeartbeat
 from process.rpc import Dialer
@@ -54,7 +54,7 @@ async def run(
     """
     # What is wrong with these files is told before a model is loaded.
     HandleKeys.of(settings.handle_keys_file)
-    identity = tls.Identity.of(settings.tls, PeerRole(role_name))
+    identity = tls.TlsIdentity.of(settings.tls, PeerRole(role_name))
     Tracing.check(settings.tracing)
     health = HealthProbes("loading the model")
     metrics = MetricsServer(health=health)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast
 import grpc.aio
 
 from process import rpc
-from process.access import RULES, Role
+from process.access import RULES, PeerRole
 from process.errors import Unavailable
 from process.tasks import end_tasks
 from protos import decode_pb2_grpc, kvstore_pb2_grpc, prefill_pb2_grpc
@@ -63,7 +63,7 @@ class RoleSwitch:
     """See the module."""
 
     def __init__(self, worker_id: str) -> None:
-        self.rules: dict[str, frozenset[Role]] = {}
+        self.rules: dict[str, frozenset[PeerRole]] = {}
         """Who may call what: of every role that this worker has had. Who asks for one that it has
         no more is told so; for one that it never had, he has the wrong worker or certificate."""
         self._worker_id = worker_id
@@ -84,7 +84,7 @@ class RoleSwitch:
 
     def serve(self, role_name: str, add_service: AddService) -> None:
         """From now on calls are that role's."""
-        self.rules.update(RULES[Role(role_name)])
+        self.rules.update(RULES[PeerRole(role_name)])
         self._says = f"has the role {role_name} now"
         self._behaviours = {
             f"/{service}/{name}": _behaviour(handler)[1]

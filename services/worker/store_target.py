@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvstore.client import KvStoreClient
 from kvstore.transport.base import BlockMemory
 from process import rpc
-from process.access import Role
+from process.access import PeerRole
 from process.rpc import Dialer
 from services.worker.config import WorkerSettings
 from services.worker.device_memory import block_memory, check_transports
@@ -30,7 +30,7 @@ class StoreTarget:
     nixl_net_devices: str = "lo"
     dial: Dialer = rpc.PLAIN
     """How the worker connects to its peers."""
-    role: Role = Role.KVSTORE
+    role: PeerRole = PeerRole.KVSTORE
     """Of who answers at `address`: a store, or a prefill worker that lends."""
 
 

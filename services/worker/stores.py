@@ -30,7 +30,7 @@ from kvstore.client import KvStoreClient
 from kvstore.errors import DEADLINE, INCARNATION, STORE_UNAVAILABLE
 from kvstore.node_ids import is_lender
 from process import logs
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Clock, Deadline
 from process.errors import BatonError, DeadlineExceeded
 from process.tasks import end_tasks, start_task
@@ -186,9 +186,9 @@ class RemoteStores:
             peer = RemotePeer(node_id, address, self._clock, self._spawn, self._ping_budget_s)
             self._peers[node_id, address] = peer
         peer.touch()
-        role, transport = Role.KVSTORE, self._target.transport
+        role, transport = PeerRole.KVSTORE, self._target.transport
         if is_lender(node_id):
-            role, transport = Role.PREFILL, self._direct_transport or transport
+            role, transport = PeerRole.PREFILL, self._direct_transport or transport
         target = replace(self._target, address=address, role=role, transport=transport)
         async with deadline.timeout(f"attaching to store {address}"):
             client = await self._attached(peer, target)

@@ -18,7 +18,7 @@ import grpc.aio
 
 from engine.speculation.draft_traces import DraftTraces
 from process import grpc_server, logs, tls
-from process.access import Role as PeerRole
+from process.access import PeerRole
 from process.errors import BatonError, FailedPrecondition, Internal, Unavailable
 from process.metrics import MetricsServer
 from process.settings import SettingsError
@@ -58,7 +58,7 @@ class Worker:
         self._broken: BatonError | None = None
         self._listens_at = ""
         self._control = WorkerControlServicer(self.set_role)
-        self._shown: tls.Identity | None = None
+        self._shown: tls.TlsIdentity | None = None
         """What the server shows. Another certificate is taken up only if it names the role that the
         worker has then: peers that dial it as that would refuse any other."""
         self._server: grpc.aio.Server | None = None
@@ -100,7 +100,7 @@ class Worker:
         core = self.core
         role_name = core.identity.role
         if core.tls is not None:
-            self._shown = tls.Identity(core.settings.tls, PeerRole(role_name))
+            self._shown = tls.TlsIdentity(core.settings.tls, PeerRole(role_name))
         self._switch.serve(role_name, self.role.add_service)
         self._server, self._listens_at = await grpc_server.listen(
             core.settings.listen,
@@ -134,7 +134,7 @@ class Worker:
 
     def _check_certificate(self, role_name: str) -> None:
         try:
-            tls.Identity.of(self.core.settings.tls, PeerRole(role_name))
+            tls.TlsIdentity.of(self.core.settings.tls, PeerRole(role_name))
         except SettingsError as error:
             raise FailedPrecondition(f"cannot serve as {role_name}: {error}") from error
 

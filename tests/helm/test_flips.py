@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from baton import cli
-from process.access import WORKERS, Role, roles_of
+from process.access import WORKERS, PeerRole, roles_of
 from tests.helm.conftest import Objects, Render, containers, of_kind, pod_specs
 
 MANAGER = ("tls.mode=cert-manager", "tls.certManager.issuerRef.name=ca")
@@ -48,7 +48,7 @@ def test_workers_that_may_be_flipped_have_both_roles(
         if role == "redis":
             assert not uris
             continue
-        roles = WORKERS if Role(role) in WORKERS else {Role(role)}
+        roles = WORKERS if PeerRole(role) in WORKERS else {PeerRole(role)}
         assert roles_of(uris) == roles
         assert set(hosts) == {each.server_name for each in roles}
     for arguments in arguments_of_job(render("tls.mode=self-made", *values)):
@@ -59,7 +59,7 @@ def test_workers_that_may_be_flipped_have_both_roles(
 def test_everybody_else_has_one(render: Render, values: tuple[str, ...]) -> None:
     for role, (uris, hosts) in named(render(*MANAGER, *values)).items():
         if role != "redis":
-            assert roles_of(uris) == {Role(role)} and hosts == [Role(role).server_name]
+            assert roles_of(uris) == {PeerRole(role)} and hosts == [PeerRole(role).server_name]
     for arguments in arguments_of_job(render("tls.mode=self-made", *values)):
         assert "--flips" not in arguments
 

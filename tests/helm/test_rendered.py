@@ -253,11 +253,11 @@ def test_secrets_and_maps_that_pods_mount_are_made_or_named(objects: list[dict[s
 
 
 def _names_of_job(objects: list[dict[str, Any]]) -> set[str]:
-    from process.access import Role
+    from process.access import PeerRole
 
     pod = pod_specs(objects)["CronJob/baton-certs"]
     servers = [arg for arg in containers(pod)["certs"]["args"] if arg.startswith("--server=")]
-    return {role.value for role in Role} | {each.split("=")[1] for each in servers}
+    return {role.value for role in PeerRole} | {each.split("=")[1] for each in servers}
 
 
 def test_the_job_may_write_the_secrets_that_it_writes(render: Render) -> None:

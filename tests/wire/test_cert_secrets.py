@@ -19,8 +19,8 @@ from kubernetes import client
 
 from baton import certificates
 from baton.certificates import CertsError, SecretsPlace
-from process.access import WORKERS, Role, roles_of
-from process.tls import Identity, TlsSettings
+from process.access import WORKERS, PeerRole, roles_of
+from process.tls import TlsIdentity, TlsSettings
 
 PLACE = SecretsPlace("baton-tls", "models", "baton-certs")
 
@@ -77,8 +77,8 @@ async def test_each_role_gets_its_own_and_a_process_takes_it(
 ) -> None:
     emulator, api = cluster
     names = await write(api)
-    assert set(names) == {f"baton-tls-{role.value}" for role in Role} | {"baton-tls-redis"}
-    for role in Role:
+    assert set(names) == {f"baton-tls-{role.value}" for role in PeerRole} | {"baton-tls-redis"}
+    for role in PeerRole:
         files = {}
         content = data_of(emulator, f"baton-tls-{role.value}")
         assert set(content) == {"ca.crt", "tls.crt", "tls.key"}
@@ -87,7 +87,7 @@ async def test_each_role_gets_its_own_and_a_process_takes_it(
             files[key].write_bytes(value)
             files[key].chmod(0o440)  # as a pod mounts them
         told = TlsSettings(*(str(files[key]) for key in ("ca.crt", "tls.crt", "tls.key")))
-        assert Identity.of(told, role) is not None
+        assert TlsIdentity.of(told, role) is not None
     redis = x509.load_pem_x509_certificate(data_of(emulator, "baton-tls-redis")["tls.crt"])
     found = redis.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert found.get_values_for_type(x509.DNSName) == ["baton-redis.models.svc"]
@@ -116,7 +116,7 @@ async def test_workers_that_may_flip_are_named_so(
     emulator, api = cluster
     for flips in (False, True, False):
         await write(api, flips=flips)
-        for role in Role:
+        for role in PeerRole:
             content = data_of(emulator, f"baton-tls-{role.value}")["tls.crt"]
             certificate = x509.load_pem_x509_certificate(content)
             found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)

@@ -23,10 +23,10 @@ from aiohttp import web
 
 from baton.certificates import CertSet, write
 from process import grpc_server
-from process.access import Role
+from process.access import PeerRole
 from process.errors import NoCapacity
 from process.grpc_server import PublicPortLimits
-from process.tls import Identity
+from process.tls import TlsIdentity
 from protos import common_pb2, inference_pb2
 from services.router.http_connections import HttpConnections
 from services.router.http_server import HttpServer
@@ -195,7 +195,7 @@ async def _server(
     add = [lambda app: app.router.add_get("/", answer) and None]
     server = HttpServer(add, max_body_bytes=1024, drain_s=0.2, **options)
     try:
-        context = Identity(one_sided_tls(certs)).http_context() if certs else None
+        context = TlsIdentity(one_sided_tls(certs)).http_context() if certs else None
         await server.start("127.0.0.1:0", context)
         assert server.connections is not None
         yield server.address, server.connections
@@ -243,7 +243,7 @@ async def test_a_handshake_of_grpc_that_does_not_end_is_ended(tmp_path: Path) ->
     server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [],
-        identity=Identity(write(tmp_path / "tls").tls_of(Role.ROUTER)),
+        identity=TlsIdentity(write(tmp_path / "tls").tls_of(PeerRole.ROUTER)),
         limits=PublicPortLimits(handshake_s=0.1),
     )
     try:

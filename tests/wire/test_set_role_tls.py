@@ -13,8 +13,8 @@ import pytest
 from baton import certificates
 from baton.certificates import CertSet
 from process import rpc
-from process.access import WORKERS, Role
-from process.tls import Identity
+from process.access import WORKERS, PeerRole
+from process.tls import TlsIdentity
 from protos import (
     common_pb2,
     decode_pb2_grpc,
@@ -41,19 +41,23 @@ async def test_a_certificate_of_one_role_keeps_it_and_says_so(tmp_path: Path) ->
     settings = WorkerSettings(
         worker_id="w",
         redis_url="",
-        tls=made.tls_of(Role.DECODE),
+        tls=made.tls_of(PeerRole.DECODE),
         limits=WorkerLimits(drain_s=0.2, stop_grace_s=0.05),
     )
     serving_one = await main.start(fake_engine(), settings, "decode", DecodeRole)
     request = worker_control_pb2.SetRoleRequest(role="prefill")
     try:
         for asking, code, says in (
-            (Role.ADMIN, grpc.StatusCode.FAILED_PRECONDITION, "cannot serve as prefill: cert_file"),
-            (Role.AUTOSCALER, grpc.StatusCode.FAILED_PRECONDITION, "baton://role/decode"),
-            (Role.ROUTER, grpc.StatusCode.PERMISSION_DENIED, "not for a peer of role router"),
+            (
+                PeerRole.ADMIN,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "cannot serve as prefill: cert_file",
+            ),
+            (PeerRole.AUTOSCALER, grpc.StatusCode.FAILED_PRECONDITION, "baton://role/decode"),
+            (PeerRole.ROUTER, grpc.StatusCode.PERMISSION_DENIED, "not for a peer of role router"),
         ):
-            dial = rpc.Dialer(Identity(made.tls_of(asking), asking))
-            async with dial(serving_one.address, Role.DECODE) as channel:
+            dial = rpc.Dialer(TlsIdentity(made.tls_of(asking), asking))
+            async with dial(serving_one.address, PeerRole.DECODE) as channel:
                 stub = worker_control_pb2_grpc.WorkerControlStub(channel)
                 told = await code_of(stub.SetRole(request, timeout=WAIT_S))
                 assert told[0] is code and says in told[1] and "\n" not in told[1]
@@ -62,16 +66,16 @@ async def test_a_certificate_of_one_role_keeps_it_and_says_so(tmp_path: Path) ->
         await serving_one.stop()
 
 
-def worker_with(made: CertSet, role: Role) -> WorkerSettings:
+def worker_with(made: CertSet, role: PeerRole) -> WorkerSettings:
     limits = WorkerLimits(drain_s=0.2, stop_grace_s=0.05)
     return WorkerSettings(worker_id="w", redis_url="", tls=made.tls_of(role), limits=limits)
 
 
 async def asked_over_tls(
-    made: CertSet, address: str, asking: Role, dialled: Role, role: str
+    made: CertSet, address: str, asking: PeerRole, dialled: PeerRole, role: str
 ) -> tuple[grpc.StatusCode, str]:
     """What comes of SetRole."""
-    dial = rpc.Dialer(Identity(made.tls_of(asking), asking))
+    dial = rpc.Dialer(TlsIdentity(made.tls_of(asking), asking))
     async with dial(address, dialled) as channel:
         stub = worker_control_pb2_grpc.WorkerControlStub(channel)
         request = worker_control_pb2.SetRoleRequest(role=role)
@@ -88,15 +92,15 @@ async def test_a_certificate_of_both_roles_serves_in_either_by_its_own_table(
     """A peer of the role that it has not any more is told so, as without TLS; one that never had
     business here is refused, before and after."""
     made = certificates.write(tmp_path, flips=True)
-    w = await main.start(fake_engine(), worker_with(made, Role.DECODE), "decode", DecodeRole)
+    w = await main.start(fake_engine(), worker_with(made, PeerRole.DECODE), "decode", DecodeRole)
     ask = common_pb2.GetWorkerStatusRequest()
 
-    async def status(asking: Role, called: Role) -> tuple[grpc.StatusCode, str]:
-        dial = rpc.Dialer(Identity(made.tls_of(asking), asking))
+    async def status(asking: PeerRole, called: PeerRole) -> tuple[grpc.StatusCode, str]:
+        dial = rpc.Dialer(TlsIdentity(made.tls_of(asking), asking))
         async with dial(w.address, called) as channel:
             stub: Any = (
                 decode_pb2_grpc.DecodeStub(channel)
-                if called is Role.DECODE
+                if called is PeerRole.DECODE
                 else prefill_pb2_grpc.PrefillStub(channel)
             )
             try:
@@ -106,23 +110,28 @@ async def test_a_certificate_of_both_roles_serves_in_either_by_its_own_table(
 
     denied, away = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE
     try:
-        assert (await status(Role.ROUTER, Role.DECODE)) == (grpc.StatusCode.OK, "decode")
+        assert (await status(PeerRole.ROUTER, PeerRole.DECODE)) == (grpc.StatusCode.OK, "decode")
         # It never was one: nobody has told a router so.
-        assert (await status(Role.ROUTER, Role.PREFILL))[0] is denied
-        for asking in (*WORKERS, Role.ROUTER, Role.KVSTORE, Role.CLIENT):
-            told = await asked_over_tls(made, w.address, asking, Role.DECODE, "prefill")
+        assert (await status(PeerRole.ROUTER, PeerRole.PREFILL))[0] is denied
+        for asking in (*WORKERS, PeerRole.ROUTER, PeerRole.KVSTORE, PeerRole.CLIENT):
+            told = await asked_over_tls(made, w.address, asking, PeerRole.DECODE, "prefill")
             assert told[0] is denied, asking
         assert w.core.identity.role == "decode"
-        told = await asked_over_tls(made, w.address, Role.AUTOSCALER, Role.DECODE, "prefill")
+        told = await asked_over_tls(
+            made, w.address, PeerRole.AUTOSCALER, PeerRole.DECODE, "prefill"
+        )
         assert told == (grpc.StatusCode.OK, "prefill")
-        assert (await status(Role.ROUTER, Role.PREFILL)) == (grpc.StatusCode.OK, "prefill")
-        assert (await status(Role.ROUTER, Role.DECODE)) == (away, "w has the role prefill now")
-        for asking in (*WORKERS, Role.KVSTORE, Role.CLIENT):
-            assert (await status(asking, Role.PREFILL))[0] is denied, asking
-            assert (await status(asking, Role.DECODE))[0] is denied, asking
-        told = await asked_over_tls(made, w.address, Role.ADMIN, Role.PREFILL, "decode")
+        assert (await status(PeerRole.ROUTER, PeerRole.PREFILL)) == (grpc.StatusCode.OK, "prefill")
+        assert (await status(PeerRole.ROUTER, PeerRole.DECODE)) == (
+            away,
+            "w has the role prefill now",
+        )
+        for asking in (*WORKERS, PeerRole.KVSTORE, PeerRole.CLIENT):
+            assert (await status(asking, PeerRole.PREFILL))[0] is denied, asking
+            assert (await status(asking, PeerRole.DECODE))[0] is denied, asking
+        told = await asked_over_tls(made, w.address, PeerRole.ADMIN, PeerRole.PREFILL, "decode")
         assert told == (grpc.StatusCode.OK, "decode")
-        assert (await status(Role.ROUTER, Role.DECODE)) == (grpc.StatusCode.OK, "decode")
+        assert (await status(PeerRole.ROUTER, PeerRole.DECODE)) == (grpc.StatusCode.OK, "decode")
     finally:
         await w.stop()
 
@@ -131,22 +140,24 @@ async def test_flips_that_are_allowed_or_forbidden_later_need_no_restart(tmp_pat
     """New certificates are what decides. A worker that has flipped keeps showing the last one that
     names its role: nobody could reach it under another."""
     made = certificates.write(tmp_path)
-    w = await main.start(fake_engine(), worker_with(made, Role.DECODE), "decode", DecodeRole)
+    w = await main.start(fake_engine(), worker_with(made, PeerRole.DECODE), "decode", DecodeRole)
     ok, refused = grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION
     try:
-        told = await asked_over_tls(made, w.address, Role.ADMIN, Role.DECODE, "prefill")
+        told = await asked_over_tls(made, w.address, PeerRole.ADMIN, PeerRole.DECODE, "prefill")
         assert told[0] is refused
         certificates.write(tmp_path, flips=True)
-        told = await asked_over_tls(made, w.address, Role.ADMIN, Role.DECODE, "prefill")
+        told = await asked_over_tls(made, w.address, PeerRole.ADMIN, PeerRole.DECODE, "prefill")
         assert told == (ok, "prefill")
         certificates.write(tmp_path)  # decode alone, again
         # A new connection each, as the role that it has.
         for _ in range(2):
-            told = await asked_over_tls(made, w.address, Role.ADMIN, Role.PREFILL, "prefill")
+            told = await asked_over_tls(
+                made, w.address, PeerRole.ADMIN, PeerRole.PREFILL, "prefill"
+            )
             assert told == (ok, "prefill")
-        told = await asked_over_tls(made, w.address, Role.ADMIN, Role.PREFILL, "decode")
+        told = await asked_over_tls(made, w.address, PeerRole.ADMIN, PeerRole.PREFILL, "decode")
         assert told == (ok, "decode")
-        told = await asked_over_tls(made, w.address, Role.ADMIN, Role.DECODE, "prefill")
+        told = await asked_over_tls(made, w.address, PeerRole.ADMIN, PeerRole.DECODE, "prefill")
         assert told[0] is refused
     finally:
         await w.stop()
@@ -157,15 +168,15 @@ async def test_a_certificate_that_was_refused_until_the_flip_is_shown_with_it(
 ) -> None:
     """Whoever hears of the new role may dial it at once."""
     made = certificates.write(tmp_path)
-    settings = worker_with(made, Role.DECODE)
+    settings = worker_with(made, PeerRole.DECODE)
     w = await main.start(fake_engine(), settings, "decode", DecodeRole)
     try:
-        other = made.tls_of(Role.PREFILL)
+        other = made.tls_of(PeerRole.PREFILL)
         shutil.copyfile(other.cert_file, settings.tls.cert_file)
         shutil.copyfile(other.key_file, settings.tls.key_file)
-        told = await asked_over_tls(made, w.address, Role.ADMIN, Role.DECODE, "prefill")
+        told = await asked_over_tls(made, w.address, PeerRole.ADMIN, PeerRole.DECODE, "prefill")
         assert told == (grpc.StatusCode.OK, "prefill")
-        told = await asked_over_tls(made, w.address, Role.ADMIN, Role.PREFILL, "prefill")
+        told = await asked_over_tls(made, w.address, PeerRole.ADMIN, PeerRole.PREFILL, "prefill")
         assert told == (grpc.StatusCode.OK, "prefill")
     finally:
         await w.stop()

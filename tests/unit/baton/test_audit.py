@@ -23,7 +23,7 @@ from baton.cluster.state import ClusterState
 from kvstore import index, serve
 from kvstore.config import KvStoreSettings
 from process import registry
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Deadline
 from process.registry import RedisAccess
 from protos import inference_pb2
@@ -245,8 +245,8 @@ async def test_a_redis_over_tls_with_a_password_is_asked_as_the_parts_ask_it(
     made = certificates.write(tmp_path / "certs")
     access = RedisAccess(
         str(made.ca_file),
-        str(made.cert_file(Role.PREFILL)),
-        str(made.key_file(Role.PREFILL)),
+        str(made.cert_file(PeerRole.PREFILL)),
+        str(made.key_file(PeerRole.PREFILL)),
         password_file=password_file(tmp_path, PASSWORD),
     )
     trust = ["--redis-ca-file", access.ca_file, "--redis-cert-file", access.cert_file]

@@ -9,7 +9,7 @@ import pytest
 from cryptography import x509
 
 from baton import certificates, cli
-from process.access import WORKERS, Role, roles_of
+from process.access import WORKERS, PeerRole, roles_of
 
 
 def names(path: Path) -> x509.SubjectAlternativeName:
@@ -23,14 +23,14 @@ def test_each_role_has_its_own_name_and_no_other(tmp_path: Path, flips: bool) ->
     """But workers that may change their role."""
     hosts_of_router = ["localhost", "10.0.0.7", "router.example"]
     made = certificates.write(tmp_path / "set", hosts=hosts_of_router, flips=flips)
-    for role in Role:
+    for role in PeerRole:
         found = names(made.cert_file(role))
         uris = found.get_values_for_type(x509.UniformResourceIdentifier)
         hosts = found.get_values_for_type(x509.DNSName)
         roles = roles_of(uris)
         assert roles == (WORKERS if flips and role in WORKERS else {role})
-        assert {each for each in Role if each.server_name in hosts} == roles
-        assert ("router.example" in hosts) is (role is Role.ROUTER)
+        assert {each for each in PeerRole if each.server_name in hosts} == roles
+        assert ("router.example" in hosts) is (role is PeerRole.ROUTER)
         assert stat.S_IMODE(made.key_file(role).stat().st_mode) == 0o600
         authority = x509.load_pem_x509_certificate(made.ca_file.read_bytes())
         x509.load_pem_x509_certificate(made.cert_file(role).read_bytes()).verify_directly_issued_by(

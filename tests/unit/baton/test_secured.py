@@ -12,7 +12,7 @@ from baton.certificates import CertSet
 from baton.cluster import plan as cluster_plan
 from baton.cluster.plan import OPEN, Secured, take_password
 from process import settings
-from process.access import Role
+from process.access import PeerRole
 from services.router.config import RouterSettings
 
 
@@ -39,7 +39,7 @@ def test_an_url_without_a_password_stays_as_it_is(tmp_path: Path, url: str) -> N
 
 
 def test_nothing_is_set_where_nothing_is_asked() -> None:
-    assert all(OPEN.settings_of(role) == {} for role in Role)
+    assert all(OPEN.settings_of(role) == {} for role in PeerRole)
 
 
 def test_each_part_is_told_its_own_files(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from engine.schedule.order import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_port import Ask
 from engine.speculation.drafter import Draft, Task
-from process.access import Role
+from process.access import PeerRole
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Internal, InvalidArgument, NoCapacity, Unavailable
 from process.rpc import PLAIN
@@ -292,7 +292,7 @@ async def test_a_worker_that_drains_says_so_and_takes_nothing_more() -> None:
     settings = DraftSettings(engine=EngineConfig(model="fake"))
     async with (
         serving_drafts(bench.CountsOn(), bench.about(), settings) as worker,
-        PLAIN(worker.address, Role.DRAFT) as channel,
+        PLAIN(worker.address, PeerRole.DRAFT) as channel,
     ):
         asks = channel.unary_unary(
             "/grpc.health.v1.Health/Check",

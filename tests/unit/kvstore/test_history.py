@@ -14,7 +14,7 @@ from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
 from kvstore.blocks import Block
 from kvstore.history import MAX_EVENTS, BlockHistory
 from kvstore.prefix_tree import TreeNode
-from process.spans import NOOP_SPAN, RecordingSpan, SpanData, TraceContext
+from process.spans import NOOP_SPAN, RecordingSpan, TraceContext
 from process.tracing import SpanCounters, Tracing, TracingSettings
 
 TRACE = TraceContext(0xA1, 0xB2, True)
@@ -29,10 +29,10 @@ class _Kept:
 
     def __init__(self) -> None:
         self.counters = SpanCounters()
-        self.spans: list[SpanData] = []
+        self.spans: list[RecordingSpan] = []
 
     def start(self) -> None: ...
-    def take(self, span: SpanData) -> None:
+    def take(self, span: RecordingSpan) -> None:
         self.spans.append(span)
 
     def stop(self, timeout_s: float) -> None: ...

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from process import access
-from process.access import RULES, WORKERS, Role
+from process.access import RULES, WORKERS, PeerRole
 from protos import (
     autoscaler_pb2,
     decode_pb2,
@@ -21,16 +21,16 @@ from protos import (
 )
 
 SERVED = {
-    Role.ROUTER: [inference_pb2],
-    Role.PREFILL: [prefill_pb2, kvstore_pb2, worker_control_pb2],
-    Role.DECODE: [decode_pb2, worker_control_pb2],
-    Role.KVSTORE: [kvstore_pb2],
-    Role.DRAFT: [draft_pb2],
-    Role.AUTOSCALER: [autoscaler_pb2],
+    PeerRole.ROUTER: [inference_pb2],
+    PeerRole.PREFILL: [prefill_pb2, kvstore_pb2, worker_control_pb2],
+    PeerRole.DECODE: [decode_pb2, worker_control_pb2],
+    PeerRole.KVSTORE: [kvstore_pb2],
+    PeerRole.DRAFT: [draft_pb2],
+    PeerRole.AUTOSCALER: [autoscaler_pb2],
 }
 
 
-def methods(role: Role) -> set[str]:
+def methods(role: PeerRole) -> set[str]:
     return {
         f"/{service.full_name}/{method.name}"
         for module in SERVED[role]
@@ -40,23 +40,23 @@ def methods(role: Role) -> set[str]:
 
 
 @pytest.mark.parametrize("role", SERVED)
-def test_every_method_is_decided_about_and_no_other(role: Role) -> None:
+def test_every_method_is_decided_about_and_no_other(role: PeerRole) -> None:
     ours = {method for method in RULES[role] if method.startswith("/baton.")}
     assert ours == methods(role)
 
 
 @pytest.mark.parametrize("role", SERVED)
-def test_no_method_of_ours_is_open_to_every_role(role: Role) -> None:
+def test_no_method_of_ours_is_open_to_every_role(role: PeerRole) -> None:
     for method in methods(role):
-        assert RULES[role][method] < frozenset(Role), method
+        assert RULES[role][method] < frozenset(PeerRole), method
 
 
 @pytest.mark.parametrize(
     ("uris", "roles"),
     [
-        (["baton://role/router"], {Role.ROUTER}),
-        (["spiffe://elsewhere/x", "baton://role/kvstore"], {Role.KVSTORE}),
-        (["baton://role/decode", "baton://role/prefill"], {Role.PREFILL, Role.DECODE}),
+        (["baton://role/router"], {PeerRole.ROUTER}),
+        (["spiffe://elsewhere/x", "baton://role/kvstore"], {PeerRole.KVSTORE}),
+        (["baton://role/decode", "baton://role/prefill"], {PeerRole.PREFILL, PeerRole.DECODE}),
         ([], set()),
         (["baton://role/"], set()),
         (["baton://role/king"], set()),
@@ -71,24 +71,24 @@ def test_no_method_of_ours_is_open_to_every_role(role: Role) -> None:
         (["baton://role/prefill", "baton://role/decode", "baton://role/decode"], set()),
     ],
 )
-def test_the_roles_of_a_certificate(uris: list[str], roles: set[Role]) -> None:
+def test_the_roles_of_a_certificate(uris: list[str], roles: set[PeerRole]) -> None:
     assert access.roles_of(uris) == roles
 
 
 def test_no_pair_but_that_of_a_worker_goes_into_one_certificate() -> None:
-    for num in range(2, len(Role) + 1):
-        for together in itertools.combinations(Role, num):
+    for num in range(2, len(PeerRole) + 1):
+        for together in itertools.combinations(PeerRole, num):
             expected = WORKERS if set(together) == WORKERS else frozenset()
             assert access.roles_of(role.uri for role in together) == expected, together
 
 
-ROLES = st.lists(st.sampled_from(Role), max_size=4)
+ROLES = st.lists(st.sampled_from(PeerRole), max_size=4)
 METHODS = sorted({method for rules in RULES.values() for method in rules})
 
 
 @given(named=ROLES, server=st.sampled_from(sorted(RULES, key=str)), method=st.sampled_from(METHODS))
 def test_several_roles_gain_nothing_beyond_what_each_may(
-    named: list[Role], server: Role, method: str
+    named: list[PeerRole], server: PeerRole, method: str
 ) -> None:
     """Nor do they lose it, where they may be together at all."""
     roles = access.roles_of(role.uri for role in named)
@@ -106,13 +106,13 @@ def test_the_tables_of_a_worker_s_roles_agree_where_they_meet() -> None:
 
 
 def test_refusals_say_what_and_whom() -> None:
-    rules = RULES[Role.DECODE]
+    rules = RULES[PeerRole.DECODE]
 
-    def refused(method: str, *roles: Role) -> str:
+    def refused(method: str, *roles: PeerRole) -> str:
         return access.refusal(rules, f"/baton.v1.Decode/{method}", frozenset(roles))
 
-    assert refused("Stream", Role.ROUTER) == ""
-    assert refused("Stream", Role.CLIENT).endswith("/Stream: not for a peer of role client")
+    assert refused("Stream", PeerRole.ROUTER) == ""
+    assert refused("Stream", PeerRole.CLIENT).endswith("/Stream: not for a peer of role client")
     assert refused("Stream", *WORKERS).endswith("not for a peer of role prefill and decode")
-    assert refused("NotThere", Role.ADMIN)
+    assert refused("NotThere", PeerRole.ADMIN)
     assert "no role" in refused("Stream")

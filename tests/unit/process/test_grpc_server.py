@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 
 from baton import certificates
 from process import grpc_server, rpc
-from process.access import RULES, Role
-from process.tls import Identity
+from process.access import RULES, PeerRole
+from process.tls import TlsIdentity
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 CALL_S = 10.0
@@ -89,13 +89,13 @@ async def test_no_path_ends_the_server(seed: int) -> None:
 async def test_an_unknown_method_is_unimplemented(is_tls: bool, tmp_path: Path) -> None:
     """Whatever the role; a method that exists is refused to a wrong role."""
     made = certificates.write(tmp_path) if is_tls else None
-    identity = Identity(made.tls_of(Role.KVSTORE)) if made is not None else None
-    dial = rpc.Dialer(Identity(made.tls_of(Role.DRAFT)) if made is not None else None)
+    identity = TlsIdentity(made.tls_of(PeerRole.KVSTORE)) if made is not None else None
+    dial = rpc.Dialer(TlsIdentity(made.tls_of(PeerRole.DRAFT)) if made is not None else None)
     server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [lambda server: kvstore_pb2_grpc.add_KvStoreServicer_to_server(_Store(), server)],
         identity=identity,
-        rules=RULES[Role.KVSTORE],
+        rules=RULES[PeerRole.KVSTORE],
     )
 
     async def code(path: str, metadata: tuple[tuple[str, bytes], ...] = ()) -> str:
@@ -107,7 +107,7 @@ async def test_an_unknown_method_is_unimplemented(is_tls: bool, tmp_path: Path) 
         return "OK"
 
     try:
-        async with dial(address, Role.KVSTORE) as channel:
+        async with dial(address, PeerRole.KVSTORE) as channel:
             for path in ("/baton.v1.KvStore/Nothing", "/nothing/at/all", "/baton.v1.Decode/Stream"):
                 assert await code(path) == "UNIMPLEMENTED"
             assert await code("/a/b", (("x-bin", b"\xff\xfe"),)) == "UNIMPLEMENTED"

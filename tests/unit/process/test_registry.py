@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from baton import certificates
 from process import registry
-from process.access import Role
+from process.access import PeerRole
 from process.registry import RedisAccess
 from process.settings import SettingsError
 from tests.harness.redis_server import PASSWORD, a_redis, behind_tls, password_file
@@ -52,7 +52,7 @@ async def test_over_tls_both_sides_are_checked(tmp_path: Path) -> None:
     made = certificates.write(tmp_path / "certs")
     stranger = certificates.write(tmp_path / "others")
     file = password_file(tmp_path, PASSWORD)
-    ours = (str(made.cert_file(Role.PREFILL)), str(made.key_file(Role.PREFILL)))
+    ours = (str(made.cert_file(PeerRole.PREFILL)), str(made.key_file(PeerRole.PREFILL)))
     async with a_redis(tmp_path) as socket, behind_tls(socket, made) as port:
         url = f"rediss://localhost:{port}/0"
         assert await pings(url, RedisAccess(str(made.ca_file), *ours, password_file=file))
@@ -84,7 +84,7 @@ async def test_a_tls_connection_that_is_refused_is_closed_at_once(tmp_path: Path
     """The peer never answers close_notify, for which asyncio waits 30 s."""
     made = certificates.write(tmp_path / "certs")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(made.cert_file(Role.ROUTER), made.key_file(Role.ROUTER))
+    context.load_cert_chain(made.cert_file(PeerRole.ROUTER), made.key_file(PeerRole.ROUTER))
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def refuse() -> None:

@@ -15,11 +15,11 @@ import pytest
 from baton import certificates
 from baton.certificates import CertSet
 from process import grpc_server, rpc
-from process.access import RULES, Role
+from process.access import RULES, PeerRole
 from process.errors import Unavailable
 from process.rpc import Dialer
 from process.settings import SettingsError
-from process.tls import Identity, TlsSettings, is_loopback
+from process.tls import TlsIdentity, TlsSettings, is_loopback
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 CALL_S = 10.0
@@ -37,12 +37,12 @@ class Store(kvstore_pb2_grpc.KvStoreServicer):
 
 
 @asynccontextmanager
-async def a_store(identity: Identity) -> AsyncIterator[str]:
+async def a_store(identity: TlsIdentity) -> AsyncIterator[str]:
     server, address = await grpc_server.listen(
         "127.0.0.1:0",
         [lambda server: kvstore_pb2_grpc.add_KvStoreServicer_to_server(Store(), server)],
         identity=identity,
-        rules=RULES[Role.KVSTORE],
+        rules=RULES[PeerRole.KVSTORE],
     )
     try:
         yield address
@@ -84,7 +84,7 @@ def test_a_listener_for_others_needs_tls_or_the_word_that_it_does_without(made: 
         TlsSettings().check_listen("listen", "0.0.0.0:1", "tls")
     TlsSettings().check_listen("listen", "127.0.0.1:1", "tls")
     TlsSettings(allow_plaintext=True).check_listen("listen", "0.0.0.0:1", "tls")
-    made.tls_of(Role.KVSTORE).check_listen("listen", "0.0.0.0:1", "tls")
+    made.tls_of(PeerRole.KVSTORE).check_listen("listen", "0.0.0.0:1", "tls")
 
 
 def test_half_of_a_pair_is_refused() -> None:
@@ -95,73 +95,75 @@ def test_half_of_a_pair_is_refused() -> None:
 
 
 def test_what_is_wrong_with_the_files_is_said_at_the_start(made: CertSet, tmp_path: Path) -> None:
-    ok = made.tls_of(Role.PREFILL)
-    Identity(ok, Role.PREFILL)
+    ok = made.tls_of(PeerRole.PREFILL)
+    TlsIdentity(ok, PeerRole.PREFILL)
     with pytest.raises(SettingsError, match="does not name baton://role/decode"):
-        Identity(ok, Role.DECODE)
+        TlsIdentity(ok, PeerRole.DECODE)
     with pytest.raises(SettingsError, match="are no certificate and its key"):
-        Identity(TlsSettings(ok.ca_file, ok.cert_file, str(made.key_file(Role.DECODE))))
+        TlsIdentity(TlsSettings(ok.ca_file, ok.cert_file, str(made.key_file(PeerRole.DECODE))))
     with pytest.raises(SettingsError, match=r"absent.*No such file.*baton certs"):
-        Identity(TlsSettings(str(tmp_path / "absent"), ok.cert_file, ok.key_file))
+        TlsIdentity(TlsSettings(str(tmp_path / "absent"), ok.cert_file, ok.key_file))
     rubbish = tmp_path / "rubbish"
     rubbish.write_text("rubbish")
     with pytest.raises(SettingsError, match=f"ca_file {rubbish}"):
-        Identity(TlsSettings(str(rubbish), ok.cert_file, ok.key_file))
+        TlsIdentity(TlsSettings(str(rubbish), ok.cert_file, ok.key_file))
     mine = tmp_path / "key"
     mine.write_bytes(Path(ok.key_file).read_bytes())
     mine.chmod(0o644)
     with pytest.raises(SettingsError, match=f"run `chmod 600 {mine}`"):
-        Identity(TlsSettings(ok.ca_file, ok.cert_file, str(mine)))
+        TlsIdentity(TlsSettings(ok.ca_file, ok.cert_file, str(mine)))
 
 
 def test_a_certificate_that_is_over_is_refused_at_the_start(tmp_path: Path) -> None:
     over = certificates.write(tmp_path, days=0)  # over as soon as it is made
     with pytest.raises(SettingsError, match=r"router\.crt: expired at"):
-        Identity(over.tls_of(Role.ROUTER))
+        TlsIdentity(over.tls_of(PeerRole.ROUTER))
 
 
 async def test_only_the_expected_role_is_talked_to_and_only_a_known_ca(
     made: CertSet, tmp_path: Path
 ) -> None:
     """A prefill worker's certificate makes nobody a store; nor does one of another CA."""
-    as_router = Dialer(Identity(made.tls_of(Role.ROUTER)))
-    async with a_store(Identity(made.tls_of(Role.KVSTORE))) as address:
-        assert await ask(as_router(address, Role.KVSTORE)) == "here"
+    as_router = Dialer(TlsIdentity(made.tls_of(PeerRole.ROUTER)))
+    async with a_store(TlsIdentity(made.tls_of(PeerRole.KVSTORE))) as address:
+        assert await ask(as_router(address, PeerRole.KVSTORE)) == "here"
         with pytest.raises(Unavailable):
-            await ask(as_router(address, Role.PREFILL))
+            await ask(as_router(address, PeerRole.PREFILL))
         with pytest.raises(Unavailable):
             await ask(rpc.channel(address))  # in the clear
-        without = Identity(TlsSettings(ca_file=str(made.ca_file)))
+        without = TlsIdentity(TlsSettings(ca_file=str(made.ca_file)))
         with pytest.raises(Unavailable):
-            await ask(Dialer(without)(address, Role.KVSTORE))
-        other = certificates.write(tmp_path).tls_of(Role.ROUTER)
+            await ask(Dialer(without)(address, PeerRole.KVSTORE))
+        other = certificates.write(tmp_path).tls_of(PeerRole.ROUTER)
         with pytest.raises(Unavailable):
-            await ask(Dialer(Identity(other))(address, Role.KVSTORE))
+            await ask(Dialer(TlsIdentity(other))(address, PeerRole.KVSTORE))
         mixed = TlsSettings(str(made.ca_file), other.cert_file, other.key_file)
         with pytest.raises(Unavailable):
-            await ask(Dialer(Identity(mixed))(address, Role.KVSTORE))
-        assert await ask(as_router(address, Role.KVSTORE)) == "here"
+            await ask(Dialer(TlsIdentity(mixed))(address, PeerRole.KVSTORE))
+        assert await ask(as_router(address, PeerRole.KVSTORE)) == "here"
 
 
 async def test_new_certificates_are_taken_up_without_a_restart(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     made = certificates.write(folder)
-    store, router = (Identity(made.tls_of(role)) for role in (Role.KVSTORE, Role.ROUTER))
+    store, router = (TlsIdentity(made.tls_of(role)) for role in (PeerRole.KVSTORE, PeerRole.ROUTER))
     dial = Dialer(router)
     async with a_store(store) as address:
-        assert await ask(dial(address, Role.KVSTORE)) == "here"
+        assert await ask(dial(address, PeerRole.KVSTORE)) == "here"
         for name in ("ca.crt", "ca.key"):  # the whole CA is another one from here on
             (folder / name).unlink()
         certificates.write(folder)
         assert dial.num_reloads == 1  # seen without a connection being made
-        outsider = Dialer(Identity(certificates.write(tmp_path / "other").tls_of(Role.ROUTER)))
-        assert await ask(dial(address, Role.KVSTORE)) == "here"
+        outsider = Dialer(
+            TlsIdentity(certificates.write(tmp_path / "other").tls_of(PeerRole.ROUTER))
+        )
+        assert await ask(dial(address, PeerRole.KVSTORE)) == "here"
         assert (store.num_reloads, router.num_reloads, dial.num_reloads) == (1, 1, 1)
         with pytest.raises(Unavailable):
-            await ask(outsider(address, Role.KVSTORE))
+            await ask(outsider(address, PeerRole.KVSTORE))
         # Half of a rotation, as it may be met: the pair that fitted stays.
-        made.key_file(Role.KVSTORE).write_text("nothing")
-        assert await ask(dial(address, Role.KVSTORE)) == "here"
+        made.key_file(PeerRole.KVSTORE).write_text("nothing")
+        assert await ask(dial(address, PeerRole.KVSTORE)) == "here"
 
 
 async def _http(address: tuple[str, int], context: ssl.SSLContext) -> bytes:
@@ -180,8 +182,8 @@ async def _http(address: tuple[str, int], context: ssl.SSLContext) -> bytes:
 
 async def test_an_http_server_shows_the_newest_certificate(tmp_path: Path) -> None:
     made = certificates.write(tmp_path)
-    identity = Identity(
-        TlsSettings("", str(made.cert_file(Role.ROUTER)), str(made.key_file(Role.ROUTER)))
+    identity = TlsIdentity(
+        TlsSettings("", str(made.cert_file(PeerRole.ROUTER)), str(made.key_file(PeerRole.ROUTER)))
     )
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

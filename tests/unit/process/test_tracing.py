@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 from process.settings import SettingsError
 from process.spans import (
     NOOP_SPAN,
-    SpanData,
+    RecordingSpan,
     SpanKind,
     SpanLink,
     TraceContext,
@@ -45,16 +45,16 @@ class _Kept:
 
     def __init__(self) -> None:
         self.counters = SpanCounters()
-        self.spans: list[SpanData] = []
+        self.spans: list[RecordingSpan] = []
 
     def start(self) -> None: ...
-    def take(self, span: SpanData) -> None:
+    def take(self, span: RecordingSpan) -> None:
         self.spans.append(span)
 
     def stop(self, timeout_s: float) -> None: ...
 
 
-def tracing(**settings: Any) -> tuple[Tracing, list[SpanData]]:
+def tracing(**settings: Any) -> tuple[Tracing, list[RecordingSpan]]:
     kept = _Kept()
     return Tracing(TracingSettings(endpoint="127.0.0.1:4317", **settings), kept), kept.spans
 

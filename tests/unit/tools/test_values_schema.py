@@ -13,9 +13,10 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.speculation import load
 from engine.speculation.config import SpeculationConfig
+from kvstore.config import KvStoreSettings
 from process.settings import SettingsError
 from services.draft.config import HEEDED, HEEDED_SPECULATION, DraftSettings
-from tools.gen_values_schema import MANAGED
+from tools.gen_values_schema import MANAGED, of_settings
 
 PLAIN = EngineConfig(model="small", device="cpu")
 OTHER = EngineConfig(
@@ -94,3 +95,10 @@ def test_what_it_takes_gets_to_its_model(monkeypatch: pytest.MonkeyPatch) -> Non
             assert operator.attrgetter(name)(told[0]) == getattr(OTHER, name), name
     assert told[0].speculation.max_num_nodes == 3
     assert drafter._expansion == (1,)
+
+
+def test_the_schema_has_the_ranges_of_the_settings() -> None:
+    made = of_settings(KvStoreSettings, ())["properties"]
+    share = made["demote_below_free"]
+    assert (share["exclusiveMinimum"], share["maximum"]) == (0, 1)
+    assert made["file_tier_bytes"]["minimum"] == 1 and made["drain_s"]["minimum"] == 0
