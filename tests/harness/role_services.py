@@ -19,7 +19,7 @@ from baton.certificates import CertSet
 from process import grpc_server, rpc
 from process.access import RULES
 from process.access import WORKERS as WORKERS
-from process.access import Role as Role
+from process.access import PeerRole as Role
 from process.secret_files import replace_file
 from process.tls import TlsIdentity, TlsSettings
 from protos import (
