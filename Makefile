@@ -97,9 +97,8 @@ kind: $(READY)
 	BATON_KIND=1 TORCH_INDEX_URL=$(TORCH_INDEX_URL) $(TEST_ENVIRONMENT) $(BIN)/pytest -v tests/kind
 
 bench: $(READY)
-	for benchmark in serve engine_cpu engine_step joining radix logits structured_output lora kv_quantization bfloat16_drift \
-			kv_transfer prefix_index prefix_hit handover; do \
-		$(BIN)/python -m "benchmarks.$$benchmark"; done
+	for benchmark in engine_cpu "stalls joining" structured_output "accuracy kv" kv_transfer handover; do \
+		$(BIN)/python -m benchmarks.$$benchmark; done
 
 clean:
 	rm -rf $(VENV) $(PROTOS_VENV) $(CLIENTS_VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,18 +1,17 @@
-"""What a user of Baton imports: clients, their values and errors, and a cluster on this machine.
+"""The public names of Baton: clients, their values and errors, and a cluster on this machine.
 
-Knows the wire and the command lines of the services, none of their code; runs without torch.
-Each name's module is imported when the name is first asked for: a client needs no Redis library,
-and a command's help no gRPC. `LLM` and `SamplingParams`, the engine as a library, need torch and
-the package `engine_client`. So they are not in `__all__`.
+The package runs without torch and imports no code of the services. A module is imported when one of
+its names is first used: a client imports no Redis library, and a command's help no gRPC. `LLM` and
+`SamplingParams`, the engine as a library, need torch and the package `engine_client`, so they are
+not in `__all__`.
 """
 
 import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from baton.client import Client, SyncClient
+    from baton.client import Client, Credentials, SyncClient
     from baton.cluster.local_cluster import ClusterConfig, LocalCluster
-    from baton.credentials import Credentials
     from baton.errors import (
         AlreadyExists,
         BatonError,
@@ -75,42 +74,32 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Client": "baton.client",
-    "SyncClient": "baton.client",
-    "ClusterConfig": "baton.cluster.local_cluster",
-    "LocalCluster": "baton.cluster.local_cluster",
-    "Credentials": "baton.credentials",
-    "AlreadyExists": "baton.errors",
-    "BatonError": "baton.errors",
-    "Cancelled": "baton.errors",
-    "ClusterError": "baton.errors",
-    "DeadlineExceeded": "baton.errors",
-    "FailedPrecondition": "baton.errors",
-    "Internal": "baton.errors",
-    "InvalidArgument": "baton.errors",
-    "ModelError": "baton.errors",
-    "NoCapacity": "baton.errors",
-    "NotFound": "baton.errors",
-    "PermissionDenied": "baton.errors",
-    "Unauthenticated": "baton.errors",
-    "Unavailable": "baton.errors",
-    "Chunk": "baton.messages",
-    "Completion": "baton.messages",
-    "Embedding": "baton.messages",
-    "End": "baton.messages",
-    "KvLeg": "baton.messages",
-    "Provenance": "baton.messages",
-    "TierCount": "baton.messages",
-    "TransportCount": "baton.messages",
-    "Usage": "baton.messages",
+    **dict.fromkeys(("Client", "Credentials", "SyncClient"), "baton.client"),
+    **dict.fromkeys(("ClusterConfig", "LocalCluster"), "baton.cluster.local_cluster"),
+    **dict.fromkeys(
+        (
+            *("AlreadyExists", "BatonError", "Cancelled", "ClusterError", "DeadlineExceeded"),
+            *("FailedPrecondition", "Internal", "InvalidArgument", "ModelError", "NoCapacity"),
+            *("NotFound", "PermissionDenied", "Unauthenticated", "Unavailable"),
+        ),
+        "baton.errors",
+    ),
+    **dict.fromkeys(
+        (
+            *("Chunk", "Completion", "Embedding", "End", "KvLeg", "Provenance", "TierCount"),
+            *("TransportCount", "Usage"),
+        ),
+        "baton.messages",
+    ),
     "TlsSettings": "process.tls",
     "LLM": "engine_client.llm",
     "SamplingParams": "engine_client.params",
 }
+"""The module of each public name."""
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Not kept in this module: what `import *` gives must not depend on what was used before."""
+    """The name is not stored in this module, so that `import *` never depends on earlier uses."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

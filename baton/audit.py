@@ -1,18 +1,21 @@
-"""Whether the prefix index tells the truth: each store is asked what it holds, Redis what the index
-says, and the two are compared.
+"""What the stores of a cluster hold: an audit of the prefix index, and the history of blocks.
 
-Both change while one looks. So a store is looked at twice, and between the looks it must once have
-said that Redis had been told everything: what differs in both looks the same way was not on its
-way, it has drifted. What differs in one look only was in flight. A store that does not get that far
-in time is unsettled: all its differences may still be on their way, and none is held against it.
+The audit (`audit`) compares the blocks of each store with the index of that store in Redis. Both
+change while they are read. So each store is read twice, and between the two readings the store must
+once have reported that Redis has all its changes. A difference that is in both readings was not in
+flight: the index has drifted. A difference in one reading only was in flight. A store that does not
+report so in time is unsettled: any of its differences may be in flight, and none counts as drift.
 
-Knows Redis' keys and the `KvStore` service; asks, and changes nothing. One asyncio loop.
+The history (`block_histories`) is what each store remembers of its blocks.
+
+Reads Redis' registry and index and the `KvStore` service, and changes nothing. One asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,24 +35,27 @@ from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 REDIS_TIMEOUT_S = 5.0
 STATUS_TIMEOUT_S = 2.0
 _SCAN_COUNT = 4096
-"""Fields per answer of Redis: about 1 ms of its time."""
+"""Fields in one reply of Redis, which take it about 1 ms."""
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class Look:
-    """One store at one moment. present: what it holds; indexed: what the index says that it holds.
-    Sequences: of the last change that the store sent, and that Redis has (0: no index there)."""
+class Reading:
+    """One reading of a store and its index."""
 
     present: frozenset[bytes]
+    """Chain hashes that the store holds."""
     indexed: frozenset[bytes]
+    """Chain hashes that the index has for the store."""
     store_sequence: int
+    """Number of the last change that the store sent."""
     index_sequence: int
+    """Number of the last change that Redis has; 0: no index."""
 
 
 @dataclass(frozen=True)
 class StoreAudit:
-    """What came of one store. Counts are chain hashes."""
+    """The result of one store. Counts are of chain hashes."""
 
     node_id: str
     address: str
@@ -58,32 +64,32 @@ class StoreAudit:
     num_present: int = 0
     num_indexed: int = 0
     num_right: int = 0
-    """Present and indexed, by the second look."""
+    """Present and indexed, in the second reading."""
     num_missing: int = 0
-    """Drifted: present, not indexed. A hit that nobody finds."""
+    """Drifted: present and not indexed, so no router finds them."""
     num_false: int = 0
-    """Drifted: indexed, not present. A hit that fails when it is asked for."""
+    """Drifted: indexed and not present, so a worker that asks for them misses."""
     num_in_flight: int = 0
-    """Differed in one look only, or in both of an unsettled store."""
+    """Differences in one reading only, or any of an unsettled store."""
     sequence_lag: int = 0
-    """Changes (batches of them) that Redis was behind at the first look."""
+    """Batches of changes that Redis lacked in the first reading."""
     staleness_s: float | None = 0.0
-    """How long it then took until Redis had everything; None: longer than was waited."""
+    """How long it then took until Redis had all of them; None: longer than the limit."""
     num_dead_lives: int = 0
-    """Indexes of earlier lives that Redis still holds; nobody asks them, and they expire."""
+    """Indexes of earlier incarnations in Redis. No router reads them, and they expire."""
     is_void: bool = False
-    """The store has no heartbeat: nobody asks its index, so there is nothing to compare."""
+    """The store has no heartbeat, so no router reads its index: there is nothing to compare."""
     problem: str = ""
-    """Why there are no counts; empty: there are."""
+    """Why the store was not compared; empty: it was."""
 
     @property
     def precision(self) -> float:
-        """Share of the index that is true; 1 of an empty one."""
+        """Share of the index that the store holds; 1.0 of an empty index."""
         return self.num_right / self.num_indexed if self.num_indexed else 1.0
 
     @property
     def recall(self) -> float:
-        """Share of the truth that is in the index; 1 of an empty store."""
+        """Share of the store's blocks that are in the index; 1.0 of an empty store."""
         return self.num_right / self.num_present if self.num_present else 1.0
 
     @property
@@ -95,18 +101,28 @@ class StoreAudit:
         return bool(self.num_missing or self.num_false)
 
 
+@dataclass(frozen=True)
+class StoreHistory:
+    """What one store remembers of its blocks."""
+
+    node_id: str
+    blocks: Sequence[kvstore_pb2.BlockHistory] = ()
+    problem: str = ""
+    """Why there is no history; empty: there is."""
+
+
 def compare(
     store: inference_pb2.StoreStatus,
-    first: Look,
-    second: Look,
+    first: Reading,
+    second: Reading,
     *,
     staleness_s: float | None,
     num_dead_lives: int = 0,
 ) -> StoreAudit:
-    """Judge two looks at one store. Pure.
+    """Compare two readings of one store. Pure.
 
-    Args: staleness_s: from the first look until the store had told Redis everything; None: that did
-        not come before the second look, so no difference can be held against it.
+    Args: staleness_s: from the first reading until Redis had all changes of the store; None: Redis
+        had not before the second reading, so that no difference counts as drift.
     """
     missing = second.present - second.indexed
     false = second.indexed - second.present
@@ -141,17 +157,63 @@ async def audit(
 ) -> list[StoreAudit]:
     """Audit every store that is registered in this Redis, one after the other, by node id.
 
-    Args: settle_s: longest wait for one store's index to catch up. timeout_s: bounds reading one
-        store and its index once.
+    Args: settle_s: limit of the wait for the index of one store to catch up. timeout_s: limit of
+        one reading of a store and its index.
     Raises: Unavailable when Redis does not answer.
     """
+    async with _stores(redis_url, access) as (client, stores):
+        return [await _audit_store(client, dial, store, settle_s, timeout_s) for store in stores]
+
+
+async def block_histories(
+    redis_url: str,
+    prefix: bytes,
+    *,
+    max_blocks: int,
+    timeout_s: float,
+    dial: Dialer = rpc.PLAIN,
+    access: RedisAccess = registry.NO_ACCESS,
+) -> list[StoreHistory]:
+    """What each registered store remembers of blocks whose chain hash begins with `prefix`, by node
+    id.
+
+    Args: max_blocks: limit for each store. timeout_s: limit for one store.
+    Raises: Unavailable when Redis does not answer.
+    """
+    request = kvstore_pb2.GetBlockHistoryRequest(chain_hash=prefix, max_blocks=max_blocks)
+    async with _stores(redis_url, access) as (_, stores):
+        asked = (_store_history(store, request, timeout_s, dial) for store in stores)
+        return await asyncio.gather(*asked)
+
+
+@contextlib.asynccontextmanager
+async def _stores(
+    redis_url: str, access: RedisAccess
+) -> AsyncIterator[tuple[redis.asyncio.Redis, list[inference_pb2.StoreStatus]]]:
+    """A connection to this Redis, and the stores that are registered there, by node id."""
     client = registry.connect_redis(redis_url, REDIS_TIMEOUT_S, access)
     try:
         stores = await index.PrefixIndex(client, REDIS_TIMEOUT_S).stores()
-        ordered = sorted(stores, key=lambda store: store.node_id)
-        return [await _audit_store(client, dial, store, settle_s, timeout_s) for store in ordered]
+        yield client, sorted(stores, key=lambda store: store.node_id)
     finally:
         await client.aclose()
+
+
+async def _store_history(
+    store: inference_pb2.StoreStatus,
+    request: kvstore_pb2.GetBlockHistoryRequest,
+    timeout_s: float,
+    dial: Dialer,
+) -> StoreHistory:
+    async with dial(store.address, PeerRole.KVSTORE) as channel:
+        stub = kvstore_pb2_grpc.KvStoreStub(channel)
+        try:
+            reply = await stub.GetBlockHistory(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return StoreHistory(store.node_id, problem=str(rpc.error_from_rpc(error)))
+    if not reply.keeps_history:
+        return StoreHistory(store.node_id, problem="remembers nothing (max_history_blocks = 0)")
+    return StoreHistory(store.node_id, reply.blocks)
 
 
 async def _audit_store(
@@ -162,27 +224,27 @@ async def _audit_store(
     timeout_s: float,
 ) -> StoreAudit:
     if not store.reachable:
-        return _not_looked_at(store, "no heartbeat: its index is void", is_void=True)
+        return _not_compared(store, "no heartbeat: its index is void", is_void=True)
     async with dial(store.address, PeerRole.KVSTORE) as channel:
-        looking = _Looking(client, kvstore_pb2_grpc.KvStoreStub(channel), store, timeout_s)
+        reader = _StoreReader(client, kvstore_pb2_grpc.KvStoreStub(channel), store, timeout_s)
         try:
-            first = await looking.look()
-            staleness_s = await looking.wait_told(settle_s)
-            second = await looking.look()
-            num_dead_lives = await looking.count_dead_lives()
+            first = await reader.read()
+            staleness_s = await reader.wait_synced(settle_s)
+            second = await reader.read()
+            num_dead_lives = await reader.count_dead_lives()
         except BatonError as error:
-            return _not_looked_at(store, str(error))
+            return _not_compared(store, str(error))
     return compare(store, first, second, staleness_s=staleness_s, num_dead_lives=num_dead_lives)
 
 
-def _not_looked_at(
+def _not_compared(
     store: inference_pb2.StoreStatus, why: str, *, is_void: bool = False
 ) -> StoreAudit:
     return StoreAudit(store.node_id, store.address, store.incarnation, is_void=is_void, problem=why)
 
 
-class _Looking:
-    """Asks one life of one store, and its index."""
+class _StoreReader:
+    """Reads one incarnation of a store, and its index."""
 
     def __init__(
         self,
@@ -197,18 +259,19 @@ class _Looking:
         self._timeout_s = timeout_s
         self._key = index.index_key(store.node_id, store.incarnation)
 
-    async def look(self) -> Look:
-        """Raises: Unavailable when the store or Redis does not answer, or another life does."""
+    async def read(self) -> Reading:
+        """Raises: Unavailable when the store or Redis does not answer, or the store was
+        restarted."""
         deadline = Deadline.after(self._timeout_s)
         sequence, present = await self._list(deadline)
         async with deadline.timeout(f"reading the index of {self._store.node_id}"):
             indexed, index_sequence = await self._read_index()
-        return Look(present, indexed, sequence, index_sequence)
+        return Reading(present, indexed, sequence, index_sequence)
 
-    async def wait_told(self, settle_s: float) -> float | None:
-        """Wait until the store has once told Redis everything, and Redis has it.
+    async def wait_synced(self, settle_s: float) -> float | None:
+        """Wait until the store reports that it has sent all changes, and Redis has them.
 
-        Returns: how long that took; None: `settle_s` did not suffice.
+        Returns: how long that took; None: longer than `settle_s`.
         """
         deadline = Deadline.after(settle_s)
         began_s = deadline.clock()
@@ -223,7 +286,7 @@ class _Looking:
             await asyncio.sleep(_POLL_S)
 
     async def count_dead_lives(self) -> int:
-        """Indexes of this node under other incarnations."""
+        """The number of indexes of this node under other incarnations."""
         keys = [key async for key in self._scan_keys()]
         return sum(1 for key in keys if key != self._key.encode())
 
@@ -263,7 +326,8 @@ class _Looking:
         return sequence, frozenset(present)
 
     async def _read_index(self) -> tuple[frozenset[bytes], int]:
-        """What was there during the whole reading is surely in it; see SCAN's guarantees."""
+        """The index; a hash that is in it during the whole reading is in the result, as SCAN
+        guarantees."""
         found: set[bytes] = set()
         sequence = 0
         cursor = 0
@@ -288,9 +352,9 @@ class _Looking:
 
     def _check_life(self, incarnation: bytes) -> None:
         if incarnation.hex() != self._store.incarnation:
-            raise Unavailable("another life of the store answers; audit again")
+            raise Unavailable("the store was restarted during the audit; audit again")
 
 
 def found_fault(audits: Sequence[StoreAudit]) -> bool:
-    """Whether some index is wrong, or could not be compared although its store has a heartbeat."""
+    """Whether an index has drifted, or a store that has a heartbeat could not be compared."""
     return any(one.has_drifted or (one.problem and not one.is_void) for one in audits)

@@ -1,34 +1,36 @@
-"""Speak to a router: `Client` for asyncio, `SyncClient` for everything else.
+"""Clients of a router: `Client` for asyncio, `SyncClient` for other programs.
 
     async with Client("127.0.0.1:8500") as client:
         async for chunk in client.generate("Once upon a time", max_tokens=40):
             show(chunk.text)
 
-Knows the `Inference` service and nothing behind it. Leaving the loop early cancels the request on
-the server. A `Client` belongs to one event loop; a `SyncClient` may be used from any thread.
+They call the `Inference` service and know nothing of the processes behind it. Leaving the loop
+early cancels the request on the server. A `Client` belongs to one event loop; a `SyncClient` may be
+used from any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import threading
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
+    Callable,
     Coroutine,
     Generator,
     Iterable,
 )
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from baton import errors
-from baton.credentials import NO_CREDENTIALS, Credentials
 from baton.messages import (
     Chunk,
     Completion,
@@ -39,9 +41,11 @@ from baton.messages import (
 )
 from baton.request import Prompt, build_embed_request, build_request
 from process import rpc
+from process.tls import TlsIdentity, TlsSettings
 from protos import inference_pb2, inference_pb2_grpc
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 _STATUS_TIMEOUT_S = 10.0
 
@@ -50,121 +54,121 @@ _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _ANSWER = "a whole answer"
 
 _OWN_DEADLINE = "Deadline Exceeded"
-"""In gRPC's words where our own time was over, and no server said anything."""
+"""Part of gRPC's message when the client's own deadline passed and the server sent nothing."""
 
-_LAST_WORD_S = 1.0
-"""How much longer than a request's budget its answer is waited for: the router ends it, and says
-where the time went."""
+_GRACE_S = 1.0
+"""How much longer than the request's budget the client waits: the router ends a request at its
+budget and says where the time went."""
 
 _NO_HANDSHAKE = ("handshake failed", "Socket closed", "erification")
-"""In gRPC's words for a server that is there, where TLS did not come about."""
+"""Parts of gRPC's message when a server is there and the TLS handshake failed."""
 
 _OTHER_PROTOCOL = "http1.x server"
-"""In gRPC's words for a server that answers, and speaks HTTP/1."""
+"""Part of gRPC's message when the server speaks HTTP/1."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """How a client and a router authenticate each other."""
+
+    tls: TlsSettings | None = None
+    """None: without TLS. Without a `ca_file` the CAs of this machine are trusted."""
+
+    api_key: str = field(default="", repr=False)
+    """The key that `baton api-key add` showed; empty: none."""
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The metadata of each call."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+
+    def identity(self) -> TlsIdentity | None:
+        """The TLS identity of channels; None: without TLS. Raises: SettingsError naming the file
+        that cannot be used."""
+        return None if self.tls is None else TlsIdentity(self.tls)
+
+
+NO_CREDENTIALS = Credentials()
 
 
 class Client:
-    """One connection to one router. Options of `generate` and `complete` are `build_request`'s."""
+    """A connection to one router. `generate` and `complete` take the options of `build_request`."""
 
     def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
-        """`address` is "host:port". Connects with the first call.
+        """`address` is "host:port". The first call connects.
 
         Raises: SettingsError naming the file of `credentials` that cannot be used.
         """
         self.address = address
         self._metadata = credentials.metadata
         self._channel = rpc.channel(address, identity=credentials.identity())
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        """End the connection; generations under way are cancelled."""
+        """Close the connection; requests in flight are cancelled."""
         await self._channel.close()
 
     async def generate(
         self, prompt: Prompt, *, traceparent: str = "", **options: Any
     ) -> AsyncGenerator[Chunk, None]:
-        """Stream a generation; the last chunk of each sample has `end`, the very last one with the
-        request's provenance.
+        """Stream a generation. The last chunk of each sample has `end`; the last chunk of the
+        request has its provenance, too. Closing the generator early cancels the request.
 
-        Args: traceparent: W3C's header of the span that the request is part of.
-        Closing the generator early cancels the request. Raises: a `baton.errors.BatonError`.
+        Args: traceparent: the W3C header of the span that the request is part of.
+        Raises: a `baton.errors.BatonError`.
         """
-        async for chunk in self.send(build_request(prompt, **options), traceparent=traceparent):
-            yield chunk
+        request = build_request(prompt, **options)
+        async with contextlib.aclosing(self.send(request, traceparent=traceparent)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def send(
         self, request: inference_pb2.GenerateRequest, *, traceparent: str = ""
     ) -> AsyncGenerator[Chunk, None]:
-        """`generate` of a request that is built already."""
-        trace = (("traceparent", traceparent),) if traceparent else ()
-        call = self._stub.Generate(
-            request,
-            timeout=request.budget_ms / 1000 + _LAST_WORD_S,
-            metadata=(*self._metadata, *trace),
-        )
+        """As `generate`, for a request that is built already."""
         ended = False
-        try:
-            async for reply in call:
+        async with contextlib.aclosing(self._stream(request, traceparent)) as replies:
+            async for reply in replies:
                 chunk = chunk_from(reply)
                 ended = chunk.end is not None and chunk.end.provenance is not None
                 yield chunk
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error, _ANSWER, request.budget_ms / 1000) from None
-        finally:
-            call.cancel()
         if not ended:
             raise errors.Internal("the stream ended without its last message; see the router's log")
 
-    async def complete(self, prompt: Prompt, **options: Any) -> Completion:
-        """`generate`, put together; of one sample."""
-        (completion,) = await self.complete_samples(prompt, **_of_one_sample(options))
+    async def complete(self, /, prompt: Prompt, **options: Any) -> Completion:
+        """A whole generation of one sample. Raises: as `generate`."""
+        if options.get("n", 1) > 1:
+            raise errors.InvalidArgument("sampling.n", "complete_samples gives all samples")
+        (completion,) = await self.complete_samples(prompt, **options)
         return completion
 
-    async def complete_samples(self, prompt: Prompt, **options: Any) -> list[Completion]:
-        """`generate`, put together, sample by sample in their order (of a beam search: best
-        first)."""
-        return await collect_samples(self.generate(prompt, **options))
+    async def complete_samples(self, /, prompt: Prompt, **options: Any) -> list[Completion]:
+        """A whole generation: its samples in their order, of a beam search the best first. Raises:
+        as `generate`."""
+        return completions_from([chunk async for chunk in self.generate(prompt, **options)])
 
-    async def embed(self, prompt: Prompt, **options: Any) -> Embedding:
-        """The embedding of a prompt. Options are `build_embed_request`'s.
+    async def embed(self, /, prompt: Prompt, **options: Any) -> Embedding:
+        """The embedding of a prompt. Takes the options of `build_embed_request`.
 
         Raises: a `baton.errors.BatonError`.
         """
         request = build_embed_request(prompt, **options)
-        call = self._stub.Generate(
-            request,
-            timeout=request.budget_ms / 1000 + _LAST_WORD_S,
-            metadata=self._metadata,
-        )
-        try:
-            replies = [reply async for reply in call]
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error, _ANSWER, request.budget_ms / 1000) from None
-        finally:
-            call.cancel()
+        replies = [reply async for reply in self._stream(request)]
         if len(replies) != 1:
             raise errors.Internal(f"an embedding came in {len(replies)} messages")
         return embedding_from(replies[0])
 
     async def models(self, timeout_s: float = _STATUS_TIMEOUT_S) -> list[inference_pb2.ModelInfo]:
-        """The models served."""
+        """The models that the cluster serves."""
         request = inference_pb2.ListModelsRequest()
-        try:
-            reply = await self._stub.ListModels(request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error, "its models", timeout_s) from None
+        reply = await self._call(self._stub.ListModels, request, "its models", timeout_s)
         return list(reply.models)
 
     async def status(
@@ -172,74 +176,89 @@ class Client:
         timeout_s: float = _STATUS_TIMEOUT_S,
         request: inference_pb2.GetClusterStatusRequest | None = None,
     ) -> inference_pb2.GetClusterStatusReply:
-        """What the router knows of its workers and stores, and of what `request` asks for."""
+        """What the router knows of its workers and stores. `request` may ask for more."""
         request = request or inference_pb2.GetClusterStatusRequest()
-        try:
-            reply: inference_pb2.GetClusterStatusReply = await self._stub.GetClusterStatus(
-                request, timeout=timeout_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error, "its status", timeout_s) from None
+        reply: inference_pb2.GetClusterStatusReply = await self._call(
+            self._stub.GetClusterStatus, request, "its status", timeout_s
+        )
         return reply
 
     async def is_ready(self, timeout_s: float = _STATUS_TIMEOUT_S) -> bool:
-        """Whether each model that is not scaled to zero has a worker of each role: what `/ready`
-        says, too."""
+        """Whether each model that is not scaled to zero has a worker of each role, as the HTTP path
+        `/ready` says."""
         request = health_pb2.HealthCheckRequest(service=_SERVICE)
-        try:
-            reply = await self._health.Check(request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error, "whether it is ready", timeout_s) from None
+        reply = await self._call(self._health.Check, request, "whether it is ready", timeout_s)
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def explain(
         self, request_id: str = "", tenant: str = "", timeout_s: float = _STATUS_TIMEOUT_S
     ) -> inference_pb2.ExplainReply:
-        """Why a request (empty: the latest one) went to the workers that it went to.
+        """Why the router sent a request (empty: the latest one) to its workers.
 
-        Raises: NotFound when the router does not know it (any more).
+        Raises: NotFound when the router does not know the request, or not any more.
         """
         request = inference_pb2.ExplainRequest(request_id=request_id, tenant=tenant)
-        try:
-            reply: inference_pb2.ExplainReply = await self._stub.Explain(
-                request, timeout=timeout_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error, "why it chose its workers", timeout_s) from None
+        reply: inference_pb2.ExplainReply = await self._call(
+            self._stub.Explain, request, "why it chose its workers", timeout_s
+        )
         return reply
 
     async def load_adapter(
         self, request: inference_pb2.LoadClusterAdapterRequest, *, timeout_s: float
     ) -> inference_pb2.LoadClusterAdapterReply:
-        """On every worker of its model or on none; as an admin. Returns: when it can be asked for.
+        """Load a LoRA adapter on every worker of its model or on none. Needs an admin's API key.
+        Returns when requests may use the adapter.
 
-        Raises: InvalidArgument, FailedPrecondition, Unavailable and others, saying what refused it.
+        Raises: InvalidArgument, FailedPrecondition, Unavailable and others, with the reason.
         """
-        try:
-            reply: inference_pb2.LoadClusterAdapterReply = await self._stub.LoadAdapter(
-                request, timeout=timeout_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error, "an adapter to be loaded", timeout_s) from None
+        reply: inference_pb2.LoadClusterAdapterReply = await self._call(
+            self._stub.LoadAdapter, request, "an adapter to be loaded", timeout_s
+        )
         return reply
 
     async def unload_adapter(
         self, request: inference_pb2.UnloadClusterAdapterRequest, *, timeout_s: float
     ) -> inference_pb2.UnloadClusterAdapterReply:
-        """Off every worker or off none; as an admin. Raises: NotFound, FailedPrecondition and
-        others, saying what refused it."""
-        try:
-            reply: inference_pb2.UnloadClusterAdapterReply = await self._stub.UnloadAdapter(
-                request, timeout=timeout_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error, "an adapter to be unloaded", timeout_s) from None
+        """Unload a LoRA adapter from every worker or from none. Needs an admin's API key.
+
+        Raises: NotFound, FailedPrecondition and others, with the reason.
+        """
+        reply: inference_pb2.UnloadClusterAdapterReply = await self._call(
+            self._stub.UnloadAdapter, request, "an adapter to be unloaded", timeout_s
+        )
         return reply
+
+    async def _stream(
+        self, request: inference_pb2.GenerateRequest, traceparent: str = ""
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """The messages of an answer. Closing the generator cancels the call."""
+        trace = (("traceparent", traceparent),) if traceparent else ()
+        budget_s = request.budget_ms / 1000
+        call = self._stub.Generate(
+            request, timeout=budget_s + _GRACE_S, metadata=(*self._metadata, *trace)
+        )
+        try:
+            async for reply in call:
+                yield reply
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error, _ANSWER, budget_s) from None
+        finally:
+            call.cancel()
+
+    async def _call(self, method: Any, request: Any, asked: str, timeout_s: float) -> Any:
+        """One unary call. Args: asked: what the router is asked for, for errors."""
+        try:
+            return await method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error, asked, timeout_s) from None
 
     def _error(
         self, error: grpc.aio.AioRpcError, asked: str, timeout_s: float
     ) -> errors.BatonError:
-        """asked: what for. timeout_s: how long it was waited for."""
+        """The error to raise; one line that says what to do.
+
+        Args: timeout_s: how long the call was allowed to take.
+        """
         details = error.details() or ""
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and _OWN_DEADLINE in details:
             remedy = (
@@ -265,15 +284,10 @@ class Client:
                     "port, by default 8500"
                 )
             return errors.Unavailable(
-                f"nobody answers at {self.address}; start a cluster with `baton up`, or name "
+                f"no router answers at {self.address}; start a cluster with `baton up`, or name "
                 "another address"
             )
         return rpc.error_from_rpc(error)
-
-
-async def collect_samples(chunks: AsyncIterator[Chunk]) -> list[Completion]:
-    """All chunks of one generation as one value for each sample."""
-    return completions_from([chunk async for chunk in chunks])
 
 
 def collect_chunks(chunks: Iterable[Chunk]) -> Completion:
@@ -281,6 +295,18 @@ def collect_chunks(chunks: Iterable[Chunk]) -> Completion:
     missing."""
     (completion,) = completions_from(chunks)
     return completion
+
+
+def _blocking(
+    method: Callable[Concatenate[Client, Arguments], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[SyncClient, Arguments], Result]:
+    """A method of `Client` as one of `SyncClient`, which waits for the result."""
+
+    @functools.wraps(method)
+    def call(self: SyncClient, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return self._run(method(self._client, *args, **kwargs))
+
+    return call
 
 
 class SyncClient:
@@ -302,16 +328,11 @@ class SyncClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the connection and the thread. Idempotent."""
+        """Close the connection and end the thread. Idempotent."""
         if self._loop.is_closed():
             return
         self._run(_end(self._client))
@@ -332,6 +353,16 @@ class SyncClient:
         """As `Client.send`."""
         return self._steps(self._client.send(request, traceparent=traceparent))
 
+    complete = _blocking(Client.complete)
+    complete_samples = _blocking(Client.complete_samples)
+    embed = _blocking(Client.embed)
+    models = _blocking(Client.models)
+    status = _blocking(Client.status)
+    is_ready = _blocking(Client.is_ready)
+    explain = _blocking(Client.explain)
+    load_adapter = _blocking(Client.load_adapter)
+    unload_adapter = _blocking(Client.unload_adapter)
+
     def _steps(self, chunks: AsyncGenerator[Chunk, None]) -> Generator[Chunk, None, None]:
         steps = _Steps(chunks)
         try:
@@ -340,52 +371,6 @@ class SyncClient:
         finally:
             if not self._loop.is_closed():
                 self._run(steps.close())
-
-    def complete(self, prompt: Prompt, **options: Any) -> Completion:
-        """As `Client.complete`."""
-        return self._run(self._client.complete(prompt, **options))
-
-    def complete_samples(self, prompt: Prompt, **options: Any) -> list[Completion]:
-        """As `Client.complete_samples`."""
-        return self._run(self._client.complete_samples(prompt, **options))
-
-    def embed(self, prompt: Prompt, **options: Any) -> Embedding:
-        """As `Client.embed`."""
-        return self._run(self._client.embed(prompt, **options))
-
-    def models(self, timeout_s: float = _STATUS_TIMEOUT_S) -> list[inference_pb2.ModelInfo]:
-        """As `Client.models`."""
-        return self._run(self._client.models(timeout_s))
-
-    def status(
-        self,
-        timeout_s: float = _STATUS_TIMEOUT_S,
-        request: inference_pb2.GetClusterStatusRequest | None = None,
-    ) -> inference_pb2.GetClusterStatusReply:
-        """As `Client.status`."""
-        return self._run(self._client.status(timeout_s, request))
-
-    def is_ready(self, timeout_s: float = _STATUS_TIMEOUT_S) -> bool:
-        """As `Client.is_ready`."""
-        return self._run(self._client.is_ready(timeout_s))
-
-    def explain(
-        self, request_id: str = "", tenant: str = "", timeout_s: float = _STATUS_TIMEOUT_S
-    ) -> inference_pb2.ExplainReply:
-        """As `Client.explain`."""
-        return self._run(self._client.explain(request_id, tenant, timeout_s))
-
-    def load_adapter(
-        self, request: inference_pb2.LoadClusterAdapterRequest, *, timeout_s: float
-    ) -> inference_pb2.LoadClusterAdapterReply:
-        """As `Client.load_adapter`."""
-        return self._run(self._client.load_adapter(request, timeout_s=timeout_s))
-
-    def unload_adapter(
-        self, request: inference_pb2.UnloadClusterAdapterRequest, *, timeout_s: float
-    ) -> inference_pb2.UnloadClusterAdapterReply:
-        """As `Client.unload_adapter`."""
-        return self._run(self._client.unload_adapter(request, timeout_s=timeout_s))
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         future: Future[Result] = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -398,7 +383,7 @@ class SyncClient:
 
 
 async def _end(client: Client) -> None:
-    """Close, and see every task of the loop to its end: cancelled calls still have one each."""
+    """Close the client and wait for every task of the loop: a cancelled call still has one."""
     await client.close()
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
@@ -411,16 +396,9 @@ async def _make_client(address: str, credentials: Credentials) -> Client:
     return Client(address, credentials)
 
 
-def _of_one_sample(options: dict[str, Any]) -> dict[str, Any]:
-    """Raises: InvalidArgument where more than one is asked for."""
-    if options.get("n", 1) > 1:
-        raise errors.InvalidArgument("sampling.n", "complete_samples gives all samples")
-    return options
-
-
 class _Steps:
-    """A generation taken step by step from another thread, which Ctrl-C may tear away at any
-    moment: the step under way is then ended here, before the close."""
+    """Takes a generation step by step for another thread. Ctrl-C may interrupt that thread at any
+    moment, so `close` ends the step in progress before it closes the generation."""
 
     def __init__(self, chunks: AsyncGenerator[Chunk, None]) -> None:
         self._chunks = chunks
@@ -432,7 +410,7 @@ class _Steps:
         return await anext(self._chunks, None)
 
     async def close(self) -> None:
-        """End the generation; cancels it if it is under way."""
+        """End the generation; it is cancelled if it is still in progress."""
         if self._step is not None and not self._step.done():
             self._step.cancel()
             await asyncio.wait([self._step])

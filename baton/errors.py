@@ -2,16 +2,16 @@
 
 BatonError
   InvalidArgument     the request is wrong at `field`
-  Unauthenticated     the cluster wants an API key, and none that is valid was given
+  Unauthenticated     the cluster needs an API key, and no valid one was sent
   PermissionDenied    the API key does not allow this
   NotFound            no such model
   AlreadyExists       this request id runs with another body
-  FailedPrecondition  the two sides do not fit
-  NoCapacity          no room now, nothing was done; try again after `retry_after_s`
-  Unavailable         nobody answers there, or a part of the cluster is away; try again
-  DeadlineExceeded    the request's time is over
-  Cancelled           somebody ended it
-  Internal            a mistake of ours; the message says where to look
+  FailedPrecondition  the request does not fit the state or the model of the cluster
+  NoCapacity          no capacity now, nothing was computed; try again after `retry_after_s`
+  Unavailable         no answer from there, or a part of the cluster is not running; try again
+  DeadlineExceeded    the request took longer than its time limit
+  Cancelled           the request was cancelled
+  Internal            a bug in Baton; the message says where to look
   ClusterError        the local cluster did not start or did not stay up
   ModelError          the checkpoint named is missing or broken
 """

@@ -1,4 +1,4 @@
-"""Changes of a file of API keys: a key in, a key out, all else as its owner wrote it.
+"""Adds and removes keys in a file of API keys, and leaves the rest of the file as it is.
 
 Readers see the old file or the new one. Blocking; any thread.
 """
@@ -20,9 +20,9 @@ class KeyFileError(BatonError):
 
 
 def add(path: Path, key_id: str, entry: api_keys.ApiKey) -> None:
-    """Write one more key into a file, which is made when it is not there.
+    """Add a key to a file, which is made if it does not exist.
 
-    Raises: SettingsError when what is there is no such file; KeyFileError.
+    Raises: SettingsError where the file is not one of API keys; KeyFileError.
     """
     text = _HEAD
     if path.exists():
@@ -36,17 +36,20 @@ def add(path: Path, key_id: str, entry: api_keys.ApiKey) -> None:
 
 
 def remove(path: Path, key_id: str) -> None:
-    """Take a key out. Raises: SettingsError; KeyFileError when it is not there."""
+    """Remove a key. Raises: SettingsError; KeyFileError where the file does not have it."""
     if key_id not in api_keys.load(path).keys:
         raise KeyFileError(f"{path}: has no key {key_id!r}; `baton api-key list` shows them")
     table = re.compile(rf"^\[keys\.{re.escape(key_id)}\][^\n]*\n(?:(?!\[)[^\n]*\n?)*", re.MULTILINE)
     text = table.sub("", path.read_text(encoding="utf-8"), count=1)
     _replace(path, text)
     if key_id in api_keys.load(path).keys:
-        raise KeyFileError(f"{path}: key {key_id} is written in a way of your own; remove it")
+        raise KeyFileError(
+            f"{path}: key {key_id} is not written as `baton api-key` writes it; remove it by hand"
+        )
 
 
 def _replace(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, never a part."""
     try:
         replace_file(path, text)
     except OSError as error:

@@ -1,20 +1,22 @@
-"""What a client gets back, as plain frozen values; the protos stop here.
+"""What a client gets back, as frozen values; code above this module sees no protos.
 
-A generation is a run of `Chunk`s, of one sample or of several; the last one of each sample has an
-`end` that says why it ended and what it cost, and the very last one of the request says where its
-KV came from and where its time went, too. A `Completion` is all of one sample put together.
+An answer is a sequence of `Chunk`s, of one sample or several. The last chunk of each sample has an
+`end` with the finish reason and the usage; the last chunk of the request also has its provenance
+and times there. A `Completion` is all chunks of one sample put together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from google.protobuf import json_format
 
 from baton import errors
 from protos import common_pb2, inference_pb2
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,12 @@ class Usage:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
-    """Prompt tokens that nobody computed for this request."""
+    """Prompt tokens that came from a cache."""
 
 
 @dataclass(frozen=True)
 class TierCount:
-    """What one tier of one store gave, or a worker that lends its own blocks."""
+    """Prompt tokens that a worker read from one tier of a store, or from another worker's cache."""
 
     tier: str
     """device, host, file or object."""
@@ -37,12 +39,12 @@ class TierCount:
     num_tokens: int
     num_bytes: int
     transport: str = ""
-    """By which they were read."""
+    """The transport that read them."""
 
 
 @dataclass(frozen=True)
 class TransportCount:
-    """What one worker moved over one transport."""
+    """Bytes that one worker moved over one transport."""
 
     transport: str
     num_bytes_read: int
@@ -51,13 +53,13 @@ class TransportCount:
 
 @dataclass(frozen=True)
 class KvLeg:
-    """Where one worker's share of the prompt's KV came from."""
+    """Where the KV of the prompt came from at one worker."""
 
     role: str
     worker_id: str
     incarnation: str
     transport: str
-    """Every transport that moved bytes, sorted, with ", " between; empty: none was moved."""
+    """The transports that moved bytes, sorted, joined by ", "; empty: no bytes were moved."""
     dtype: str
     num_tokens_computed: int
     num_tokens_local: int
@@ -67,22 +69,22 @@ class KvLeg:
     recomputed: Mapping[str, int]
     """Blocks that failed verification and were computed again, by reason."""
     not_stored: Mapping[str, int] = field(default_factory=dict)
-    """Blocks that this worker should have handed over and could not store, by reason."""
+    """Blocks that this worker should have stored and could not, by reason."""
     num_tokens_early: int = 0
-    """Of those from the store: fetched while prefill still ran."""
+    """Those of `from_store` that were read while prefill still ran."""
     num_blocks_written_back: int = 0
-    """Full blocks of the answer that were stored for the next turn."""
+    """Full blocks of the answer that were stored for later requests."""
     handover: str = ""
-    """Of a prefill worker, which way its handle went: store or direct."""
+    """Of a prefill worker: the path of its KV to decode, store or direct."""
     num_tokens_direct: int = 0
-    """Of those from the store: read out of the prefill worker's own cache."""
+    """Those of `from_store` that were read from the prefill worker's own cache."""
     num_blocks_behind: int = 0
-    """Of a direct handover: blocks that were not in the store yet when the handle went out."""
+    """Blocks of a direct handover that were not in the store yet when the handle was sent."""
     ended_by: str = ""
-    """Why the answer went on at another worker: "moved", since this one was leaving, or
-    "worker_lost". Then, without an account, all numbers are 0. Empty: it did not."""
+    """Why the answer continued at another worker: "moved" (this worker drained) or "worker_lost"
+    (then the numbers are 0 if the worker sent no account). Empty: it did not."""
     transports: tuple[TransportCount, ...] = ()
-    """Its bytes by transport, sorted."""
+    """The bytes by transport, sorted."""
 
     @property
     def num_tokens_from_store(self) -> int:
@@ -91,34 +93,34 @@ class KvLeg:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The account of one request's prompt tokens by source."""
+    """Where the KV of a request's prompt came from, with a leg for each worker."""
 
     model: str
     model_fingerprint: str
     num_prompt_tokens: int
     legs: tuple[KvLeg, ...]
     adapter_digest: str = ""
-    """Of the LoRA adapter's content, hex; empty: none."""
+    """Digest of the LoRA adapter's content, in hex; empty: no adapter."""
 
     @property
     def num_bytes_moved(self) -> int:
-        """Into and out of stores, over all legs."""
+        """Bytes read and written, over all legs."""
         return sum(leg.num_bytes_read + leg.num_bytes_written for leg in self.legs)
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural-log probabilities of one place under the model's own distribution."""
+    """Natural logarithms of token probabilities at one position, before sampling processors."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The best as (token id, logprob), best first."""
+    """(token id, logprob) of the most likely tokens, the most likely first."""
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """How one token came to be; each field means what `StepTrace` in protos/common.proto says."""
+    """How one token was sampled. The fields are those of `StepTrace` in protos/common.proto."""
 
     position: int
     token_id: int
@@ -133,31 +135,31 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class End:
-    """What the last message of a sample says."""
+    """The end of a sample."""
 
     finish_reason: str
     """eos, stop_token, stop_string, length, cancelled, grammar, policy or tool_call."""
     usage: Usage
     provenance: Provenance | None
-    """Of the request as a whole. None while other samples go on."""
+    """Provenance of the whole request; None while other samples continue."""
     times: Mapping[str, float]
-    """Seconds by stage, in the order of the stages; with `provenance` only."""
+    """Seconds by stage, in the order of the stages; only together with `provenance`."""
     seed: int
-    """With it and the same request the same tokens come again."""
+    """The same request with this seed gives the same tokens again."""
     stop_token_id: int | None = None
     stop_string: str = ""
     score: float | None = None
-    """Of a beam search's hypothesis."""
+    """Score of a beam search's hypothesis; None: no beam search."""
     prompt_token_ids: tuple[int, ...] = ()
-    """The prompt as the model got it; with `provenance` and `trace` only."""
+    """The prompt as token ids; only together with `provenance`, where `trace` was asked for."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """SamplingParams with every default filled in, as JSON values; with `provenance` and `trace`
-    only."""
+    """SamplingParams with every default filled in, as JSON values; only together with `provenance`,
+    where `trace` was asked for."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What became visible at once."""
+    """One message of an answer."""
 
     request_id: str
     text: str
@@ -165,18 +167,19 @@ class Chunk:
     end: End | None = None
     """Set on the last chunk of a sample only."""
     sample_index: int = 0
-    """Which of the request's samples this is of."""
+    """The index of the sample within the request."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token where asked for."""
+    """One for each token, if asked for."""
     traces: tuple[StepTrace, ...] = ()
-    """One per token where asked for."""
+    """One for each token, if asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's next tokens where asked for, in chunks without text; NaN for the first."""
+    """One for each of the next prompt tokens, if asked for, in chunks without text; NaN for the
+    first token of the prompt."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sample of a generation, whole. Provenance and times are the request's."""
+    """A whole sample of a generation. Provenance and times are those of the request."""
 
     request_id: str
     text: str
@@ -193,20 +196,21 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     traces: tuple[StepTrace, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token of the prompt where asked for, with sample 0; NaN for the first."""
+    """One for each prompt token, if asked for, with sample 0; NaN for the first."""
     prompt_token_ids: tuple[int, ...] = ()
-    """With `trace` only."""
+    """The prompt as token ids; only where `trace` was asked for."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """What it was drawn with, every default filled in, as JSON values; with `trace` only."""
+    """SamplingParams with every default filled in, as JSON values; only where `trace` was asked
+    for."""
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """A prompt as one point: the model's hidden state behind its last token."""
+    """The embedding of a prompt: the model's hidden state after its last token."""
 
     request_id: str
     values: tuple[float, ...]
-    """Of length 1."""
+    """Normalized to the length 1."""
     usage: Usage
     provenance: Provenance
     times: Mapping[str, float] = field(default_factory=dict)
@@ -214,7 +218,7 @@ class Embedding:
 
 
 def embedding_from(reply: inference_pb2.GenerateResponse) -> Embedding:
-    """The only message of a request for an embedding. Raises: Internal when it holds none."""
+    """The embedding of the only message of an answer. Raises: Internal when it holds none."""
     if not reply.embedding:
         raise errors.Internal("the router's answer holds no embedding; see its log")
     return Embedding(
@@ -227,7 +231,7 @@ def embedding_from(reply: inference_pb2.GenerateResponse) -> Embedding:
 
 
 def chunk_from(reply: inference_pb2.GenerateResponse) -> Chunk:
-    """One message of the stream as a value."""
+    """A message of an answer as a `Chunk`."""
     end = None
     if reply.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
         end = End(
@@ -297,7 +301,7 @@ def _completion(chunks: Sequence[Chunk], account: End) -> Completion:
 
 
 def _usage(usage: common_pb2.Usage) -> Usage:
-    return Usage(usage.num_prompt_tokens, usage.num_output_tokens, usage.num_cached_tokens)
+    return _copied(Usage, usage)
 
 
 def _logprobs(entry: common_pb2.TokenLogprobs) -> TokenLogprobs:
@@ -305,16 +309,12 @@ def _logprobs(entry: common_pb2.TokenLogprobs) -> TokenLogprobs:
 
 
 def _trace(trace: common_pb2.StepTrace) -> StepTrace:
-    return StepTrace(
-        position=trace.position,
-        token_id=trace.token_id,
-        raw_logprob=trace.raw_logprob,
-        processed_logprob=trace.processed_logprob,
+    return _copied(
+        StepTrace,
+        trace,
         top=_pairs(trace.top),
-        support_size=trace.support_size,
         processors=tuple(trace.processors),
         rng_key=trace.rng_key if trace.HasField("rng_key") else None,
-        is_forced=trace.is_forced,
     )
 
 
@@ -323,52 +323,32 @@ def _pairs(top: Iterable[common_pb2.TokenLogprob]) -> tuple[tuple[int, float], .
 
 
 def provenance_from(message: common_pb2.Provenance) -> Provenance:
-    """The provenance message as a value."""
-    return Provenance(
-        model=message.model,
-        model_fingerprint=message.model_fingerprint,
-        num_prompt_tokens=message.num_prompt_tokens,
-        legs=tuple(_leg(leg) for leg in message.legs),
-        adapter_digest=message.adapter_digest,
-    )
+    """A provenance message as a value."""
+    return _copied(Provenance, message, legs=tuple(_leg(leg) for leg in message.legs))
 
 
 def _leg(leg: common_pb2.KvLeg) -> KvLeg:
-    return KvLeg(
-        role=leg.role,
-        worker_id=leg.worker_id,
-        incarnation=leg.incarnation,
-        transport=leg.transport,
-        dtype=leg.dtype,
-        num_tokens_computed=leg.num_tokens_computed,
-        num_tokens_local=leg.num_tokens_local,
+    handover = ""
+    if leg.handover:
+        handover = _short(common_pb2.HandoverPath, leg.handover, "HANDOVER_PATH_")
+    return _copied(
+        KvLeg,
+        leg,
         from_store=tuple(
-            TierCount(
-                tier=_short(common_pb2.Tier, count.tier, "TIER_"),
-                node_id=count.node_id,
-                num_tokens=count.num_tokens,
-                num_bytes=count.num_bytes,
-                transport=count.transport,
-            )
+            _copied(TierCount, count, tier=_short(common_pb2.Tier, count.tier, "TIER_"))
             for count in leg.from_store
         ),
-        num_bytes_read=leg.num_bytes_read,
-        num_bytes_written=leg.num_bytes_written,
         recomputed={count.reason: count.num_blocks for count in leg.recomputed},
         not_stored={count.reason: count.num_blocks for count in leg.not_stored},
-        num_tokens_early=leg.num_tokens_early,
-        num_blocks_written_back=leg.num_blocks_written_back,
-        handover=(
-            _short(common_pb2.HandoverPath, leg.handover, "HANDOVER_PATH_") if leg.handover else ""
-        ),
-        num_tokens_direct=leg.num_tokens_direct,
-        num_blocks_behind=leg.num_blocks_behind,
-        ended_by=leg.ended_by,
-        transports=tuple(
-            TransportCount(each.transport, each.num_bytes_read, each.num_bytes_written)
-            for each in leg.transports
-        ),
+        handover=handover,
+        transports=tuple(_copied(TransportCount, each) for each in leg.transports),
     )
+
+
+def _copied(kind: type[Value], message: Any, **others: Any) -> Value:
+    """A value whose fields are those of the message of the same names, except `others`."""
+    names = (each.name for each in fields(kind) if each.name not in others)  # type: ignore[arg-type]
+    return kind(**{name: getattr(message, name) for name in names}, **others)
 
 
 def _short(enum: Any, number: int, prefix: str) -> str:

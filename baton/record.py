@@ -1,5 +1,5 @@
-"""A recorded request: what was asked, what it was drawn with, and what came of it, as one JSON
-object; and the comparison with a second run.
+"""A recorded request as one JSON object: the request, its sampling parameters and its samples; and
+the comparison with a second run.
 
     {"schema": "baton-record", "version": 1,
      "model": name, "model_fingerprint": hex, "adapter_digest": hex or empty, "seed": number,
@@ -8,8 +8,8 @@ object; and the comparison with a second run.
      "samples": [{"sample_index", "token_ids", "text", "finish_reason", "stop_token_id",
                   "stop_string", "score", "traces": [StepTrace]}]}
 
-Messages are in protobuf's JSON with the fields' own names. A reader refuses another version; what
-is added later gets a new one. Knows no network. Values; any thread.
+Messages are in protobuf's JSON with the names of the proto. A reader refuses any other version; a
+change of the format gets a new one. Any thread.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from protos import inference_pb2
 SCHEMA = "baton-record"
 VERSION = 1
 
-# What decides the tokens and may have been left to a default.
+# Parameters that decide the tokens and may have been left to a default.
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
-# What names one run and not what was asked.
+# Fields that belong to one run, not to the request.
 _OF_ONE_RUN = ("request_id", "budget_ms")
 
 
 @dataclass(frozen=True)
 class Record:
-    """See the module."""
+    """A request and its samples."""
 
     model: str
     model_fingerprint: str
@@ -55,8 +55,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs part first: one says `recorded`, the other `replayed` (both None: `what`
-    says it)."""
+    """The first difference of two runs, with the values of both where `what` does not say them."""
 
     what: str
     recorded: Mapping[str, Any] | None = None
@@ -64,7 +63,7 @@ class Difference:
 
 
 def record_of(request: inference_pb2.GenerateRequest, completions: Sequence[Completion]) -> Record:
-    """The record of a run with `sampling.trace`."""
+    """The record of a run that had `sampling.trace`."""
     first = completions[0]
     asked = inference_pb2.GenerateRequest()
     asked.CopyFrom(request)
@@ -85,16 +84,16 @@ def record_of(request: inference_pb2.GenerateRequest, completions: Sequence[Comp
 def request_of(
     record: Record, *, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> inference_pb2.GenerateRequest:
-    """The request that must give the recorded tokens again: as it was asked, with nothing that
-    decides a token left to a default.
+    """The recorded request, with the defaults of then filled in, so that it must give the same
+    tokens again.
 
-    Raises: InvalidArgument when the record's request is none.
+    Raises: InvalidArgument where the record holds no valid request.
     """
     try:
         request = json_format.ParseDict(dict(record.request), inference_pb2.GenerateRequest())
         filled = json_format.ParseDict(dict(record.sampling), type(request.sampling)())
     except json_format.ParseError as error:
-        raise InvalidArgument("record.request", f"is no request: {error}") from error
+        raise InvalidArgument("record.request", f"is not a request: {error}") from error
     for name in _DEFAULTED:
         setattr(request.sampling, name, getattr(filled, name))
     request.sampling.trace = True
@@ -110,13 +109,13 @@ def write(record: Record, file: Path) -> None:
 
 
 def read(file: Path) -> Record:
-    """Read a record. Raises: InvalidArgument saying what is wrong with it; OSError."""
+    """Read a record. Raises: InvalidArgument for a damaged one; OSError."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument("record", f"{file} is no JSON: {error}") from error
+        raise InvalidArgument("record", f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-        raise InvalidArgument("record", f"{file} is no record of `baton generate --record`")
+        raise InvalidArgument("record", f"{file} is not a record of `baton generate --record`")
     if value.get("version") != VERSION:
         raise InvalidArgument(
             "record", f"{file} has version {value.get('version')}, this baton reads {VERSION}"
@@ -137,7 +136,7 @@ def read(file: Path) -> Record:
 
 
 def difference(record: Record, completions: Sequence[Completion]) -> Difference | None:
-    """Where a second run of a record's request parts from it first; None: nowhere."""
+    """The first difference of a second run from the record; None: they are equal."""
     first = completions[0]
     if first.provenance.model_fingerprint != record.model_fingerprint:
         return Difference(
@@ -183,7 +182,7 @@ def _sample_difference(
 
 
 def _at(sample: Mapping[str, Any], position: int) -> Mapping[str, Any]:
-    """The trace of one output token, or what stands in its place."""
+    """The trace of one output token; without one its id, or the finish reason after the last."""
     if position >= len(sample["token_ids"]):
         return {"ended": sample["finish_reason"]}
     if position < len(sample["traces"]):
@@ -202,7 +201,7 @@ def _sample(completion: Completion) -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """As JSON values: what is no number (of a token that was forced) becomes null."""
+    """As JSON values; a NaN or infinite logprob (of a forced token) becomes null."""
     if isinstance(value, Mapping):
         return {name: plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

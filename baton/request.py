@@ -1,25 +1,27 @@
-"""What a client asks, from Python values to the message on the wire. Pure.
+"""Makes the message of a request from Python values. Pure.
 
-What is None is left to the model's defaults. Only what cannot be put on the wire at all is refused
-here; the router judges the rest, and names the field.
+A value of None leaves the default of the model. Only values that the message cannot hold are
+refused here; the router checks the others, and its errors name the field.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from baton import errors
 from protos import common_pb2, inference_pb2
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Text, token ids, or chat messages ({"role": ..., "content": ...}), with calls of tools and their
-answers as OpenAI writes them.
+"""Text, token ids, or chat messages ({"role": ..., "content": ...}) with tool calls and their
+results in the format of OpenAI.
 """
 
 DEFAULT_TIMEOUT_S = 300.0
-"""For a whole generation: the bundled model fills its window on one core in a tenth of it."""
+"""Limit of a whole generation. The bundled model fills its context window on one core in a tenth of
+it."""
 
 
 def build_request(
@@ -65,18 +67,17 @@ def build_request(
     tenant: str = "",
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> inference_pb2.GenerateRequest:
-    """The request as it goes over the wire. Each field means what `SamplingParams` in
-    protos/common.proto says.
+    """A request. The arguments are the fields of `SamplingParams` in protos/common.proto and of
+    `GenerateRequest` in protos/inference.proto.
 
     Args:
-        prompt_logprobs: see GenerateRequest in protos/inference.proto.
-        bad_words: words, or the token ids of one.
+        bad_words: each is a text or its token ids.
         json_schema: the schema as text or as a value.
-        tools: what the model may call in a chat, as OpenAI writes it; calls come as text.
+        tools: the tools of a chat in the format of OpenAI; the model's calls arrive as text.
         template_arguments: further variables of the chat template.
-    Raises: InvalidArgument for what cannot be put on the wire at all.
+    Raises: InvalidArgument for a value that the message cannot hold.
     """
-    try:
+    with _refusing("sampling"):
         sampling = common_pb2.SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
@@ -105,8 +106,6 @@ def build_request(
             no_repeat_ngram=no_repeat_ngram,
             trace=trace,
         )
-    except (ValueError, TypeError) as error:
-        raise errors.InvalidArgument("sampling", _one_line(error)) from error
     _set_allowed(sampling, allowed_token_ids)
     _set_grammar(sampling, json_schema=json_schema, regex=regex, ebnf=ebnf, choice=choice)
     _set_beam(sampling, num_beams, length_penalty, early_stopping)
@@ -153,10 +152,8 @@ def build_embed_request(
 
 
 def _base_request(*, timeout_s: float, **fields: Any) -> inference_pb2.GenerateRequest:
-    try:
+    with _refusing("request"):
         return inference_pb2.GenerateRequest(budget_ms=max(1, int(timeout_s * 1000)), **fields)
-    except (ValueError, TypeError) as error:
-        raise errors.InvalidArgument("request", _one_line(error)) from error
 
 
 def _set_allowed(sampling: common_pb2.SamplingParams, allowed: Sequence[int] | None) -> None:
@@ -164,10 +161,8 @@ def _set_allowed(sampling: common_pb2.SamplingParams, allowed: Sequence[int] | N
         return
     if not allowed:
         raise errors.InvalidArgument("sampling.allowed_token_ids", "allows nothing")
-    try:
+    with _refusing("sampling.allowed_token_ids"):
         sampling.allowed_token_ids.extend(allowed)
-    except (ValueError, TypeError) as error:
-        raise errors.InvalidArgument("sampling.allowed_token_ids", _one_line(error)) from error
 
 
 def _set_grammar(
@@ -178,14 +173,14 @@ def _set_grammar(
     ebnf: str | None,
     choice: Sequence[str] | None,
 ) -> None:
-    """Raises: InvalidArgument for more than one: the wire has room for one of them."""
+    """Raises: InvalidArgument for more than one of them."""
     asked = {"json_schema": json_schema, "regex": regex, "ebnf": ebnf, "choice": choice}
     names = [name for name, value in asked.items() if value is not None]
     if len(names) > 1:
         raise errors.InvalidArgument(
             f"sampling.{names[1]}", f"does not go with {names[0]}: an output has one grammar"
         )
-    try:
+    with _refusing(f"sampling.{names[0]}" if names else "sampling"):
         if json_schema is not None:
             sampling.json_schema = (
                 json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
@@ -197,8 +192,6 @@ def _set_grammar(
         elif choice is not None:
             sampling.choice.SetInParent()
             sampling.choice.values.extend(choice)
-    except (ValueError, TypeError) as error:
-        raise errors.InvalidArgument(f"sampling.{names[0]}", _one_line(error)) from error
 
 
 def _set_beam(
@@ -212,17 +205,15 @@ def _set_beam(
             name = "length_penalty" if length_penalty is not None else "early_stopping"
             raise errors.InvalidArgument(f"sampling.beam.{name}", "needs num_beams of at least 2")
         return
-    try:
+    with _refusing("sampling.beam"):
         beam = common_pb2.BeamParams(
             num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping
         )
-    except (ValueError, TypeError) as error:
-        raise errors.InvalidArgument("sampling.beam", _one_line(error)) from error
     sampling.beam.CopyFrom(beam)
 
 
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
-    try:
+    with _refusing("prompt"):
         if isinstance(prompt, str):
             request.text = prompt
         elif prompt and isinstance(prompt[0], Mapping):
@@ -232,8 +223,6 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
         else:
             request.token_ids.SetInParent()
             request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise errors.InvalidArgument("prompt", _one_line(error)) from error
 
 
 def _add_message(request: inference_pb2.GenerateRequest, message: Mapping[str, Any]) -> None:
@@ -254,18 +243,21 @@ def _set_tools(
     tools: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any] | None,
 ) -> None:
-    """Raises: InvalidArgument without chat messages: only their template knows of tools."""
+    """Raises: InvalidArgument without chat messages: only a chat template uses tools."""
     for name, given in (("tools", tools), ("template_arguments", arguments)):
         if given and request.WhichOneof("prompt") != "chat":
             raise errors.InvalidArgument(f"chat.{name}", "needs chat messages")
-    try:
+    with _refusing("chat.tools"):
         if tools:
             request.chat.tools.extend(json.dumps(tool) for tool in tools)
         if arguments:
             request.chat.template_arguments = json.dumps(arguments)
-    except (ValueError, TypeError) as error:
-        raise errors.InvalidArgument("chat.tools", _one_line(error)) from error
 
 
-def _one_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+@contextlib.contextmanager
+def _refusing(field: str) -> Iterator[None]:
+    """Raises: InvalidArgument naming the field for a value that the message cannot hold."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise errors.InvalidArgument(field, str(error).splitlines()[0]) from error

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from baton.load.arrivals import arrivals, parse_rates
-from baton.load.trace_file import read_trace
+from baton.load.workload import arrival_times, parse_rates, read_trace
 from benchmarks.autoscaling_peers import LoadMode, OurPlan, RatioLaw, Rule
 from benchmarks.context import context, publish
 from services.autoscaler.capacity import Capacity
@@ -100,7 +99,7 @@ class Run:
 def requests_of(load: Load, seed: int) -> list[Request]:
     """The load, drawn; lengths are exponential around their means."""
     rng = random.Random(f"{load.name} {seed}")
-    times = arrivals(
+    times = arrival_times(
         parse_rates(load.rates), num_requests=None, burstiness=load.burstiness, seed=seed
     )
     found = []

@@ -28,13 +28,13 @@ from rich.console import Console
 
 from baton import Client, ClusterConfig, LocalCluster
 from baton.cli.render import number, table, text
-from baton.load import arrivals, course, planned, trace_file
+from baton.load import course, workload
 from baton.load.course import ROLES, Course, Moment
-from baton.load.outcome import Outcome
-from baton.load.planned import Planned
-from baton.load.report import Limits, as_json, report
-from baton.load.run import run as run_load
+from baton.load.report import Limits, report
+from baton.load.runner import Outcome
+from baton.load.runner import run as run_load
 from baton.load.senders import GrpcSender
+from baton.load.workload import Planned
 from benchmarks.context import context, publish
 from benchmarks.paced_worker import paced
 from benchmarks.pool_watch import LOOK_S, watching
@@ -53,7 +53,7 @@ a round of its load, which goes on until it can be judged."""
 HIGH_PER_S = 12.0
 _LEAD_S = 1.0
 _TIMEOUT_S = 120.0
-_LENGTHS = planned.Lengths(64, 48, spread=0.5)
+_LENGTHS = workload.Lengths(64, 48, spread=0.5)
 
 PACED = {
     "prefill": DevicePace(token_s=0.0088),
@@ -64,7 +64,7 @@ for an answer, 2 a second. At 2.5 a second one of each is too little, and two ar
 computes a tenth of that time at most, so a busy machine keeps the pace."""
 
 PACED_SLOTS = 12
-PACED_LENGTHS = planned.Lengths(64, 13)
+PACED_LENGTHS = workload.Lengths(64, 13)
 PACED_TARGETS = Limits(ttft_ms=3000.0, tpot_ms=1000.0)
 """Well above what a request takes where nobody waits: 0.56 and 0.5 s."""
 
@@ -210,13 +210,13 @@ def shaped(
     *,
     vocab_size: int,
     seed: int,
-    lengths: planned.Lengths = _LENGTHS,
-    kind: arrivals.Kind = "poisson",
+    lengths: workload.Lengths = _LENGTHS,
+    kind: workload.ArrivalKind = "poisson",
 ) -> list[Planned]:
     """Requests of a load whose rates are `rates`."""
-    phases = arrivals.parse_rates(rates)
-    times_s = arrivals.arrivals(phases, num_requests=None, kind=kind, seed=seed)
-    return planned.random_load(times_s, lengths, vocab_size=vocab_size, seed=seed)
+    phases = workload.parse_rates(rates)
+    times_s = workload.arrival_times(phases, num_requests=None, kind=kind, seed=seed)
+    return workload.random_load(times_s, lengths, vocab_size=vocab_size, seed=seed)
 
 
 def paced_stretch(
@@ -233,7 +233,7 @@ def paced_stretch(
         enough: asked each time `rates` were sent; until it says yes they are sent again. None: they
             are sent once.
     """
-    round_s = sum(phase.seconds for phase in arrivals.parse_rates(rates))
+    round_s = sum(phase.seconds for phase in workload.parse_rates(rates))
     num_rounds = MAX_ROUNDS if enough is not None else 1
     load = shaped(
         ",".join([rates] * num_rounds),
@@ -274,7 +274,7 @@ def summary(driven: Drive) -> dict[str, Any]:
     """What is told of one load."""
     seen = driven.course
     return {
-        "requests": as_json(report(driven.outcomes, Limits())),
+        "requests": asdict(report(driven.outcomes, Limits())),
         "workers": {
             role: {
                 "most_ready": seen.most_ready(role),
@@ -311,8 +311,8 @@ def _drive_paced(rates: str, seed: int) -> Drive:
 
 def _drive_trace(file: Path, asked: argparse.Namespace) -> Drive:
     def load_of(vocab_size: int) -> Stretch:
-        trace = trace_file.read_trace(file, limit=asked.requests)
-        load = trace_file.replay(
+        trace = workload.read_trace(file, limit=asked.requests)
+        load = workload.replay_trace(
             trace,
             vocab_size=vocab_size,
             seed=asked.seed,

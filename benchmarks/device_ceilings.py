@@ -15,7 +15,7 @@ import torch
 
 from kvstore import block_hash
 from kvstore.transport.base import BlockMemory
-from kvstore.transport.cuda_device import CudaDevice, CudaQueue
+from kvstore.transport.cuda import CudaDevice, CudaQueue
 from kvstore.transport.device import wait_for
 
 

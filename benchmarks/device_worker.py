@@ -20,14 +20,13 @@ import torch
 
 from benchmarks.device_ceilings import dma, torch_copies
 from kvstore import block_hash
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import KvStoreClient
-from kvstore.nixl_agent import NixlAgent, Region
-from kvstore.nixl_runs import merge_runs
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, Transport
-from kvstore.transport.cuda_device import CudaDevice
+from kvstore.transport.cuda import CudaDevice
 from kvstore.transport.device import wait_for
 from kvstore.transport.nixl import region_of
+from kvstore.transport.nixl_agent import NixlAgent, Region, merge_runs
 from process.deadline import Deadline
 
 FINGERPRINT = "ab" * 16

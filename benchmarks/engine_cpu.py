@@ -1,40 +1,27 @@
-"""Decode tokens per second on CPU: the engine against transformers' generate and generate_batch.
+"""Decode tokens per second on a CPU: the engine against transformers' generate and generate_batch.
 
-One random checkpoint of the shape of a 0.5B model (24 layers, hidden 896, 14 query and 2 kv heads,
-ffn 4864, vocabulary 151,936, tied) in bfloat16, one prompt batch, all three in one process, taking
-turns, so that drift of the machine hits all. A rate counts the tokens drawn after every prompt has
-its first, over
-the time from there to the last: start-up and prefill are outside. The floor is the time to read
-each weight once at the bandwidth measured in the same run. The last line printed is one JSON
-object.
-
-    OMP_NUM_THREADS=2 python -m benchmarks.engine_cpu --batch 8 --rounds 3
-
-Nothing is written unless --out says where; the checkpoint lies in a temporary folder.
+OMP_NUM_THREADS=2 python -m benchmarks.engine_cpu --batch 8 --rounds 3
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import hashlib
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from benchmarks.context import context, publish
+from benchmarks import harness
+from benchmarks.stalls import block_hash
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
@@ -78,22 +65,6 @@ def save_random(folder: Path, shape: str, dtype: str) -> None:
     Tokenizer(WordLevel(vocabulary, unk_token="0")).save(str(folder / "tokenizer.json"))
 
 
-def read_bandwidth() -> float:
-    """GB/s of reading 1 GiB, best of a second."""
-    data = torch.ones(1 << 27, dtype=torch.int64)
-    best, end = 0.0, time.perf_counter() + 1.0
-    while time.perf_counter() < end:
-        began = time.perf_counter()
-        data.sum()
-        best = max(best, data.numel() * 8 / (time.perf_counter() - began) / 1e9)
-    return best
-
-
-def _block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    data = b"".join(token.to_bytes(4, "little") for token in token_ids)
-    return hashlib.blake2b(parent + data, digest_size=16).digest()
-
-
 def with_engine(engine: Engine, prompts: list[list[int]]) -> Run:
     """The engine, called as a worker calls it; prompts differ per call, so nothing is cached."""
     calls = 0
@@ -105,7 +76,7 @@ def with_engine(engine: Engine, prompts: list[list[int]]) -> Run:
         for row, prompt in enumerate(prompts):
             token_ids = (calls % 1000 + 2, *prompt[1:])
             sampling = Sampling(max_tokens=num_tokens, ignore_eos=True)
-            engine.reserve(Request(f"{calls} {row}", token_ids, sampling, _block_hash))
+            engine.reserve(Request(f"{calls} {row}", token_ids, sampling, block_hash))
             engine.start(f"{calls} {row}")
         while engine.has_work():
             for event in engine.step().events:
@@ -168,88 +139,79 @@ def decode_rate(times: Times, num_prompts: int, num_tokens: int) -> float:
     return len(after) / (max(after) - began)
 
 
-def measure(
-    runs: dict[str, Run], num_tokens: int, batch: int, rounds: int, settle_s: float
+@harness.case
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="0.5b")
+@click.option("--dtype", type=click.Choice(("bfloat16", "float32")), default="bfloat16")
+@click.option("--batch", default=8)
+@click.option("--prompt-tokens", default=64)
+@click.option("--tokens", default=33)
+@click.option("--rounds", default=3)
+@click.option("--settle-s", default=6.0, help="pause before each turn")
+@click.option("--threads", default=os.cpu_count() or 1)
+def main(
+    shape: str,
+    dtype: str,
+    batch: int,
+    prompt_tokens: int,
+    tokens: int,
+    rounds: int,
+    settle_s: float,
+    threads: int,
 ) -> dict[str, Any]:
-    """Take turns; per way the decode rate of each round and their median."""
+    """Decode tokens per second on a CPU: the engine against transformers' generate and
+    generate_batch, in one process, taking turns.
+
+    One random checkpoint of the shape of a 0.5B model. A rate counts the tokens drawn after every
+    prompt has its first, over the time from there to the last: start-up and prefill are outside.
+    The floor is the time to read each weight once at the bandwidth measured in the same run.
+    """
+    torch.set_num_threads(threads)
+    transformers.utils.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        save_random(Path(folder), shape, dtype)
+        config = EngineConfig(model=folder, device="cpu", dtype=dtype, context_window=1024)
+        engine = load_engine(config)
+        # One each: generate_batch changes its model's attention implementation.
+        static, continuous = (
+            transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation="sdpa"
+            ).eval()
+            for _ in range(2)
+        )
+    prompts = torch.randint(2, 2000, (batch, prompt_tokens)).tolist()
+    bandwidth = harness.host_read_gb_per_s()
+    runs = {
+        "engine": with_engine(engine, prompts),
+        "generate": with_generate(static, prompts),
+        "generate_batch": with_generate_batch(continuous, prompts),
+    }
     for run in runs.values():
         run(2)  # warm up
-    rates: dict[str, list[float]] = {name: [] for name in runs}
-    # A line a round: a spinner's thread would take time from the two cores that are measured.
-    for number in range(1, rounds + 1):
-        sys.stderr.write(f"round {number} of {rounds}\n")
-        for name, run in runs.items():
-            # generate_batch gives GBs back to the system after it returned, and who comes next pays
-            # for it (measured: 122 instead of 215 tokens/s). Nobody shall.
-            gc.collect()
-            time.sleep(settle_s)
-            rates[name].append(decode_rate(run(num_tokens), batch, num_tokens))
-    return {
-        name: {
-            "tokens_per_s": round(statistics.median(values), 1),
-            "rounds": [round(value, 1) for value in values],
-        }
-        for name, values in rates.items()
-    }
 
+    def turn(run: Run) -> float:
+        # generate_batch gives GBs back to the system after it returned, and the next way would pay
+        # for it (measured: 122 instead of 215 tokens/s).
+        gc.collect()
+        time.sleep(settle_s)
+        return decode_rate(run(tokens), batch, tokens)
 
-def main() -> None:
-    """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=33)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--settle-s", type=float, default=6.0, help="pause before each turn")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, help="write the JSON object here, too")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    transformers.utils.logging.set_verbosity_error()
-    console = Console(stderr=True)
-
-    with tempfile.TemporaryDirectory() as folder:
-        with console.status("random checkpoint"):
-            save_random(Path(folder), arguments.shape, arguments.dtype)
-        with console.status("loading"):
-            engine = load_engine(
-                EngineConfig(model=folder, device="cpu", dtype=arguments.dtype, context_window=1024)
-            )
-            # One each: generate_batch changes its model's attention implementation.
-            static, continuous = (
-                transformers.AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=arguments.dtype, attn_implementation="sdpa"
-                ).eval()
-                for _ in range(2)
-            )
-    prompts = torch.randint(2, 2000, (arguments.batch, arguments.prompt_tokens)).tolist()
-    bandwidth = read_bandwidth()
-    rates = measure(
-        {
-            "engine": with_engine(engine, prompts),
-            "generate": with_generate(static, prompts),
-            "generate_batch": with_generate_batch(continuous, prompts),
-        },
-        arguments.tokens,
-        arguments.batch,
-        arguments.rounds,
-        arguments.settle_s,
-    )
-    ours = rates["engine"]["tokens_per_s"]
-    step_ms = arguments.batch / ours * 1e3
+    ways = {name: (lambda run=run: turn(run)) for name, run in runs.items()}
+    rates = harness.interleaved(ways, rounds)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    step_ms = batch / medians["engine"] * 1e3
     floor_ms = engine.model_info.weight_bytes / bandwidth / 1e6
-    result = {
-        "benchmark": "engine_cpu",
-        "shape": arguments.shape,
-        "dtype": arguments.dtype,
-        "batch": arguments.batch,
-        "prompt_tokens": arguments.prompt_tokens,
-        "threads": arguments.threads,
-        "rates": rates,
-        "ratio_to_generate": round(ours / rates["generate"]["tokens_per_s"], 2),
-        "ratio_to_generate_batch": round(ours / rates["generate_batch"]["tokens_per_s"], 2),
+    harness.show(
+        f"decode, batch {batch}, {shape} {dtype}: {step_ms:.1f} ms a step, floor {floor_ms:.1f}",
+        [
+            {"": name, "tokens/s": rate, "engine is": medians["engine"] / rate}
+            for name, rate in medians.items()
+        ],
+    )
+    return {
+        "rates": {name: [round(value, 1) for value in values] for name, values in rates.items()},
+        "tokens_per_s": {name: round(rate, 1) for name, rate in medians.items()},
+        "ratio_to_generate": round(medians["engine"] / medians["generate"], 2),
+        "ratio_to_generate_batch": round(medians["engine"] / medians["generate_batch"], 2),
         "step_ms": round(step_ms, 2),
         "read_bandwidth_gb_per_s": round(bandwidth, 1),
         "weight_bytes": engine.model_info.weight_bytes,
@@ -257,22 +219,9 @@ def main() -> None:
         "share_of_floor": round(floor_ms / step_ms, 3),
         "linear": engine.model_info.linear,
         "fused": engine.model_info.fused,
-        **context(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    table = Table(title=f"decode, batch {arguments.batch}, {arguments.shape} {arguments.dtype}")
-    for column in ("", "tokens/s", "engine is"):
-        table.add_column(column, justify="right")
-    for name, rate in rates.items():
-        value = rate["tokens_per_s"]
-        table.add_row(name, f"{value}", f"{ours / value:.2f}x")
-    console.print(table)
-    console.print(
-        f"step {step_ms:.1f} ms; reading the weights once takes {floor_ms:.1f} ms at "
-        f"{bandwidth:.1f} GB/s: {floor_ms / step_ms:.0%} of the floor"
-    )
-    publish(result, arguments.out)
 
 
 if __name__ == "__main__":

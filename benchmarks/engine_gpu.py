@@ -1,50 +1,50 @@
-"""The whole engine on one GPU: schedule, forward, draw, bookkeeping; beside what the device can do.
+"""The whole engine on one GPU: schedule, forward, draw, bookkeeping; random weights of two shapes,
+bfloat16, greedy.
 
-Random weights of two shapes, greedy, bfloat16, the prefix cache without use (prompts differ). Per
-shape: milliseconds a decode step at batch 1, 8, 64 and 256 with 1,024 tokens of context, as (time
-of 129 tokens - time of 1) / 128; prompts of 1 x 2048, 1 x 8192 and 16 x 2048 tokens; 256 requests
-of (1024 in, 256 out). Ceilings of the same run: a device-to-device copy, a read, a large matrix
-product; what our bytes and operations would take at them stands beside each figure (floors.py).
-The peer's figures (vLLM 0.24 on one H100 80GB HBM3, same definitions) stand beside ours; it cannot
-be brought into the run. Of the 256 requests also: how many steps computed prompts, how many only
-decoded, how long each kind took, and how long the device had nothing to do in a stretch of either.
-Of every batch: the longest step, and the kernels that were compiled since the batch before, which
-the warm-up has missed.
-`--profile` adds where a step's time goes, kernel by kernel.
-
-    python -m benchmarks.engine_gpu --shapes llama-8b qwen3-0.6b
-
-The last line printed is one JSON object. Needs one CUDA device with 80 GB; takes minutes.
+    python -m benchmarks.engine_gpu whole --shapes llama-8b,qwen3-0.6b
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
+import hashlib
+import itertools
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import random_checkpoint
-from benchmarks.compiles import Compiles
-from benchmarks.context import context, publish
-from benchmarks.floors import Floors
+from benchmarks import harness, host_stretches, random_checkpoint
+from benchmarks.harness import Several
 from benchmarks.random_checkpoint import SHAPES
+from benchmarks.stalls import ZeroCostAhead, ZeroCostModel
+from checkpoints.resolve import resolve
+from engine.batch import Batch, Span
 from engine.config import EngineConfig
+from engine.kv.layout import DTYPE_BYTES
 from engine.loop import Engine, load_engine
+from engine.lora.config import LoraLimits
+from engine.lora.files import Adapter, Factors
+from engine.lora.peft import PeftConfig
+from engine.models import weight_room
+from engine.models.hugging_face import HuggingFaceModel
+from engine.models.load import load_model
+from engine.models.offload_copies import HostMemory
 from engine.request import Request, Sampling
+from engine.speculation.config import SpeculationConfig
+from engine.speculation.load import load_drafters
 from kvstore import block_hash
 from process import entrypoint
+from tokens.tokenizer import Tokenizer
 
-BATCHES = (1, 8, 64, 256)
 PEER: dict[str, dict[str, Any]] = {
     "llama-8b": {
         "decode_ms": {1: 6.55, 8: 7.00, 64: 10.18, 256: 21.51},
@@ -57,58 +57,80 @@ PEER: dict[str, dict[str, Any]] = {
         "output_tokens_per_s": 16_020,
     },
 }
-"""vLLM 0.24.0, torch 2.11.0+cu130, FlashAttention 3, CUDA graphs and torch.compile; one H100."""
+"""vLLM 0.24.0, torch 2.11.0+cu130, FlashAttention 3, CUDA graphs and torch.compile; one H100, by
+the same definitions. It cannot be brought into the run."""
 
 CONTEXT = 1024
 NUM_DECODED = 128
-
-
-# -- ceilings
-
-
-def _seconds(work: Any, repeats: int) -> float:
-    """Median of `repeats`, by events."""
-    for _ in range(2):
-        work()
-    times: list[float] = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
-
-
-def ceilings() -> dict[str, float]:
-    """copy_gb_per_s (bytes read and written), read_gb_per_s, matmul_tflop_per_s (bfloat16, random
-    numbers)."""
-    num_bytes = 2 << 30
-    source = torch.randn(num_bytes // 4, device="cuda")
-    target = torch.empty_like(source)
-    copy_s = _seconds(lambda: target.copy_(source), 10)
-    read_s = _seconds(lambda: source.max(), 10)
-    size = 8192
-    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    matmul_s = _seconds(lambda: a @ b, 10)
-    return {
-        "copy_gb_per_s": 2 * num_bytes / copy_s / 1e9,
-        "read_gb_per_s": num_bytes / read_s / 1e9,
-        "matmul_tflop_per_s": 2 * size**3 / matmul_s / 1e12,
-    }
-
-
-# -- the engine
-
-
 _ROOT = block_hash.root_key(b"benchmark", "00")
 
 
-def _block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """As a worker's."""
-    return block_hash.extend(_ROOT, parent, token_ids)
+class Compiles:
+    """Names of the kernels that Triton compiled since this was made, a name for each time, read
+    from disk or not: what a warm-up has missed. Of the whole process; the newest one alone sees
+    them."""
+
+    def __init__(self) -> None:
+        import triton
+
+        self.names: list[str] = []
+        triton.knobs.runtime.jit_post_compile_hook = self._note
+
+    def take(self) -> list[str]:
+        """Those since it was last called."""
+        names, self.names = self.names, []
+        return names
+
+    def _note(self, *, fn: Any, **_: Any) -> None:
+        self.names.append(str(fn.name))
+
+
+@dataclass(frozen=True)
+class Floors:
+    """What a shape's bytes and operations would take at the ceilings of this run, one after the
+    other: weights and cached keys and values read once a step, each product once. Nothing runs much
+    faster; what runs products and reads at once may."""
+
+    shape: Mapping[str, Any]
+    ceilings: Mapping[str, float]
+    weight_bytes: int
+    """Of one number of a layer's matrices."""
+
+    @property
+    def _layer_parameters(self) -> int:
+        hidden, inner, heads = (
+            self.shape[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
+        )
+        columns = (heads + 2 * self.shape["num_key_value_heads"]) * self.shape["head_dim"]
+        attended = heads * self.shape["head_dim"]
+        per_layer = hidden * (columns + attended + 3 * inner)
+        return int(self.shape["num_hidden_layers"] * per_layer)
+
+    @property
+    def _token_bytes(self) -> int:
+        """Keys and values of one token, bfloat16."""
+        heads = self.shape["num_key_value_heads"] * self.shape["head_dim"]
+        return int(2 * 2 * self.shape["num_hidden_layers"] * heads)
+
+    def decode_s(self, batch: int, context: float) -> float:
+        """One step."""
+        head = 2 * self.shape["hidden_size"] * self.shape["vocab_size"]
+        weights = self.weight_bytes * self._layer_parameters + head
+        num_bytes = weights + batch * context * self._token_bytes
+        return num_bytes / (self.ceilings["read_gb_per_s"] * 1e9)
+
+    def prefill_s(self, num_prompts: int, num_tokens: int) -> float:
+        """Products and causal attention."""
+        heads = self.shape["num_attention_heads"] * self.shape["head_dim"]
+        pairs = num_tokens * num_tokens / 2
+        flops = 2.0 * self._layer_parameters * num_tokens
+        flops += 4.0 * self.shape["num_hidden_layers"] * heads * pairs
+        return num_prompts * flops / (self.ceilings["matmul_tflop_per_s"] * 1e12)
+
+    def throughput_s(self, num_requests: int, num_prompt: int, num_output: int) -> float:
+        """All prompts, then all steps."""
+        step_s = self.decode_s(num_requests, num_prompt + num_output / 2)
+        return self.prefill_s(num_requests, num_prompt) + (num_output - 1) * step_s
 
 
 class Bench:
@@ -117,21 +139,23 @@ class Bench:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._num_requests = 0
-        self._compiles = Compiles()
 
     def submit(self, num_requests: int, num_prompt: int, num_output: int) -> None:
-        vocab_size = self.engine.model_info.vocab_size
-        sampling = Sampling(max_tokens=num_output, ignore_eos=True)
         for _ in range(num_requests):
             self._num_requests += 1
-            token_ids = tuple(
-                (self._num_requests * 7919 + at * 104_729) % vocab_size for at in range(num_prompt)
+            self.engine.submit(
+                Request(
+                    f"r{self._num_requests}",
+                    numbered_prompt(self._num_requests, num_prompt, self.engine),
+                    Sampling(max_tokens=num_output, ignore_eos=True),
+                    partial(block_hash.extend, _ROOT),
+                )
             )
-            self.engine.submit(Request(f"r{self._num_requests}", token_ids, sampling, _block_hash))
 
     def run(self) -> tuple[float, float, list[float], float]:
-        """Until nothing is left. Returns: seconds until everybody's first token, seconds in all,
-        milliseconds of each step from there until somebody ends, and of the longest of all."""
+        """Until nothing is left. Returns: seconds until every request has its first token, seconds
+        in all, milliseconds of each step from there until a request ends, and of the longest of
+        all."""
         began = time.perf_counter()
         live: set[str] = set()
         first_s, num_ended = 0.0, 0
@@ -167,7 +191,6 @@ class Bench:
             "one_token_s": one_s,
             "first_tokens_s": first_s,
             "longest_steps_ms": [one_longest_ms, longest_ms],
-            "compiled": self._compiles.take(),
         }
 
     def prefill(self, num_prompts: int, num_tokens: int, floors: Floors) -> dict[str, float]:
@@ -206,20 +229,30 @@ class Bench:
             },
         }
 
+    def profiled(self, num_steps: int) -> list[tuple[float, float]]:
+        """When a kernel or a copy ran on the device in so many steps: (start, end), microseconds.
+        Nothing else is measured meanwhile: the profiler costs time."""
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(num_steps):
+                self.engine.step()
+            torch.cuda.synchronize()
+        kind = torch.autograd.DeviceType.CUDA
+        return [
+            (one.time_range.start, one.time_range.end)
+            for one in profile.events()
+            if one.device_type == kind
+        ]
+
     def idle_share(self, num_requests: int, num_prompt: int, num_output: int) -> dict[str, float]:
-        """Share of the time in which no kernel and no copy ran: of twelve steps with prompts, and
-        of forty steps of decodes. Nothing else is measured meanwhile: the profiler costs time."""
+        """Share of the time in which nothing ran on the device: of twelve steps with prompts, and
+        of forty steps of decodes."""
         self.submit(num_requests, num_prompt, num_output)
         shares = {}
         for kind, num_before, num_steps in (("with_prompts", 4, 12), ("decodes_only", 40, 40)):
             for _ in range(num_before):
                 self.engine.step()
-            torch.cuda.synchronize()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-                for _ in range(num_steps):
-                    self.engine.step()
-                torch.cuda.synchronize()
-            shares[kind] = idle_share(device_intervals(found))
+            shares[kind] = idle_share(self.profiled(num_steps))
         self.abort_last(num_requests)
         return shares
 
@@ -229,7 +262,7 @@ class Bench:
             self.engine.abort(f"r{self._num_requests - index}")
         self.run()
 
-    def profile(self, batch: int) -> str:
+    def kernel_table(self, batch: int) -> str:
         """Time by kernel of ten decode steps."""
         self.submit(batch, CONTEXT, 40)
         for _ in range(20):
@@ -244,14 +277,10 @@ class Bench:
         return table
 
 
-def device_intervals(profile: Any) -> list[tuple[float, float]]:
-    """When something ran on the device: (start, end), microseconds."""
-    kind = torch.autograd.DeviceType.CUDA
-    return [
-        (one.time_range.start, one.time_range.end)
-        for one in profile.events()
-        if one.device_type == kind
-    ]
+def numbered_prompt(number: int, num_tokens: int, engine: Engine) -> tuple[int, ...]:
+    """Another one for each number."""
+    vocab_size = engine.model_info.vocab_size
+    return tuple((number * 7919 + at * 104_729) % vocab_size for at in range(num_tokens))
 
 
 def idle_share(busy: list[tuple[float, float]]) -> float:
@@ -263,126 +292,561 @@ def idle_share(busy: list[tuple[float, float]]) -> float:
     return 1.0 - covered / (reached - min(start for start, _ in busy))
 
 
-def measure(
-    shape: str, console: Console, arguments: argparse.Namespace, found: Mapping[str, float]
-) -> Any:
-    """Every figure of one shape.
-
-    Args:
-        found: the ceilings.
-    """
-    floors = Floors(SHAPES[shape], found, 1 if arguments.weights == "fp8_e4m3" else 2)
-    batches: Sequence[int] = arguments.batches
+@contextmanager
+def random_engine(shape: str, **config: Any) -> Iterator[tuple[Engine, float]]:
+    """An engine with random weights on the GPU, and the seconds until it was ready."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        random_checkpoint.save(folder, shape, device="cuda")
+        random_checkpoint.save(Path(name), shape, device="cuda")
         torch.cuda.empty_cache()
-        config = EngineConfig(
-            model=str(folder),
-            device="cuda",
-            max_num_tokens_per_step=8192,
-            max_num_running=max(BATCHES),
-            overlap=not arguments.plain,
-            exact=arguments.exact,
-            weight_dtype=arguments.weights,
-        )
         began = time.perf_counter()
-        engine = load_engine(config)
+        engine = load_engine(EngineConfig(model=name, device="cuda", **config))
         ready_s = time.perf_counter() - began
     entrypoint.begin_serving()  # as a worker does: a collection of all objects takes 0.6 s
-    bench = Bench(engine)
-    bench.decode_ms(1, floors)  # whatever is made on the first use
-    result: dict[str, Any] = {
-        "time_to_ready_s": ready_s,
-        "seconds_by_phase": dict(engine.model_info.seconds),
-        "num_blocks": engine.model_info.num_blocks,
-        "decode": {batch: bench.decode_ms(batch, floors) for batch in batches},
-        "prefill": {
-            f"{count}x{length}": bench.prefill(count, length, floors)
-            for count, length in ((1, 2048), (1, 8192), (16, 2048))
-        },
-        "throughput_256x1024x256": bench.throughput(256, 1024, 256, floors),
-        "idle_share_of_256x1024x256": bench.idle_share(256, 1024, 256),
-        "peer": PEER[shape],
-    }
-    if arguments.profile:
-        for batch in batches:
-            console.print(f"{shape}, batch {batch}, ten steps:\n{bench.profile(batch)}")
-    engine.check_integrity()
-    engine.close()
-    del engine, bench
-    gc.unfreeze()  # it is in cycles, and the next shape needs its memory
-    gc.collect()
-    torch.cuda.empty_cache()
+    try:
+        yield engine, ready_s
+    finally:
+        engine.check_integrity()
+        engine.close()
+        del engine
+        gc.unfreeze()  # it is in cycles, and the next one needs its memory
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+# -- decode steps, prompts, throughput
+
+
+def _rows(shape: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+    peer = PEER[shape]
+    rows = []
+    for batch, one in found["decode"].items():
+        ours, theirs = one["ms_per_step"], peer["decode_ms"].get(batch, float("nan"))
+        rows.append((f"decode ms, batch {batch}", ours, theirs, one["floor_ms"] / ours))
+    for name, one in found["prefill"].items():
+        ours, theirs = one["tokens_per_s"], peer["prefill_tokens_per_s"][name]
+        rows.append((f"prefill tok/s, {name}", ours, theirs, one["floor_s"] / one["seconds"]))
+    run = found["throughput_256x1024x256"]
+    ours, theirs = run["output_tokens_per_s"], peer["output_tokens_per_s"]
+    rows.append(("256 x (1024, 256) tok/s", ours, theirs, run["floor_s"] / run["seconds"]))
+    return [
+        {"": what, "ours": f"{ours:,.2f}", "vLLM 0.24": theirs, "ratio": ours / theirs}
+        | {"share of the ceilings": f"{share:.0%}"}
+        for what, ours, theirs, share in rows
+    ]
+
+
+@harness.case
+@click.option("--shapes", type=Several(click.Choice(list(SHAPES))), default=",".join(SHAPES))
+@click.option("--batches", type=Several(int), default="1,8,64,256")
+@click.option("--plain", is_flag=True, help="wait for each step's tokens before the next")
+@click.option("--exact", is_flag=True, help="batch-invariant, see EngineConfig")
+@click.option("--weights", type=click.Choice(("auto", "fp8_e4m3")), default="auto")
+@click.option("--profile", is_flag=True, help="time by kernel, on stderr")
+def whole(
+    shapes: Sequence[str],
+    batches: Sequence[int],
+    plain: bool,
+    exact: bool,
+    weights: str,
+    profile: bool,
+) -> dict[str, Any]:
+    """Decode steps, prompts and 256 requests of (1024 in, 256 out), beside vLLM's figures and the
+    floor that the ceilings of the run set.
+
+    Milliseconds a decode step with 1,024 tokens of context, as (time of 129 tokens - time of 1) /
+    128; prompts of 1 x 2048, 1 x 8192 and 16 x 2048 tokens; of the 256 requests also how many steps
+    computed prompts, how long each kind took, and how long the device had nothing to do; of every
+    batch the longest step, and the kernels that were compiled since the batch before, which the
+    warm-up has missed. Needs one CUDA device with 80 GB; takes minutes.
+    """
+    harness.needs_cuda()
+    ceilings = harness.device_ceilings()
+    result: dict[str, Any] = {**harness.device_context(), "ceilings": ceilings}
+    limits: dict[str, Any] = {"max_num_tokens_per_step": 8192, "max_num_running": 256}
+    for shape in shapes:
+        floors = Floors(SHAPES[shape], ceilings, 1 if weights == "fp8_e4m3" else 2)
+        options = {"overlap": not plain, "exact": exact, "weight_dtype": weights}
+        with random_engine(shape, **limits, **options) as (engine, ready_s):
+            bench, compiles = Bench(engine), Compiles()
+            bench.decode_ms(1, floors)  # what is made on the first use is not counted
+            compiles.take()
+            result[shape] = {
+                "time_to_ready_s": ready_s,
+                "seconds_by_phase": dict(engine.model_info.seconds),
+                "num_blocks": engine.model_info.num_blocks,
+                "decode": {
+                    batch: bench.decode_ms(batch, floors) | {"compiled": compiles.take()}
+                    for batch in batches
+                },
+                "prefill": {
+                    f"{count}x{length}": bench.prefill(count, length, floors)
+                    for count, length in ((1, 2048), (1, 8192), (16, 2048))
+                },
+                "throughput_256x1024x256": bench.throughput(256, 1024, 256, floors),
+                "idle_share_of_256x1024x256": bench.idle_share(256, 1024, 256),
+                "peer": PEER[shape],
+            }
+            for batch in batches if profile else ():
+                harness.CONSOLE.print(f"{shape}, batch {batch}:\n{bench.kernel_table(batch)}")
+            del bench
+        harness.show(shape, _rows(shape, result[shape]))
     return result
 
 
-def _show(console: Console, shape: str, result: dict[str, Any]) -> None:
-    table = Table(title=shape)
-    for column in ("what", "ours", "vLLM 0.24", "ratio", "share of the ceilings"):
-        table.add_column(column, justify="right")
-    peer = PEER[shape]
-    for batch, one in result["decode"].items():
-        ours, theirs = one["ms_per_step"], peer["decode_ms"][batch]
-        table.add_row(
-            f"decode ms, batch {batch}",
-            f"{ours:.2f}",
-            f"{theirs}",
-            f"{ours / theirs:.2f}",
-            f"{one['floor_ms'] / ours:.0%}",
-        )
-    for name, one in result["prefill"].items():
-        ours, theirs = one["tokens_per_s"], peer["prefill_tokens_per_s"][name]
-        share = one["floor_s"] / one["seconds"]
-        table.add_row(
-            f"prefill tok/s, {name}",
-            f"{ours:.0f}",
-            f"{theirs}",
-            f"{ours / theirs:.2f}",
-            f"{share:.0%}",
-        )
-    run = result["throughput_256x1024x256"]
-    ours, theirs = run["output_tokens_per_s"], peer["output_tokens_per_s"]
-    table.add_row(
-        "256 x (1024, 256) tok/s",
-        f"{ours:.0f}",
-        f"{theirs}",
-        f"{ours / theirs:.2f}",
-        f"{run['floor_s'] / run['seconds']:.0%}",
-    )
-    for kind, steps in run["steps"].items():
-        idle = result["idle_share_of_256x1024x256"][kind]
-        text = f"{steps['number']} in {steps['seconds']:.2f} s"
-        table.add_row(f"    steps {kind.replace('_', ' ')}", text, f"idle {idle:.1%}", "", "")
-    table.add_row("time to ready, s", f"{result['time_to_ready_s']:.1f}", "", "", "")
-    console.print(table)
+# -- steps with prompts, one by one
+
+NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 256, 1024, 256
+NUM_SKIPPED = 4
+"""Steps at the beginning of each pass."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--batches", nargs="+", type=int, choices=BATCHES, default=list(BATCHES))
-    parser.add_argument("--plain", action="store_true", help="wait for each step's tokens")
-    parser.add_argument("--exact", action="store_true", help="batch-invariant, see EngineConfig")
-    parser.add_argument("--weights", choices=("auto", "fp8_e4m3"), default="auto")
-    parser.add_argument("--profile", action="store_true", help="time by kernel, on stderr")
-    parser.add_argument("--out", type=Path, default=None)
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.engine_gpu: torch finds no CUDA device")
-    console = Console(stderr=True, width=200)
-    result: dict[str, Any] = {
-        **context(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "ceilings": ceilings(),
+@contextmanager
+def _mixed_engine(shape: str, *, is_plain: bool) -> Iterator[Engine]:
+    limits: dict[str, Any] = {"max_num_tokens_per_step": 8192, "max_num_running": NUM_REQUESTS}
+    limits["overlap_prompts"] = not is_plain
+    if shape == "none":
+        num_tokens = NUM_PROMPT + NUM_OUTPUT
+        num_blocks = NUM_REQUESTS * (num_tokens // 16 + 1)
+        model = ZeroCostModel(NUM_REQUESTS + 1, num_tokens)
+        model.ahead = ZeroCostAhead()
+        yield Engine(EngineConfig(num_blocks=num_blocks, **limits), model)
+        return
+    with random_engine(shape, **limits) as (engine, _):
+        yield engine
+
+
+def _pass(bench: Bench, step: Callable[[], Any], num_steps: int) -> list[float]:
+    """Seconds of each of so many mixed steps, after the first; then all requests are let go."""
+    bench.submit(NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT)
+    seconds: list[float] = []
+    for _ in range(num_steps):
+        began = time.perf_counter()
+        output = step()
+        seconds.append(time.perf_counter() - began)
+        if output.num_scheduled_tokens <= NUM_REQUESTS:
+            raise RuntimeError(f"step {len(seconds)} had no prompts")
+    bench.abort_last(NUM_REQUESTS)
+    return seconds
+
+
+def _mixed_device(bench: Bench, num_steps: int) -> dict[str, float]:
+    bench.submit(NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT)
+    for _ in range(NUM_SKIPPED):
+        bench.engine.step()
+    busy = bench.profiled(num_steps - NUM_SKIPPED)
+    bench.abort_last(NUM_REQUESTS)
+    idle = idle_share(busy)
+    period_us = max(end for _, end in busy) - min(start for start, _ in busy)
+    period_ms = period_us / 1e3 / (num_steps - NUM_SKIPPED)
+    return {
+        "device_busy_ms": period_ms * (1 - idle),
+        "device_idle_ms": period_ms * idle,
+        "device_idle_share": idle,
     }
-    for shape in arguments.shapes:
-        one = measure(shape, console, arguments, result["ceilings"])
-        result[shape] = one
-        _show(console, shape, one)
-    publish(result, arguments.out)
 
+
+@harness.case
+@click.option("--shapes", type=Several(click.Choice(["none", *SHAPES])), default="none")
+@click.option("--steps", default=24, help="of each pass; 32 have prompts")
+@click.option("--plain", is_flag=True, help="launch no step with prompts ahead")
+def mixed(shapes: Sequence[str], steps: int, plain: bool) -> dict[str, Any]:
+    """Steps of 8,192 tokens with prompts and decodes: how long the device computes, how long it has
+    nothing to do, and what the host does meanwhile.
+
+    256 requests of 1,024 tokens come at once and go on to 256 each. Three passes (other tokens), so
+    that no measurement bears the cost of another: the steps' own times; the host's stretches, by a
+    stopwatch around each; the device's intervals, by torch's profiler. What stands under "hidden"
+    runs while a device would compute. The shape "none" is a model that costs nothing and needs no
+    GPU: its stretches are the host's.
+    """
+    if set(shapes) - {"none"}:
+        harness.needs_cuda()
+    result: dict[str, Any] = {"requests": [NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT]}
+    for shape in shapes:
+        with _mixed_engine(shape, is_plain=plain) as engine:
+            bench = Bench(engine)
+            _pass(bench, engine.step, steps)  # what is made on the first use is not counted
+            seconds = _pass(bench, engine.step, steps)
+            with host_stretches.watched(engine) as watch:
+                _pass(bench, watch.step, steps)
+            us = host_stretches.medians_us(watch.steps[NUM_SKIPPED:])
+            hidden = {name: us.pop(name) for name in host_stretches.HIDDEN if name in us}
+            found: dict[str, Any] = {
+                "first_step_ms": seconds[0] * 1e3,
+                "step_ms": statistics.fmean(seconds[NUM_SKIPPED:]) * 1e3,
+            }
+            found |= {} if shape == "none" else _mixed_device(bench, steps)
+            engine.check_integrity()
+        rows = [{"what": name, "": value} for name, value in found.items()]
+        rows += [{"what": f"waited for: {name}, us", "": value} for name, value in us.items()]
+        rows += [{"what": f"hidden: {name}, us", "": value} for name, value in hidden.items()]
+        harness.show(f"a step with prompts, {shape}", rows)
+        result[shape] = found | {"waited_for_us": us, "hidden_us": hidden}
+    return result
+
+
+# -- adapters
+
+NUM_ADAPTERS = 4
+LORA_PROMPT, LORA_OUTPUT = 64, 160
+LORA_WAYS: dict[str, tuple[int, ...]] = {
+    "no adapter": (0,),
+    "1 adapter, all rows": (1,),
+    "1 adapter, every other row": (1, 0),
+    "4 adapters": (1, 2, 3, 4),
+}
+"""Adapters that rows have in turn; 0: none."""
+
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 500}
+TINY |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+
+
+def random_adapter(shape: dict[str, Any], rank: int, index: int, device: str) -> Adapter:
+    """On every projection."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    query = shape["num_attention_heads"] * shape["head_dim"]
+    key = shape["num_key_value_heads"] * shape["head_dim"]
+    sizes = {
+        "self_attn.q_proj": (hidden, query),
+        "self_attn.k_proj": (hidden, key),
+        "self_attn.v_proj": (hidden, key),
+        "self_attn.o_proj": (query, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    generator = torch.Generator(device=device).manual_seed(index)
+
+    def draw(*size: int) -> torch.Tensor:
+        return (torch.randn(*size, generator=generator, device=device) * 0.01).cpu()
+
+    factors = {
+        f"model.layers.{layer}.{name}": Factors(draw(rank, depth), draw(width, rank), 1.0)
+        for layer in range(shape["num_hidden_layers"])
+        for name, (depth, width) in sizes.items()
+    }
+    targets = tuple(name.rpartition(".")[2] for name in sizes)
+    config = PeftConfig(rank, float(rank), False, targets, (), None, (), {}, {})
+    return Adapter(config, factors, f"{index + 1:064x}")
+
+
+def _lora_step_ms(engine: Engine, first: int, num_rows: int, adapters: tuple[int, ...]) -> float:
+    """The median step in which all rows decode, from one `Engine.step` to the next."""
+    infos = engine.adapters()
+    digests, names = ["", *(one.digest for one in infos)], ["", *(one.name for one in infos)]
+    for row in range(num_rows):
+        which = adapters[row % len(adapters)]
+        root = block_hash.root_key(b"benchmark", "00", digests[which])
+        engine.submit(
+            Request(
+                f"r{first + row}",
+                numbered_prompt(first + row, LORA_PROMPT, engine),
+                Sampling(max_tokens=LORA_OUTPUT, ignore_eos=True),
+                partial(block_hash.extend, root),
+                adapter=names[which],
+                cache_root=root,
+            )
+        )
+    steps: list[float] = []
+    while engine.has_work():
+        began = time.perf_counter()
+        output = engine.step()
+        ends = any(event.finish_reason for event in output.events)
+        if len(output.events) == num_rows and not ends:
+            steps.append(time.perf_counter() - began)
+    return statistics.median(steps[len(steps) // 4 :]) * 1e3
+
+
+def _lora_engine(
+    folder: str, shape: dict[str, Any], rank: int, is_launched: bool, device: str, batches: Any
+) -> dict[str, Any]:
+    """Milliseconds a step by way and batch, of one engine."""
+    limits = LoraLimits(
+        max_num_adapters=NUM_ADAPTERS,
+        max_rank=rank,
+        max_bytes=8 << 30,
+        max_launched_rank=rank if is_launched else 0,
+    )
+    began = time.perf_counter()
+    engine = load_engine(
+        EngineConfig(
+            model=folder,
+            device=device,
+            decoder="own",
+            context_window=1024,
+            max_num_tokens_per_step=8192,
+            max_num_running=max(batches),
+            num_blocks=0 if device == "cuda" else 2000,
+            lora=limits,
+        )
+    )
+    ready_s = time.perf_counter() - began
+    for index in range(NUM_ADAPTERS):
+        engine.install_adapter(f"adapter {index}", random_adapter(shape, rank, index, device))
+    numbers = itertools.count(1, max(batches))
+    _lora_step_ms(engine, next(numbers), min(batches), LORA_WAYS["4 adapters"])  # the first use
+    found: dict[str, Any] = {
+        name: {batch: _lora_step_ms(engine, next(numbers), batch, adapters) for batch in batches}
+        for name, adapters in LORA_WAYS.items()
+    }
+    engine.check_integrity()
+    engine.close()
+    return {"time_to_ready_s": ready_s, "adapter_bytes": engine.adapters()[0].num_bytes} | found
+
+
+@harness.case
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="qwen3-0.6b")
+@click.option("--batches", type=Several(int), default="1,8,64")
+@click.option("--rank", default=16)
+@click.option("--device", type=click.Choice(("cuda", "cpu")), default="cuda", help="cpu: tiny")
+def lora(shape: str, batches: Sequence[int], rank: int, device: str) -> dict[str, Any]:
+    """Decode steps with LoRA adapters on all seven projections, milliseconds from step to step:
+    launched ahead in CUDA graphs (`lora.max_launched_rank`), and as plain steps.
+
+    Two engines, one after the other, with four random adapters: one launches adapters of this rank,
+    the other none. Batches have no adapter, one for all rows, one for every other row, and four
+    taking turns.
+    """
+    if device == "cuda":
+        harness.needs_cuda()
+    else:
+        SHAPES[shape] |= TINY
+    result: dict[str, Any] = {"shape": shape if device == "cuda" else "tiny", "rank": rank}
+    with tempfile.TemporaryDirectory() as folder:
+        random_checkpoint.save(Path(folder), shape, device=device)
+        for label, is_launched in (("launched", True), ("plain", False)):
+            one = _lora_engine(folder, SHAPES[shape], rank, is_launched, device, batches)
+            result[label] = one
+            gc.collect()  # an engine is in cycles, and the next one needs its memory
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    rows = [
+        {"": way}
+        | {
+            f"batch {batch}, {label}": result[label][way][batch]
+            for batch, label in itertools.product(batches, ("launched", "plain"))
+        }
+        for way in LORA_WAYS
+    ]
+    harness.show("ms a step", rows)
+    return {**harness.device_context(device), **result}
+
+
+# -- a model larger than the device memory given to it
+
+TARGET, DRAFT = "baton-5m", "baton-5m-draft"
+EXPANSIONS: dict[str, tuple[int, ...]] = {
+    "chain of 4": (1, 1, 1, 1),
+    "tree <2,1,1,1>": (2, 1, 1, 1),
+    "tree <4,2,1,1>": (4, 2, 1, 1),
+    "tree <2,1,1,1,1,1,1,1>": (2, 1, 1, 1, 1, 1, 1, 1),
+}
+"""The last ones are for passes that cost so much that a row more is nothing beside them."""
+STORIES = (
+    "Once upon a time there was a little dog called Tom. One day",
+    "One day Anna went to the park and",
+    "Lily had a red ball. It was",
+    "The sun was warm and Ben wanted to",
+    "There was a big tree in the garden. Mia said:",
+    "Sam and Mom went to the shop. They",
+    "It was a cold day. Max looked out and",
+    "Sue saw a small cat near the house. The cat",
+)
+NUM_TREE_NODES = 32
+WINDOW = 512
+
+
+@dataclass
+class _Way:
+    """One engine, and what it did, by temperature."""
+
+    engine: Engine
+    streamed_bytes: int
+    """That a pass copies."""
+    answers: dict[float, list[tuple[int, ...]]] = field(default_factory=dict)
+    seconds: dict[float, float] = field(default_factory=dict)
+    passes: dict[float, float] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> _Way:
+        model = load_model(config)
+        engine = Engine(config, model, drafters=load_drafters(config, model.info))
+        engine.warm_up()
+        stream = model.stream if isinstance(model, HuggingFaceModel) else None
+        return cls(engine, stream.plan.host_bytes if stream else 0)
+
+    def answer(self, temperature: float, num_tokens: int, name: str) -> None:
+        """All prompts, one after the other."""
+        tokenizer = Tokenizer.load(resolve(TARGET, files="tokenizer").path)
+        answers: list[tuple[int, ...]] = []
+        before, took_s = self.engine.metrics().step_s.count, 0.0
+        for index, prompt in enumerate(STORIES):
+            sampling = Sampling(num_tokens, temperature=temperature, seed=index, ignore_eos=True)
+            ids = tuple(tokenizer.encode(prompt))
+            token_ids: list[int] = []
+            self.engine.submit(Request(f"{name}-{index}", ids, sampling, chain_hash))
+            began = time.perf_counter()
+            while self.engine.has_work():
+                for event in self.engine.step().events:
+                    token_ids += event.token_ids
+            took_s += time.perf_counter() - began
+            answers.append(tuple(token_ids))
+        num_steps = self.engine.metrics().step_s.count - before
+        self.answers[temperature] = answers
+        self.passes[temperature] = num_steps / (len(STORIES) * num_tokens)
+        self.seconds[temperature] = min(took_s, self.seconds.get(temperature, took_s))
+
+
+def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Of a block, by its parent's: what an engine without a store needs."""
+    data = b"".join(token.to_bytes(4, "little") for token in token_ids)
+    return hashlib.blake2b(parent + data, digest_size=16).digest()
+
+
+def _streamed(
+    device: str, share: float, temperatures: Sequence[float], num_tokens: int, num_rounds: int
+) -> dict[str, Any]:
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    folder = resolve(TARGET, files="all").path
+    weight_bytes = weight_room.num_weight_bytes(folder, DTYPE_BYTES[dtype])
+    plain = EngineConfig(
+        model=TARGET,
+        device=device,
+        dtype=dtype,
+        context_window=WINDOW,
+        num_blocks=4 * WINDOW // 16,
+        weights_device_bytes=int(share * weight_bytes),
+    )
+    configs = {"resident": replace(plain, weights_device_bytes=0), "streamed": plain}
+    for name, expansion in EXPANSIONS.items():
+        guessing = SpeculationConfig(
+            draft_models=(DRAFT,), expansion=expansion, max_num_nodes=NUM_TREE_NODES, always=True
+        )
+        configs[f"streamed, {name}"] = replace(plain, speculation=guessing)
+    ways = {name: _Way.load(config) for name, config in configs.items()}
+    for index, temperature in itertools.product(range(num_rounds), temperatures):
+        for way in ways.values():
+            way.answer(temperature, num_tokens, f"{temperature}-{index}")
+    given = {"weight_bytes": weight_bytes, "given_bytes": plain.weights_device_bytes}
+    found: dict[str, Any] = {**given, "dtype": dtype}
+    for temperature in temperatures:
+        expected, rows = ways["streamed"].answers[temperature], {}
+        for name, way in ways.items():
+            pairs = zip(way.answers[temperature], expected, strict=True)
+            num_equal = sum(one == other for one, other in pairs)
+            if device == "cpu" and name != "resident" and num_equal < len(expected):
+                raise RuntimeError(f"{name}: an answer differs from the one without trees")
+            seconds = way.seconds[temperature]
+            rows[name] = {
+                "passes": round(way.passes[temperature], 3),
+                "copied_bytes": round(way.passes[temperature] * way.streamed_bytes),
+                "tokens_per_s": round(len(STORIES) * num_tokens / seconds, 1),
+                "speed": round(ways["streamed"].seconds[temperature] / seconds, 3),
+                "answers_equal": num_equal / len(expected),
+            }
+        found[f"temperature {temperature:g}"] = rows
+        title = f"per output token, temperature {temperature:g}"
+        harness.show(title, [{"": name} | row for name, row in rows.items()])
+    for way in ways.values():
+        way.engine.close()
+    return found
+
+
+def _pass_cost(shape: str, given_bytes: int, device_name: str) -> dict[str, Any]:
+    device = torch.device(device_name)
+    with tempfile.TemporaryDirectory() as name:
+        random_checkpoint.save(Path(name), shape, device=device_name)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        config = EngineConfig(
+            model=name,
+            device=device_name,
+            dtype="bfloat16",
+            context_window=WINDOW,
+            weights_device_bytes=given_bytes,
+        )
+        began = time.perf_counter()
+        model = load_model(config)
+        load_s = time.perf_counter() - began
+    if not isinstance(model, HuggingFaceModel) or model.stream is None:
+        raise RuntimeError(f"{shape} fits in {given_bytes} bytes: nothing is streamed")
+    plan = model.stream.plan
+    found: dict[str, Any] = {
+        "given_bytes": given_bytes,
+        "device_bytes": plan.device_bytes,
+        "host_bytes": plan.host_bytes,
+        "layers_streamed": f"{len(plan.streamed)} of {len(plan.layer_bytes)}",
+        "load_s": round(load_s, 1),
+    }
+    if device.type == "cuda":
+        found["peak_bytes_while_loading"] = torch.cuda.max_memory_allocated(device)
+    memory = model.make_memory(model.layout.num_blocks_for(WINDOW))
+    model.attach(memory)
+
+    def waited(work: Callable[[], object]) -> None:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    blocks = tuple(range(memory.num_blocks))
+    model.forward(Batch(tuple(range(1, 257)), (Span(0, 256, blocks),), (255,)))
+    for num_rows in (1, 1 + NUM_TREE_NODES):
+        # Chains of 4: four rows follow the root, each of the others the one four before it.
+        branches = tuple(max(node - 4, -1) for node in range(num_rows - 1))
+        span = Span(256, num_rows, blocks, branches=branches)
+        batch = Batch(tuple(range(2, 2 + num_rows)), (span,), tuple(range(num_rows)))
+        seconds = harness.median_s(partial(waited, partial(model.forward, batch)), 9)
+        found[f"pass_ms_of_{num_rows}"] = round(seconds * 1e3, 3)
+    model.check_integrity()
+    size = plan.buffer_bytes
+    source, target = HostMemory(size, device), torch.empty(size, dtype=torch.uint8, device=device)
+    source.bytes.fill_(1)  # pages that were never written are copied from one page of zeros
+    copy = partial(waited, lambda: target.copy_(source.bytes, non_blocking=True))
+    copy_s = harness.median_s(copy, 9)
+    found["copy_gb_per_s"] = round(size / copy_s / 1e9, 2)
+    found["copies_ms"] = round(plan.host_bytes / size * copy_s * 1e3, 3)
+    found["overlap"] = round(found["copies_ms"] / found["pass_ms_of_1"], 3)
+    model.close()
+    source.close()
+    return found
+
+
+@harness.case
+@click.option("--device", default="cpu")
+@click.option("--share", default=0.6, help="of the bundled model's weights on the device")
+@click.option("--temperatures", type=Several(float), default="0,0.8")
+@click.option("--tokens", default=96)
+@click.option("--rounds", default=3)
+@click.option("--shape", type=click.Choice(sorted(SHAPES)), help="measure its passes, too")
+@click.option("--given-gib", default=6.0, help="device memory for that shape's weights")
+def offload(
+    device: str,
+    share: float,
+    temperatures: Sequence[float],
+    tokens: int,
+    rounds: int,
+    shape: str | None,
+    given_gib: float,
+) -> dict[str, Any]:
+    """A model larger than the device memory given to it: passes of the target per output token with
+    a draft model's token trees and without, and what a pass costs beside what its copies must cost.
+
+    First the bundled model, one request at a time, the same prompts and seeds every way, best of
+    rounds: `passes` is steps of the target per output token (prompts included), `copied_bytes` what
+    they copied, `speed` tokens per second over streaming without trees. On a CPU not one token may
+    differ. `resident` is the same model wholly on the device. Then, with --shape, milliseconds a
+    pass of 1 row and of 33 as a tree has; `overlap` is the copy of as many bytes over the pass: 1
+    where all computation is under the copies.
+    """
+    result = {"trees": _streamed(device, share, temperatures, tokens, rounds)}
+    if shape:
+        result[shape] = _pass_cost(shape, int(given_gib * 2**30), device)
+        harness.CONSOLE.print(result[shape])
+    return {**harness.device_context(device), **result}
+
+
+main = harness.program(__doc__, whole, mixed, lora, offload)
 
 if __name__ == "__main__":
     main()

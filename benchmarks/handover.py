@@ -48,7 +48,7 @@ from rich.progress import track
 from rich.table import Table
 
 from baton import ClusterConfig, LocalCluster
-from baton.cli import timeline
+from baton.cli import plots
 from baton.client import SyncClient
 from baton.cluster import plan as cluster_plan
 from baton.cluster.supervisor import Supervisor
@@ -165,7 +165,7 @@ def watch_one(client: SyncClient, prompt: list[int]) -> Callable[[Path], None]:
             yield chunk
 
     (completion,) = completions_from(noted())
-    return partial(timeline.draw, completion, arrivals_s, ended_s)
+    return partial(plots.draw_timeline, completion, arrivals_s, ended_s)
 
 
 def copy_s(num_bytes: int) -> float:
@@ -280,7 +280,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.timeline:
-        timeline.check(arguments.timeline)
+        plots.check("--timeline", arguments.timeline)
     console = Console(stderr=True)
     rng = random.Random(arguments.seed)
     figures = []

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from engine import runner
+from engine import plain_steps
 from engine.decode_rows import DecodeRows
 from engine.foresight import Foresight
 from engine.in_flight import InFlight
@@ -33,7 +33,7 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (DecodeRows, "after", "build"),
     (InFlight, "launch", "launch"),
     (InFlight, "take", "wait"),
-    (runner, "build", "build"),
+    (plain_steps, "build", "build"),
     (pipeline, "begin", "draw"),
     (Foresight, "use_wait", "foresight"),
     (Runner, "_book", "booking"),

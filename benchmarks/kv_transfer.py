@@ -37,9 +37,9 @@ from benchmarks import store_process
 from benchmarks.context import context, publish
 from benchmarks.tcp_stream import TcpStream
 from kvstore import block_hash
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import KvStoreClient
-from kvstore.transport import base, checked_copy, grpc_chunks
+from kvstore.transport import base, grpc, shm
 from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 
@@ -51,7 +51,7 @@ BLOCK_SIZE = 16
 CALL_S = 120.0
 TTL_S = 300.0
 
-_HASHING: tuple[Any, ...] = (base, checked_copy, grpc_chunks)
+_HASHING: tuple[Any, ...] = (base, shm, grpc)
 """The modules in which host transports compute checksums."""
 
 Bytes2D = npt.NDArray[np.uint8]

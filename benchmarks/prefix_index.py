@@ -33,6 +33,7 @@ from rich.table import Table
 from baton.cluster.local_cluster import find_redis_server
 from benchmarks.context import context, publish
 from kvstore import block_hash, index
+from kvstore.change_log import ChangeLog
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import PrefixIndexPublisher
 from process import registry
@@ -113,7 +114,8 @@ async def published(
                 node_id=node,
                 incarnation=_life(node),
                 status=inference_pb2.StoreStatus,
-                present=partial(iter, hashes),
+                changes=ChangeLog(),
+                snapshot=partial(list, hashes),
                 heartbeat_s=FILL_S,  # none disturbs the measurement
                 heartbeat_ttl_s=2 * FILL_S,
                 timeout_s=CALL_S,

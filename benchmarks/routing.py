@@ -26,7 +26,7 @@ from typing import Any, cast, get_args
 from rich.console import Console
 from rich.table import Table
 
-from baton.load.trace_file import TraceLine, read_trace
+from baton.load.workload import TraceLine, read_trace
 from benchmarks.context import context, publish
 from benchmarks.routing_replay import Hardware, Replay, ceiling, conversations
 from services.router import policies

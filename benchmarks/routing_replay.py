@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.load.trace_file import BLOCK_TOKENS, TraceLine
+from baton.load.workload import BLOCK_TOKENS, TraceLine
 from services.router.config import RouterCosts
 from services.router.conversations import Conversations
 from services.router.link_costs import LinkCosts

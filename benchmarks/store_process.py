@@ -19,6 +19,11 @@ class StoreProcess:
     """address: what a client attaches to."""
 
     address: str
+    process: subprocess.Popen[str]
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        self.process.send_signal(number)
 
 
 @contextlib.contextmanager
@@ -48,7 +53,7 @@ def running(**settings: str | int) -> Iterator[StoreProcess]:
     try:
         if not ready.wait(_START_S) or not address:
             raise RuntimeError(f"the store did not start: {''.join(said[-5:])}")
-        yield StoreProcess(address[0])
+        yield StoreProcess(address[0], process)
     finally:
         process.terminate()
         try:

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.load.course import Course
-from baton.load.outcome import Outcome
-from baton.load.planned import Planned
+from baton.load.runner import Outcome
+from baton.load.workload import Planned
 
 Send = Callable[[Sequence[Planned]], Awaitable[list[Outcome]]]
 """All of a load; the outcomes' times are since its beginning."""

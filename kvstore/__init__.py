@@ -1,5 +1,6 @@
 """The KV-cache transfer service: a store process, and the client that workers use.
 
-Start reading at `store.py` (what is true), `client.py` (what workers call) and `transport/base.py`
-(what moving bytes means). Knows no model, no tokens beyond their hashes, no torch and no engine.
+Start reading at `block_store.py` (a store's state), `client.py` (what workers call) and
+`transport/base.py` (how bytes move). Knows no model, no tokens beyond their hashes, no torch and no
+engine.
 """

@@ -1,5 +1,5 @@
 """`python -m kvstore --config store.toml --set key=value`: one KV store until SIGTERM or SIGINT,
-and then while somebody has a lease on its blocks, at most `drain_s`.
+and then until the last lease on its blocks ends, at most `drain_s`.
 """
 
 from __future__ import annotations

@@ -9,11 +9,12 @@ connection: `StoreConnection.checking_reply` breaks it for a spoiled answer. Pur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
 from kvstore import wire
-from kvstore.lending.told import Told
-from kvstore.packed import PackedBlocks
+from kvstore.block_hash import CHAIN_HASH_BYTES
+from kvstore.blocks import PackedBlocks
+from kvstore.exported_blocks import LeaseUpdate
 from protos import common_pb2, kvstore_pb2
 
 _INCARNATION_BYTES = 16
@@ -53,56 +54,51 @@ def check_matched(
 def check_reserved(
     reply: kvstore_pb2.ReserveReply, request: kvstore_pb2.ReserveRequest, num_frames: int
 ) -> None:
-    """Raises: SpoiledAnswer. What passes has one answer for each hash, frames that are named once,
-    and no room behind the first that had none."""
+    """Raises: SpoiledAnswer. What passes has one answer for each chain, and rows for the leading
+    blocks of each; a frame to be written belongs to one block only."""
     if not wire.is_whole(reply):
         raise SpoiledAnswer("frames with another checksum")
-    if len(reply.blocks) != len(request.chain_hashes):
-        raise SpoiledAnswer("not one answer for each block")
-    if reply.HasField("tail") != bool(request.tail_name):
-        raise SpoiledAnswer("a tail for none, or none for a tail")
-    _check_lease(reply.lease_id, request.lease_id)
-    asked, answers = list(request.chain_hashes), list(reply.blocks)
-    if request.tail_name:
-        asked.append(b"")
-        answers.append(reply.tail)
-    frames: set[int] = set()
-    has_room = True
-    for chain_hash, answer in zip(asked, answers, strict=True):
-        state, block = answer.state, answer.block
-        if state == kvstore_pb2.RESERVE_STATE_NO_ROOM:
-            has_room = False
-        elif state == kvstore_pb2.RESERVE_STATE_PRESENT and chain_hash:
-            _check_committed(block, chain_hash, num_frames)
-        elif state == kvstore_pb2.RESERVE_STATE_RESERVED:
-            if block.chain_hash != chain_hash or block.frame in frames:
-                raise SpoiledAnswer("a frame for another block")
-            if block.frame >= num_frames or block.generation % 2 == 0:
-                raise SpoiledAnswer("a frame that was not reserved")
-            frames.add(block.frame)
-        else:
-            raise SpoiledAnswer("a state that is none")
-        if not has_room and state != kvstore_pb2.RESERVE_STATE_NO_ROOM:
-            raise SpoiledAnswer("room behind the block that had none")
+    if len(reply.chains) != len(request.chains):
+        raise SpoiledAnswer("not one answer for each chain")
+    if not all(chain.lacks_parent for chain in reply.chains):
+        _check_lease(reply.lease_id, request.lease_id)
+    chains = [_packed(chain.blocks) for chain in reply.chains]
+    for asked, chain, blocks in zip(request.chains, reply.chains, chains, strict=True):
+        if blocks and chain.lacks_parent:
+            raise SpoiledAnswer("frames behind a block that is missing")
+        num_full = min(len(blocks), len(asked.chain_hashes) // CHAIN_HASH_BYTES)
+        if not blocks[:num_full].has_hashes(asked.chain_hashes[: num_full * CHAIN_HASH_BYTES]):
+            raise SpoiledAnswer("another block than was asked for")
+        rest = blocks[num_full:]
+        if len(rest) > bool(asked.tail_name) or any(tail.chain_hash for tail in rest):
+            raise SpoiledAnswer("a place for what was not asked for")
+        if rest and not rest.are_reserved.all():
+            raise SpoiledAnswer("a tail that was there before")
+        _check_frames(blocks, num_frames)
+    reserved = wire.to_be_written(reply)
+    if len(set(reserved.frames.tolist())) != len(set(reserved.rows)):
+        raise SpoiledAnswer("a frame for two blocks")
 
 
-def check_written(
-    reply: kvstore_pb2.CommitReply,
-    request: kvstore_pb2.CommitRequest,
-    chain_hashes: Sequence[bytes],
-    num_frames: int,
-) -> None:
-    """Raises: SpoiledAnswer. chain_hashes: of the request's blocks, empty for a tail."""
-    if len(reply.blocks) != len(request.blocks):
+def written(reply: kvstore_pb2.CommitReply, sent: PackedBlocks, num_frames: int) -> PackedBlocks:
+    """The blocks of the answer; `sent`: those of the request. Raises: SpoiledAnswer."""
+    blocks = _packed(reply.blocks)
+    if not blocks.names_same(sent):
         raise SpoiledAnswer("not one block for each that was written")
-    for sent, chain_hash, block in zip(request.blocks, chain_hashes, reply.blocks, strict=True):
-        _check_committed(block, chain_hash, num_frames)
-        told = (block.generation, block.checksum, block.num_tokens)
-        if block.frame == sent.frame:  # else another writer was faster
-            if told != (sent.generation + 1, sent.checksum, sent.num_tokens):
-                raise SpoiledAnswer("another block than the one that was written")
-        elif not chain_hash:
-            raise SpoiledAnswer("a tail in another frame")
+    if not blocks:
+        return blocks
+    _check_frames(blocks, num_frames)
+    if blocks.are_reserved.any():
+        raise SpoiledAnswer("a block that is not committed")
+    is_ours = blocks.frames == sent.frames  # of the others another writer was faster
+    is_right = blocks.generations == sent.generations + np.uint64(1)
+    is_right &= blocks.checksums == sent.checksums
+    is_right &= blocks.num_tokens == sent.num_tokens
+    if not (is_right | ~is_ours).all():
+        raise SpoiledAnswer("another block than the one that was written")
+    if any(not block.chain_hash for block in blocks.take(~is_ours)):
+        raise SpoiledAnswer("a tail in another frame")
+    return blocks
 
 
 def check_pinned(reply: kvstore_pb2.PinReply, request: kvstore_pb2.PinRequest) -> None:
@@ -134,12 +130,9 @@ def check_confirmed(reply: kvstore_pb2.ConfirmReply, request: kvstore_pb2.Confir
 
 def read_rest(
     reply: kvstore_pb2.AwaitLentReply, request: kvstore_pb2.AwaitLentRequest, took_s: float
-) -> Told:
+) -> LeaseUpdate:
     """What it says. took_s: from the question to the answer, here. Raises: SpoiledAnswer."""
-    try:
-        blocks = PackedBlocks(reply.blocks)
-    except ValueError as error:
-        raise SpoiledAnswer(str(error)) from error
+    blocks = _packed(reply.blocks)
     if reply.num_unsealed > len(blocks):
         raise SpoiledAnswer("more blocks without a checksum than there are")
     if reply.num_unsealed and not request.takes_unsealed:
@@ -149,7 +142,7 @@ def read_rest(
     if reply.held_ms and not (wire.is_whole(reply) and reply.held_ms <= request.hold_ms):
         raise SpoiledAnswer("a promise that cannot have been given")
     held_s = reply.held_ms / 1000 if waited_s <= took_s else 0.0  # by whose clock?
-    return Told(blocks, reply.is_all, reply.num_unsealed, held_s, waited_s)
+    return LeaseUpdate(blocks, reply.is_all, reply.num_unsealed, held_s, waited_s)
 
 
 def _check_committed(
@@ -161,6 +154,18 @@ def _check_committed(
         raise SpoiledAnswer("a frame that does not exist")
     if block.generation % 2 or block.generation < least:
         raise SpoiledAnswer("a committed block at a generation of none")
+
+
+def _packed(data: bytes) -> PackedBlocks:
+    try:
+        return PackedBlocks(data)
+    except ValueError as error:
+        raise SpoiledAnswer(str(error)) from error
+
+
+def _check_frames(blocks: PackedBlocks, num_frames: int) -> None:
+    if blocks and not ((blocks.frames < num_frames) & (blocks.generations > 0)).all():
+        raise SpoiledAnswer("a frame that does not exist")
 
 
 def _check_lease(told: str, asked: str) -> None:

@@ -1,12 +1,12 @@
-"""Who is attached to the store, and which frames a stalled one may still write into.
+"""The workers attached to a store, and the frames that a stalled one may still write into.
 
-An attachment is one piece of memory of one life of a worker, on one transport; one life may have
-several (its cache, the memory it parks in), and an earlier one that it has no use for any more is
-only told apart by its silence. It is gone when it detaches, when a new life of the same worker
-attaches, or when it has been silent too long. Frames quarantined on its account come free by its
-own word (a second Abort), or a grace period after it is gone.
+An attachment is one piece of memory of one life of a worker, on one transport. One life may have
+several (its cache, and the memory that it swaps sequences to); one that the worker no longer uses
+shows only by its silence. An attachment is gone when it detaches, when a new life of the same
+worker attaches, or when it has been silent too long. Frames quarantined on its account come free
+when the worker says that its transfer is over (a second Abort), or a grace period after it is gone.
 
-Times are seconds on the caller's clock. Plain synchronous values, one thread.
+Times are seconds on the caller's clock. Plain and synchronous, one thread.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from kvstore.errors import IntegrityError, UnknownAttachment
 
 @dataclass(slots=True, eq=False)
 class Attachment:
-    """one_sided: the worker writes into frames by itself (shm, nixl), so the store cannot stop
-    it."""
+    """one_sided: the worker itself writes into frames (shm, nixl), so the store cannot stop it."""
 
     attachment_id: str
     worker_id: str
@@ -35,7 +34,7 @@ class Attachment:
 
 
 class AttachmentTable:
-    """The attachments that are not gone."""
+    """The attachments that are not gone, by id."""
 
     def __init__(self) -> None:
         self._attachments: dict[str, Attachment] = {}
@@ -86,7 +85,7 @@ class AttachmentTable:
         ]
 
     def silent_since(self, moment_s: float) -> list[str]:
-        """Attachments that were not heard of after `moment_s`."""
+        """Attachments that made no call after `moment_s`."""
         return [a.attachment_id for a in self if a.last_seen_s <= moment_s]
 
 
@@ -98,7 +97,7 @@ class _Quarantined:
 
 
 class QuarantineList:
-    """Frames that nobody may use yet, and on whose account."""
+    """Frames that may not be used yet, and the attachment that each waits for."""
 
     def __init__(self) -> None:
         self._frames: dict[int, _Quarantined] = {}
@@ -113,7 +112,7 @@ class QuarantineList:
         self._frames[frame] = _Quarantined(attachment_id, generation, math.inf)
 
     def take(self, frame: int, generation: int, attachment_id: str) -> bool:
-        """Its owner says that the transfer is over. Returns: whether there was such a frame."""
+        """The attachment's transfer into the frame is over. Returns: whether the frame was here."""
         held = self._frames.get(frame)
         if held is None or (held.generation, held.attachment_id) != (generation, attachment_id):
             return False
@@ -121,14 +120,14 @@ class QuarantineList:
         return True
 
     def owner_gone(self, attachment_id: str, free_at_s: float) -> None:
-        """Let all frames of the attachment come free at `free_at_s`."""
+        """All frames of the attachment come free at `free_at_s`."""
         for frame, held in self._frames.items():
             if held.attachment_id == attachment_id:
                 held.free_at_s = min(held.free_at_s, free_at_s)
                 heapq.heappush(self._due, (held.free_at_s, frame, held.generation))
 
     def pop_due(self, now_s: float) -> int | None:
-        """Take out one frame whose grace period is over; None when there is none."""
+        """Take out one frame that comes free by `now_s`; None when there is none."""
         while self._due and self._due[0][0] <= now_s:
             _, frame, generation = heapq.heappop(self._due)
             held = self._frames.get(frame)
@@ -142,5 +141,5 @@ class QuarantineList:
         return {frame: held.generation for frame, held in self._frames.items()}
 
     def owners(self) -> set[str]:
-        """Attachments whose end these frames still wait for."""
+        """Attachments that frames here still wait for."""
         return {h.attachment_id for h in self._frames.values() if math.isinf(h.free_at_s)}

@@ -30,8 +30,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvstore import answer_checks, link_meter, traced, wire
-from kvstore.block import Block
+import numpy as np
+
+from kvstore import answer_checks, links, traced, wire
+from kvstore.block_lender import own_host_id
+from kvstore.blocks import Block, PackedBlocks
 from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection, StoreInfo
 from kvstore.errors import (
     CHECKSUM,
@@ -44,10 +47,8 @@ from kvstore.errors import (
     TransferTimeout,
     reason_of,
 )
-from kvstore.lending.host import own_host_id
-from kvstore.lending.told import NO_WORD, Told, Word
-from kvstore.link import Rates
-from kvstore.nixl_agent import NixlAgent
+from kvstore.exported_blocks import NO_PROMISE, LeaseUpdate, LenderPromise
+from kvstore.links import Rates
 from kvstore.transport.base import (
     CUDA_IPC,
     DIRECT_TRANSPORTS,
@@ -61,10 +62,11 @@ from kvstore.transport.base import (
 )
 from kvstore.transport.connect import connect
 from kvstore.transport.nixl import region_of
+from kvstore.transport.nixl_agent import NixlAgent
 from process import logs, rpc, spans
 from process.access import PeerRole
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, Unavailable
+from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.rpc import Dialer
 from process.spans import SpanKind
 from process.tasks import BackgroundTasks
@@ -92,28 +94,42 @@ class MatchResult:
 
 
 @dataclass(frozen=True)
-class PutResult:
-    """refs: of blocks[: len(refs)]; the store had no room for the rest. tail: None if none was
-    given or the store had no room. num_bytes: written by this call; blocks that were present cost
-    none. not_stored: number of blocks, tail included, that the store had no room for."""
+class PutChain:
+    """Consecutive blocks of one prompt or answer that are to be stored.
 
-    lease_id: str
-    refs: tuple[Block, ...]
-    tail: Block | None
-    num_bytes: int
-    not_stored: int
+    parent: chain hash before the first of `blocks`; empty at the start of a prompt. blocks: (chain
+    hash, block id) in order. num_tokens: slots of a full block. tail: (name, block id, filled
+    slots) of the unfilled last block; None: there is none. tenant: whose share of the store the
+    blocks are charged to. puts_again: when the store lacks the parent, the caller puts the blocks
+    again with it: that is not counted as a failure.
+    """
+
+    parent: bytes
+    blocks: Sequence[tuple[bytes, int]]
+    num_tokens: int
+    tail: tuple[str, int, int] | None = None
+    tenant: str = ""
+    puts_again: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        """The tail included."""
+        return len(self.blocks) + (self.tail is not None)
 
 
 @dataclass(frozen=True)
-class ReservedFrame:
-    """A frame of the store to be written with a block of the worker. num_tokens: filled slots.
-    chain_hash: empty for a tail."""
+class PutResult:
+    """refs: of blocks[: len(refs)]; the store had no room for the rest. tail: None if none was
+    given or the store had no room. num_bytes: written by this call; blocks that were present cost
+    none. not_stored: number of blocks, tail included, that the store had no room for.
+    lacks_parent: nothing was stored, since the store lacks the block before the first."""
 
-    block_id: int
-    num_tokens: int
-    frame: int
-    generation: int
-    chain_hash: bytes = b""
+    lease_id: str
+    refs: PackedBlocks
+    tail: Block | None
+    num_bytes: int
+    not_stored: int
+    lacks_parent: bool = False
 
 
 @dataclass(frozen=True)
@@ -300,7 +316,7 @@ class KvStoreClient:
 
     async def await_lent(
         self, lease_id: str, *, num_known: int, num_wanted: int, wait_s: float, deadline: Deadline
-    ) -> tuple[Told, Word]:
+    ) -> tuple[LeaseUpdate, LenderPromise]:
         """Of a lender: what a lease lends beyond the first `num_known` blocks, as soon as it lends
         `num_wanted` in all or grows no more, after `wait_s` at the latest; blocks whose checksum is
         not computed yet are included.
@@ -360,14 +376,36 @@ class KvStoreClient:
         Raises: LeaseLapsed; FailedPrecondition when the store lacks the parent; Unavailable;
             DeadlineExceeded; TransferFailed. Nothing of this call stays reserved then.
         """
-        num_blocks = len(blocks) + (tail is not None)
-        with self._transferring(), self._recorded("write", num_blocks) as record:
+        chain = PutChain(parent, blocks, num_tokens, tail, tenant, puts_again)
+        with self._transferring(), self._recorded("write", chain.num_blocks) as record:
             record.puts_again = puts_again
-            put = await self.put_unrecorded(
-                lease_id, parent, blocks, tail, ttl_s, deadline, num_tokens, tenant
-            )
+            (put,) = await self._put([chain], ttl_s, deadline, lease_id=lease_id or "")
+            if put.lacks_parent:
+                raise FailedPrecondition(f"parent {parent.hex()}: not in the store")
             record.num_bytes, record.failed = put.num_bytes, Counter(no_room=put.not_stored)
             return put
+
+    async def put_chains(
+        self, chains: Sequence[PutChain], ttl_s: float, deadline: Deadline
+    ) -> list[PutResult]:
+        """Store blocks of several prompts and answers, and keep no lease: two calls, Reserve and
+        Commit, for all of them. Chains may begin alike, or one behind another.
+
+        Returns: one result for each chain, also where the store lacks its parent.
+        Raises: Unavailable; DeadlineExceeded; TransferFailed. Nothing stays reserved then. As
+            `put_blocks` while its Reserve is under way.
+        """
+        num_blocks = sum(chain.num_blocks for chain in chains)
+        with self._transferring(), self._recorded("write", num_blocks) as record:
+            puts = await self._put(chains, ttl_s, deadline, ends_lease=True)
+            for chain, put in zip(chains, puts, strict=True):
+                record.num_bytes += put.num_bytes
+                record.failed["no_room"] += put.not_stored
+                if put.lacks_parent and chain.puts_again:
+                    record.num_put_again += chain.num_blocks
+                elif put.lacks_parent:
+                    record.failed[MISSING] += chain.num_blocks
+            return puts
 
     async def get_blocks(
         self,
@@ -376,7 +414,7 @@ class KvStoreClient:
         deadline: Deadline,
         *,
         incarnation: bytes | None = None,
-        word: Word = NO_WORD,
+        word: LenderPromise = NO_PROMISE,
     ) -> GetResult:
         """Copy blocks out of the store and verify each: generation before and after, checksum.
 
@@ -398,13 +436,13 @@ class KvStoreClient:
 
     async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> Rates:
         """How fast this client's transport is, with blocks that the caller gives for it and that
-        are written into (kvstore/link_meter.py; `num_blocks_wanted` says how many).
+        are written into (kvstore/links.py; `num_blocks_wanted` says how many).
 
         Raises: NoCapacity (no frames, no blocks), DeadlineExceeded, Unavailable, TransferFailed;
             TransferTimeout, TransferCancelled: no block may be used until it is settled.
         """
         with self._transferring(is_use=False):
-            return await link_meter.measure(self, block_ids, deadline)
+            return await links.measure(self, block_ids, deadline)
 
     # -- the end
 
@@ -489,104 +527,122 @@ class KvStoreClient:
                         )
                     )
 
-    # -- put: reserve, write, commit. kvstore/link_meter.py takes the steps one by one, and is in no
-    # statistics
+    # -- put: reserve, write, commit
 
-    async def put_unrecorded(
+    async def _put(
         self,
-        lease_id: str | None,
-        parent: bytes,
-        blocks: Sequence[tuple[bytes, int]],
-        tail: tuple[str, int, int] | None,
+        chains: Sequence[PutChain],
         ttl_s: float,
         deadline: Deadline,
-        num_tokens: int,
-        tenant: str = "",
         *,
+        lease_id: str = "",
+        ends_lease: bool = False,
         is_probe: bool = False,
-    ) -> PutResult:
-        """`put_blocks` without statistics. is_probe: the lease that this makes is a measurement's:
-        the store counts none of its bytes."""
+    ) -> list[PutResult]:
+        """lease_id: empty makes a lease. ends_lease: it ends with this put. is_probe: the lease
+        that this makes is a measurement's: the store counts none of its bytes."""
         request = kvstore_pb2.ReserveRequest(
             attachment_id=self._attachment_id,
-            lease_id=lease_id or "",
+            lease_id=lease_id,
             ttl_ms=wire.ttl_ms(ttl_s),
-            parent=parent,
-            chain_hashes=[chain_hash for chain_hash, _ in blocks],
-            tail_name=tail[0] if tail else "",
-            tenant=tenant,
+            chains=[
+                kvstore_pb2.ReserveChain(
+                    parent=chain.parent,
+                    chain_hashes=b"".join([chain_hash for chain_hash, _ in chain.blocks]),
+                    tail_name=chain.tail[0] if chain.tail else "",
+                    tenant=chain.tenant,
+                )
+                for chain in chains
+            ],
             is_probe=is_probe,
         )
         owns_lease = not lease_id
         reply = await self._reserve(request, owns_lease, deadline)
-        reserved, answers = _reserved_frames(reply, blocks, tail, num_tokens)
-        committed: dict[int, Block] = {}
+        places = list(map(_with_num_tokens, reply.chains, chains))
+        sources = _sources(chains, places)
+        reserved = PackedBlocks.of_rows(sources)
+        committed: dict[bytes, bytes] = {}
         try:
-            if reserved:
-                items = [PutItem(each.block_id, each.frame, each.generation) for each in reserved]
+            if reserved or (ends_lease and reply.lease_id):
+                frames, generations = reserved.frames.tolist(), reserved.generations.tolist()
+                items = list(map(PutItem, sources.values(), frames, generations))
                 checksums = await self.transport.put(reply.lease_id, items, deadline)
-                committed = await self.commit(reply.lease_id, reserved, checksums, deadline)
+                written = await self.commit(
+                    reply.lease_id, reserved, checksums, deadline, ends_lease=ends_lease
+                )
+                committed = dict(zip(reserved.rows, written.rows, strict=True))
         except BaseException as error:
             cause = self.undo_later(reply.lease_id, reserved, error, owns_lease=owns_lease)
             raise cause from (None if cause is error else error)
-        refs = [_ref(answer, committed) for answer in answers]
-        stored = tuple(ref for ref in refs[: len(blocks)] if ref is not None)
-        tail_ref = refs[-1] if tail else None
-        return PutResult(
-            lease_id=reply.lease_id,
-            refs=stored,
-            tail=tail_ref,
-            num_bytes=len(reserved) * self.frame_bytes,
-            not_stored=len(answers) - len(stored) - (tail_ref is not None),
-        )
+        results = []
+        for chain, answer, blocks in zip(chains, reply.chains, places, strict=True):
+            rows = blocks.rows
+            refs = PackedBlocks.of_rows(committed.get(row, row) for row in rows)
+            num_full = min(len(refs), len(chain.blocks))
+            results.append(
+                PutResult(
+                    reply.lease_id,
+                    refs[:num_full],
+                    refs[num_full] if len(refs) > num_full else None,
+                    # A block that two chains have is written once, for the first.
+                    sum(sources.pop(row, None) is not None for row in rows) * self.frame_bytes,
+                    0 if answer.lacks_parent else chain.num_blocks - len(refs),
+                    answer.lacks_parent,
+                )
+            )
+        return results
+
+    # -- kvstore/links.py takes the steps of a put one by one, and is in no statistics
+
+    async def put_probe(
+        self, tail: tuple[str, int, int], ttl_s: float, deadline: Deadline
+    ) -> PutResult:
+        """Store one private block under a new lease whose bytes the store does not count; `tail` as
+        in `PutChain`."""
+        (put,) = await self._put([PutChain(b"", (), 1, tail)], ttl_s, deadline, is_probe=True)
+        return put
 
     async def reserve_tail(
         self, lease_id: str, tail: tuple[str, int, int], ttl_s: float, deadline: Deadline
-    ) -> list[ReservedFrame]:
-        """Reserve a private frame under a lease; `tail` as in `put_blocks`. The caller writes it
-        and calls `commit`, or calls `undo_later`. Returns: empty when the store has no room."""
+    ) -> PackedBlocks:
+        """Reserve a private frame under a lease; `tail` as in `PutChain`. The caller writes it and
+        calls `commit`, or calls `undo_later`. Returns: empty when the store has no room."""
+        name, _, num_tokens = tail
         request = kvstore_pb2.ReserveRequest(
             attachment_id=self._attachment_id,
             lease_id=lease_id,
             ttl_ms=wire.ttl_ms(ttl_s),
-            tail_name=tail[0],
+            chains=[kvstore_pb2.ReserveChain(tail_name=name)],
         )
         reply = await self._reserve(request, False, deadline)
-        return _reserved_frames(reply, (), tail, 0)[0]
+        return wire.to_be_written(reply).with_num_tokens(num_tokens)
 
     async def commit(
         self,
         lease_id: str,
-        reserved: Sequence[ReservedFrame],
+        reserved: PackedBlocks,
         checksums: Sequence[int],
         deadline: Deadline,
-    ) -> dict[int, Block]:
-        """Commit frames whose bytes are all written. Returns: reserved frame -> the block as the
-        store has it."""
+        *,
+        ends_lease: bool = False,
+    ) -> PackedBlocks:
+        """Commit frames whose bytes are all written. reserved: with their numbers of filled slots.
+        Returns: the blocks as the store has them."""
+        sent = reserved.with_checksums(0, checksums)
         request = kvstore_pb2.CommitRequest(
             attachment_id=self._attachment_id,
             lease_id=lease_id,
-            blocks=[
-                kvstore_pb2.CommitBlock(
-                    frame=each.frame,
-                    generation=each.generation,
-                    checksum=checksum,
-                    num_tokens=each.num_tokens,
-                )
-                for each, checksum in zip(reserved, checksums, strict=True)
-            ],
+            blocks=sent.data,
+            ends_lease=ends_lease,
         )
         reply = await self._connection.call(self._connection.stub.Commit, request, deadline)
         with self._connection.checking_reply():
-            chain_hashes = [each.chain_hash for each in reserved]
-            answer_checks.check_written(reply, request, chain_hashes, self.num_frames)
-        blocks = wire.blocks_from_proto(reply.blocks)
-        return {each.frame: block for each, block in zip(reserved, blocks, strict=True)}
+            return answer_checks.written(reply, sent, self.num_frames)
 
     def undo_later(
         self,
         lease_id: str,
-        reserved: Sequence[ReservedFrame],
+        reserved: PackedBlocks,
         error: BaseException,
         *,
         owns_lease: bool,
@@ -642,13 +698,12 @@ class KvStoreClient:
                 # What was reserved is unknown; a new attachment lets the store clean up.
                 self._connection.mark_broken("the store did not answer a reservation")
             return
-        reserved, _ = _reserved_frames(reply, (), None, 0)
-        await self._undo(reply.lease_id, reserved, None, owns_lease)
+        await self._undo(reply.lease_id, wire.to_be_written(reply), None, owns_lease)
 
     async def _undo(
         self,
         lease_id: str,
-        reserved: Sequence[ReservedFrame],
+        reserved: PackedBlocks,
         settled: asyncio.Future[None] | None,
         owns_lease: bool,
     ) -> None:
@@ -664,19 +719,14 @@ class KvStoreClient:
             except BatonError:
                 return  # it lapses by itself
 
-    async def _abort(
-        self, lease_id: str, reserved: Sequence[ReservedFrame], *, quarantine: bool
-    ) -> None:
+    async def _abort(self, lease_id: str, reserved: PackedBlocks, *, quarantine: bool) -> None:
         """Call Abort until the store has answered. A broken connection ends that: the store gives
         back an attachment's reservations when the attachment is over."""
         request = kvstore_pb2.AbortRequest(
             attachment_id=self._attachment_id,
             lease_id=lease_id,
             quarantine=quarantine,
-            blocks=[
-                kvstore_pb2.CommitBlock(frame=each.frame, generation=each.generation)
-                for each in reserved
-            ],
+            blocks=reserved.data,
         )
         while reserved and not self._connection.broken:
             try:
@@ -697,7 +747,7 @@ class KvStoreClient:
         items: Sequence[tuple[Block, int]],
         deadline: Deadline,
         incarnation: bytes | None = None,
-        word: Word = NO_WORD,
+        word: LenderPromise = NO_PROMISE,
     ) -> GetResult:
         """`get_blocks` without statistics."""
         if incarnation is not None and incarnation != self.incarnation:
@@ -905,39 +955,26 @@ async def _describe_region(
     request.region_memory = region.memory
 
 
-def _reserved_frames(
-    reply: kvstore_pb2.ReserveReply,
-    blocks: Sequence[tuple[bytes, int]],
-    tail: tuple[str, int, int] | None,
-    num_tokens: int,
-) -> tuple[list[ReservedFrame], list[kvstore_pb2.ReservedBlock]]:
-    """The frames to write, and all answers in order (the tail's last, if there is one). Without
-    `blocks` and `tail` the frames have no source: they are to be given back."""
-    answers = list(reply.blocks)
-    sources = [(block_id, num_tokens) for _, block_id in blocks]
-    if reply.HasField("tail"):
-        answers.append(reply.tail)
-        sources.append((tail[1], tail[2]) if tail else (0, 0))
-    if len(sources) < len(answers):
-        sources = [(0, 0)] * len(answers)
-    reserved = [
-        ReservedFrame(
-            block_id,
-            filled,
-            answer.block.frame,
-            answer.block.generation,
-            answer.block.chain_hash,
-        )
-        for answer, (block_id, filled) in zip(answers, sources, strict=True)
-        if answer.state == kvstore_pb2.RESERVE_STATE_RESERVED
-    ]
-    return reserved, answers
+def _with_num_tokens(answer: kvstore_pb2.ReservedChain, chain: PutChain) -> PackedBlocks:
+    """Where the blocks of a chain lie, or are to be written; of the latter the numbers of filled
+    slots, which the store does not know yet, are the caller's."""
+    blocks = PackedBlocks(answer.blocks)
+    num_tokens = np.where(blocks.are_reserved, chain.num_tokens, blocks.num_tokens)
+    if chain.tail is not None and len(blocks) > len(chain.blocks):
+        num_tokens[-1] = chain.tail[2]
+    return blocks.with_num_tokens(num_tokens)
 
 
-def _ref(answer: kvstore_pb2.ReservedBlock, committed: dict[int, Block]) -> Block | None:
-    """Where a block lies after the put; None when the store had no room for it."""
-    if answer.state == kvstore_pb2.RESERVE_STATE_PRESENT:
-        return wire.block_from_proto(answer.block)
-    if answer.state == kvstore_pb2.RESERVE_STATE_RESERVED:
-        return committed[answer.block.frame]
-    return None
+def _sources(chains: Sequence[PutChain], places: Sequence[PackedBlocks]) -> dict[bytes, int]:
+    """The rows of `places` that are to be written, each once and in order, with the block of the
+    worker that each is written with."""
+    sources: dict[bytes, int] = {}
+    for chain, blocks in zip(chains, places, strict=True):
+        block_ids = [block_id for _, block_id in chain.blocks]
+        if chain.tail is not None:
+            block_ids.append(chain.tail[1])
+        is_reserved = blocks.are_reserved.tolist()
+        for row, block_id, is_new in zip(blocks.rows, block_ids, is_reserved, strict=False):
+            if is_new:
+                sources.setdefault(row, block_id)
+    return sources

@@ -21,7 +21,7 @@ import grpc.aio
 from kvstore import answer_checks, wire
 from kvstore.answer_checks import SpoiledAnswer
 from kvstore.errors import LeaseLapsed
-from kvstore.lending.told import Told, Word
+from kvstore.exported_blocks import LeaseUpdate, LenderPromise
 from kvstore.transport.device import Shared
 from process import logs, rpc, spans
 from process.access import PeerRole
@@ -130,7 +130,7 @@ class StoreConnection:
         wait_s: float,
         hold_s: float,
         deadline: Deadline,
-    ) -> tuple[Told, Word]:
+    ) -> tuple[LeaseUpdate, LenderPromise]:
         """Call AwaitLent; see KvStoreClient.await_lent.
 
         Args: hold_s: how long the lender is asked to keep the blocks in place.

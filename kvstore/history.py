@@ -7,10 +7,10 @@
     pulled       the store sent its bytes
     verified     a reader has it and compared its checksum
 
-Remembered after the block itself is gone, until others have newer news; bounded in blocks and in
-events of one. A traced request leaves its trace, so that what happens to a block later can be
-linked to who wrote it: its span gets an event, and what happens outside of a request a span of its
-own. Tail blocks, which have no chain hash, have no history.
+Kept after the block itself is gone, until other blocks have newer events; bounded in blocks and in
+events of one block. A traced request leaves its trace, so that later events of a block are linked
+to the request that wrote it: an event within a request goes into that request's span, an event
+outside of one gets a span of its own. Tail blocks, which have no chain hash, have no history.
 
 Knows no store. Plain and synchronous, one thread; the clock is the wall's.
 """
@@ -26,7 +26,7 @@ from process.spans import MAX_LINKS, SpanLink, TraceContext, Value, current_span
 from process.tracing import OFF, Tracing
 
 MAX_EVENTS = 24
-"""Of one block: what is older is forgotten."""
+"""Events of one block; older ones are forgotten."""
 
 WRITTEN = "written"
 DEMOTED = "demoted"
@@ -40,7 +40,7 @@ EVICTED = "evicted"
 LOST = "lost"
 
 _OF_ITS_OWN = frozenset({DEMOTED, LEFT_MEMORY, DAMAGED, EVICTED, LOST})
-"""What a store does by itself, for no request."""
+"""Events outside of a request."""
 
 
 class BlockEvent(NamedTuple):
@@ -49,9 +49,9 @@ class BlockEvent(NamedTuple):
     unix_s: float
     what: str
     worker_id: str
-    """Who did it; empty: the store itself."""
+    """The worker that did it; empty: the store itself."""
     trace: TraceContext | None
-    """Of the span that it happened in, if that is traced."""
+    """Of the span that it happened in, if the request is traced."""
 
 
 class OneHistory:
@@ -63,11 +63,11 @@ class OneHistory:
         self.events: deque[BlockEvent] = deque(maxlen=MAX_EVENTS)
         self.num_events = 0
         self.writer: TraceContext | None = None
-        """Of the last write, where that was traced."""
+        """Of the span that last wrote the block, if that request was traced."""
 
 
 class BlockHistory:
-    """See the module. `max_blocks` 0: nothing is remembered."""
+    """The events of the blocks that had any most recently. max_blocks: 0 for none."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class BlockHistory:
         worker_id: str = "",
         trace: TraceContext | None = None,
     ) -> None:
-        """The same happened to each of these, now; in the span `trace`, or the current one."""
+        """The same event for each of these blocks, now; in the span `trace`, or the current one."""
         if not self._max_blocks or not chain_hashes:
             return
         if trace is None:
@@ -119,8 +119,8 @@ class BlockHistory:
                 one.writer = event.trace
 
     def find(self, prefix: bytes, max_blocks: int) -> list[tuple[bytes, OneHistory]]:
-        """Blocks whose chain hash begins so, those with the latest news first. O(n) but for a whole
-        hash."""
+        """Blocks whose chain hash begins with `prefix`, those with the latest event first. O(n)
+        except for a whole hash."""
         whole = self._blocks.get(prefix)
         if whole is not None:
             return [(prefix, whole)]
@@ -133,8 +133,7 @@ class BlockHistory:
         return found
 
     def links(self, chain_hashes: Iterable[bytes]) -> list[SpanLink]:
-        """To the spans that wrote these blocks, each once, where they are remembered and were
-        traced."""
+        """Links to the traced spans that wrote these blocks, each span once."""
         found: dict[tuple[int, int], SpanLink] = {}
         for chain_hash in chain_hashes:
             one = self._blocks.get(chain_hash)

@@ -1,11 +1,11 @@
 """Writes one store's side of the prefix index: registration, heartbeat, and every block that comes
 or goes.
 
-Changes are applied in order, in batches, each batch atomically and fenced by a sequence number that
-lies beside the entries: a batch that Redis has not the predecessor of is refused, and a heartbeat
-compares, so a Redis that was flushed, restarted or restored is noticed; then everything is
-published again. While Redis is away changes wait (up to a bound, then everything is published
-again), with back-off; the store itself never waits for Redis.
+Changes are taken from the store's ChangeLog and applied in order, in batches. Each batch is atomic
+and fenced by a sequence number that lies beside the entries: a batch whose predecessor Redis does
+not have is refused, and each heartbeat compares the number. So a Redis that was flushed, restarted
+or restored is noticed, and everything is published again. While Redis is away changes wait in the
+log, until it overflows and everything is published again. The store itself never waits for Redis.
 
 States: full (all must be published) -> synced <-> pending; any doubt -> full. One asyncio loop.
 """
@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import redis.asyncio
 from google.protobuf import json_format
@@ -24,6 +24,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
 from kvstore import index
+from kvstore.change_log import BlockChange, ChangeLog
 from process import logs
 from process.registry import REDIS_FAILURES
 from process.tasks import end_tasks
@@ -33,9 +34,7 @@ logger = logging.getLogger(__name__)
 
 BATCH = 2048
 """Changes per script call: about 1 ms of Redis (1.25 us per field, measured for 128)."""
-MAX_PENDING = 200_000
-"""Beyond it a full publication costs less memory than the list of changes."""
-_BACKOFF_S, _BACKOFF_MAX_S = 0.1, 1.0  # below what a router keeps a store it hears nothing of
+_BACKOFF_S, _BACKOFF_MAX_S = 0.1, 1.0  # shorter than a router keeps a silent store
 _INDEX_TTL_S = 60.0  # of the index itself, renewed by each heartbeat: a dead store leaves nothing
 _GOODBYE_S = 1.0
 _SCAN_KEYS = 10_000
@@ -90,15 +89,8 @@ return 1
 """
 
 
-class _Change(NamedTuple):
-    is_present: bool
-    chain_hash: bytes
-    since_s: float
-    """On the monotonic clock."""
-
-
 class PrefixIndexPublisher:
-    """See the module."""
+    """One store's life in Redis, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -107,59 +99,58 @@ class PrefixIndexPublisher:
         node_id: str,
         incarnation: bytes,
         status: Callable[[], inference_pb2.StoreStatus],
-        present: Callable[[], Iterable[bytes]],
+        changes: ChangeLog,
+        snapshot: Callable[[], Sequence[bytes]],
         heartbeat_s: float,
         heartbeat_ttl_s: float,
         timeout_s: float,
         batch_size: int = BATCH,
-        max_pending: int = MAX_PENDING,
     ) -> None:
-        """client: its owner closes it after `stop`. status: what to register. present: every chain
-        hash that is there now, parents before children. batch_size: most changes per script call.
-        max_pending: changes; more become a full publication."""
+        """client: its owner closes it after `stop`. status: what to register. snapshot: every chain
+        hash that is present, parents before children; clears `changes` in the same turn.
+        batch_size: most changes per script call."""
         self._client = client
         self._node_id = node_id
         self._incarnation = incarnation.hex()
         self._key = index.index_key(node_id, self._incarnation)
         self._status = status
-        self._present = present
+        self._changes = changes
+        self._snapshot = snapshot
         self._heartbeat_s = heartbeat_s
         self._heartbeat_ttl_s = heartbeat_ttl_s
         self._timeout_s = timeout_s
         self._batch_size = batch_size
-        self._max_pending = max_pending
         self._apply = client.register_script(_APPLY)
         self._begin = client.register_script(_BEGIN)
         self._load = client.register_script(_LOAD)
         self._finish = client.register_script(_FINISH)
         self._goodbye = client.register_script(_GOODBYE)
-        self._pending: list[_Change] = []
-        self._batch: list[_Change] = []  # taken from pending, not confirmed yet
+        self._batch: list[BlockChange] = []  # taken from the log, not confirmed yet
         self._needs_full = True
         self._is_filling = False  # a full publication is under way
         self._is_first = True
         self._reached = False  # the last talk with Redis went well
         self._next_beat_s = 0.0  # on the loop's clock
-        self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        # Since when the oldest change waits that a full publication is to bring.
+        # When the oldest change came that the full publication is to bring: of the one that is
+        # due, and of the one under way.
         self._full_since_s = self._filling_since_s = time.monotonic()
         self.sequence = 0
         self.num_changes_published = 0
         self.num_full_publications = 0
         self.num_failures = 0
-        """Talks with Redis that went wrong."""
+        """Operations of Redis that failed."""
 
     @property
     def synced(self) -> bool:
-        """Whether Redis was told everything, as far as we know."""
-        is_whole = not (self._needs_full or self._is_filling)
-        return self._reached and is_whole and not (self._pending or self._batch)
+        """Whether Redis has confirmed every change."""
+        is_whole = not (self._needs_full or self._is_filling or self._changes.overflowed)
+        return self._reached and is_whole and not self.num_pending
 
     @property
     def num_pending(self) -> int:
-        """Changes that Redis has not confirmed; of a full publication none is counted."""
-        return len(self._pending) + len(self._batch)
+        """Changes that Redis has not confirmed, without those that a full publication brings."""
+        return len(self._changes) + len(self._batch)
 
     @property
     def lag_s(self) -> float:
@@ -169,20 +160,14 @@ class PrefixIndexPublisher:
             since.append(self._full_since_s)
         if self._is_filling:
             since.append(self._filling_since_s)
-        since += [changes[0].since_s for changes in (self._batch, self._pending) if changes]
+        if self._batch:
+            since.append(self._batch[0].since_s)
+        if self._changes.since_s is not None:
+            since.append(self._changes.since_s)
         return max(0.0, time.monotonic() - min(since)) if since else 0.0
 
-    def on_change(self, present: bool, chain_hash: bytes) -> None:
-        """A block came or went. Never waits."""
-        if self._needs_full and self._task is None:
-            return  # the first publication will see it
-        self._pending.append(_Change(present, chain_hash, time.monotonic()))
-        if len(self._pending) > self._max_pending:
-            self._need_full()
-            self._pending.clear()
-        self._wake.set()
-
     def start(self) -> None:
+        """Register, publish everything, then follow the log."""
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
@@ -205,9 +190,9 @@ class PrefixIndexPublisher:
         while True:
             try:
                 await self._beat_if_due()
-                if self._needs_full:
+                if self._needs_full or self._changes.overflowed:
                     await self._publish_all()
-                elif self._batch or self._pending:
+                elif self.num_pending:
                     await self._publish_batch()
                 self._note(True)
                 pause_s = _BACKOFF_S
@@ -218,12 +203,12 @@ class PrefixIndexPublisher:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _BACKOFF_MAX_S)
                 continue
-            if self._needs_full or self._batch or self._pending:
+            if self._needs_full or self._changes.overflowed or self.num_pending:
                 continue
-            self._wake.clear()
+            self._changes.appended.clear()
             try:
                 async with asyncio.timeout(max(0.0, self._next_beat_s - loop.time())):
-                    await self._wake.wait()
+                    await self._changes.appended.wait()
             except TimeoutError:
                 continue
 
@@ -239,8 +224,8 @@ class PrefixIndexPublisher:
             return await call
 
     async def _beat_if_due(self, *, is_publishing: bool = False) -> None:
-        """Say that the store lives, and see whether Redis still has what it was told; a publication
-        under way sees that by itself."""
+        """Say that the store lives, and see whether Redis still has what was published; a
+        publication under way sees that by itself."""
         now_s = asyncio.get_running_loop().time()
         if now_s < self._next_beat_s:
             return
@@ -276,11 +261,11 @@ class PrefixIndexPublisher:
         if self._is_first:
             await self._drop_earlier_lives()
             self._is_first = False
-        hashes = list(self._present())
-        self._pending.clear()
+        self._need_full()
+        hashes = self._snapshot()
         self._batch.clear()
         self._is_filling, self._filling_since_s = True, self._full_since_s
-        self._needs_full = False  # from here on changes are pending, on top of `hashes`
+        self._needs_full = False  # from here on changes come on top of `hashes`
         self.sequence += 1
         done = False
         try:
@@ -305,16 +290,16 @@ class PrefixIndexPublisher:
 
     async def _publish_batch(self) -> None:
         if not self._batch:
-            self._batch = self._pending[: self._batch_size]
-            del self._pending[: self._batch_size]
+            self._batch = self._changes.take(self._batch_size)
         final = {one.chain_hash: one.is_present for one in self._batch}
         came = b"".join(chain_hash for chain_hash, present in final.items() if present)
         went = b"".join(chain_hash for chain_hash, present in final.items() if not present)
         numbers = (self.sequence, self.sequence + 1)
         args: list[bytes | int] = [*numbers, came, went, int(_INDEX_TTL_S * 1000)]
         applied = await self._bounded(self._apply(keys=[self._key], args=args))
+        if applied != 1 or self._changes.overflowed:
+            self._need_full()  # while the batch still counts for the lag
         if applied != 1:
-            self._need_full()
             return
         self.sequence += 1
         self.num_changes_published += len(self._batch)
@@ -341,7 +326,7 @@ class PrefixIndexPublisher:
                 return
 
     def _need_full(self) -> None:
-        """What waits, waits on for the full publication."""
+        """Publish everything next. Changes that wait keep their age for the lag."""
         if not self._needs_full:
             self._needs_full, self._full_since_s = True, time.monotonic() - self.lag_s
 

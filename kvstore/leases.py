@@ -1,12 +1,12 @@
-"""Leases: who keeps what alive, and until when.
+"""Leases: what keeps blocks in place for a worker, and until when.
 
-A lease owns pins (on committed entries, tail blocks among them) and reservations (frames being
-written). It ends by release or by lapsing; then all it owns is let go, so a client that dies leaks
-nothing. Times are seconds on the clock of whoever calls; no clock is read here.
+A lease owns pins (on committed blocks, tails among them) and reservations (frames being written).
+It ends by release or by lapsing; then all it owns is let go, so that a client that dies leaks
+nothing. Times are seconds on the caller's clock; no clock is read here.
 
 Holds are leases without an end, which the store takes for itself while it copies out of frames.
 
-Plain synchronous values, one thread.
+Plain and synchronous, one thread.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from __future__ import annotations
 import heapq
 import math
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.catalog import Catalog, Entry
-from kvstore.errors import IntegrityError, LeaseLapsed
+from kvstore.errors import LeaseLapsed
+from kvstore.prefix_tree import PrefixTree, TreeNode
 
 
-class Reservation(NamedTuple):
-    """One frame being written at (odd) `generation`. chain_hash is empty for a tail block, whose
-    label is `tail_name`; `parent` is empty at the start of a prompt."""
+class FrameReservation(NamedTuple):
+    """A frame being written at (odd) `generation`. `chain_hash` is empty for a tail block, whose
+    name is `tail_name`; `parent` is empty at the start of a prompt."""
 
     frame: int
     generation: int
@@ -38,32 +37,32 @@ class Reservation(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """See the module. `reservations` is keyed by frame; a lease pins an entry once, wherever it
-    lies. is_probe: a worker measures its link under it, so that its bytes are not counted."""
+    """`reservations` is keyed by frame. A lease pins a node once, whatever tier it lies in.
+    is_probe: a worker measures its link under it, so that its bytes are not counted."""
 
     lease_id: str
     expires_at_s: float
     is_probe: bool = False
-    pins: dict[Entry, None] = field(default_factory=dict)
-    reservations: dict[int, Reservation] = field(default_factory=dict)
+    pins: dict[TreeNode, None] = field(default_factory=dict)
+    reservations: dict[int, FrameReservation] = field(default_factory=dict)
     writing: dict[bytes, int] = field(default_factory=dict)  # chain hash -> frame, of reservations
 
-    def pin_all(self, catalog: Catalog, entries: Iterable[Entry]) -> list[Entry]:
+    def pin_all(self, tree: PrefixTree, nodes: Iterable[TreeNode]) -> list[TreeNode]:
         """Returns: those that this lease did not pin yet."""
-        newly: list[Entry] = []
-        for entry in entries:
-            if entry not in self.pins:
-                self.pins[entry] = None
-                catalog.pin(entry)
-                newly.append(entry)
+        newly: list[TreeNode] = []
+        for node in nodes:
+            if node not in self.pins:
+                self.pins[node] = None
+                tree.pin(node)
+                newly.append(node)
         return newly
 
-    def add_reservation(self, reservation: Reservation) -> None:
+    def add_reservation(self, reservation: FrameReservation) -> None:
         self.reservations[reservation.frame] = reservation
         if reservation.chain_hash:
             self.writing[reservation.chain_hash] = reservation.frame
 
-    def drop_reservation(self, frame: int) -> Reservation:
+    def drop_reservation(self, frame: int) -> FrameReservation:
         reservation = self.reservations.pop(frame)
         if reservation.chain_hash:
             del self.writing[reservation.chain_hash]
@@ -75,13 +74,14 @@ def _random_id() -> str:
 
 
 class LeaseTable:
-    """All live leases, found by id and by who lapses next."""
+    """All live leases, by id and by which lapses next."""
 
     def __init__(self, max_ttl_s: float, new_id: Callable[[], str] = _random_id) -> None:
         self.max_ttl_s = max_ttl_s
         self._new_id = new_id
         self._leases: dict[str, Lease] = {}
-        self._due: list[tuple[float, str]] = []  # a heap; an item is outdated after a renewal
+        self.due: list[tuple[float, str]] = []
+        """A heap of (end, lease id); an item is outdated after a renewal."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -108,48 +108,28 @@ class LeaseTable:
         return lease
 
     def renew(self, lease: Lease, now_s: float, ttl_s: float) -> None:
-        """Never shortens: somebody else may rely on the later end."""
+        """Never shortens: another holder of the lease may rely on the later end."""
         expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
         if expires_at_s > lease.expires_at_s:
             lease.expires_at_s = expires_at_s
-            heapq.heappush(self._due, (expires_at_s, lease.lease_id))
+            heapq.heappush(self.due, (expires_at_s, lease.lease_id))
 
     def remove(self, lease_id: str) -> Lease | None:
-        """Take the lease out; its pins and reservations are the caller's to let go."""
+        """Take the lease out; the caller lets go of its pins and reservations."""
         return self._leases.pop(lease_id, None)
 
     def pop_due(self, now_s: float) -> Lease | None:
         """Take out one lease that has lapsed by `now_s`; None when there is none."""
-        while self._due and self._due[0][0] <= now_s:
-            expires_at_s, lease_id = heapq.heappop(self._due)
+        while self.due and self.due[0][0] <= now_s:
+            expires_at_s, lease_id = heapq.heappop(self.due)
             lease = self._leases.get(lease_id)
             if lease is not None and lease.expires_at_s <= expires_at_s:
                 return self._leases.pop(lease_id)
         return None
 
-    def check_integrity(self) -> None:
-        """Every lease must be due at its own end, and hold a frame in one way only."""
-        deque(self.checks(), maxlen=0)
-
-    def checks(self) -> Iterator[None]:
-        """The same in steps; the caller may do other things between two (kvstore/watch.py)."""
-        due = set(self._due)
-        for lease in self._leases.values():
-            held = math.isinf(lease.expires_at_s)
-            if not held and (lease.expires_at_s, lease.lease_id) not in due:
-                raise IntegrityError(f"lease {lease.lease_id} would never lapse")
-            for entry in lease.pins:
-                if entry.block is not None and entry.block.frame in lease.reservations:
-                    raise IntegrityError(f"lease {lease.lease_id} pins a frame that it is writing")
-                yield
-            writing = {r.chain_hash: f for f, r in lease.reservations.items() if r.chain_hash}
-            if writing != lease.writing:
-                raise IntegrityError(f"lease {lease.lease_id} miscounts what it is writing")
-            yield
-
     def _add(self, expires_at_s: float) -> Lease:
         lease = Lease(self._new_id(), expires_at_s)
         self._leases[lease.lease_id] = lease
         if not math.isinf(expires_at_s):
-            heapq.heappush(self._due, (expires_at_s, lease.lease_id))
+            heapq.heappush(self.due, (expires_at_s, lease.lease_id))
         return lease

@@ -1,44 +1,46 @@
-"""One life of a store: its slab, its truth, the workers that it reaches, and the watch over them.
+"""StoreNode: one life of a store process: its memory, the workers attached to it, and the loop that
+maintains both.
 
-Life: made at start with nothing taken -> the first `attach` tells how large a block is and takes
-the memory; with it come the peers (push_peers.py) and the watch (watch.py) -> `stop` unlinks the
-slab.
+Life: made at start with nothing taken -> the first `attach` says how large a block is and takes the
+memory, with it the file tier, the NIXL peers and the maintenance loop -> `stop` unlinks the slab.
+The mapping stays as long as the process lives: peers may hold its address.
 
-Knows no stubs (server.py) and no Redis (index.py). One asyncio loop.
+Every `sweep_interval_s` the loop ends what has lapsed, detaches workers that are gone, demotes
+blocks if frames are short, has the kernel make memory for the next frames, and recomputes the
+conservation laws if calls came since the last time and none comes now.
+
+Knows no stubs (server.py) and no Redis (index_publisher.py). One asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from kvstore import memory, reports
-from kvstore.answers import Match
+from kvstore import block_hash
 from kvstore.attachments import Attachment
-from kvstore.block import Block
+from kvstore.block_store import BlockStore, PrefixMatch, StoreLimits
+from kvstore.blocks import Block
+from kvstore.change_log import ChangeLog, NullLog
 from kvstore.config import KvStoreSettings
-from kvstore.errors import (
-    GENERATION,
-    LEASE_LAPSED,
-    LeaseLapsed,
-    UnknownAttachment,
-)
-from kvstore.history import PULLED, REFUSED
+from kvstore.errors import GENERATION, LEASE_LAPSED, LeaseLapsed, UnknownAttachment
+from kvstore.file_tier import FileTier, OpenedPages, open_pages
+from kvstore.history import PULLED, REFUSED, BlockHistory
+from kvstore.invariants import SlicedCheck
 from kvstore.leases import Lease
-from kvstore.memory import Memory
-from kvstore.newcomer import Newcomer
-from kvstore.nixl_agent import Region
-from kvstore.push_peers import PushPeers
-from kvstore.pushes import Frames, PushOutcome, Target
+from kvstore.push import Frames, PeerBlocks, PushOutcome, PushPeers, Target
 from kvstore.slab import Slab, check_room, free_bytes, remove_stale
-from kvstore.store import Store
-from kvstore.tiers.file_tier import FileTier
-from kvstore.watch import StoreWatch
+from kvstore.tenancy import TenantShares
+from kvstore.transport.base import TRANSPORTS
+from kvstore.transport.nixl_agent import Region
 from process import entrypoint, logs
 from process.deadline import Clock, Deadline
 from process.errors import (
@@ -49,47 +51,84 @@ from process.errors import (
     NoCapacity,
     Unavailable,
 )
-from process.tasks import complete_despite_cancel
+from process.tasks import complete_despite_cancel, end_tasks, start_task
 from process.tracing import OFF, Tracing
 
 logger = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
-_DRAIN_LOOK_S = 0.05
-_QUIET_S = 1.0
+TOUCH_AHEAD_BYTES = 64 * 1024 * 1024
+"""Memory kept ready beyond the frames in use: a quarter of a second of writes at 256 MB/s."""
+_TOUCH_STEP_BYTES = 8 * 1024 * 1024
+FREEZE_EVERY = 4096
+"""Blocks after which those that are here are hidden from the garbage collector: 6 ms of the loop,
+as much in all as its looks at them cost (measured)."""
+_DRAIN_POLL_S = 0.05
+_CLOSE_PEERS_S = 1.0
 _ATTACHING_S = 30.0
-"""For memory that is being taken while the store stops."""
+"""How long `stop` waits for memory that is being taken."""
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What a worker says of itself when it attaches. peer: only for transport nixl."""
+
+    worker_id: str
+    worker_incarnation: bytes
+    model_fingerprint: bytes
+    block_bytes: int
+    transport: str
+    peer: PeerBlocks | None = None
+
+    def check(self) -> None:
+        """Raises: InvalidArgument naming the field that cannot be."""
+        if not self.worker_id:
+            raise InvalidArgument("worker_id", "must be given")
+        if self.transport not in TRANSPORTS:
+            raise InvalidArgument("transport", f"one of {', '.join(TRANSPORTS)}")
+        if self.block_bytes < 1:
+            raise InvalidArgument("block_bytes", "must be positive")
 
 
 class StoreNode:
-    """See the module."""
+    """A store but for its gRPC server and its index. `store`, `slab`, `peers` and, if asked for,
+    `tier` are there from the first attach on."""
 
     def __init__(
         self,
         settings: KvStoreSettings,
         node_id: str,
         *,
-        on_change: Callable[[bool, bytes], None] | None = None,
+        changes: ChangeLog | None = None,
         clock: Clock = time.monotonic,
         tracing: Tracing = OFF,
     ) -> None:
-        """on_change: told of every block that comes or goes, in order; see Catalog."""
+        """changes: gets each block that comes or goes; None: the store is in no index."""
         self.settings = settings
         self.node_id = node_id
         self.incarnation = entrypoint.new_incarnation()
-        self.memory: Memory | None = None
-        self.peers: PushPeers | None = None
-        self.watch: StoreWatch | None = None
         self.tracing = tracing
-        self._on_change = on_change
+        self.store: BlockStore | None = None
+        self.slab: Slab | None = None
+        self.tier: FileTier | None = None
+        self.peers: PushPeers | None = None
+        self.num_touched = 0
+        """Frames whose memory the kernel has made."""
+        self.is_draining = False
+        """Nothing new is stored; what is there is served as long as there are leases."""
+        self._changes = NullLog() if changes is None else changes
         self._clock = clock
         self._attaching = asyncio.Lock()
         self._is_stopping = False
-        self.is_draining = False
-        """Nothing new is stored; what is there is served while somebody has a lease on it."""
+        self._tier_problem = ""
+        self._check: SlicedCheck | None = None
+        self._num_beats = 0  # heartbeats: they may change what is checked, and are no work
+        self._num_frozen = 0  # of PrefixTree.num_inserted
+        self._maintenance: asyncio.Task[None] | None = None
+        self._toucher: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Clean up after dead stores, and see that there is room.
+        """Remove slabs of dead stores, and check that there is room.
 
         Raises: NoCapacity naming the settings.
         """
@@ -104,115 +143,128 @@ class StoreNode:
             raise NoCapacity(f"file_tier_dir: {self.settings.file_tier_dir} is not a folder")
 
     async def stop(self) -> None:
-        """End the background work and take the slab's name away. Its memory stays mapped: peers may
-        hold its address until this process is gone."""
+        """End the background work and take the slab's name away."""
         self._is_stopping = True
         try:
             async with asyncio.timeout(_ATTACHING_S), self._attaching:
-                pass  # nobody takes memory from here on
+                pass  # no attach takes memory from here on
         except TimeoutError:
             logs.event(logger, "attaching_not_ended", level=logging.ERROR)
-        if self.watch is not None:
-            await self.watch.stop()
+        await end_tasks([self._maintenance, self._toucher])
+        if self._check is not None:
+            await self._check.stop()
         if self.peers is not None:
-            await self.peers.close(_QUIET_S)
-        if self.memory is not None:
-            await self.memory.close()
-
-    @property
-    def store(self) -> Store | None:
-        """None until the first worker attached."""
-        return self.memory.store if self.memory is not None else None
-
-    @property
-    def slab(self) -> Slab | None:
-        return self.memory.slab if self.memory is not None else None
-
-    @property
-    def tier(self) -> FileTier | None:
-        return self.memory.tier if self.memory is not None else None
-
-    def now_s(self) -> float:
-        """The store's clock, for one call."""
-        if self.watch is not None:
-            self.watch.heard_call()
-        return self._clock()
-
-    @property
-    def integrity_error(self) -> str:
-        """See StoreWatch."""
-        return self.watch.integrity_error if self.watch is not None else ""
+            await self.peers.close(_CLOSE_PEERS_S)
+        if self.tier is not None:
+            await self.tier.close()
+        if self.slab is not None:
+            self.slab.unlink()
+            self.slab.close()
 
     async def drain(self, deadline: Deadline) -> bool:
-        """Have no room for anything new, and wait until nobody has a lease any more. Returns:
-        whether that was in time."""
+        """Store nothing new, and wait until the last lease ends. Returns: whether that was in
+        time."""
         self.is_draining = True
         if self.store is not None:
-            self.store.writes.is_closed = True
+            self.store.is_closed = True
         try:
             async with deadline.timeout("leases to end"):
                 while self.store is not None and len(self.store.leases):
-                    await asyncio.sleep(_DRAIN_LOOK_S)
+                    await asyncio.sleep(_DRAIN_POLL_S)
         except DeadlineExceeded:
             return False
         return True
 
-    # -- workers come and go
+    @property
+    def integrity_error(self) -> str:
+        """The law that does not hold, by the last check or found in use; empty: all held."""
+        return self._check.error if self._check is not None else ""
 
-    async def attach(self, newcomer: Newcomer) -> Attachment:
-        """Let a worker in. Raises: InvalidArgument, FailedPrecondition, NoCapacity."""
-        newcomer.check()
+    @property
+    def file_tier_problem(self) -> str:
+        """Why the file tier that was asked for is not used; empty: it is, or none was asked for."""
+        return self.tier.problem if self.tier is not None else self._tier_problem
+
+    async def check_integrity(self) -> str:
+        """See SlicedCheck.check."""
+        return await self._check.check() if self._check is not None else ""
+
+    # -- workers
+
+    async def attach(self, worker: WorkerInfo) -> Attachment:
+        """Raises: InvalidArgument, FailedPrecondition, NoCapacity."""
+        worker.check()
         async with self._attaching:
             if self._is_stopping:
                 raise Unavailable("the store is stopping")
-            taken = await self._take_memory(newcomer.block_bytes)
-            store = taken.store
-            if newcomer.block_bytes != store.frame_bytes:
+            store, peers = await self._with_memory(worker.block_bytes)
+            if worker.block_bytes != store.frame_bytes:
                 raise FailedPrecondition(
                     f"block_bytes: this store's frames have {store.frame_bytes} bytes, the "
-                    f"worker's blocks {newcomer.block_bytes}; another KV layout needs another store"
+                    f"worker's blocks {worker.block_bytes}; another KV layout needs another store"
                 )
             target: Target | None = None
-            if newcomer.transport == "nixl":
-                if newcomer.peer is None or self.peers is None:
+            if worker.transport == "nixl":
+                if worker.peer is None:
                     raise InvalidArgument("region_address", "must be given for transport nixl")
-                target = await self.peers.meet(newcomer.peer)
-        one_sided = newcomer.transport != "grpc"
+                target = await peers.meet(worker.peer)
+        one_sided = worker.transport != "grpc"
         attachment = store.attach(
-            newcomer.worker_id,
-            newcomer.worker_incarnation,
-            newcomer.transport,
-            one_sided,
-            self.now_s(),
+            worker.worker_id, worker.worker_incarnation, worker.transport, one_sided, self.now_s()
         )
-        if target is not None and self.peers is not None:
-            self.peers.add(attachment.attachment_id, target)
-        self._forget_gone()
+        if target is not None:
+            peers.add(attachment.attachment_id, target)
+        self._forget_peers()
         logs.event(
             logger,
             "attached",
-            worker_id=newcomer.worker_id,
-            transport=newcomer.transport,
-            fingerprint=newcomer.model_fingerprint.hex(),
+            worker_id=worker.worker_id,
+            transport=worker.transport,
+            fingerprint=worker.model_fingerprint.hex(),
         )
         return attachment
 
     def detach(self, attachment_id: str) -> None:
-        """The worker says goodbye: nothing of it is under way any more."""
+        """The worker leaves by itself: no transfer of it is under way."""
         if self.store is not None:
             self.store.detach(attachment_id, self.now_s(), grace_s=0.0)
-            self._forget_gone()
+            self._forget_peers()
+
+    def now_s(self) -> float:
+        """The store's clock, for one call."""
+        if self._check is not None:
+            self._check.num_calls += 1
+        return self._clock()
+
+    def seen(self, attachment_id: str, *, is_beat: bool = False) -> tuple[BlockStore, float]:
+        """Note that an attached worker lives. Returns: the store and the time of this call.
+
+        Raises: UnknownAttachment.
+        """
+        if self.store is None or self._check is None:
+            raise UnknownAttachment(
+                f"attachment {attachment_id}: no worker is attached; attach again"
+            )
+        if is_beat:
+            self._num_beats += 1
+        else:
+            self._check.num_calls += 1
+        now_s = self._clock()
+        self.store.attachments.get(attachment_id, now_s)
+        return self.store, now_s
+
+    # -- blocks
 
     def present(self) -> list[bytes]:
-        """Every chain hash that is there now, parents before children."""
-        if self.store is None:
-            return []
-        return [entry.chain_hash for entry in self.store.catalog]
+        """Every chain hash that is present, parents before children."""
+        return list(self.store.tree.nodes) if self.store is not None else []
 
-    @property
-    def file_tier_problem(self) -> str:
-        """See Memory."""
-        return self.memory.file_tier_problem if self.memory is not None else ""
+    def snapshot(self) -> list[bytes]:
+        """See PrefixTree."""
+        if self.store is None:
+            self._changes.clear()
+            return []
+        return self.store.tree.snapshot()
 
     async def match(
         self,
@@ -223,7 +275,7 @@ class StoreNode:
         lease_id: str,
         ttl_s: float,
         budget_s: float,
-    ) -> Match:
+    ) -> PrefixMatch:
         """The longest prefix; with `pin` what lies in the file tier only is brought into memory, as
         far as that goes within `budget_s`.
 
@@ -236,29 +288,14 @@ class StoreNode:
         is_of_use = False
         try:
             if self.tier is not None:
-                await self.tier.promote(match.entries, Deadline.after(budget_s))
+                await self.tier.promote(match.nodes, Deadline.after(budget_s))
             store.settle(match, self._clock())
-            is_of_use = bool(match.entries)
+            is_of_use = bool(match.nodes)
         finally:
-            if not lease_id and not is_of_use:  # it pins nothing, or nobody will learn of it
+            if not lease_id and not is_of_use:  # it pins nothing, or its caller is gone
                 store.release([match.lease_id], now_s=self._clock())
                 match.lease_id = ""
         return match
-
-    def seen(self, attachment_id: str, *, is_beat: bool = False) -> tuple[Store, float]:
-        """The store and the time of this call, for a worker that is attached.
-
-        Raises: UnknownAttachment.
-        """
-        if self.store is None or self.watch is None:
-            raise UnknownAttachment(f"attachment {attachment_id}: nobody is attached; attach again")
-        if is_beat:
-            self.watch.heard_beat()
-        else:
-            self.watch.heard_call()
-        now_s = self._clock()
-        self.store.attachments.get(attachment_id, now_s)
-        return self.store, now_s
 
     # -- bytes
 
@@ -271,9 +308,10 @@ class StoreNode:
         offset: int,
         data: bytes,
     ) -> None:
-        """Write a piece of a block into a reserved frame (gRPC transport)."""
+        """Write a piece of a block into a reserved frame (gRPC transport). Raises: LeaseLapsed,
+        UnknownAttachment, InvalidArgument."""
         store, now_s = self.seen(attachment_id)
-        store.writes.check_reservation(attachment_id, lease_id, frame, generation, now_s)
+        store.check_reservation(attachment_id, lease_id, frame, generation, now_s)
         if offset + len(data) > store.frame_bytes or self.slab is None:
             raise InvalidArgument("offset", f"a frame has {store.frame_bytes} bytes")
         target = self.slab.block(frame)[offset : offset + len(data)]
@@ -282,8 +320,8 @@ class StoreNode:
     async def copy_out(
         self, attachment_id: str, lease_id: str, blocks: Sequence[Block], chunk_bytes: int
     ) -> AsyncIterator[tuple[int, int, bytes, bool]]:
-        """Pieces of blocks (gRPC transport): (index, offset, bytes, is stale); a stale one has
-        none.
+        """Yields pieces of blocks (gRPC transport): (index, offset, bytes, is stale). A stale block
+        is one piece without bytes.
 
         Raises: LeaseLapsed, UnknownAttachment.
         """
@@ -317,7 +355,8 @@ class StoreNode:
         destinations: Sequence[int],
         budget_s: float,
     ) -> PushOutcome:
-        """Write blocks into the worker's own (NIXL transport)."""
+        """Write blocks into the worker's own blocks (NIXL transport). Raises: as PushPeers.push,
+        LeaseLapsed, UnknownAttachment."""
         store, _ = self.seen(attachment_id)
         lease = self._need_lease(store, lease_id)
         if self.peers is None:
@@ -334,61 +373,161 @@ class StoreNode:
         return outcome
 
     async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
-        """A reader refused these: look, repair or drop those that are bad (kvstore/reports.py).
+        """A reader refused these blocks. The store looks for itself: a report alone changes
+        nothing, for a worker that is wrong would empty the store. A block whose bytes do not have
+        the checksum that it was committed with is dropped, with all blocks below. A generation in
+        the slab that is not the store's own is written again: readers that map the slab would
+        refuse the block for ever.
 
-        Returns: how many blocks went.
+        Returns: how many blocks were dropped; 0 also when they were dropped before.
         """
         store, _ = self.seen(attachment_id)
         store.note_read(REFUSED, blocks, self._name_of(store, attachment_id))
-        return await reports.mend(store, self.slab, blocks) if self.slab else 0
+        return await _repair(store, self.slab, blocks) if self.slab is not None else 0
 
     def is_push_terminal(self, push_id: str) -> bool:
-        """See PushPeers; a store without memory moves nothing."""
+        """See PushPeers; without memory nothing moves."""
         return self.peers is None or self.peers.is_terminal(push_id)
 
-    def look_for_room(self) -> None:
-        """See Memory."""
-        if self.memory is not None:
-            self.memory.look_for_room()
+    # -- maintenance
 
-    async def check_integrity(self) -> str:
-        """See StoreWatch."""
-        return await self.watch.check_integrity() if self.watch is not None else ""
+    def look_for_room(self) -> None:
+        """Blocks were stored, or time went by: demote older ones if frames are short. Never
+        waits."""
+        if self.tier is not None:
+            self.tier.kick()
+
+    async def _maintain(self, store: BlockStore, slab: Slab, check: SlicedCheck) -> None:
+        num_calls = 0
+        checked_heard, checked_s = 0, -1.0  # calls and beats, and time, of the last check
+        while True:
+            await asyncio.sleep(self.settings.sweep_interval_s)
+            now_s = self._clock()
+            with check.in_use():
+                store.lapse(self._clock())
+            with check.in_use():
+                self._detach_gone(store, slab)
+            self.look_for_room()
+            self._touch_ahead(store, slab)
+            self._freeze_blocks(store)
+            is_idle, num_calls = num_calls == check.num_calls, check.num_calls
+            num_heard = num_calls + self._num_beats
+            is_due = now_s - checked_s >= self.settings.integrity_interval_s
+            # A beat is no work: a store with many idle workers gets beats all the time.
+            if is_idle and is_due and checked_heard != num_heard and await check.run(math.inf):
+                checked_heard, checked_s = num_heard, now_s
+
+    def _detach_gone(self, store: BlockStore, slab: Slab) -> None:
+        """Detach workers that are dead (their lock is gone) or silent for too long."""
+        now_s = self._clock()
+        for attachment in list(store.attachments):
+            # Before its first call the worker may not have taken its lock yet.
+            has_called = attachment.last_seen_s > attachment.attached_at_s
+            silent_s = now_s - attachment.last_seen_s
+            is_silent = silent_s >= self.settings.attachment_ttl_s
+            if attachment.transport == "shm":
+                if (has_called or is_silent) and not slab.is_locked(attachment.attachment_id):
+                    self._detach_worker(store, attachment, 0.0, "its process ended")
+            elif is_silent:
+                self._detach_worker(store, attachment, None, f"silent for {silent_s:.0f} s")
+        self._forget_peers()
+
+    def _detach_worker(
+        self, store: BlockStore, attachment: Attachment, grace_s: float | None, why: str
+    ) -> None:
+        logs.event(logger, "worker_gone", worker_id=attachment.worker_id, why=why)
+        store.detach(attachment.attachment_id, self._clock(), grace_s)
+
+    def _touch_ahead(self, store: BlockStore, slab: Slab) -> None:
+        """Have the kernel make memory for the next frames: free ones are taken lowest first."""
+        ahead = TOUCH_AHEAD_BYTES // slab.layout.stride_bytes
+        goal = min(store.frames.num_slots, store.frames.num_ever_taken + ahead)
+        is_busy = self._toucher is not None and not self._toucher.done()
+        if goal > self.num_touched and not is_busy:
+            self._toucher = start_task(self._touch(slab, goal), "touch memory")
+
+    def _freeze_blocks(self, store: BlockStore) -> None:
+        """Keep Python's garbage collector from looking at the blocks that are here: a million of
+        them would stop the loop for a second now and then. They are freed all the same, for they
+        are in no cycles."""
+        if store.tree.num_inserted - self._num_frozen >= FREEZE_EVERY:
+            self._num_frozen = store.tree.num_inserted
+            gc.collect()
+            gc.freeze()
+
+    async def _touch(self, slab: Slab, goal: int) -> None:
+        step = max(1, _TOUCH_STEP_BYTES // slab.layout.stride_bytes)
+        while self.num_touched < goal:
+            end = min(goal, self.num_touched + step)
+            await asyncio.to_thread(slab.touch, self.num_touched, end)
+            self.num_touched = end
 
     # -- inside
 
-    async def _take_memory(self, block_bytes: int) -> Memory:
-        if self.memory is None:
+    async def _with_memory(self, block_bytes: int) -> tuple[BlockStore, PushPeers]:
+        """Take the memory, if that was not done yet. Raises: NoCapacity."""
+        if self.store is None:
             # A worker that leaves meanwhile does not take the memory along: the next one needs it.
-            making = asyncio.ensure_future(self._make_memory(block_bytes))
-            making.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
-            await complete_despite_cancel(making)
-            making.result()
-        if self.memory is None:
-            raise Internal("the memory was made and is not there")
-        return self.memory
+            taking = asyncio.ensure_future(self._take_memory(block_bytes))
+            taking.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
+            await complete_despite_cancel(taking)
+            taking.result()
+        if self.store is None or self.peers is None:
+            raise Internal("the memory was taken and is not there")
+        return self.store, self.peers
 
-    async def _make_memory(self, block_bytes: int) -> None:
-        made = await asyncio.to_thread(
-            memory.make, self.settings, self.node_id, self.incarnation, block_bytes
+    async def _take_memory(self, block_bytes: int) -> None:
+        settings = self.settings
+        slab, opened = await asyncio.to_thread(
+            take_memory, settings, self.node_id, self.incarnation, block_bytes
         )
-        self.memory = Memory(self.settings, *made, self._on_change, self.tracing)
-        slab = self.memory.slab
+        shares = TenantShares.parse(settings.tenant_shares)
+        store = BlockStore(
+            slab.layout.num_frames,
+            slab.layout.frame_bytes,
+            StoreLimits(settings.max_lease_s, settings.quarantine_grace_s, shares),
+            published=slab.generations,
+            changes=self._changes,
+            history=BlockHistory(settings.max_history_blocks, tracing=self.tracing),
+        )
+        logs.event(
+            logger,
+            "slab",
+            path=str(slab.path),
+            num_frames=slab.layout.num_frames,
+            frame_bytes=slab.layout.frame_bytes,
+            num_bytes=slab.num_bytes,
+            page_bytes=slab.page_bytes,
+        )
+        self._tier_problem = opened.problem
+        if opened.pages is not None:
+            self.tier = FileTier(
+                store,
+                slab,
+                opened.pages,
+                opened.stored,
+                num_torn=opened.num_torn,
+                num_threads=settings.num_file_io_threads,
+                demote_below_free=settings.demote_below_free,
+            )
+            self.tier.start()
+        self.slab, self.store = slab, store
         self.peers = PushPeers(
-            self.memory.store,
+            store,
             Frames(Region(slab.frames_address, slab.frames.nbytes), slab.layout.stride_bytes),
-            self.settings.nixl_net_devices,
+            settings.nixl_net_devices,
             name="store",
         )
-        self.watch = StoreWatch(self.memory, self.settings, self._clock, self._forget_gone)
-        self.watch.start()
+        self._check = SlicedCheck(store, self._clock)
+        self._touch_ahead(store, slab)
+        self._maintenance = start_task(self._maintain(store, slab, self._check), "maintenance")
 
-    def _name_of(self, store: Store, attachment_id: str) -> str:
-        """Of the worker; empty: it is gone by now."""
+    def _name_of(self, store: BlockStore, attachment_id: str) -> str:
+        """The worker's id; empty when it is gone by now."""
         attachment = store.attachments.find(attachment_id)
         return attachment.worker_id if attachment is not None else ""
 
-    def _need_lease(self, store: Store, lease_id: str) -> Lease:
+    def _need_lease(self, store: BlockStore, lease_id: str) -> Lease:
         try:
             store.lapse(self._clock())
             return store.leases.get(lease_id)
@@ -396,7 +535,64 @@ class StoreNode:
             store.refused[LEASE_LAPSED] += 1
             raise
 
-    def _forget_gone(self) -> None:
-        """Attachments may be gone: so are their peers."""
+    def _forget_peers(self) -> None:
+        """Forget the NIXL peers of attachments that are gone."""
         if self.store is not None and self.peers is not None:
             self.peers.keep([each.attachment_id for each in self.store.attachments])
+
+
+def take_memory(
+    settings: KvStoreSettings, node_id: str, incarnation: bytes, block_bytes: int
+) -> tuple[Slab, OpenedPages]:
+    """Make the slab, and open the file tier if one was asked for. For a thread: may take seconds.
+
+    Raises: NoCapacity when the memory cannot be had; a file tier that cannot be had has a
+        `problem`.
+    """
+    slab = Slab.allocate(
+        Path(settings.slab_dir), node_id, incarnation, block_bytes, settings.capacity_bytes
+    )
+    if not settings.file_tier_dir:
+        return slab, OpenedPages(None)
+    folder = Path(settings.file_tier_dir)
+    return slab, open_pages(folder, node_id, settings.file_tier_bytes, block_bytes)
+
+
+async def _repair(store: BlockStore, slab: Slab, blocks: Sequence[Block]) -> int:
+    """Write generations again that changed in the slab, and drop blocks whose bytes changed.
+    Checksums are computed in a thread. Returns: how many blocks were dropped."""
+    hold_id, is_held = store.hold(blocks)
+    try:
+        held = [block for block, holds in zip(blocks, is_held, strict=True) if holds]
+        repaired = [each for each in held if int(slab.generations[each.frame]) != each.generation]
+        for block in repaired:
+            slab.publish(block.frame, block.generation)
+        store.counters.num_damaged += len(repaired)
+        expected = store.checksums_of(held)
+        found = await asyncio.to_thread(_checksums, slab, held, expected)
+        bad = [
+            block for block, known, now in zip(held, expected, found, strict=True) if now != known
+        ]
+        num_dropped = store.drop(bad)
+    finally:
+        store.unhold(hold_id)
+    if repaired or num_dropped:
+        logs.event(
+            logger,
+            "blocks_damaged",
+            level=logging.ERROR,
+            frames=[block.frame for block in bad],
+            num_dropped=num_dropped,
+            generations_of_frames=[block.frame for block in repaired],
+        )
+    return num_dropped
+
+
+def _checksums(
+    slab: Slab, blocks: Sequence[Block], expected: Sequence[int | None]
+) -> list[int | None]:
+    """Of the frames' bytes as they are now; None where none is expected."""
+    return [
+        None if known is None else block_hash.checksum(slab.block(block.frame))
+        for block, known in zip(blocks, expected, strict=True)
+    ]

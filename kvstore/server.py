@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc.aio
 
-from kvstore import account, traced, wire
-from kvstore.answers import Reserved, Written
+from kvstore import status, traced, wire
+from kvstore.block_store import NO_ROOM, Reserved, WrittenFrame, check_chain
+from kvstore.blocks import PackedBlocks, Tier, row, row_of
 from kvstore.errors import LeaseLapsed
-from kvstore.newcomer import Newcomer
-from kvstore.node import StoreNode
+from kvstore.node import StoreNode, WorkerInfo
 from process import rpc, spans
-from process.errors import InvalidArgument
-from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+from process.errors import FailedPrecondition, InvalidArgument
+from protos import kvstore_pb2, kvstore_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -61,7 +61,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     ) -> kvstore_pb2.AttachReply:
         wire.need_whole(request)
         attachment = await self._node.attach(
-            Newcomer(
+            WorkerInfo(
                 worker_id=request.worker_id,
                 worker_incarnation=request.worker_incarnation,
                 model_fingerprint=request.model_fingerprint,
@@ -134,24 +134,32 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     ) -> kvstore_pb2.ReserveReply:
         store, now_s = self._node.seen(request.attachment_id)
         _check_ttl(request.ttl_ms)
-        lease_id, answers, tail = store.writes.reserve(
-            request.attachment_id,
-            request.parent,
-            request.chain_hashes,
-            tail_name=request.tail_name,
-            tenant=request.tenant,
-            lease_id=request.lease_id,
-            is_probe=request.is_probe,
-            ttl_s=request.ttl_ms / 1000,
-            now_s=now_s,
-        )
+        if not request.chains:
+            raise InvalidArgument("chains", "nothing to reserve, or a worker of another version")
+        chains = [(each, wire.hashes_from_proto(each.chain_hashes)) for each in request.chains]
+        for chain, chain_hashes in chains:  # all of them before anything is taken
+            check_chain(chain.parent, chain_hashes, chain.tenant)
         reply = kvstore_pb2.ReserveReply(
-            lease_id=lease_id,
-            blocks=map(_reserved, request.chain_hashes, answers),
-            incarnation=self._node.incarnation,
+            lease_id=request.lease_id, incarnation=self._node.incarnation
         )
-        if tail is not None:
-            reply.tail.CopyFrom(_reserved(b"", tail))
+        for chain, chain_hashes in chains:
+            try:
+                reply.lease_id, answers, tail = store.reserve(
+                    request.attachment_id,
+                    chain.parent,
+                    chain_hashes,
+                    tail_name=chain.tail_name,
+                    tenant=chain.tenant,
+                    lease_id=reply.lease_id,
+                    is_probe=request.is_probe,
+                    ttl_s=request.ttl_ms / 1000,
+                    now_s=now_s,
+                )
+            except FailedPrecondition:
+                reply.chains.add(lacks_parent=True)
+                continue
+            rows = [*map(_row, chain_hashes, answers), _row(b"", tail or NO_ROOM)]
+            reply.chains.add(blocks=b"".join(rows))
         reply.checksum = wire.checksum_of(reply)
         return reply
 
@@ -161,13 +169,15 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.CommitRequest, context: Context
     ) -> kvstore_pb2.CommitReply:
         store, now_s = self._node.seen(request.attachment_id)
-        if any(block.num_tokens < 1 for block in request.blocks):
+        written = _written(request.blocks)
+        if any(each.num_tokens < 1 for each in written):
             raise InvalidArgument("num_tokens", "a block has at least one filled slot")
-        blocks = store.writes.commit(
-            request.attachment_id, request.lease_id, _written(request.blocks), now_s
-        )
+        blocks = store.commit(request.attachment_id, request.lease_id, written, now_s)
+        reply = kvstore_pb2.CommitReply(blocks=PackedBlocks.of(blocks).data)
+        if request.ends_lease:
+            store.release([request.lease_id], num_bytes_read=0, now_s=now_s)
         self._node.look_for_room()
-        return kvstore_pb2.CommitReply(blocks=[wire.block_to_proto(block) for block in blocks])
+        return reply
 
     @rpc.unary
     @traced.call
@@ -175,7 +185,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.AbortRequest, context: Context
     ) -> kvstore_pb2.AbortReply:
         store, now_s = self._node.seen(request.attachment_id)
-        store.writes.abort(
+        store.abort(
             request.attachment_id,
             request.lease_id,
             _written(request.blocks),
@@ -332,7 +342,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         if store is not None:
             max_blocks = min(request.max_blocks or FEW_HISTORIES, MAX_HISTORIES)
             for chain_hash, past in store.history.find(request.chain_hash, max_blocks):
-                reply.blocks.append(account.history(chain_hash, past, store))
+                reply.blocks.append(status.history(chain_hash, past, store))
         return reply
 
     @rpc.unary
@@ -351,31 +361,25 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             file_tier_problem=self._node.file_tier_problem,
         )
         if self._node.store is not None:
-            account.fill(reply, self._node.store)
+            status.fill(reply, self._node.store)
         return reply
 
 
-def _reserved(chain_hash: bytes, answer: Reserved) -> kvstore_pb2.ReservedBlock:
+def _row(chain_hash: bytes, answer: Reserved) -> bytes:
+    """Where the block lies, or is to be written; empty where it has no room."""
     if answer.block is not None:
-        return kvstore_pb2.ReservedBlock(
-            state=kvstore_pb2.RESERVE_STATE_PRESENT, block=wire.block_to_proto(answer.block)
-        )
+        return row_of(answer.block)
     if not answer.has_room:
-        return kvstore_pb2.ReservedBlock(
-            state=kvstore_pb2.RESERVE_STATE_NO_ROOM,
-            block=common_pb2.BlockRef(chain_hash=chain_hash),
-        )
-    return kvstore_pb2.ReservedBlock(
-        state=kvstore_pb2.RESERVE_STATE_RESERVED,
-        block=common_pb2.BlockRef(
-            chain_hash=chain_hash, frame=answer.frame, generation=answer.generation
-        ),
-    )
+        return b""
+    return row(chain_hash, answer.frame, answer.generation, 0, 0, Tier.UNSPECIFIED)
 
 
-def _written(blocks: Iterable[kvstore_pb2.CommitBlock]) -> list[Written]:
+def _written(data: bytes) -> list[WrittenFrame]:
+    """Raises: InvalidArgument."""
+    blocks = wire.packed_from_proto(data)
     return [
-        Written(block.frame, block.generation, block.checksum, block.num_tokens) for block in blocks
+        WrittenFrame(block.frame, block.generation, block.checksum, block.num_tokens)
+        for block in blocks
     ]
 
 

@@ -10,33 +10,46 @@ reads frames by the seqlock rule: generation even and as expected before the cop
 it. On machines with weak memory order the checksum is what decides; the generations only make the
 common case cheap.
 
-Two kinds of kernel locks say who lives, whatever the PID namespaces are: the store holds flock() on
-its file for life, so that a later store can remove files of dead ones; a worker holds an open file
-description lock on one byte of its own, so that the store knows when that process is gone.
+Two kinds of kernel locks show which processes live, across PID namespaces: the store holds flock()
+on its file for life, so that a later store can remove files of dead ones; a worker holds an open
+file description lock on one byte of its own, so that the store knows when that process is gone.
 
 The mapping is never shrunk or unmapped while its process lives: peers may hold its address.
 
-In a folder of huge pages (kvstore/huge_pages.py) the file is whole huge pages; where things lie in
-it is the same.
+In a folder of huge pages (hugetlbfs) the file is whole huge pages; where things lie in it is the
+same. write(2) is refused there, and a mapped page that cannot be had ends the process that touches
+it by SIGBUS. statvfs() says 0 free where the mount has no size of its own, so room is found out by
+reserving it: that takes no page and counts all limits (the host's pool, the mount's size, a
+container's limit).
+
+64-bit Linux. Any thread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import struct
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import huge_pages
-from kvstore.huge_pages import PAGE_BYTES
+from process import host_memory, logs
 from process.errors import FailedPrecondition, NoCapacity
 
+logger = logging.getLogger(__name__)
+
+PAGE_BYTES = 4096
+"""Page size of all file systems but hugetlbfs; a slab's layout is made of these."""
 FAULT_AROUND_BYTES = 64 * 1024
 """What one read fault maps at once (Linux's default), if the pages exist; a write fault maps one
 page: 2.3 ms instead of 0.6 for 6 MiB (measured)."""
@@ -58,6 +71,11 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 # Lock bytes lie far behind any data; locks may be taken behind the end of a file.
 _LOCK_BASE = 1 << 56
 _LOCK_MASK = (1 << 48) - 1
+_FOLDER_LOCK_WAIT_S = 10.0
+_FOLDER_LOCK_POLL_S = 0.02
+_HUGETLBFS_MAGIC = 0x958458F6  # linux/magic.h
+_NUM_STATFS_WORDS = 32  # struct statfs has 15 words of 64 bits; more does no harm
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -70,7 +88,7 @@ class SlabLayout:
 
     @property
     def stride_bytes(self) -> int:
-        return _round_up(self.frame_bytes)
+        return round_up(self.frame_bytes)
 
     @property
     def generations_offset(self) -> int:
@@ -78,7 +96,7 @@ class SlabLayout:
 
     @property
     def frames_offset(self) -> int:
-        return PAGE_BYTES + _round_up(8 * self.num_frames)
+        return PAGE_BYTES + round_up(8 * self.num_frames)
 
     @property
     def total_bytes(self) -> int:
@@ -93,10 +111,10 @@ class SlabLayout:
 
         Raises: NoCapacity if there is not one.
         """
-        stride_bytes = _round_up(frame_bytes)
+        stride_bytes = round_up(frame_bytes)
         num_frames = capacity_bytes // stride_bytes
         if page_bytes > PAGE_BYTES:
-            room = huge_pages.round_up(capacity_bytes, page_bytes) - 2 * PAGE_BYTES
+            room = round_up(capacity_bytes, page_bytes) - 2 * PAGE_BYTES
             num_frames = min(num_frames, room // (stride_bytes + 8))
         if num_frames < 1:
             raise NoCapacity(
@@ -115,7 +133,7 @@ def default_capacity_bytes(
 
     Raises: NoCapacity where that is less than MIN_FRAMES.
     """
-    stride_bytes = _round_up(frame_bytes)
+    stride_bytes = round_up(frame_bytes)
     most_bytes = min(MAX_DEFAULT_BYTES, MAX_DEFAULT_FRAMES * stride_bytes)
     wanted = max(min(free_memory_bytes // 10, most_bytes), MIN_DEFAULT_FRAMES * stride_bytes)
     capacity_bytes = min(wanted, free_memory_bytes // 2, free_folder_bytes // 2)
@@ -140,8 +158,8 @@ class Slab:
         self.path = path
         self.layout = layout
         self.incarnation = incarnation
-        self.page_bytes = huge_pages.page_bytes_of(fd)
-        self.num_bytes = huge_pages.round_up(layout.total_bytes, self.page_bytes)
+        self.page_bytes = page_bytes_of(fd)
+        self.num_bytes = round_up(layout.total_bytes, self.page_bytes)
         self._fd = fd
         self._map = mmap.mmap(fd, self.num_bytes)
         whole = np.frombuffer(self._map, dtype=np.uint8)[: layout.total_bytes]
@@ -183,14 +201,14 @@ class Slab:
         """
         path = folder / f"{node_id}-{incarnation.hex()}{SUFFIX}"
         check_room(folder, layout.total_bytes)
-        # Without a name until it is locked: nobody can take it for a dead store's file.
+        # Without a name until it is locked: no store takes it for a dead store's file.
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            page_bytes = huge_pages.page_bytes_of(fd)
+            page_bytes = page_bytes_of(fd)
             try:
                 # Really taken now: a sparse file would end some process with SIGBUS later.
-                os.posix_fallocate(fd, 0, huge_pages.round_up(layout.total_bytes, page_bytes))
+                os.posix_fallocate(fd, 0, round_up(layout.total_bytes, page_bytes))
             except OSError as error:
                 raise NoCapacity(_no_room(folder, layout.total_bytes, page_bytes)) from error
             slab = cls(path, fd, layout, incarnation)
@@ -201,6 +219,30 @@ class Slab:
         except BaseException:
             os.close(fd)
             raise
+
+    @classmethod
+    def allocate(
+        cls,
+        folder: Path,
+        node_id: str,
+        incarnation: bytes,
+        block_bytes: int,
+        capacity_bytes: int,
+    ) -> Slab:
+        """Make the slab of a store, one store of a folder after the other, so that each counts as
+        free what is. capacity_bytes: 0 for default_capacity_bytes. Blocks while memory is taken.
+
+        Raises: NoCapacity naming the settings.
+        """
+        page_bytes = page_bytes_in(folder)
+        with _locked(folder):
+            capacity_bytes = capacity_bytes or default_capacity_bytes(
+                block_bytes,
+                free_memory_bytes=host_memory.available_bytes(),
+                free_folder_bytes=free_bytes(folder),
+            )
+            layout = SlabLayout.fitting(capacity_bytes, block_bytes, page_bytes)
+            return cls.create(folder, node_id, incarnation, layout)
 
     @classmethod
     def open(cls, path: Path, incarnation: bytes) -> Slab:
@@ -225,8 +267,8 @@ class Slab:
                 raise FailedPrecondition(
                     f"transport shm: {path} is another life's slab, not the store's; {hint}"
                 )
-            page_bytes = huge_pages.page_bytes_of(fd)
-            if os.fstat(fd).st_size < huge_pages.round_up(layout.total_bytes, page_bytes):
+            page_bytes = page_bytes_of(fd)
+            if os.fstat(fd).st_size < round_up(layout.total_bytes, page_bytes):
                 raise FailedPrecondition(f"transport shm: {path} is shorter than its header says")
             return cls(path, fd, layout, found)
         except BaseException:
@@ -281,7 +323,7 @@ def remove_stale(folder: Path) -> list[Path]:
 def free_bytes(folder: Path) -> int:
     """What its file system still has. Raises: NoCapacity where it is missing, or is made of huge
     pages, which do not say."""
-    if huge_pages.page_bytes_in(folder) > PAGE_BYTES:
+    if page_bytes_in(folder) > PAGE_BYTES:
         raise NoCapacity(
             f"capacity_bytes: needed where slab_dir ({folder}) is on huge pages; say how much"
         )
@@ -295,13 +337,85 @@ def free_bytes(folder: Path) -> int:
 def check_room(folder: Path, num_bytes: int) -> None:
     """Raises: NoCapacity naming the settings when `folder` is missing or has less room than
     that."""
-    page_bytes = huge_pages.page_bytes_in(folder)
+    page_bytes = page_bytes_in(folder)
     if page_bytes > PAGE_BYTES:
         if num_bytes:
-            huge_pages.check_room(folder, num_bytes, page_bytes)
+            _check_huge_pages(folder, num_bytes, page_bytes)
         return
     if free_bytes(folder) < num_bytes:
         raise NoCapacity(_no_room(folder, num_bytes, page_bytes))
+
+
+def page_bytes_of(fd: int) -> int:
+    """Page size of the file system behind a descriptor: of a huge page, or PAGE_BYTES."""
+    words = (ctypes.c_long * _NUM_STATFS_WORDS)()
+    if _libc.fstatfs(fd, words):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    kind, block_bytes = int(words[0]), int(words[1])
+    return block_bytes if kind == _HUGETLBFS_MAGIC else PAGE_BYTES
+
+
+def page_bytes_in(folder: Path) -> int:
+    """The same of a folder. Raises: NoCapacity naming the setting when it is not there."""
+    fd = _open_folder(folder)
+    try:
+        return page_bytes_of(fd)
+    finally:
+        os.close(fd)
+
+
+def round_up(num_bytes: int, page_bytes: int = PAGE_BYTES) -> int:
+    """To whole pages."""
+    return -(-num_bytes // page_bytes) * page_bytes
+
+
+def _open_folder(folder: Path) -> int:
+    try:
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise NoCapacity(f"slab_dir: {folder}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """No other store takes memory in this folder while the body runs. Where another store keeps
+    the lock for _FOLDER_LOCK_WAIT_S, as one that was stopped does, the body runs without it, and
+    the log says so."""
+    fd = _open_folder(folder)
+    try:
+        ends_s = time.monotonic() + _FOLDER_LOCK_WAIT_S
+        while time.monotonic() < ends_s:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_FOLDER_LOCK_POLL_S)
+            else:
+                break
+        else:
+            logs.event(logger, "slab_dir_not_locked", level=logging.WARNING, path=str(folder))
+        yield
+    finally:
+        os.close(fd)
+
+
+def _check_huge_pages(folder: Path, num_bytes: int, page_bytes: int) -> None:
+    try:
+        _reserve(folder, round_up(num_bytes, page_bytes))
+    except OSError as error:
+        if error.errno in (errno.ENOMEM, errno.ENOSPC):
+            raise NoCapacity(_no_room(folder, num_bytes, page_bytes)) from error
+        raise NoCapacity(f"slab_dir: {folder}: {error.strerror}") from error
+
+
+def _reserve(folder: Path, num_bytes: int) -> None:
+    """Reserve huge pages for a file without a name, and give them back."""
+    fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    try:
+        os.ftruncate(fd, num_bytes)
+        mmap.mmap(fd, num_bytes).close()
+    finally:
+        os.close(fd)
 
 
 def _give_name(fd: int, path: Path) -> None:
@@ -315,15 +429,15 @@ def _give_name(fd: int, path: Path) -> None:
 
 def _no_room(folder: Path, num_bytes: int, page_bytes: int) -> str:
     if page_bytes > PAGE_BYTES:
-        return huge_pages.no_room(folder, num_bytes, page_bytes)
+        return (
+            f"slab_dir: {folder} has no room for {round_up(num_bytes, page_bytes)} bytes in huge "
+            f"pages of {page_bytes}; lower the store's capacity_bytes, or give it more (the host's "
+            "vm.nr_hugepages, the mount's size, containers: the limit on huge pages)"
+        )
     return (
         f"slab_dir: {folder} has no room for {num_bytes} bytes; lower the store's capacity_bytes, "
         "or give the folder more (containers: the size of the shared-memory mount)"
     )
-
-
-def _round_up(num_bytes: int) -> int:
-    return huge_pages.round_up(num_bytes, PAGE_BYTES)
 
 
 def _pack_header(layout: SlabLayout, incarnation: bytes) -> bytes:

@@ -1,26 +1,27 @@
-"""Tenants' guaranteed shares of a store's places (frames, pages), and who gives way to whom.
+"""Tenants' guaranteed shares of a store's slots (frames, pages), and from which tenants a slot is
+taken.
 
-Tenants with a share of their own are a group each; all others together are the group POOL, whose
-share is what is left. While there is room, anyone takes it. When there is none, a group gives way
-only beyond its own share, the one that is relatively furthest beyond it first: so no tenant within
-its share ever loses a block to another (source: ours; max-min fairness with guarantees).
+Each tenant with a share of its own is a group; all other tenants together are the group POOL, whose
+share is the rest. Free slots are given to any tenant. When there is none, a group loses slots only
+beyond its own share, the group that is relatively furthest beyond its share first: a tenant within
+its share never loses a block to another (max-min fairness with guarantees).
 
-Conservation law of an account: the places charged to all tenants are exactly those that are taken.
+Conservation law of an account: the slots charged to all tenants are exactly those that are taken.
 
-The policy is a pure function. Plain synchronous values, one thread.
+The policy is a pure function. Plain and synchronous, one thread.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.errors import IntegrityError
 
 POOL = ""
-"""The group of everyone without a share of their own."""
+"""The group of all tenants without a share of their own."""
 MAX_TENANT_BYTES = 128
 
 
@@ -54,15 +55,17 @@ class TenantShares:
     def group(self, tenant: str) -> str:
         return tenant if tenant in self.shares else POOL
 
-    def guaranteed(self, num_places: int) -> dict[str, int]:
-        """group -> places it never loses to others; they add up to `num_places`."""
-        places = {tenant: int(share * num_places) for tenant, share in self.shares.items()}
-        places[POOL] = num_places - sum(places.values())
-        return places
+    def guaranteed(self, num_slots: int) -> dict[str, int]:
+        """group -> slots it never loses to others; they add up to `num_slots`."""
+        slots = {tenant: int(share * num_slots) for tenant, share in self.shares.items()}
+        slots[POOL] = num_slots - sum(slots.values())
+        return slots
 
 
-def giving_way(used: Mapping[str, int], guaranteed: Mapping[str, int], asking: str) -> list[str]:
-    """The groups that may lose a place to `asking`, in the order in which they are to be tried.
+def groups_to_evict(
+    used: Mapping[str, int], guaranteed: Mapping[str, int], asking: str
+) -> list[str]:
+    """The groups that may lose a slot to `asking`, in the order in which they are to be tried.
 
     The asking group itself is always among them (its own oldest goes), others only beyond their
     guarantee. Relatively furthest beyond first; among equals others first, then by name.
@@ -83,94 +86,75 @@ def giving_way(used: Mapping[str, int], guaranteed: Mapping[str, int], asking: s
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """What one tenant holds and is guaranteed, in places of every tier: a block that lies in two
-    counts twice."""
+class TenantSlots:
+    """What one tenant holds and is guaranteed, in slots of all tiers: a block that lies in a frame
+    and a page counts twice."""
 
     tenant: str
-    num_places: int
+    num_slots: int
     num_guaranteed: int
 
 
-def usage(accounts: Sequence[PlaceAccount]) -> list[Usage]:
-    """Of every tenant that holds something or has a share: those with a share first, then by what
-    they hold."""
+def usage(accounts: Sequence[SlotAccount]) -> list[TenantSlots]:
+    """One for each tenant that holds something or has a share: those with a share first, then by
+    the number of slots."""
     held: Counter[str] = Counter()
     guaranteed: Counter[str] = Counter()
     for account in accounts:
-        held.update(account.used())
+        held.update(account.used)
         guaranteed.update({t: n for t, n in account.guaranteed.items() if t != POOL})
     rows = [
-        Usage(tenant, held[tenant], guaranteed[tenant])
+        TenantSlots(tenant, held[tenant], guaranteed[tenant])
         for tenant in held.keys() | guaranteed.keys()
     ]
-    return sorted(rows, key=lambda row: (row.tenant not in guaranteed, -row.num_places, row.tenant))
+    return sorted(rows, key=lambda row: (row.tenant not in guaranteed, -row.num_slots, row.tenant))
 
 
-class PlaceAccount:
-    """Which tenant each taken place of one tier is charged to."""
+class SlotAccount:
+    """Which tenant each taken slot of one tier is charged to."""
 
-    def __init__(self, num_places: int, shares: TenantShares) -> None:
-        self.num_places = num_places
-        self.guaranteed = shares.guaranteed(num_places)
-        self._shares = shares
-        self._tenants: dict[int, str] = {}  # place -> tenant
-        self._used: Counter[str] = Counter()  # by tenant
-        self._used_by_group: Counter[str] = Counter()
+    def __init__(self, num_slots: int, shares: TenantShares) -> None:
+        self.num_slots = num_slots
+        self.guaranteed = shares.guaranteed(num_slots)
+        self.shares = shares
+        self.tenants: dict[int, str] = {}
+        """slot -> tenant, of those that are taken."""
+        self.used: Counter[str] = Counter()
+        """tenant -> slots, of tenants that have any."""
+        self.used_by_group: Counter[str] = Counter()
 
-    def take(self, place: int, tenant: str) -> None:
-        if place in self._tenants:
-            raise IntegrityError(f"place {place} is charged already")
-        self._tenants[place] = tenant
+    def take(self, slot: int, tenant: str) -> None:
+        """Charge a slot. Raises: IntegrityError where it is charged already."""
+        if slot in self.tenants:
+            raise IntegrityError(f"slot {slot} is charged already")
+        self.tenants[slot] = tenant
         self._count(tenant, 1)
 
-    def give_back(self, place: int) -> None:
-        self._count(self._tenants.pop(place), -1)
+    def release(self, slot: int) -> None:
+        """The slot is free again."""
+        self._count(self.tenants.pop(slot), -1)
 
-    def charge_to(self, place: int, tenant: str) -> None:
-        """The place turns out to be another tenant's: who was first to store the block."""
-        if self._tenants[place] != tenant:
-            self.give_back(place)
-            self.take(place, tenant)
+    def transfer_to(self, slot: int, tenant: str) -> None:
+        """Charge the slot to another tenant: the one that stored the block first."""
+        if self.tenants[slot] != tenant:
+            self.release(slot)
+            self.take(slot, tenant)
 
-    def tenant_of(self, place: int) -> str:
-        return self._tenants[place]
+    def tenant_of(self, slot: int) -> str:
+        """Whom a taken slot is charged to."""
+        return self.tenants[slot]
 
-    def used(self) -> Mapping[str, int]:
-        """tenant -> places, of those that have any."""
-        return self._used
-
-    def giving_way(self, tenant: str) -> list[str]:
-        """The groups that may lose a place to `tenant`, first to be tried first."""
-        return giving_way(self._used_by_group, self.guaranteed, self._shares.group(tenant))
+    def groups_to_evict(self, tenant: str) -> list[str]:
+        """The groups that may lose a slot to `tenant`, in the order in which they are tried."""
+        return groups_to_evict(self.used_by_group, self.guaranteed, self.shares.group(tenant))
 
     def is_below_share(self, group: str) -> bool:
         """Whether the group holds less than it is guaranteed."""
-        return self._used_by_group[group] < self.guaranteed[group]
-
-    def checks(self, num_taken: int, is_taken: Callable[[int], bool]) -> Iterator[None]:
-        """In steps. num_taken: places that are not free. Raises: IntegrityError."""
-        used: Counter[str] = Counter()
-        for place, tenant in self._tenants.items():
-            used[tenant] += 1
-            if not is_taken(place):
-                raise IntegrityError("a place that is free is charged to a tenant")
-            yield
-        if len(self._tenants) != num_taken:
-            raise IntegrityError("places charged to tenants are not those that are taken")
-        if used != self._used:
-            raise IntegrityError("tenants' places are miscounted")
-        groups: Counter[str] = Counter()
-        for tenant, num_places in used.items():
-            groups[self._shares.group(tenant)] += num_places
-        if groups != self._used_by_group:
-            raise IntegrityError("groups' places are miscounted")
-        if sum(self.guaranteed.values()) != self.num_places:
-            raise IntegrityError("guaranteed places do not add up")
+        return self.used_by_group[group] < self.guaranteed[group]
 
     def _count(self, tenant: str, by: int) -> None:
-        group = self._shares.group(tenant)
-        for counter, key in ((self._used, tenant), (self._used_by_group, group)):
+        group = self.shares.group(tenant)
+        for counter, key in ((self.used, tenant), (self.used_by_group, group)):
             num = counter[key] + by
             if num:
                 counter[key] = num

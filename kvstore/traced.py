@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 
-from kvstore.block import Block
+from kvstore.blocks import Block
 from process import rpc
 from process.spans import NOOP_SPAN, Span, Value, parse_headers, rpc_attributes, trace_headers
 from process.tracing import Tracing

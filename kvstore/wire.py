@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterable
 
 from kvstore import block_hash
-from kvstore.block import Block, Tier
-from kvstore.nixl_agent import Region
-from kvstore.push_peers import PeerBlocks
+from kvstore.block_hash import CHAIN_HASH_BYTES
+from kvstore.blocks import Block, PackedBlocks, Tier
+from kvstore.push import PeerBlocks
+from kvstore.transport.nixl_agent import Region
 from process.errors import InvalidArgument
 from protos import common_pb2, kvstore_pb2
 
@@ -51,6 +52,28 @@ def block_from_proto(message: common_pb2.BlockRef) -> Block:
 
 def blocks_from_proto(messages: Iterable[common_pb2.BlockRef]) -> list[Block]:
     return [block_from_proto(message) for message in messages]
+
+
+def hashes_from_proto(data: bytes) -> list[bytes]:
+    """Chain hashes that lie side by side. Raises: InvalidArgument for a part of one."""
+    if len(data) % CHAIN_HASH_BYTES:
+        raise InvalidArgument("chain_hashes", f"a chain hash has {CHAIN_HASH_BYTES} bytes")
+    return [data[at : at + CHAIN_HASH_BYTES] for at in range(0, len(data), CHAIN_HASH_BYTES)]
+
+
+def packed_from_proto(data: bytes) -> PackedBlocks:
+    """Raises: InvalidArgument for what are no rows of blocks."""
+    try:
+        return PackedBlocks(data)
+    except ValueError as error:
+        raise InvalidArgument("blocks", str(error)) from error
+
+
+def to_be_written(reply: kvstore_pb2.ReserveReply) -> PackedBlocks:
+    """The blocks of a reservation whose frames are still to be written, in order. Two chains that
+    begin alike name the same frame twice. Raises: ValueError for what are no rows of blocks."""
+    blocks = PackedBlocks(b"".join(chain.blocks for chain in reply.chains))
+    return blocks.take(blocks.are_reserved)
 
 
 def ttl_ms(ttl_s: float) -> int:

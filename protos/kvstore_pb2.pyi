@@ -1,22 +1,10 @@
 from protos import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class ReserveState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    RESERVE_STATE_UNSPECIFIED: _ClassVar[ReserveState]
-    RESERVE_STATE_RESERVED: _ClassVar[ReserveState]
-    RESERVE_STATE_PRESENT: _ClassVar[ReserveState]
-    RESERVE_STATE_NO_ROOM: _ClassVar[ReserveState]
-RESERVE_STATE_UNSPECIFIED: ReserveState
-RESERVE_STATE_RESERVED: ReserveState
-RESERVE_STATE_PRESENT: ReserveState
-RESERVE_STATE_NO_ROOM: ReserveState
 
 class AttachRequest(_message.Message):
     __slots__ = ("worker_id", "worker_incarnation", "model_fingerprint", "block_bytes", "transport", "nixl_agent", "nixl_metadata", "region_address", "region_num_blocks", "region_device_id", "region_memory", "checksum", "host_id")
@@ -122,87 +110,81 @@ class MatchReply(_message.Message):
     num_hits: int
     def __init__(self, blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ..., lease_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., num_hits: _Optional[int] = ...) -> None: ...
 
-class ReserveRequest(_message.Message):
-    __slots__ = ("attachment_id", "lease_id", "ttl_ms", "parent", "chain_hashes", "tail_name", "tenant", "is_probe")
-    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+class ReserveChain(_message.Message):
+    __slots__ = ("parent", "chain_hashes", "tail_name", "tenant")
     PARENT_FIELD_NUMBER: _ClassVar[int]
     CHAIN_HASHES_FIELD_NUMBER: _ClassVar[int]
     TAIL_NAME_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    parent: bytes
+    chain_hashes: bytes
+    tail_name: str
+    tenant: str
+    def __init__(self, parent: _Optional[bytes] = ..., chain_hashes: _Optional[bytes] = ..., tail_name: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("attachment_id", "lease_id", "ttl_ms", "is_probe", "chains")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
     IS_PROBE_FIELD_NUMBER: _ClassVar[int]
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
     attachment_id: str
     lease_id: str
     ttl_ms: int
-    parent: bytes
-    chain_hashes: _containers.RepeatedScalarFieldContainer[bytes]
-    tail_name: str
-    tenant: str
     is_probe: bool
-    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., parent: _Optional[bytes] = ..., chain_hashes: _Optional[_Iterable[bytes]] = ..., tail_name: _Optional[str] = ..., tenant: _Optional[str] = ..., is_probe: bool = ...) -> None: ...
+    chains: _containers.RepeatedCompositeFieldContainer[ReserveChain]
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., is_probe: bool = ..., chains: _Optional[_Iterable[_Union[ReserveChain, _Mapping]]] = ...) -> None: ...
 
-class ReservedBlock(_message.Message):
-    __slots__ = ("state", "block")
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_FIELD_NUMBER: _ClassVar[int]
-    state: ReserveState
-    block: _common_pb2.BlockRef
-    def __init__(self, state: _Optional[_Union[ReserveState, str]] = ..., block: _Optional[_Union[_common_pb2.BlockRef, _Mapping]] = ...) -> None: ...
+class ReservedChain(_message.Message):
+    __slots__ = ("blocks", "lacks_parent")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LACKS_PARENT_FIELD_NUMBER: _ClassVar[int]
+    blocks: bytes
+    lacks_parent: bool
+    def __init__(self, blocks: _Optional[bytes] = ..., lacks_parent: bool = ...) -> None: ...
 
 class ReserveReply(_message.Message):
-    __slots__ = ("lease_id", "blocks", "tail", "incarnation", "checksum")
+    __slots__ = ("lease_id", "incarnation", "checksum", "chains")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    TAIL_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
-    blocks: _containers.RepeatedCompositeFieldContainer[ReservedBlock]
-    tail: ReservedBlock
     incarnation: bytes
     checksum: int
-    def __init__(self, lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[ReservedBlock, _Mapping]]] = ..., tail: _Optional[_Union[ReservedBlock, _Mapping]] = ..., incarnation: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
-
-class CommitBlock(_message.Message):
-    __slots__ = ("frame", "generation", "checksum", "num_tokens")
-    FRAME_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    frame: int
-    generation: int
-    checksum: int
-    num_tokens: int
-    def __init__(self, frame: _Optional[int] = ..., generation: _Optional[int] = ..., checksum: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    chains: _containers.RepeatedCompositeFieldContainer[ReservedChain]
+    def __init__(self, lease_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., checksum: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[ReservedChain, _Mapping]]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("attachment_id", "lease_id", "blocks")
+    __slots__ = ("attachment_id", "lease_id", "blocks", "ends_lease")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_LEASE_FIELD_NUMBER: _ClassVar[int]
     attachment_id: str
     lease_id: str
-    blocks: _containers.RepeatedCompositeFieldContainer[CommitBlock]
-    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[CommitBlock, _Mapping]]] = ...) -> None: ...
+    blocks: bytes
+    ends_lease: bool
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[bytes] = ..., ends_lease: bool = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("blocks",)
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    blocks: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRef]
-    def __init__(self, blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRef, _Mapping]]] = ...) -> None: ...
+    blocks: bytes
+    def __init__(self, blocks: _Optional[bytes] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("attachment_id", "lease_id", "blocks", "quarantine")
+    __slots__ = ("attachment_id", "lease_id", "quarantine", "blocks")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     attachment_id: str
     lease_id: str
-    blocks: _containers.RepeatedCompositeFieldContainer[CommitBlock]
     quarantine: bool
-    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[CommitBlock, _Mapping]]] = ..., quarantine: bool = ...) -> None: ...
+    blocks: bytes
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., quarantine: bool = ..., blocks: _Optional[bytes] = ...) -> None: ...
 
 class AbortReply(_message.Message):
     __slots__ = ()

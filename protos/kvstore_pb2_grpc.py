@@ -149,7 +149,7 @@ class KvStoreServicer(object):
 
     def Match(self, request, context):
         """Longest prefix present, pinned under a lease if asked. Of a lender, which is no store: nothing, but for a few free blocks
-        to measure the way with, asked for by a name of their own (kvstore/lending).
+        to measure the way with, asked for by a name of their own (kvstore/node_ids.py).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

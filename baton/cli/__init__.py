@@ -1,7 +1,6 @@
-"""The `baton` command: a click group. This package is what users type and see; it holds nothing
-that the library needs.
+"""The `baton` command, a click group: what users type and see. The library imports nothing of it.
 
-Each command is a function of one of these modules, which is imported when the command is named:
+Each command is a function in one of these modules, which is imported when the command is called;
 `baton --help` imports none. A command returns its exit code, or None for 0.
 
 Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 ended by Ctrl-C. An error is one line on
@@ -26,14 +25,14 @@ _COMMANDS = {
     "generate": ("generate", "Complete a prompt."),
     "chat": ("generate", "Hold a conversation."),
     "status": ("status", "Show the cluster."),
-    "autoscale": ("explain", "Show what the autoscaler decided, and why."),
+    "autoscale": ("explain", "Show what the autoscaler decided and why."),
     "explain": ("explain", "Show why a request went to its workers."),
     "top": ("status", "Watch the cluster in the terminal."),
     "audit": ("blocks", "Compare the prefix index with the stores."),
     "block": ("blocks", "Show what happened to a KV block."),
     "models": ("models", "List the served model types, or check one checkpoint."),
-    "demo": ("up", "Start a cluster, ask it twice, and check where the KV came from."),
-    "replay": ("generate", "Run a recorded request again and compare its tokens."),
+    "demo": ("up", "Start a cluster, send a prompt twice, and check where the KV came from."),
+    "replay": ("generate", "Run a recorded request again, and compare its tokens."),
     "bench": ("bench", "Measure a cluster, or the engine alone."),
     "adapter": ("models", "Load, unload or list LoRA adapters."),
     "keys": ("keys", "Make or rotate the keys that sign handles."),
@@ -41,7 +40,7 @@ _COMMANDS = {
     "certs": ("keys", "Make certificates for development."),
     "preflight": ("preflight", "Show what a Kubernetes cluster lacks for Baton."),
 }
-"""Of each command, the module that has it, and its line in the list of commands."""
+"""By command, its module and its line in the list of commands."""
 
 
 class CommandGroup(click.Group):
@@ -69,15 +68,15 @@ class CommandGroup(click.Group):
 
 commands = CommandGroup(
     "baton",
-    help="Language models served with prefill and decode apart. Each answer says where its KV "
-    "cache came from.",
+    help="Serve language models with prefill and decode on separate workers. Each answer says "
+    "where its KV cache came from.",
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; by default that of the process' own arguments. Returns: the exit code."""
+    """Run the command of these arguments, by default the process's own. Returns: the exit code."""
     try:
         code: int | None = commands.main(arguments, "baton", standalone_mode=False)
         sys.stdout.flush()
@@ -88,11 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{command}: {what}; see `{command} --help`\n")
         return 2
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`): end in silence, also at interpreter exit.
+        # The reader of the output has ended, as in `| head`: end silently, at exit, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (BatonError, SettingsError, OSError) as error:
-        # An OSError is of a file or folder of the user's that cannot be used; it names the path.
+        # An OSError names a file or folder of the user that cannot be used.
         sys.stderr.write(f"baton: {error}\n")
         return 1
     except click.Abort as error:

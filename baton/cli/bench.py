@@ -1,6 +1,6 @@
-"""`baton bench`: load on a running cluster or server, and the speed of the engine alone.
+"""`baton bench`: a running cluster or server under load, and the speed of the engine alone.
 
-The engine is loaded only when it is measured: it needs torch, which the rest of `baton` does not.
+The engine is imported only when it is measured: it needs torch, the rest of `baton` does not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import operator
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,22 +23,21 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from baton.cli import options, render
+from baton.cli import options, plots, render
 from baton.cli.options import FILE, RouterTarget, flag, seconds, section, value
 from baton.cli.render import number, text
 from baton.client import Client
 from baton.errors import InvalidArgument
-from baton.load import arrivals, planned, plots, trace_file
-from baton.load.outcome import Outcome
-from baton.load.planned import Planned
-from baton.load.report import Limits, Report, as_json, report
-from baton.load.run import OnProgress
-from baton.load.run import run as run_load
+from baton.load import workload
+from baton.load.report import Limits, Report, report
+from baton.load.runner import OnProgress, Outcome
+from baton.load.runner import run as run_load
 from baton.load.senders import GrpcSender, OpenAiSender, Sender
+from baton.load.workload import Planned
 from process import settings
 
 API_KEY = "OPENAI_API_KEY"
-"""Environment variable, as that API's own clients read it."""
+"""The environment variable that clients of the OpenAI API read."""
 
 
 @options.group("bench")
@@ -51,10 +50,10 @@ _load_options = options.as_argument(
     SimpleNamespace,
     section(
         "Which server",
-        value("--openai", "URL", "Measure a server of the OpenAI API, as http://HOST:PORT/v1."),
+        value("--openai", "URL", "Measure a server of the OpenAI API at http://HOST:PORT/v1."),
         value("--model", "NAME", "Ask this model; needed with --openai.", ""),
         value("--tenant", "NAME", "Ask as this tenant; not with --openai.", ""),
-        value("--vocab-size", "N", "Needed with --openai.", type=int),
+        value("--vocab-size", "N", "Size of the vocabulary; needed with --openai.", type=int),
         value("--extra", "JSON", "With --openai, add these fields to each body.", "{}"),
     ),
     section(
@@ -62,30 +61,34 @@ _load_options = options.as_argument(
         value(
             "--rate",
             "R",
-            "Requests a second; in phases R:SECONDS,R..R:SECONDS,... where .. climbs.",
+            "Requests a second, or phases R:SECONDS,R..R:SECONDS,... where .. is a ramp.",
             "1",
         ),
         value("--requests", "N", "Send at most N requests.", type=int),
         value(
             "--arrivals",
             None,
-            "How requests are spread over time.",
+            "Draw the times between requests, or keep them constant.",
             "poisson",
             type=click.Choice(("poisson", "constant")),
         ),
-        value("--burstiness", "X", "Below 1, requests come in bursts.", 1.0),
-        value("--max-concurrency", "N", "At most N are under way; the others wait.", type=int),
-        value("--timeout", "SECONDS", "Give up on a slower request.", 300.0, type=seconds),
+        value("--burstiness", "X", "Below 1, requests arrive in bursts.", 1.0),
+        value(
+            "--max-concurrency", "N", "Keep at most N requests in flight; others wait.", type=int
+        ),
+        value(
+            "--timeout", "SECONDS", "Give up on a request that takes longer.", 300.0, type=seconds
+        ),
     ),
     section(
         "What is sent",
         value("--input-len", "N", "Tokens of a prompt.", 128),
         value("--output-len", "N", "Tokens of an answer.", 64),
-        value("--spread", "SHARE", "Lengths vary by up to this share.", 0.0),
-        value("--prefix-groups", "N", "Prompts begin with one of N prefixes.", type=int),
+        value("--spread", "SHARE", "Vary the lengths by up to this share.", 0.0),
+        value("--prefix-groups", "N", "Begin each prompt with one of N prefixes.", type=int),
         value("--prefix-len", "N", "Tokens of each prefix.", 64),
-        value("--trace", "FILE", "Replay a trace in Mooncake's format.", type=FILE),
-        value("--speed", "X", "Replay X times as fast.", 1.0),
+        value("--trace", "FILE", "Replay this trace, in Mooncake's format.", type=FILE),
+        value("--speed", "X", "Replay the trace X times as fast.", 1.0),
         value("--shrink", "N", "Divide the lengths of the trace by N.", 1),
         value("--seed", "N", "The same seed gives the same load.", 0),
     ),
@@ -94,7 +97,7 @@ _load_options = options.as_argument(
         value(
             "--goodput",
             "NAME:MS",
-            "Count the requests that keep this bound of ttft, tpot or e2e.",
+            "Count the requests within this limit of ttft, tpot or e2e.",
             multiple=True,
         ),
     ),
@@ -105,9 +108,9 @@ _load_options = options.as_argument(
 @_load_options
 @section(
     "Results",
-    value("--plot", "FILE", "Draw them (*.png, *.svg or *.pdf).", type=FILE),
+    value("--plot", "FILE", "Draw the results (*.png, *.svg or *.pdf).", type=FILE),
     flag("--json", "Print one JSON object as the last line.", dest="with_json"),
-    value("--out", "FILE", "Write that object into this file, too.", type=FILE),
+    value("--out", "FILE", "Write the JSON object into this file.", type=FILE),
 )
 @options.router_target()
 def _serve(
@@ -117,8 +120,10 @@ def _serve(
     with_json: bool,
     out: Path | None,
 ) -> int:
-    """Put load on a running cluster, at a rate that does not wait for answers, and show what came
-    of it. Exit code 1: no request was served.
+    """Measure a running cluster under load.
+
+    Requests are sent at a given rate, whether or not earlier ones have ended. Exit code 1: no
+    request was served.
 
     \b
     baton bench serve --rate 4 --requests 200 --goodput ttft:500 --goodput tpot:50 --plot load.png
@@ -127,11 +132,11 @@ def _serve(
     baton bench serve --openai http://127.0.0.1:8000/v1 --model NAME --vocab-size 32000 --rate 1 \\
         --requests 50
 
-    Any server of the OpenAI API can be measured the same way; the first form speaks Baton's gRPC.
+    With --openai it measures any server of the OpenAI API, otherwise Baton's gRPC API.
     """
     limits = Limits.parse(asked.goodput)
     if plot is not None:
-        plots.check(plot)
+        plots.check("--plot", plot)
     console = Console(stderr=True)
     outcomes = asyncio.run(_measure(target, asked, console))
     result = report(outcomes, limits)
@@ -139,9 +144,9 @@ def _serve(
         Console().print(made)
         Console().print()
     if plot is not None:
-        plots.draw(outcomes, limits, plot, _title(asked))
+        plots.draw_load(outcomes, limits, plot, _title(asked))
         console.print(f"plot: {plot}")
-    line = json.dumps(as_json(result) | {"load": _load_as_json(asked)})
+    line = json.dumps(dataclasses.asdict(result) | {"load": _load_as_json(asked)})
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(line + "\n", encoding="utf-8")
@@ -155,7 +160,7 @@ async def _measure(target: RouterTarget, asked: SimpleNamespace, console: Consol
     try:
         vocab_size = asked.vocab_size or await sender.vocab_size()
         if not vocab_size:
-            raise InvalidArgument("--vocab-size", "needed with --openai: that API does not tell")
+            raise InvalidArgument("--vocab-size", "needed with --openai: that API does not say it")
         load = _load(asked, vocab_size)
         with render.progress(console, "requests", TextColumn(_PROGRESS)) as bar:
             return await run_load(
@@ -176,11 +181,11 @@ def _sender(target: RouterTarget, asked: SimpleNamespace) -> Sender:
     if not asked.model:
         raise InvalidArgument("--model", "needed with --openai")
     if asked.tenant:
-        raise InvalidArgument("--tenant", "not with --openai: there the API key says it")
+        raise InvalidArgument("--tenant", "not with --openai: there the API key decides the tenant")
     try:
         extra = json.loads(asked.extra)
     except ValueError as error:
-        raise InvalidArgument("--extra", f"no JSON: {error}") from None
+        raise InvalidArgument("--extra", f"not JSON: {error}") from None
     if not isinstance(extra, dict):
         raise InvalidArgument("--extra", "not a JSON object")
     return OpenAiSender(
@@ -191,9 +196,9 @@ def _sender(target: RouterTarget, asked: SimpleNamespace) -> Sender:
 def _load(asked: SimpleNamespace, vocab_size: int) -> Sequence[Planned]:
     if asked.trace is not None:
         if asked.prefix_groups is not None:
-            raise InvalidArgument("--prefix-groups", "not with --trace: it says who shares what")
-        return trace_file.replay(
-            trace_file.read_trace(asked.trace, limit=asked.requests),
+            raise InvalidArgument("--prefix-groups", "not with --trace, which has its own prefixes")
+        return workload.replay_trace(
+            workload.read_trace(asked.trace, limit=asked.requests),
             vocab_size=vocab_size,
             seed=asked.seed,
             speed=asked.speed,
@@ -201,9 +206,9 @@ def _load(asked: SimpleNamespace, vocab_size: int) -> Sequence[Planned]:
         )
     shared = None
     if asked.prefix_groups is not None:
-        shared = planned.SharedPrefixes(asked.prefix_groups, asked.prefix_len)
-    times = arrivals.arrivals(
-        arrivals.parse_rates(asked.rate),
+        shared = workload.SharedPrefixes(asked.prefix_groups, asked.prefix_len)
+    times = workload.arrival_times(
+        workload.parse_rates(asked.rate),
         num_requests=asked.requests,
         kind=asked.arrivals,
         burstiness=asked.burstiness,
@@ -211,13 +216,13 @@ def _load(asked: SimpleNamespace, vocab_size: int) -> Sequence[Planned]:
     )
     if not times:
         raise InvalidArgument("--rate", f"{asked.rate!r} sends nothing with this seed")
-    lengths = planned.Lengths(asked.input_len, asked.output_len, asked.spread)
-    return planned.random_load(
+    lengths = workload.Lengths(asked.input_len, asked.output_len, asked.spread)
+    return workload.random_load(
         times, lengths, vocab_size=vocab_size, seed=asked.seed, shared=shared
     )
 
 
-_PROGRESS = "{task.completed} of {task.total} ended, {task.fields[live]} under way"
+_PROGRESS = "{task.completed} of {task.total} ended, {task.fields[live]} in flight"
 
 
 def _progress(bar: Progress) -> OnProgress:
@@ -280,7 +285,7 @@ def _title(asked: SimpleNamespace) -> str:
 
 
 def _load_as_json(asked: SimpleNamespace) -> dict[str, Any]:
-    """The options that make this load this load; no address, no key."""
+    """The options that define the load, without addresses and keys."""
     names = (
         *("rate", "requests", "arrivals", "burstiness", "max_concurrency", "input_len"),
         *("output_len", "spread", "prefix_groups", "prefix_len", "speed", "shrink", "seed"),
@@ -302,7 +307,7 @@ _engine_options = options.as_argument(
     value("--input-len", "N", "Tokens of a prompt.", 128),
     value("--output-len", "N", "Tokens of an answer.", 128),
     value("--seed", "N", "The same seed gives the same prompts.", 0),
-    value("--engines", "N", "Balance the prompts over N engines.", 1),
+    value("--engines", "N", "Spread the prompts over N engines.", 1),
     flag("--process", "Run the engine in a process of its own."),
     value("--set", "KEY=VALUE", "Change a setting of the engine.", dest="sets", multiple=True),
     options.as_json("Print one JSON object as the last line."),
@@ -310,57 +315,43 @@ _engine_options = options.as_argument(
 
 
 @bench.command("latency")
-@value("--batch", "N", "Prompts at once.", 1)
+@value("--batch", "N", "Prompts in a batch.", 1)
 @value("--rounds", "N", "Measure N batches.", 10)
-@value("--warm-up", "N", "Run N batches before those.", 2)
+@value("--warm-up", "N", "Run N batches before the measured ones.", 2)
 @_engine_options
 def _latency(batch: int, rounds: int, warm_up: int, asked: SimpleNamespace) -> None:
     """Measure how long one batch takes."""
-
-    def measure(module: Any, llm: Any, console: Console) -> Any:
-        with render.progress(console, "batches", MofNCompleteColumn()) as bar:
-            task = bar.add_task("batches")
-            return module.latency(
-                llm,
-                batch=batch,
-                num_input_tokens=asked.input_len,
-                num_output_tokens=asked.output_len,
-                num_warm_up=warm_up,
-                num_rounds=rounds,
-                seed=asked.seed,
-                on_progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
-
-    _measure_engine("latency", measure, asked)
+    with render.progress(Console(stderr=True), "batches", MofNCompleteColumn()) as bar:
+        task = bar.add_task("batches")
+        result = _measure_engine(
+            "latency",
+            asked,
+            batch=batch,
+            num_warm_up=warm_up,
+            num_rounds=rounds,
+            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    _show_engine(result, asked)
 
 
 @bench.command("throughput")
 @value("--prompts", "N", "Complete N prompts.", 100)
-@value("--spread", "SHARE", "Lengths vary by up to this share.", 0.0)
-@value("--texts", "FILE", "Take these prompts, one a line, not random ids.", type=FILE)
+@value("--spread", "SHARE", "Vary the lengths by up to this share.", 0.0)
+@value("--texts", "FILE", "Use the prompts in this file, one a line, not random ids.", type=FILE)
 @_engine_options
 def _throughput(prompts: int, spread: float, texts: Path | None, asked: SimpleNamespace) -> None:
-    """Measure how much gets done when all prompts are there at once."""
-
-    def measure(module: Any, llm: Any, console: Console) -> Any:
-        return module.throughput(
-            llm,
-            num_prompts=prompts,
-            num_input_tokens=asked.input_len,
-            num_output_tokens=asked.output_len,
-            spread=spread,
-            texts=_texts(texts),
-            seed=asked.seed,
-            progress=True,
-        )
-
-    _measure_engine("throughput", measure, asked)
+    """Measure the throughput when all prompts are submitted at once."""
+    result = _measure_engine(
+        "throughput", asked, num_prompts=prompts, spread=spread, texts=_texts(texts), progress=True
+    )
+    _show_engine(result, asked)
 
 
-def _measure_engine(
-    kind: str, measure: Callable[[Any, Any, Console], Any], asked: SimpleNamespace
-) -> None:
-    """Load the engine, measure it, and show the figures. Raises: BatonError, SettingsError."""
+def _measure_engine(kind: str, asked: SimpleNamespace, **arguments: Any) -> dict[str, Any]:
+    """Load the engine and measure it by the function of this name in `engine_client.bench`.
+
+    Returns: the figures. Raises: BatonError, SettingsError.
+    """
     try:
         module = importlib.import_module("engine_client.bench")
         llm_module = importlib.import_module("engine_client.llm")
@@ -372,20 +363,39 @@ def _measure_engine(
         num_engines=asked.engines,
         **dict(map(settings.parse_override, asked.sets)),
     ) as llm:
-        result = dataclasses.asdict(measure(module, llm, Console(stderr=True)))
+        result = getattr(module, kind)(
+            llm,
+            num_input_tokens=asked.input_len,
+            num_output_tokens=asked.output_len,
+            seed=asked.seed,
+            **arguments,
+        )
         model = llm.model
-    Console().print(_engine_table(kind, result))
+    return {
+        "benchmark": kind,
+        "model": model.model,
+        "dtype": model.dtype,
+        "device": model.device,
+        "engines": asked.engines,
+        "hardware": f"{os.cpu_count()} cores, {platform.machine()}",
+        **dataclasses.asdict(result),
+    }
+
+
+def _show_engine(result: dict[str, Any], asked: SimpleNamespace) -> None:
+    rows: list[tuple[str, ...]] = []
+    for name, found in result.items():
+        if isinstance(found, dict):
+            times = (f"{found[key]:,.2f} ms" for key in ("mean_ms", "p50_ms", "p99_ms"))
+            rows.append((f"{name} ({found['num']})", *times))
+        elif isinstance(found, int | float) and name != "engines":
+            rows.append((name.replace("_", " "), f"{found:,}", "", ""))
+    columns = [text(result["benchmark"], operator.itemgetter(0))]
+    for index, title in enumerate(("mean", "p50", "p99"), start=1):
+        columns.append(number(title, operator.itemgetter(index)))
+    render.show(render.table(columns, rows))
     if asked.as_json:
-        made = {
-            "benchmark": kind,
-            "model": model.model,
-            "dtype": model.dtype,
-            "device": model.device,
-            "engines": asked.engines,
-            "hardware": f"{os.cpu_count()} cores, {platform.machine()}",
-            **result,
-        }
-        sys.stdout.write(json.dumps(made) + "\n")
+        render.print_json(result)
 
 
 def _texts(file: Path | None) -> list[str]:
@@ -395,16 +405,3 @@ def _texts(file: Path | None) -> list[str]:
     if not lines:
         raise InvalidArgument("--texts", f"{file} has no line of text")
     return lines
-
-
-def _engine_table(kind: str, result: dict[str, Any]) -> Table:
-    table = Table(title=kind)
-    for column in ("", "mean", "p50", "p99"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, found in result.items():
-        if isinstance(found, dict):
-            cells = [f"{found[key]:,.2f} ms" for key in ("mean_ms", "p50_ms", "p99_ms")]
-            table.add_row(f"{name} ({found['num']})", *cells)
-        elif found is not None:
-            table.add_row(name.replace("_", " "), f"{found:,}", "", "")
-    return table

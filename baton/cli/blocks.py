@@ -1,4 +1,6 @@
-"""`baton audit` and `baton block`: what the prefix index and the stores know of KV blocks."""
+"""`baton audit` and `baton block`: the prefix index compared with the stores, and what happened to
+KV blocks.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,6 @@ import asyncio
 import dataclasses
 import datetime
 import functools
-import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from baton import audit as index_audit
-from baton import block_history
-from baton.audit import StoreAudit
-from baton.block_history import Told
+from baton.audit import StoreAudit, StoreHistory
 from baton.cli import options, render
 from baton.cli.options import RouterTarget, seconds, value
 from baton.cli.render import Column, number, text
@@ -32,10 +30,10 @@ from protos import common_pb2, kvstore_pb2
 
 @dataclass(frozen=True)
 class RedisTarget(RouterTarget):
-    """The Redis of a cluster, and how each side knows the other."""
+    """The Redis of a cluster, with its TLS files and password."""
 
     redis: str = ""
-    """Its URL; empty: of a cluster of this user."""
+    """Its URL; empty: the Redis of a cluster that this user started."""
     redis_ca_file: str = ""
     redis_cert_file: str = ""
     redis_key_file: str = ""
@@ -44,11 +42,11 @@ class RedisTarget(RouterTarget):
 
     @functools.cached_property
     def state(self) -> ClusterState | None:
-        """As a router's; None where --redis names a cluster that runs elsewhere."""
+        """As of `RouterTarget`; None where --redis names the Redis of another cluster."""
         return None if self.redis else super().state
 
     def redis_url(self) -> str:
-        """Raises: Unavailable when there is no cluster of this user to say it."""
+        """Raises: Unavailable where no Redis is named and no cluster of this user runs."""
         if self.redis:
             return self.redis
         if self.state is not None and self.state.redis_url:
@@ -80,17 +78,22 @@ redis_target = options.as_argument(
     value(
         "--redis",
         "URL",
-        "Use the Redis at this URL, of a cluster that runs elsewhere.",
+        "Use the Redis at this URL.",
         "",
         one_of="where",
     ),
     options.section(
-        "Trust of that Redis, as its parts' settings redis.* have it",
+        "TLS and password of that Redis",
         value("--redis-ca-file", "FILE", "Use TLS (rediss://) and trust these CAs.", ""),
-        value("--redis-cert-file", "FILE", "Show this certificate of yours.", ""),
+        value("--redis-cert-file", "FILE", "Authenticate with this certificate.", ""),
         value("--redis-key-file", "FILE", "The private key of that certificate.", ""),
         value("--redis-password-file", "FILE", "Send the password in this file.", ""),
-        value("--redis-user", "NAME", "The password's user. By default it is Redis' default.", ""),
+        value(
+            "--redis-user",
+            "NAME",
+            "The user of that password. By default it is Redis's default user.",
+            "",
+        ),
     ),
     options.trust_options(),
 )
@@ -112,12 +115,12 @@ redis_target = options.as_argument(
     60.0,
     type=seconds,
 )
-@options.as_json("Print all numbers as one JSON object.")
+@options.as_json()
 def audit(target: RedisTarget, settle: float, timeout: float, as_json: bool) -> int:
-    """Compare the prefix index in Redis with what each store really holds.
+    """Compare the prefix index in Redis with the blocks that each store holds.
 
-    Exit code 1: an index has drifted (it lacks entries, or has false ones, that are not just on
-    their way), or a store that has a heartbeat could not be compared.
+    Exit code 1: an index has drifted, which means that it lacks entries or has false ones, not
+    counting changes in flight; or a store that has a heartbeat could not be compared.
     """
     audits = asyncio.run(
         index_audit.audit(
@@ -129,11 +132,11 @@ def audit(target: RedisTarget, settle: float, timeout: float, as_json: bool) -> 
         )
     )
     if as_json:
-        sys.stdout.write(json.dumps(_audits_as_json(audits)) + "\n")
+        render.print_json(_audits_as_json(audits))
     elif audits:
         render.show(render.table(_AUDIT, audits))
     else:
-        render.show(Text("no store is registered there"))
+        render.show(Text("no store is registered in that Redis"))
     return 1 if index_audit.found_fault(audits) else 0
 
 
@@ -151,17 +154,17 @@ def _audits_as_json(audits: Sequence[StoreAudit]) -> dict[str, Any]:
 
 
 def _state_of(one: StoreAudit) -> str:
-    """In a word or a sentence."""
+    """The state in a word or a sentence."""
     if one.problem:
         return one.problem
     if one.has_drifted:
         return "DRIFTED"
     dead = f"; {one.num_dead_lives} dead lives in Redis" if one.num_dead_lives else ""
-    return ("ok" if one.is_settled else "not settled in time: nothing can be said") + dead
+    return ("ok" if one.is_settled else "not settled in time: not known") + dead
 
 
 def _compared(title: str, name: str, shown: Callable[[Any], str] = str) -> Column:
-    """A number of a store that could be compared."""
+    """A number, shown where the store could be compared."""
     return number(title, lambda one: "-" if one.problem else shown(getattr(one, name)))
 
 
@@ -204,16 +207,16 @@ _AUDIT = (
     5.0,
     type=seconds,
 )
-@options.as_json("Print all of it as one JSON object.")
+@options.as_json()
 def block(chain_hash: str, num: int, target: RedisTarget, timeout: float, as_json: bool) -> None:
     """Show what happened to a KV block at each store: written, pulled, verified, demoted, evicted;
-    by which worker, and in which traced request.
+    with the worker and the trace of the request.
 
-    HASH is the chain hash of the block, or its first digits, as traces and logs have it. Without
-    one the blocks with the latest events are shown.
+    HASH is the chain hash of the block, or its first digits, as in traces and logs. By default the
+    blocks with the latest events are shown.
     """
-    told = asyncio.run(
-        block_history.ask(
+    histories = asyncio.run(
+        index_audit.block_histories(
             target.redis_url(),
             _prefix_of(chain_hash),
             max_blocks=max(1, num),
@@ -222,19 +225,19 @@ def block(chain_hash: str, num: int, target: RedisTarget, timeout: float, as_jso
             access=target.access(),
         )
     )
-    if told and all(each.problem for each in told):
-        raise Unavailable("; ".join(f"{each.node_id}: {each.problem}" for each in told))
-    if not any(each.blocks for each in told):
-        named = f"of block {chain_hash}" if chain_hash else "of any block"
-        raise NotFound(f"no store remembers anything {named}")
+    if histories and all(each.problem for each in histories):
+        raise Unavailable("; ".join(f"{each.node_id}: {each.problem}" for each in histories))
+    if not any(each.blocks for each in histories):
+        named = f"block {chain_hash}" if chain_hash else "any block"
+        raise NotFound(f"no store remembers {named}")
     if as_json:
-        sys.stdout.write(json.dumps(_histories_as_json(told)) + "\n")
+        render.print_json(_histories_as_json(histories))
     else:
-        render.show(_histories(told))
+        render.show(_histories(histories))
 
 
 def _prefix_of(digits: str) -> bytes:
-    """The bytes that a chain hash begins with. Raises: InvalidArgument."""
+    """The first bytes of a chain hash, from hex digits. Raises: InvalidArgument."""
     try:
         prefix = bytes.fromhex(digits)
     except ValueError as error:
@@ -246,8 +249,8 @@ def _prefix_of(digits: str) -> bytes:
     return prefix
 
 
-def _histories_as_json(told: Sequence[Told]) -> dict[str, Any]:
-    """All of it as JSON values; hashes in hex."""
+def _histories_as_json(histories: Sequence[StoreHistory]) -> dict[str, Any]:
+    """The histories as JSON values; hashes are hex."""
     return {
         "stores": [
             {
@@ -255,15 +258,15 @@ def _histories_as_json(told: Sequence[Told]) -> dict[str, Any]:
                 "problem": each.problem,
                 "blocks": [_plain(block) for block in each.blocks],
             }
-            for each in told
+            for each in histories
         ]
     }
 
 
-def _histories(told: Sequence[Told]) -> RenderableType:
+def _histories(histories: Sequence[StoreHistory]) -> RenderableType:
     """A table for each block of each store. Pure."""
     parts: list[RenderableType] = []
-    for each in told:
+    for each in histories:
         if each.problem:
             parts.append(Text(f"{each.node_id}: {each.problem}", style="red"))
         for block in each.blocks:
@@ -272,7 +275,7 @@ def _histories(told: Sequence[Told]) -> RenderableType:
 
 
 def _heading(node_id: str, block: kvstore_pb2.BlockHistory) -> Text:
-    where = ", ".join(_tier(tier) for tier in block.tiers) or "not there any more"
+    where = ", ".join(_tier(tier) for tier in block.tiers) or "no longer there"
     text = Text(f"{block.chain_hash.hex()}", style="bold")
     text.append(f" at {node_id}: {where}", style="not bold")
     if block.tiers:

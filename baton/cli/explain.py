@@ -1,5 +1,5 @@
-"""`baton explain` and `baton autoscale`: why a request went to its workers, and why there are as
-many workers as there are.
+"""`baton explain` and `baton autoscale`: why a request went to its workers, and why the autoscaler
+started or stopped workers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import asyncio
 import datetime
 import functools
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,26 +34,26 @@ _TIMEOUT_S = 5.0
 
 @options.command("explain")
 @click.argument("request_id", default="")
-@value("--tenant", "NAME", "Of this tenant. By default of any tenant.", "")
-@options.as_json("Print the whole record as one JSON object.")
+@value("--tenant", "NAME", "Look only at requests of this tenant.", "")
+@options.as_json()
 @options.router_target()
 def explain(request_id: str, tenant: str, as_json: bool, target: RouterTarget) -> None:
-    """Show where a request stands and what it waits for, and why it went to its workers.
+    """Show the state of a request, what it waits for, and why it went to its workers.
 
-    REQUEST_ID may be the beginning of an id, as `baton top` shows it; without one it is the latest
+    REQUEST_ID may be the beginning of an id, as `baton top` shows it. By default it is the latest
     request.
     """
     with target.client() as client:
-        # `baton top` ends what it shortens with a sign that is no part of the id.
+        # `baton top` marks an id that it shortens with this sign, which is not part of the id.
         reply = client.explain(request_id.removesuffix("…"), tenant=tenant)
     if as_json:
-        sys.stdout.write(json.dumps(render.to_dict(reply)) + "\n")
+        render.print_json(render.to_dict(reply))
     else:
         render.show(explanation(reply))
 
 
 def explanation(reply: inference_pb2.ExplainReply) -> RenderableType:
-    """A headline, where it stands, then each choice with its candidates, role by role."""
+    """A headline, the state of the request, then each decision with its candidates by role."""
     parts: list[RenderableType] = [
         Text(f"request {reply.request_id} of {reply.tenant}, model {reply.model}", style="bold")
     ]
@@ -71,7 +70,7 @@ def explanation(reply: inference_pb2.ExplainReply) -> RenderableType:
 
 
 def standing(request: inference_pb2.RequestInfo, admission: inference_pb2.Admission) -> list[str]:
-    """How far it has come, and before its turn where in line it stands."""
+    """The state of the request and, before its admission, its place in the queue."""
     spent = {span.stage: span.end_s - span.begin_s for span in request.spans}
     came = f"came as number {admission.arrival}"
     if admission.HasField("standing"):
@@ -100,7 +99,7 @@ def standing(request: inference_pb2.RequestInfo, admission: inference_pb2.Admiss
 
 
 def headline(decision: inference_pb2.RoutingDecision) -> str:
-    """Who won."""
+    """The workers that were chosen."""
     if not decision.prefill_id:
         won = f"{decision.decode_id} computes the prompt itself"
     elif not decision.decode_id:
@@ -149,7 +148,7 @@ def _candidates(
 
 
 def _names(candidates: Iterable[inference_pb2.RoutingCandidate]) -> list[str]:
-    """Terms that are not 0 for all of them, in their order."""
+    """Terms that are not 0 for each of them, in their order."""
     names: dict[str, None] = {}
     for candidate in candidates:
         for term in candidate.terms:
@@ -171,25 +170,25 @@ def _number(value: float) -> str:
 @value("-n", "N", "Show at most N decisions, the newest first.", 10)
 @flag("--all", "Show decisions that changed nothing, too.", dest="with_all")
 @flag("--why", "Show the figures that each decision was made from.")
-@options.as_json("Print the whole record as one JSON object.")
+@options.as_json()
 @options.router_target(
-    "The router's address, of a cluster that you started here; elsewhere that of the autoscaler "
-    "itself, as a port-forward has it. By default it is the cluster that `baton up` started last."
+    "The router's address of a cluster that you started here; for another cluster the address of "
+    "its autoscaler, for example of a port-forward."
 )
 def autoscale(n: int, with_all: bool, why: bool, as_json: bool, target: RouterTarget) -> None:
-    """Show how many workers there shall be, and what the autoscaler decided, and why."""
+    """Show how many workers the autoscaler wants, and what it decided and why."""
     if n < 1:
         raise InvalidArgument("-n", "must be at least 1")
     request = autoscaler_pb2.GetDecisionsRequest(num_decisions=n, only_actions=not with_all)
     reply = asyncio.run(_ask(target.dialer(), _autoscaler_address(target), request))
     if as_json:
-        sys.stdout.write(json.dumps(decisions_as_json(reply)) + "\n")
+        render.print_json(decisions_as_json(reply))
     else:
         render.show(decisions_view(reply, with_why=why))
 
 
 def decisions_as_json(reply: autoscaler_pb2.GetDecisionsReply) -> dict[str, Any]:
-    """All of it, in the names of the proto; the whys as objects."""
+    """The reply as JSON values with the names of the proto; each `why` is an object."""
     plain = render.to_dict(reply)
     for decision in plain["decisions"]:
         decision["why"] = json.loads(decision.pop("why_json") or "{}")
@@ -199,13 +198,13 @@ def decisions_as_json(reply: autoscaler_pb2.GetDecisionsReply) -> dict[str, Any]
 def decisions_view(
     reply: autoscaler_pb2.GetDecisionsReply, *, with_why: bool = False
 ) -> RenderableType:
-    """The pools, what is not as it should be, and the decisions."""
-    acts = "acts" if reply.is_leader else "does not act: another one leads, or nobody can"
+    """The pools, problems and decisions."""
+    acts = "acts" if reply.is_leader else "does not act: it is not the leader"
     parts: list[RenderableType] = [Text(f"{reply.autoscaler_id} {acts}")]
     parts += [Text(f"problem: {problem}", style="bold red") for problem in reply.problems]
     parts.append(Padding(render.table(_POOLS, reply.pools), (1, 0, 1, 0)))
     if not reply.decisions:
-        parts.append(Text("nothing was decided yet (--all: also what changed nothing)"))
+        parts.append(Text("no decision yet (--all shows those that changed nothing, too)"))
     for decision in reply.decisions:
         parts.append(_line(decision))
         if with_why:

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from baton import record
-from baton.cli import options, render, timeline, up
+from baton.cli import options, render
 from baton.cli.options import FILE, RouterTarget, flag, value
 from baton.client import SyncClient
 from baton.cluster.config import ClusterConfig
@@ -30,18 +30,18 @@ from protos import inference_pb2
 @options.command("generate")
 @click.argument("prompt")
 @flag("--token-ids", "Read PROMPT as a list of token ids, and show the answer as ids.")
-@options.as_json("Print one JSON object for each sample, at the end.")
+@options.as_json("Print one JSON object for each sample.")
 @value(
     "--record",
     "FILE",
-    "Write the request, and how each token was sampled, to this file for `baton replay`.",
+    "Write the request and how each token was sampled to this file, for `baton replay`.",
     dest="record_to",
     type=FILE,
 )
 @value(
     "--timeline",
     "FILE",
-    "Draw which process had the request when (*.svg, *.png or *.pdf; needs matplotlib).",
+    "Draw the stages of the request over time (*.svg, *.png or *.pdf; needs matplotlib).",
     dest="timeline_to",
     type=FILE,
 )
@@ -60,14 +60,16 @@ def generate(
 ) -> None:
     """Complete PROMPT (- reads it from standard input).
 
-    Shows the answer as it comes, and below it where its KV cache came from. Several samples (-n,
-    --num-beams) are shown one after the other when all of them are there.
+    Shows the answer while it arrives, and then where its KV cache came from. Several samples (-n,
+    --num-beams) are shown one after the other when all of them are complete.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     asked: Prompt = _token_ids(text) if token_ids else text
     request = build_request(asked, **sampling, **shaping, trace=record_to is not None)
     if timeline_to is not None:
-        timeline.check(timeline_to)
+        from baton.cli import plots  # which most requests do not need, nor what it imports
+
+        plots.check("--timeline", timeline_to)
     arrivals = _Arrivals()
     with target.client() as client:
         chunks = arrivals.noting(client.send(request))
@@ -83,18 +85,18 @@ def generate(
     if record_to is not None:
         record.write(record.record_of(request, completions), record_to)
     if timeline_to is not None:
-        timeline.draw(completions[0], arrivals.tokens_s, arrivals.end_s, timeline_to)
+        plots.draw_timeline(completions[0], arrivals.tokens_s, arrivals.end_s, timeline_to)
 
 
 class _Arrivals:
-    """When messages came, in seconds from the sending."""
+    """When messages arrived, in seconds since the sending."""
 
     def __init__(self) -> None:
         self.tokens_s: list[float] = []
         self.end_s = 0.0
 
     def noting(self, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
-        """The same chunks."""
+        """Yields the same chunks."""
         began_s = time.monotonic()
         with contextlib.closing(chunks):
             for chunk in chunks:
@@ -114,7 +116,7 @@ def _show_samples(completions: Sequence[Completion], *, as_ids: bool) -> None:
 
 
 def to_json(completion: Completion) -> str:
-    """The whole completion as one line."""
+    """The whole completion as one line of JSON."""
     value = record.plain(dataclasses.asdict(completion))
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
@@ -137,10 +139,10 @@ def _token_ids(text: str) -> list[int]:
 @options.sampling
 @options.router_target()
 def chat(system: str, sampling: dict[str, Any], target: RouterTarget) -> None:
-    """Hold a conversation. /new forgets it; /quit or Ctrl-D ends it.
+    """Hold a conversation. /new starts a new one; /quit or Ctrl-D ends the chat.
 
-    Lines may also be piped in, one for each turn. Ctrl-C ends the answer that is under way, or the
-    chat when there is none.
+    Lines may also be piped in, one for each turn. Ctrl-C ends the current answer, or the chat when
+    there is none.
     """
     start = [{"role": "system", "content": system}] if system else []
     history = list(start)
@@ -164,7 +166,7 @@ def chat(system: str, sampling: dict[str, Any], target: RouterTarget) -> None:
 def _turn(
     client: SyncClient, history: list[dict[str, str]], line: str, sampling: dict[str, Any]
 ) -> None:
-    """Ask, show, and remember both sides; a turn that failed or was ended leaves no trace."""
+    """Ask, show the answer, and add both to the history; a failed or ended turn adds nothing."""
     asked = [*history, {"role": "user", "content": line}]
     try:
         completion = render.stream(client.generate(asked, **sampling))
@@ -177,7 +179,7 @@ def _turn(
 
 
 def _read(interactive: bool) -> str | None:
-    """The next line without its end; None when there are no more."""
+    """The next line, stripped; None after the last."""
     if interactive:
         try:
             return input("> ").strip()
@@ -196,16 +198,16 @@ def _read(interactive: bool) -> str | None:
 @options.router_target(has_tls=False)
 @flag(
     "--start",
-    "Start a cluster for the replay, as the options of `baton up` say, and stop it after it.",
+    "Start a cluster for the replay, with the options of `baton up`, and stop it afterwards.",
     one_of="where",
 )
 @options.cluster_config(port=0, model="")
 def replay(file: Path, target: RouterTarget, start: bool, config: ClusterConfig) -> int:
-    """Run the request again that `baton generate --record FILE` wrote, and compare its tokens.
+    """Run a request of `baton generate --record FILE` again, and compare its tokens.
 
-    Prints one line when every token is equal. Otherwise it shows the first place where the runs
-    differ, and how each of them sampled its token there; the exit code is 1. It asks the cluster at
-    --address, or the one that you started last; with --start one of its own.
+    Prints one line when every token is equal. Otherwise it shows the first token that differs and
+    how each run sampled it, and the exit code is 1. The request goes to the cluster at --address,
+    or the one that you started last, or with --start to a cluster of its own.
     """
     recorded = record.read(file)
     with _replayer(recorded, target, start, config) as client:
@@ -220,8 +222,10 @@ def replay(file: Path, target: RouterTarget, start: bool, config: ClusterConfig)
 def _replayer(
     recorded: Record, target: RouterTarget, start: bool, config: ClusterConfig
 ) -> Iterator[SyncClient]:
-    """A client of the cluster that replays. Raises: Unavailable, and what a start raises."""
+    """A client of the cluster that runs the request again. Raises: Unavailable, ClusterError."""
     if start:
+        from baton.cli import up  # a library for Redis takes as long to import as all the rest
+
         config = dataclasses.replace(config, model=config.model or _own_model(recorded))
         with up.running(config) as cluster, cluster.connect() as client:
             yield client
@@ -236,8 +240,8 @@ def _replayer(
 
 
 def _own_model(recorded: Record) -> str:
-    """The record's model, if it comes with Baton: a record may be anybody's, and is not to choose
-    what is fetched and run. Raises: FailedPrecondition."""
+    """The record's model, if it is bundled. A record may come from anywhere, so it must not choose
+    a model to fetch and run. Raises: FailedPrecondition."""
     if recorded.model not in bundled_names():
         raise FailedPrecondition(
             f"the record is of model {recorded.model!r}, which does not come with Baton; say "

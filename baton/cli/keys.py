@@ -1,5 +1,5 @@
-"""`baton keys`, `baton api-key` and `baton certs`: what signs handles, admits clients, and makes
-processes known to one another.
+"""`baton keys`, `baton api-key` and `baton certs`: keys that sign handles, API keys of clients, and
+certificates of processes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _STEPS = {
 def keys() -> None:
     """Make or rotate the file of keys that sign the handles of a deployment.
 
-    Every worker gets the file by its setting `handle_keys_file`, and reads it again when it has
-    changed. Where all workers read one file, `rotate` is one step: the new key signs, the one
-    before stays valid. Where each has a copy (a Kubernetes secret arrives at different moments),
-    rotate in three steps, and bring each to all workers before the next: `--step add`, `--step
-    use`, `--step drop`.
+    The setting `handle_keys_file` of every worker names the file, which workers read again when it
+    changes. Where all workers read the same file, `rotate` is one step: the new key signs, and the
+    old one stays valid. Where each worker has a copy, such as a Kubernetes Secret that is updated
+    at different moments, rotate in three steps (`--step add`, `--step use`, `--step drop`), and
+    wait after each step until all copies are updated.
     """
 
 
@@ -52,11 +52,11 @@ def _new(file: Path) -> None:
 @value(
     "--step",
     None,
-    "Take one of three steps, where copies of the file arrive at different moments.",
+    "Take one of the three steps for a file that workers have copies of.",
     type=click.Choice([step for step in _STEPS if step]),
 )
 def _rotate(file: Path, step: str | None) -> None:
-    """Put a new key into a file; the old one stays valid."""
+    """Add a new key to a file; the old one stays valid."""
     change, what = _STEPS[step or ""]
     key = change(file)
     sys.stdout.write(f"{file}: key {key.key_id} {what}\n")
@@ -67,18 +67,18 @@ def _rotate(file: Path, step: str | None) -> None:
 
 @options.group("api-key")
 def api_key() -> None:
-    """Make, list or remove the keys by which a router knows clients and their tenants.
+    """Make, list or remove the API keys of clients. A key belongs to a tenant.
 
-    The router gets the file by its setting `api_keys_file`, and reads it again when it changes: a
-    key that was added works at once, one that was removed is refused at once. The file holds
-    digests only; a key is shown once, when it is made. The limits of a tenant are a table of the
-    same file, `[tenants.NAME]`, with weight, max_requests_per_min, max_tokens_per_min,
+    The setting `api_keys_file` of the router names the file, which the router reads again when it
+    changes: an added key works at once, and a removed key is refused at once. The file holds
+    digests only; a key is shown once, when it is made. The limits of a tenant are in the same file,
+    in the table `[tenants.NAME]`: weight, max_requests_per_min, max_tokens_per_min,
     max_queued_requests, max_active_requests.
     """
 
 
 def _find_file(cluster: str, file: Path | None) -> Path:
-    """The file that the options name. Raises: KeyFileError where there is none."""
+    """The file that the options name. Raises: KeyFileError where they name none."""
     if file is not None:
         return file
     state = RouterTarget(cluster=cluster).state
@@ -94,8 +94,8 @@ _keys_file = options.as_argument(
     value(
         "--file",
         "FILE",
-        "Use this file. By default it is that of the cluster which `baton up --api-keys` "
-        "started last.",
+        "Use this file. By default it is the file of the cluster that you started last with "
+        "`baton up --api-keys`.",
         type=FILE,
         one_of="where",
     ),
@@ -103,16 +103,16 @@ _keys_file = options.as_argument(
 
 
 @api_key.command("add")
-@value("--tenant", "NAME", "The tenant whose key it is.", required=True)
-@flag("--admin", "The key may also see the whole cluster.")
-@value("--min-priority", "N", "Its requests' lowest priority.", -100, type=int)
-@value("--max-priority", "N", "Its requests' highest priority.", 0)
-@value("--expires", "DATE", "Its last day (UTC), such as 2027-01-31.", "")
+@value("--tenant", "NAME", "The tenant that the key belongs to.", required=True)
+@flag("--admin", "Let the key see and change the whole cluster, too.")
+@value("--min-priority", "N", "The lowest priority of its requests.", -100, type=int)
+@value("--max-priority", "N", "The highest priority of its requests.", 0)
+@value("--expires", "DATE", "The last day (UTC) on which it is valid, such as 2027-01-31.", "")
 @_keys_file
 def _add(
     tenant: str, admin: bool, min_priority: int, max_priority: int, expires: str, path: Path
 ) -> None:
-    """Make a key and show it, this once."""
+    """Make a key, and show it this one time."""
     key, key_id, entry = api_keys.new_key(
         tenant,
         is_admin=admin,
@@ -131,7 +131,7 @@ def _add(
 @api_key.command("list")
 @_keys_file
 def _list(path: Path) -> None:
-    """Show the keys of a file: ids, tenants, bounds."""
+    """Show the keys of a file with tenants, priorities and expiry."""
     for key_id, entry in sorted(api_keys.load(path).keys.items()):
         admin = ", admin" if entry.is_admin else ""
         expires = f", expires {entry.expires}" if entry.expires else ""
@@ -145,9 +145,9 @@ def _list(path: Path) -> None:
 @click.argument("key_id")
 @_keys_file
 def _remove(key_id: str, path: Path) -> None:
-    """Take a key out of a file; it is refused from then on."""
+    """Remove a key from a file; the router refuses it from then on."""
     key_files.remove(path, key_id)
-    sys.stdout.write(f"{path}: key {key_id} is gone\n")
+    sys.stdout.write(f"{path}: key {key_id} was removed\n")
 
 
 # -- certificates
@@ -158,30 +158,30 @@ def _remove(key_id: str, path: Path) -> None:
 @value(
     "--secrets",
     "PREFIX",
-    "Keep them in Secrets of the Kubernetes cluster that this runs in.",
+    "Keep the set in Secrets of this Kubernetes cluster.",
     "",
     one_of="place",
 )
 @value("--namespace", "NAME", "The namespace of the Secrets. By default it is the pod's.", "")
-@value("--owner", "NAME", "Delete the Secrets with this ServiceAccount.", "")
+@value("--owner", "NAME", "Let Kubernetes delete the Secrets with this ServiceAccount.", "")
 @value(
     "--server",
     "NAME=HOST",
-    "Make a certificate for a server that is no part of Baton, such as redis.",
+    "Make a certificate for another server, too, such as redis.",
     dest="servers",
     multiple=True,
 )
 @value(
     "--host",
     "NAME",
-    "Clients reach the router under this name or address, too, besides localhost.",
+    "Clients call the router by this name or address, besides localhost.",
     dest="hosts",
     multiple=True,
 )
 @value("--days", "N", "The certificates are valid for N days.", 365)
 @flag(
     "--flips",
-    "Let workers change their role: their certificates name both, and may call what either may.",
+    "Let workers change their role: their certificates name both roles.",
 )
 def certs(
     out: Path | None,
@@ -195,15 +195,15 @@ def certs(
 ) -> None:
     """Make certificates for development: a CA, and one for each role.
 
-    Run again on the same folder it renews the certificates and keeps the CA; processes take the new
-    ones up without a restart. `baton up --tls` makes a set of its own and needs none of this.
+    Run again on the same folder, it renews the certificates and keeps the CA; processes take up the
+    new certificates without a restart. `baton up --tls` makes its own set.
 
-    Inside a Kubernetes cluster `--secrets PREFIX` keeps the set in Secrets: PREFIX-ROLE for each
+    Inside a Kubernetes cluster, `--secrets PREFIX` keeps the set in Secrets: PREFIX-ROLE for each
     role, which the pods mount, and PREFIX-ca, which no pod mounts. The chart does so with
-    tls.mode=self-made. Each certificate names one role; with --flips those of workers name prefill
-    and decode, so that a running worker may take the other role.
+    tls.mode=self-made. Each certificate names one role; with --flips the certificates of workers
+    name prefill and decode, so that a running worker may change its role.
     """
-    from baton import certs as certificates  # cryptography takes a while to import
+    from baton import certificates  # cryptography takes a while to import
 
     if out is None and not secrets:
         raise click.UsageError("Missing option '--out' or '--secrets'.")
@@ -217,10 +217,8 @@ def certs(
         named_servers[name] = host
     all_hosts = list(dict.fromkeys([*certificates.LOCAL_HOSTS, *hosts]))
     if out is None:
-        from baton import cert_secrets  # the client of Kubernetes takes a second to import
-
-        place = cert_secrets.Place(secrets, namespace, owner)
-        written = cert_secrets.write(
+        place = certificates.SecretsPlace(secrets, namespace, owner)
+        written = certificates.write_secrets(
             place, hosts=all_hosts, days=days, servers=named_servers, flips=flips
         )
         sys.stdout.write(f"written: {', '.join(written)}\n")

@@ -1,19 +1,18 @@
-"""`baton models` and `baton adapter`: which model types are served, and LoRA adapters."""
+"""`baton models` and `baton adapter`: the model types that are served, and LoRA adapters."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from pathlib import Path
 
 import click
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from baton.cli import options, render
 from baton.cli.options import FILE, RouterTarget, flag, value
+from baton.cli.render import text
 from baton.errors import ModelError, Unavailable
 from checkpoints import architectures
 from checkpoints.errors import CheckpointError
@@ -22,17 +21,17 @@ from checkpoints.resolve import bundled_names, resolve
 from protos import inference_pb2
 
 _LOAD_S = 900.0
-"""For a load: the router bounds it, by times.adapter_s."""
+"""Limit of a load here; the router's own is times.adapter_s."""
 _WAIT_S = 3600.0
-"""For requests to end: as long as one may take."""
+"""Limit of the wait for requests to end: the longest time of one."""
 
 
 @options.command("models")
 @click.argument("checkpoint", default="")
-@flag("--refused", "List what is not served, and why.")
-@options.as_json("Print the same as one JSON object.")
+@flag("--refused", "List the known model types that are not served, and why.")
+@options.as_json()
 def models(checkpoint: str, refused: bool, as_json: bool) -> int:
-    """List the model types that are served, and how; or say whether CHECKPOINT is, and if not, why.
+    """List the model types that are served; or say whether CHECKPOINT is served, and if not, why.
 
     CHECKPOINT is the name of a bundled model, a folder, or a name on the Hugging Face hub. Exit
     code 1: it is not served.
@@ -49,14 +48,14 @@ def models(checkpoint: str, refused: bool, as_json: bool) -> int:
             for name, (route, features) in architectures.SERVED.items()
         }
         everything = {"served": served, "refused": architectures.REFUSED}
-        sys.stdout.write(json.dumps(everything) + "\n")
+        render.print_json(everything)
     else:
         render.show(_refused() if refused else _served())
     return 0
 
 
 def _one(name: str, *, as_json: bool) -> int:
-    """Only its config.json is looked at; the engine rehearses the architecture when it starts."""
+    """Reads only config.json; the engine itself checks the architecture when it starts."""
     try:
         checkpoint = resolve(name, files="tokenizer")
         config = read_config(checkpoint.path)
@@ -74,7 +73,7 @@ def _one(name: str, *, as_json: bool) -> int:
             "route": route if reason is None else "",
             "features": features.split() if reason is None else [],
         }
-        sys.stdout.write(json.dumps(answer) + "\n")
+        render.print_json(answer)
         return int(reason is not None)
     if reason is not None:
         raise ModelError(f"{checkpoint.name}: {reason}")
@@ -92,24 +91,21 @@ def _served() -> RenderableType:
         f"{len(architectures.REFUSED)} are known and refused (--refused). "
         f"Bundled models: {', '.join(bundled_names())}"
     )
-    table = _table("model type", "route", "features", "")
-    for name, (route, features) in sorted(architectures.SERVED.items()):
-        table.add_row(name, route, features, architectures.PUBLISHED_REFUSED.get(name, ""))
-    return Group(head, table)
+    columns = (
+        text("model type", lambda item: item[0]),
+        text("route", lambda item: item[1][0]),
+        text("features", lambda item: item[1][1]),
+        text("", lambda item: architectures.PUBLISHED_REFUSED.get(item[0], "")),
+    )
+    return Group(head, render.table(columns, sorted(architectures.SERVED.items())))
 
 
 def _refused() -> RenderableType:
-    table = _table("model type", "why it is not served")
-    for name, reason in sorted(architectures.REFUSED.items()):
-        table.add_row(name, reason)
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+    columns = (
+        text("model type", lambda item: item[0]),
+        text("why it is not served", lambda item: item[1]),
+    )
+    return render.table(columns, sorted(architectures.REFUSED.items()))
 
 
 # -- adapters
@@ -129,12 +125,12 @@ def adapter() -> None:
 @adapter.command("load")
 @click.argument("name")
 @click.argument("folder", type=FILE)
-@value("--model", "NAME", "It adapts this model, where several are served.", "")
+@value("--model", "NAME", "The model that it adapts, if the cluster serves several.", "")
 @options.router_target()
 def _load(name: str, folder: Path, model: str, target: RouterTarget) -> None:
     """Load adapter NAME on every worker, or replace its content.
 
-    FOLDER is as PEFT saves it, on the machines of the workers.
+    FOLDER is a folder that PEFT saved, at the same path on the machine of each worker.
     """
     request = inference_pb2.LoadClusterAdapterRequest(
         name=name, folder=str(folder.resolve()), model=model
@@ -150,15 +146,15 @@ def _load(name: str, folder: Path, model: str, target: RouterTarget) -> None:
 @value(
     "--wait",
     "[SECONDS]",
-    "Refuse new requests for it at once, and wait for those that use it; without a number up "
-    f"to {_WAIT_S:.0f} s.",
+    "Refuse new requests for it, and wait until the running ones end; by default at most "
+    f"{_WAIT_S:.0f} s.",
     type=float,
     is_flag=False,
     flag_value=_WAIT_S,
 )
 @options.router_target()
 def _unload(name: str, wait: float | None, target: RouterTarget) -> None:
-    """Unload adapter NAME from every worker. It is refused while requests use the adapter."""
+    """Unload adapter NAME from every worker. Without --wait it must not be in use."""
     request = inference_pb2.UnloadClusterAdapterRequest(name=name, wait=wait is not None)
     with target.client() as client:
         reply = client.unload_adapter(request, timeout_s=wait or _LOAD_S)

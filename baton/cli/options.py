@@ -1,5 +1,5 @@
-"""Options that several commands share, as decorators: `sampling` adds the sampling options to a
-command, which gets their values as its argument `sampling`.
+"""Options that several commands share, as decorators. `sampling`, for example, adds the sampling
+options to a command, which gets their values as its argument `sampling`.
 
 The options of a cluster are made from the fields of `ClusterConfig`.
 """
@@ -21,12 +21,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from baton.cert_set import CertSet
-from baton.client import SyncClient
+from baton.client import Credentials, SyncClient
 from baton.cluster import state as cluster_state
 from baton.cluster.config import DEFAULT_PORT, ClusterConfig
 from baton.cluster.state import ClusterState
-from baton.credentials import Credentials
 from baton.errors import ClusterError, InvalidArgument, Unavailable
 from process import secret_files
 from process.access import PeerRole
@@ -41,8 +39,8 @@ _MAX_KEY_BYTES = 4096
 
 
 class SectionOption(click.Option):
-    """An option that the help shows in its `section`. Of the options of a command that have the
-    same `one_of`, at most one may be given."""
+    """An option that the help shows in its `section`. Options of a command with the same `one_of`
+    exclude one another."""
 
     def __init__(self, *args: Any, one_of: str = "", **attributes: Any) -> None:
         if attributes.get("multiple"):
@@ -52,7 +50,7 @@ class SectionOption(click.Option):
         self.section = "Options"
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """As click's, but that an empty default is not shown."""
+        """As click's, without an empty default."""
         extra = super().get_help_extra(ctx)
         if self.default in ("", ()):
             extra.pop("default", None)
@@ -111,13 +109,13 @@ def value(
     dest: str = "",
     **more: Any,
 ) -> Decorator:
-    """An option with a value, whose type is that of its default, unless `type` says it.
+    """An option with a value. Its type is `type`, or else that of the default.
 
     Args:
-        metavar: what the help calls the value; None: its type does.
-        short: a second name, such as -n.
-        dest: what the command calls it; by default as the option.
-        more: `one_of`, and what click's options take.
+        metavar: the name of the value in the help; None: that of its type.
+        short: a second name of the option, such as -n.
+        dest: the name of the command's argument; by default that of the option.
+        more: `one_of`, and further arguments of a click option.
     """
     names = filter(None, (short, name, dest))
     return click.option(
@@ -126,12 +124,12 @@ def value(
 
 
 def flag(name: str, help: str, *, dest: str = "", **more: Any) -> Decorator:
-    """An option without a value, as `value`."""
+    """An option without a value; arguments as `value`."""
     return value(name, None, help, False, dest=dest, is_flag=True, **more)
 
 
 def seconds(text: str) -> float:
-    """A time of the command line: above 0. Raises: BadParameter."""
+    """A positive time on the command line. Raises: BadParameter."""
     try:
         value = float(text)
     except ValueError:
@@ -150,7 +148,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def section(title: str, *options: Decorator) -> Decorator:
-    """These options, in a section of their own of the help."""
+    """Show these options in a section of their own of the help."""
 
     def decorate(callback: Callable[..., Any]) -> Callable[..., Any]:
         for param in _add(callback, options):
@@ -161,9 +159,8 @@ def section(title: str, *options: Decorator) -> Decorator:
 
 
 def as_argument(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
-    """Add `options` to a command. It gets as its argument `name` what `make` makes of their values.
-
-    Raises, when the command runs: what `make` raises.
+    """Add `options` to a command, which gets `make(their values)` as its argument `name`. What
+    `make` raises is raised when the command runs.
     """
 
     def decorate(callback: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,7 +176,7 @@ def as_argument(name: str, make: Callable[..., Any], *options: Decorator) -> Dec
 
 
 def _add(callback: Callable[..., Any], options: Sequence[Decorator]) -> list[SectionOption]:
-    """Returns: the options as click has them, which keeps those of a command as an attribute."""
+    """Returns: the added options; click keeps the options of a function in an attribute."""
     num_others = len(callback.__dict__.get("__click_params__", ()))
     for add in reversed(options):
         add(callback)
@@ -187,17 +184,17 @@ def _add(callback: Callable[..., Any], options: Sequence[Decorator]) -> list[Sec
     return added
 
 
-# -- which cluster, and how it is trusted
+# -- which cluster, TLS and API keys
 
 
 @dataclass(frozen=True)
 class RouterTarget:
-    """The router that a command speaks to, and how each side knows the other."""
+    """The router that a command calls, and its TLS files and API key."""
 
     address: str = ""
-    """host:port; empty: of a cluster of this user."""
+    """host:port; empty: the router of a cluster that this user started."""
     cluster: str = ""
-    """Name of a cluster of this user; empty: the one started last."""
+    """Name of a cluster that this user started; empty: the last one."""
     tls: bool = False
     ca_file: str = ""
     cert_file: str = ""
@@ -206,10 +203,10 @@ class RouterTarget:
 
     @functools.cached_property
     def state(self) -> ClusterState | None:
-        """The cluster of this user that is meant; None: there is none, or the address is another's.
-        Where several run and none is named, says which one is taken.
+        """The cluster that these options choose, if this user started it here; None: another one.
+        Where several run and none is named, a line on standard error says which one is taken.
 
-        Raises: Unavailable for a name that none has.
+        Raises: Unavailable where no cluster has the name.
         """
         if self.address:
             return cluster_state.find(self.address)
@@ -219,18 +216,20 @@ class RouterTarget:
                 if state.name == self.cluster:
                     return state
             names = ", ".join(state.name for state in running) or "none"
-            raise Unavailable(f"--cluster {self.cluster}: of your clusters here run: {names}")
+            raise Unavailable(
+                f"--cluster {self.cluster}: no cluster of yours has this name; running: {names}"
+            )
         if len(running) > 1:
             *others, taken = (state.name for state in running)
             sys.stderr.write(
-                f"cluster {taken} is taken, which was started last; --cluster NAME chooses another:"
-                f" {', '.join(others)}\n"
+                f"using cluster {taken}, the last one started; --cluster NAME chooses another: "
+                f"{', '.join(others)}\n"
             )
         return running[-1] if running else None
 
     def router_address(self) -> str:
-        """Raises: Unavailable when none is named and none runs; InvalidArgument for the HTTP port
-        of a cluster of this user."""
+        """Raises: Unavailable where no cluster is named and none runs; InvalidArgument where the
+        address is the HTTP port of a cluster that this user started."""
         if not self.address:
             if self.state is None:
                 raise Unavailable(
@@ -244,7 +243,7 @@ class RouterTarget:
         return self.address
 
     def credentials(self) -> Credentials:
-        """What the options say; else, of a cluster of this user, its own.
+        """The credentials of the options, or those of the cluster that this user started.
 
         Raises: SettingsError, InvalidArgument for files that cannot be used.
         """
@@ -263,15 +262,17 @@ class RouterTarget:
         if self.tls or self.ca_file or self.cert_file:
             tls = TlsSettings(self.ca_file, self.cert_file, self.key_file)
         elif self.state is not None and self.state.tls_dir:
+            from baton.certificates import CertSet  # cryptography takes a while to import
+
             tls = CertSet(Path(self.state.tls_dir)).tls_of(PeerRole.ADMIN)
         return Credentials(tls, api_key)
 
     def client(self) -> SyncClient:
-        """A client of that router. Raises: Unavailable, SettingsError, InvalidArgument."""
+        """A client of the router. Raises: Unavailable, SettingsError, InvalidArgument."""
         return SyncClient(self.router_address(), self.credentials())
 
     def dialer(self) -> Dialer:
-        """Channels to the cluster's workers and stores, as an admin; as `credentials`."""
+        """Makes channels to the workers and stores of the cluster, with these credentials."""
         return Dialer(self.credentials().identity())
 
 
@@ -280,24 +281,24 @@ def _port(address: str) -> str:
 
 
 def address_option(help: str) -> Decorator:
-    latest = "By default it is the cluster that `baton up` started last."
+    latest = "By default it is the cluster that you started last."
     return value("--address", "HOST:PORT", f"{help} {latest}", "", one_of="where")
 
 
 cluster_name: Decorator = value(
     "--cluster",
     "NAME",
-    "Choose one of several clusters that you started here: by the name that you gave to "
-    "`baton up --cluster`, or by its router's port.",
+    "Use this one of the clusters that you started here: its name is that of "
+    "`baton up --cluster`, or its router's port.",
     "",
     one_of="where",
 )
 
 
 def router_target(
-    address: str = "Speak to the router at this address.", *, has_tls: bool = True
+    address: str = "Call the router at this address.", *, has_tls: bool = True
 ) -> Decorator:
-    """`target: RouterTarget`. has_tls: false where the command has another option --tls."""
+    """`target: RouterTarget`. has_tls: False where the command has another option --tls."""
     options = (address_option(address), cluster_name, trust_options(has_tls=has_tls))
     return as_argument("target", RouterTarget, *options)
 
@@ -305,30 +306,30 @@ def router_target(
 def trust_options(*, has_tls: bool = True) -> Decorator:
     tls = flag("--tls", "Use TLS and trust the CAs of this machine.")
     return section(
-        "Trust (known of a cluster that `baton up` started)",
+        "TLS and API key (not needed for a cluster that you started here)",
         *((tls,) if has_tls else ()),
         value("--ca-file", "FILE", "Use TLS and trust the CAs in this file.", ""),
-        value("--cert-file", "FILE", "Show this certificate of yours.", ""),
+        value("--cert-file", "FILE", "Authenticate with this certificate.", ""),
         value("--key-file", "FILE", "The private key of that certificate.", ""),
         value(
             "--api-key-file",
             "FILE",
-            "Send the API key in this file. By default it is the variable BATON_API_KEY.",
+            "Send the API key in this file. By default it is in the variable BATON_API_KEY.",
             type=FILE,
         ),
     )
 
 
-def as_json(help: str) -> Decorator:
+def as_json(help: str = "Print one JSON object.") -> Decorator:
     """`as_json: bool`."""
     return flag("--json", help, dest="as_json")
 
 
-# -- what is generated; an option's `dest` is a keyword of `Client.generate`
+# -- sampling: an option's `dest` is an argument of `Client.generate`
 
 
 def _keywords(logit_bias: Sequence[tuple[int, float]] = (), **values: Any) -> dict[str, Any]:
-    """What was not given is left to `Client.generate`."""
+    """The arguments that were given; `Client.generate` has defaults for the others."""
     biases = {"logit_bias": dict(logit_bias)} if logit_bias else {}
     return biases | {key: each for key, each in values.items() if each not in (None, ())}
 
@@ -337,16 +338,26 @@ sampling = as_argument(
     "sampling",
     _keywords,
     section(
-        "Sampling (by default as the model says)",
+        "Sampling (the defaults are the model's)",
         value("--max-tokens", "N", "Generate at most N tokens.", 128),
-        value("--temperature", "T", "0 always takes the likeliest token.", type=float),
-        value("--top-p", "P", "Sample from the likeliest tokens that sum to P.", type=float),
-        value("--top-k", "K", "Sample from the K likeliest tokens.", type=int),
-        value("--min-p", "P", "Leave out tokens below P times the likeliest.", type=float),
+        value("--temperature", "T", "0 always takes the most likely token.", type=float),
+        value(
+            "--top-p",
+            "P",
+            "Sample from the most likely tokens whose probabilities sum to P.",
+            type=float,
+        ),
+        value("--top-k", "K", "Sample from the K most likely tokens.", type=int),
+        value(
+            "--min-p",
+            "P",
+            "Leave out tokens less likely than P times the most likely one.",
+            type=float,
+        ),
         value("--seed", "N", "The same seed gives the same answer.", type=int),
-        value("--stop", "TEXT", "End before this text.", multiple=True),
+        value("--stop", "TEXT", "End the answer before this text.", multiple=True),
     ),
-    value("--model", "NAME", "Ask this model, where the cluster serves several.", ""),
+    value("--model", "NAME", "Ask this model, if the cluster serves several.", ""),
     value("--tenant", "NAME", "Ask as this tenant.", ""),
     value(
         "--timeout",
@@ -364,17 +375,26 @@ shaping = as_argument(
     section(
         "Samples",
         value("-n", "N", "Generate N samples of the prompt.", 1),
-        value("--num-beams", "N", "Search with N beams instead of sampling.", 1),
-        value("--length-penalty", "P", "Above 0 a beam search prefers long answers.", type=float),
-        flag("--early-stopping", "End a beam search with N finished answers."),
+        value("--num-beams", "N", "Use beam search with N beams instead of sampling.", 1),
+        value(
+            "--length-penalty",
+            "P",
+            "Prefer long answers of a beam search if P is above 0.",
+            type=float,
+        ),
+        flag("--early-stopping", "End a beam search when it has N finished answers."),
     ),
     section(
         "Which tokens may be sampled",
         value("--min-tokens", "N", "Generate at least N tokens.", 0),
-        value("--presence-penalty", "P", "Taken off the logit of a token that occurred.", 0.0),
-        value("--frequency-penalty", "P", "Taken off for each time that it occurred.", 0.0),
-        value("--repetition-penalty", "P", "Divides the logit of a token that occurred.", 1.0),
-        value("--no-repeat-ngram", "N", "Never repeat N tokens in a row; 0: may repeat.", 0),
+        value(
+            "--presence-penalty", "P", "Subtract P from the logit of each token that occurred.", 0.0
+        ),
+        value("--frequency-penalty", "P", "Subtract P for each time that the token occurred.", 0.0),
+        value(
+            "--repetition-penalty", "P", "Divide the logit of each token that occurred by P.", 1.0
+        ),
+        value("--no-repeat-ngram", "N", "Never repeat N tokens in a row; 0 allows it.", 0),
         value(
             "--logit-bias",
             "TOKEN=BIAS",
@@ -385,27 +405,35 @@ shaping = as_argument(
         value(
             "--allowed-token",
             "TOKEN",
-            "Sample only tokens with such an id.",
+            "Sample only tokens with this id.",
             dest="allowed_token_ids",
             type=int,
             multiple=True,
         ),
-        value("--bad-word", "TEXT", "Never generate this.", dest="bad_words", multiple=True),
-        flag("--ignore-eos", "Go on after the token that ends an answer."),
+        value("--bad-word", "TEXT", "Never generate this text.", dest="bad_words", multiple=True),
+        flag("--ignore-eos", "Continue after the end-of-sequence token."),
         flag("--include-stop-text", "Keep the text of --stop in the answer."),
-        value("--adapter", "NAME", "Use this LoRA adapter, which is loaded.", ""),
+        value("--adapter", "NAME", "Use this LoRA adapter, which must be loaded.", ""),
     ),
     section(
-        "What the answer must be (one of these)",
-        value("--json-schema", "JSON", "JSON that this schema allows.", one_of="output"),
-        value("--regex", "PATTERN", "Text that this expression matches.", one_of="output"),
+        "Structured output (one of these)",
+        value(
+            "--json-schema", "JSON", "The answer is JSON that this schema allows.", one_of="output"
+        ),
+        value("--regex", "PATTERN", "The answer matches this regular expression.", one_of="output"),
         value(
             "--ebnf",
             "GRAMMAR",
-            "Text of this grammar, as Lark (start: ...) or GBNF (root ::= ...).",
+            "The answer follows this grammar, in Lark (start: ...) or GBNF (root ::= ...).",
             one_of="output",
         ),
-        value("--choice", "TEXT", "One of these texts.", multiple=True, one_of="output"),
+        value(
+            "--choice",
+            "TEXT",
+            "The answer is this text, or another --choice.",
+            multiple=True,
+            one_of="output",
+        ),
     ),
 )
 
@@ -414,12 +442,12 @@ shaping = as_argument(
 
 
 def cluster_config(*, port: int = DEFAULT_PORT, model: str = ClusterConfig.model) -> Decorator:
-    """`config: ClusterConfig`. Each field is an option; its docstring is the help. The command
-    raises ClusterError for a wrong value."""
+    """`config: ClusterConfig`. Each field is an option, its docstring the help. The command raises
+    ClusterError for a wrong value."""
     fields = {each.name: each for each in dataclasses.fields(ClusterConfig)}
     kinds, explained = typing.get_type_hints(ClusterConfig), field_docstrings(ClusterConfig)
     defaults = {"port": port, "model": (model,) if model else ()}
-    explained["model"] += " Further ones get workers of their own."
+    explained["model"] += " Each further model gets workers of its own."
 
     def help_of(name: str) -> str:
         return re.sub(

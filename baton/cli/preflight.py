@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,30 @@ from rich.text import Text
 
 from baton.cli import options, render
 from baton.cli.options import FILE, value
-from baton.preflight import checks, manifests, model_check, needs
-from baton.preflight.findings import Finding, Status
-from baton.preflight.manifests import PreflightError, Release
+from baton.preflight import checks, cluster, model, needs
+from baton.preflight.checks import Finding, Status
+from baton.preflight.needs import PreflightError, Release
 
 _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
 
 
 @options.command("preflight")
 @value("--chart", "FOLDER", "Render the chart in this folder.", "helm/baton", type=FILE)
-@value("--release", "NAME", "Under this release's name.", "baton")
+@value("--release", "NAME", "Render it under this release name.", "baton")
 @value(
     "--values",
     "FILE",
-    "With the values in this file, as helm takes them.",
+    "Take the chart's values from this file, as `helm --values`.",
     short="-f",
     multiple=True,
 )
-@value("--set", "KEY=VALUE", "With this value, as helm takes it.", dest="sets", multiple=True)
+@value(
+    "--set",
+    "KEY=VALUE",
+    "Set this value of the chart, as `helm --set`.",
+    dest="sets",
+    multiple=True,
+)
 @value(
     "--manifests",
     "FILE",
@@ -42,7 +47,7 @@ _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
 @value(
     "--namespace", "NAME", "Check this namespace. By default it is the context's.", "", short="-n"
 )
-@options.as_json("Print the same as one JSON object.")
+@options.as_json()
 def preflight(
     chart: Path,
     release: str,
@@ -60,26 +65,24 @@ def preflight(
     nodes, memory for the model, metrics, images. It changes nothing. Exit code 1: something must be
     fixed.
     """
-    from baton.preflight import reading  # the Kubernetes client takes a second to import
-
-    reader = reading.connect(context, namespace)
+    reader = cluster.connect(context, namespace)
     version = reader.version()
     if rendered:
-        objects = manifests.read(rendered)
+        objects = needs.read(rendered)
     else:
         install = Release(chart, release, reader.namespace, tuple(values), tuple(sets))
-        objects = manifests.render(install, version)
+        objects = needs.render(install, version)
     try:
         asked = needs.of(objects)
     except ValueError as error:
         raise PreflightError(str(error)) from error
-    cluster = reader.look(asked)
-    models = {str(engine.get("model", "")) for engine in model_check.engines(asked).values()}
-    sizes = {model: model_check.sizes_of(model) for model in sorted(models) if model}
-    findings = (*checks.all_of(asked, cluster), *model_check.check(asked, cluster, sizes))
+    there = reader.look(asked)
+    names = {str(engine.get("model", "")) for engine in model.engines(asked).values()}
+    sizes = {name: model.sizes_of(name) for name in sorted(names) if name}
+    findings = (*checks.all_of(asked, there), *model.check(asked, there, sizes))
     is_bad = any(finding.status is Status.FAIL for finding in findings)
     if as_json:
-        sys.stdout.write(json.dumps(_findings_as_json(findings)) + "\n")
+        render.print_json(_findings_as_json(findings))
     else:
         render.show(_table(findings))
     return int(is_bad)
@@ -89,13 +92,7 @@ def _findings_as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "is_ready": not any(finding.status is Status.FAIL for finding in findings),
         "findings": [
-            {
-                "check": finding.check,
-                "status": finding.status.value,
-                "what": finding.what,
-                "fix": finding.fix,
-            }
-            for finding in findings
+            dataclasses.asdict(finding) | {"status": finding.status.value} for finding in findings
         ],
     }
 

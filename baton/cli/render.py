@@ -1,8 +1,9 @@
-"""What commands print: tables, sizes and times, an answer as it comes, and where it came from."""
+"""What commands print: tables, JSON, sizes and times, a streamed answer and its provenance."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Column(NamedTuple):
-    """Of a table: its title, and what it shows of a row's item."""
+    """A column of a table: its title, and the value that it shows of each row's item."""
 
     title: str
     value: Callable[[Any], Any]
@@ -31,27 +32,35 @@ class Column(NamedTuple):
 
 
 def text(title: str, value: str | Callable[[Any], Any]) -> Column:
-    """A column of words. `value` may be the name of an attribute."""
+    """A column of text. `value` may be the name of an attribute."""
     return Column(title, operator.attrgetter(value) if isinstance(value, str) else value)
 
 
 def number(title: str, value: str | Callable[[Any], Any]) -> Column:
-    """A column of numbers, which stand to the right."""
+    """A column of numbers, aligned to the right."""
     return Column(title, text(title, value).value, is_number=True)
 
 
 def show(renderable: RenderableType) -> None:
-    """Print on standard output; wide enough for our tables where that is no terminal."""
+    """Print on standard output, 160 columns wide where that is not a terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
     console.print(renderable)
 
 
+def print_json(value: Any) -> None:
+    """Print one line of JSON on standard output."""
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
 def table(
     columns: Sequence[Column], items: Iterable[Any], *, header: str = "bold", no_wrap: bool = True
 ) -> Table:
-    """A row for each item, without lines. header: the style of titles. no_wrap: of numbers."""
+    """A table with a row for each item.
+
+    Args: header: the style of the titles. no_wrap: keep numbers on one line.
+    """
     made = Table(box=None, pad_edge=False, header_style=header)
     for column in columns:
         if column.is_number:
@@ -65,7 +74,7 @@ def table(
 
 
 def progress(console: Console, name: str, *columns: ProgressColumn) -> Progress:
-    """A bar where the console is a terminal, and the time that passed."""
+    """A progress bar with the elapsed time, shown only on a terminal."""
     return Progress(
         TextColumn(name),
         BarColumn(bar_width=24),
@@ -77,7 +86,7 @@ def progress(console: Console, name: str, *columns: ProgressColumn) -> Progress:
 
 
 def percent(part: int, whole: int) -> str:
-    """A share, as people read it; "-" of nothing."""
+    """A share in percent; "-" where the whole is 0."""
     return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
@@ -95,7 +104,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """A message as JSON values, in the names of the proto; 64-bit numbers as strings."""
+    """A message as JSON values with the names of the proto; 64-bit numbers are strings."""
     plain: dict[str, Any] = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -103,7 +112,7 @@ def to_dict(message: Message) -> dict[str, Any]:
 
 
 def stream(chunks: Generator[Chunk, None, None], *, as_ids: bool = False) -> Completion:
-    """Write the answer as it comes, and a line's end. Closes `chunks`, whatever happens."""
+    """Write the answer while it arrives. Closes `chunks` in any case."""
 
     def written() -> Iterator[Chunk]:
         for chunk in chunks:
@@ -122,14 +131,14 @@ def stream(chunks: Generator[Chunk, None, None], *, as_ids: bool = False) -> Com
 def stream_with_provenance(
     chunks: Generator[Chunk, None, None], *, as_ids: bool = False
 ) -> Completion:
-    """Write the answer as it comes, then where it came from."""
+    """Write the answer while it arrives, then its provenance."""
     completion = stream(chunks, as_ids=as_ids)
     show(provenance_block(completion))
     return completion
 
 
 def short_line(completion: Completion) -> str:
-    """Where an answer came from in one line, for a chat."""
+    """The provenance of an answer in one line, for a chat."""
     parts = [
         f"{leg.worker_id}: {leg.num_tokens_computed} computed, {leg.num_tokens_local} local, "
         f"{leg.num_tokens_from_store} from store"
@@ -142,7 +151,7 @@ def short_line(completion: Completion) -> str:
 
 
 def provenance_block(completion: Completion) -> RenderableType:
-    """Usage, the account of KV by worker, and the time of each stage."""
+    """Usage, the source of the KV by worker, and the time of each stage."""
     times = "  ".join(
         f"{stage} {format_seconds(seconds)}" for stage, seconds in completion.times.items()
     )
@@ -164,7 +173,7 @@ def _usage_line(completion: Completion) -> str:
 
 
 def _legs(legs: Sequence[KvLeg]) -> Table:
-    """A row for each worker. Of the last columns those that have something to show."""
+    """A row for each worker. The last columns are shown only where one has a value."""
     columns = [
         text("worker", "worker_id"),
         number("computed", "num_tokens_computed"),
@@ -198,7 +207,7 @@ def _from_store(leg: KvLeg) -> str:
 
 
 def _transport(leg: KvLeg) -> str:
-    """One name; of several each with what it was used for."""
+    """The transport; of several each with its use."""
     if len(leg.transports) < 2:
         return leg.transport or "-"
     return ", ".join(

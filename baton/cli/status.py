@@ -1,14 +1,12 @@
-"""`baton status` and `baton top`: a cluster's status as tables, as JSON, and as a live screen.
+"""`baton status` and `baton top`: the status of a cluster as tables, as JSON, and as a live screen.
 
-Bars and colours are those of the live page: what is in use, what is kept for later, what is out of
-use; where a request's time went.
+The bars have the colours of the live page: blocks in use, cached and quarantined; and the stages of
+a request's time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -30,7 +28,7 @@ from protos import common_pb2, inference_pb2
 
 NUM_REQUESTS = 64
 NUM_AT_ONCE = 16
-"""In a single frame, which has no screen to fill."""
+"""Requests in a single frame, which is not as high as the screen."""
 _TIMEOUT_S = 3.0
 _NO_TENANT = "(none)"
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -38,7 +36,7 @@ _BAR_WIDTH = 24
 _SPARK_WIDTH = 30
 _TIME_WIDTH = 30
 _LATE_POINTS = 30
-"""The figures are of the last minute."""
+"""Points of the last minute, of which the figures are."""
 _USED, _KEPT, _OUT, _FREE = "dodger_blue2", "steel_blue", "red3", "grey35"
 _PINNED, _WRITING = "medium_purple3", "dark_orange3"
 _ROUTER, _WAIT, _PREFILL = "grey62", "grey42", "dark_orange3"
@@ -57,33 +55,33 @@ _MOVING = ("handover", "decode_fetch")
 
 
 @options.command("status")
-@options.as_json("Print all numbers as one JSON object.")
+@options.as_json()
 @options.router_target()
 def status(as_json: bool, target: RouterTarget) -> None:
     """Show workers and their blocks, stores and their leases, and hit rates."""
     with target.client() as client:
         reply = client.status()
     if as_json:
-        sys.stdout.write(json.dumps(to_plain(reply)) + "\n")
+        render.print_json(to_plain(reply))
     else:
         render.show(status_tables(reply))
 
 
 @options.command("top")
 @flag("--once", "Print one frame and end.")
-@value("--interval", "SECONDS", "Look again after this time.", 1.0, type=seconds)
+@value("--interval", "SECONDS", "Refresh after this time.", 1.0, type=seconds)
 @options.router_target()
 def top(once: bool, interval: float, target: RouterTarget) -> None:
-    """Show workers, stores and requests as they are now, until Ctrl-C.
+    """Show workers, stores and requests, refreshed until Ctrl-C.
 
-    The figures are those of the last heartbeats, so that looking costs the workers nothing; `baton
-    status` asks each worker. A router that does not answer is asked again; the last frame stays
-    meanwhile, and says so. Where the output is no terminal, one frame is printed.
+    The figures are those of the last heartbeats, so that watching costs the workers nothing (`baton
+    status` asks each worker). While the router does not answer, the last frame stays with a line
+    that says so. Where the output is not a terminal, one frame is printed.
     """
     console = Console(highlight=False)
     with target.client() as client:
         is_once = once or not console.is_terminal
-        reply = _as_heard(client, NUM_AT_ONCE if is_once else NUM_REQUESTS)
+        reply = _from_heartbeats(client, NUM_AT_ONCE if is_once else NUM_REQUESTS)
         if is_once:
             render.show(frame(reply))
             return
@@ -104,12 +102,12 @@ def _watch(
             live.update(frame(status, height=height, note=note), refresh=True)
             time.sleep(interval_s)
             try:
-                status, note = _as_heard(client, NUM_REQUESTS), "Ctrl-C ends it"
+                status, note = _from_heartbeats(client, NUM_REQUESTS), "Ctrl-C ends it"
             except (Unavailable, DeadlineExceeded) as error:
-                note = f"as last heard of; trying again: {error}"
+                note = f"not up to date; trying again: {error}"
 
 
-def _as_heard(client: SyncClient, num_requests: int) -> inference_pb2.GetClusterStatusReply:
+def _from_heartbeats(client: SyncClient, num_requests: int) -> inference_pb2.GetClusterStatusReply:
     request = inference_pb2.GetClusterStatusRequest(
         as_heard=True, num_requests=num_requests, with_history=True
     )
@@ -117,7 +115,7 @@ def _as_heard(client: SyncClient, num_requests: int) -> inference_pb2.GetCluster
 
 
 def to_plain(message: Message) -> dict[str, Any]:
-    """A message as JSON values: all fields by name, numbers as numbers, bytes as hex."""
+    """A message as JSON values: all fields, with numbers as numbers and bytes as hex."""
     return {field.name: _plain(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
@@ -172,8 +170,8 @@ _STORE_TRAFFIC = (
 
 
 def status_tables(status: inference_pb2.GetClusterStatusReply) -> RenderableType:
-    """Requests, what is not as it should be, workers with their blocks and hit rates, stores with
-    their frames, leases, tiers and tenants, and the links between them. Pure.
+    """Requests, problems, workers with their blocks and hit rates, stores with their frames,
+    leases, tiers and tenants, and the links between them. Pure.
     """
     redis = "reachable" if status.redis_reachable else "NOT reachable: no remote prefix hits"
     head = Text(
@@ -311,16 +309,16 @@ _LINKS = (
 def frame(
     status: inference_pb2.GetClusterStatusReply, *, height: int = 0, note: str = ""
 ) -> RenderableType:
-    """One screen of text. As many requests as fit are shown, those under way first. Pure.
+    """One screen. It shows as many requests as fit, those in flight first. Pure.
 
-    height: lines of the screen; 0: as many as it takes. note: what to say in the last line.
+    Args: height: lines of the screen; 0: no limit. note: the last line.
     """
     workers = sorted(
         status.workers, key=lambda worker: (worker.role != "prefill", worker.worker_id)
     )
     stores = sorted(status.stores, key=lambda store: store.node_id)
     problems = _problems(status)
-    # Heads and the lines between: 1 head, 2 figures, and 2 lines of each table.
+    # 1 line of the head, 2 of figures, 2 around each table, and empty lines between them.
     taken = 1 + len(problems) + 3 + 2 + max(1, len(workers)) + 2 + max(1, len(stores)) + 2 + 2
     room = max(3, height - taken) if height else len(status.requests)
     parts: list[RenderableType] = [
@@ -337,7 +335,7 @@ def frame(
 
 
 def _or_note(columns: Sequence[render.Column], items: Sequence[Any], note: str) -> Table:
-    """A table, or in its place one line that says why it is empty."""
+    """A table, or its titles and a line that says why it is empty."""
     made = render.table(columns, items)
     if not items:
         made.add_row(Text(note, style="dim"))
@@ -355,7 +353,7 @@ def _head(status: inference_pb2.GetClusterStatusReply) -> Text:
 
 
 def _figures(status: inference_pb2.GetClusterStatusReply) -> Table:
-    """Of the last minute, with the last ten as a line."""
+    """Figures of the last minute, above sparklines of the last ten."""
     points = list(status.history)
     late = points[-_LATE_POINTS:]
     interval_s = status.history_interval_ms / 1000 or 1.0
@@ -383,8 +381,11 @@ def _figures(status: inference_pb2.GetClusterStatusReply) -> Table:
 
 
 def sparks(values: Sequence[float | None], *, top: float = 0.0) -> Text:
-    """The values as a line of blocks, newest right, the largest as high as a block gets; one that
-    is None is a gap. More than fit are put together, by their largest."""
+    """A sparkline of the values, the newest on the right; None is a gap. Where there are too many,
+    neighbours are shown as their largest value.
+
+    Args: top: the value of a full block; 0.0: the largest value.
+    """
     step = -(-len(values) // _SPARK_WIDTH) or 1
     groups = [values[max(0, end - step) : end] for end in range(len(values), 0, -step)][::-1]
     peaks = [max((v for v in group if v is not None), default=None) for group in groups]
@@ -401,13 +402,13 @@ def sparks(values: Sequence[float | None], *, top: float = 0.0) -> Text:
 
 
 def bar(parts: Iterable[tuple[str, float]], whole: float, *, width: int = _BAR_WIDTH) -> Text:
-    """(colour, size) side by side, in the ratio of their sizes to `whole`; what is left is free."""
+    """A bar of (colour, size) parts, as wide as their shares of `whole`; the rest is free."""
     made = Text()
     at = 0.0
     for colour, size in parts:
         begin, at = round(at * width), at + (size / whole if whole > 0 else 0.0)
         num = min(width, round(at * width)) - begin
-        # What is there is seen, however little it is.
+        # A part that is not empty has at least one character.
         num = max(num, int(size > 0 and len(made) < width))
         made.append("█" * min(num, width - len(made)), style=colour)
     made.append("░" * (width - len(made)), style=_FREE)
@@ -475,7 +476,7 @@ def _colour(stage: str) -> str:
 
 
 def _hits(points: Iterable[inference_pb2.UsagePoint]) -> tuple[int, int]:
-    """Prompt tokens that some cache had, and all."""
+    """Prompt tokens that came from a cache, and all prompt tokens."""
     found = computed = 0
     for point in points:
         found += point.num_tokens_local + point.num_tokens_from_store

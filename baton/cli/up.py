@@ -1,4 +1,4 @@
-"""`baton up` and `baton demo`: a cluster on this machine, and what is shown while it starts."""
+"""`baton up` and `baton demo`: a cluster on this machine, and its progress while it starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from rich.console import Console
@@ -20,12 +20,13 @@ from baton.cluster import plan
 from baton.cluster import state as cluster_state
 from baton.cluster.config import ClusterConfig
 from baton.cluster.local_cluster import LocalCluster
+from baton.cluster.state import ClusterState
 from baton.cluster.supervisor import ClusterEvent
 from baton.errors import ClusterError, ModelError
 from baton.messages import Completion
 
 _NOTEWORTHY = ("silent", "died", "restarting", "ready", "stopped")
-"""Events that are worth a line once the cluster is up."""
+"""Events that get a line once the cluster runs."""
 _PROMPT = (
     "Once upon a time there was a little fox named Ruby who lived at the edge of a quiet forest. "
     "One morning she found a small silver key under the old oak tree."
@@ -37,8 +38,8 @@ _PROMPT = (
 @value(
     "--cluster",
     "NAME",
-    "Give the cluster this name, by which your other commands choose it where you run "
-    "several. By default it is the router's port.",
+    "The name of the cluster, for the option --cluster of other commands. By default it is the "
+    "router's port.",
     "",
     dest="name",
 )
@@ -53,14 +54,14 @@ def up(config: ClusterConfig, name: str) -> None:
 
 
 @options.command("demo")
-@value("--prompt", "TEXT", "Ask this.", _PROMPT, show_default=False)
-@value("--max-tokens", "N", "Generate at most N.", 96)
+@value("--prompt", "TEXT", "Send this prompt.", _PROMPT, show_default=False)
+@value("--max-tokens", "N", "Generate at most N tokens.", 96)
 @options.cluster_config(port=0)
 def demo(prompt: str, max_tokens: int, config: ClusterConfig) -> None:
-    """Start a cluster, ask it the same twice, show where the KV came from, and stop it.
+    """Start a cluster, send the same prompt twice, show where the KV came from, and stop it.
 
-    The second time the prompt's full blocks are there already. The demo fails if the answers
-    differ, or if the decode worker computed a single prompt token itself.
+    The second time, the prompt's full blocks are in the caches. The demo fails if the answers
+    differ, or if the decode worker computed a prompt token itself.
     """
     num_processes = config.num_workers + config.num_all_stores + 2
     with running(config) as cluster, cluster.connect() as client:
@@ -89,18 +90,18 @@ def _check(answers: Sequence[Completion]) -> None:
             if leg.role == "decode" and leg.num_tokens_computed:
                 raise ClusterError(
                     f"{leg.worker_id} computed {leg.num_tokens_computed} prompt tokens itself "
-                    f"(reasons: {dict(leg.recomputed) or 'not told'}); --log-dir keeps "
+                    f"(reasons: {dict(leg.recomputed) or 'unknown'}); --log-dir keeps "
                     "the logs that say more"
                 )
 
 
 @contextlib.contextmanager
 def running(config: ClusterConfig, name: str = "") -> Iterator[LocalCluster]:
-    """A cluster that is announced to this user's other commands, and stopped at the end whatever
-    happens; from the main thread only, for it takes the signals."""
+    """A running cluster that the user's other commands find; it is stopped at the end in any case.
+    It handles signals, so it runs in the main thread only."""
     view = StartView(Console(stderr=True))
     cluster = LocalCluster(config, view.on_event)
-    state: Path | None = None
+    announced: Path | None = None
     with _signals(cluster):
         try:
             plan.check_settings(config)  # before a checkpoint is fetched
@@ -110,27 +111,28 @@ def running(config: ClusterConfig, name: str = "") -> Iterator[LocalCluster]:
                     _check_model(model, view)
                 cluster.start(settings_checked=True)
             certs = cluster.secured.certs
-            state = cluster_state.announce(
+            state = ClusterState(
                 cluster.address,
                 config.model,
-                cluster.redis_url,
+                redis_url=cluster.redis_url,
                 tls_dir=str(certs.folder) if certs is not None else "",
                 api_key=cluster.credentials.api_key,
                 api_keys_file=cluster.secured.api_keys_file,
                 autoscaler_address=cluster.autoscaler_address,
                 http_address=cluster.http_address,
-                name=name,
+                chosen_name=name,
             )
+            announced = cluster_state.announce(state)
             yield cluster
         finally:
             view.silence()
-            if state is not None:
-                state.unlink(missing_ok=True)
+            if announced is not None:
+                announced.unlink(missing_ok=True)
             cluster.stop()
 
 
 def _check_model(model: str, view: StartView) -> None:
-    """Fetch and check the checkpoint once, before several processes want it at the same time."""
+    """Fetch and check the checkpoint once, before several processes do so at the same time."""
     try:
         checkpoints.resolve(model, files="all", progress=view.on_fetch)
     except checkpoints.CheckpointError as error:
@@ -139,7 +141,7 @@ def _check_model(model: str, view: StartView) -> None:
 
 @contextlib.contextmanager
 def _signals(cluster: LocalCluster) -> Iterator[None]:
-    """The first signal interrupts; any further one kills what still runs, and stays quiet."""
+    """The first signal raises KeyboardInterrupt; each further one kills all processes."""
     interrupted = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -168,21 +170,21 @@ def _http_lines(cluster: LocalCluster) -> str:
 
 
 def _trust_lines(cluster: LocalCluster) -> str:
-    """What clients other than this user's `baton` commands need."""
+    """What clients need, except the user's own `baton` commands."""
     secured, lines = cluster.secured, []
     if secured.certs is not None:
         lines.append(f"Clients trust the CA in {secured.certs.ca_file}")
     if secured.api_keys_file:
         lines.append("Clients need a key: baton api-key add --tenant NAME")
-        lines.append(f"Keys are kept, as digests, in {secured.api_keys_file}")
+        lines.append(f"The digests of the keys are in {secured.api_keys_file}")
     if not lines:
         return ""
-    lines.append("The commands above find both by themselves.")
+    lines.append("The commands above find the CA and an API key by themselves.")
     return "\n".join(lines) + "\n"
 
 
 def _access_lines(config: ClusterConfig) -> str:
-    """Who else on this machine reaches what."""
+    """What other users of this machine can reach."""
     clients = (
         "The router's ports ask for an API key"
         if config.api_keys
@@ -190,10 +192,9 @@ def _access_lines(config: ClusterConfig) -> str:
     )
     metrics = "Any user of this machine can read /metrics, over plain HTTP\n" * config.metrics
     nixl = (
-        "; but NIXL opens loopback ports and abstract sockets, which take connections of any user\n"
-        "of this machine and are protected by nothing but metadata that only our parts are told: "
-        "a user\nwho guesses it can read and write KV. Where others use this machine take "
-        "--transport shm or grpc"
+        ". But NIXL opens loopback ports\nand abstract sockets, which accept connections of any "
+        "user of this machine. Only the secret metadata of the\nparts protects them: a user that "
+        "guesses it can read and write KV. On a shared machine use\n--transport shm or grpc"
         if config.uses_nixl
         else ""
     )
@@ -201,8 +202,8 @@ def _access_lines(config: ClusterConfig) -> str:
 
 
 def _left_lines(file_tier_dir: str) -> str:
-    """Page files that lie there beside the folders of clusters. Earlier versions had theirs there,
-    and left them; one may also be that of a store which is started by hand, so none is removed."""
+    """Page files directly in that folder. Earlier versions left theirs there; but a store that was
+    started by hand may use one, so none is removed."""
     if not file_tier_dir:
         return ""
     left = sorted(Path(file_tier_dir).glob("store*.baton-pages"))
@@ -244,9 +245,8 @@ def _ready_lines(cluster: LocalCluster) -> str:
 
 
 class StartView:
-    """Shows a cluster's start and life: bars on a terminal between `with` and its end, and one line
-    for each change after it. `on_event` is called from the supervisor's thread, which rich's
-    displays allow.
+    """Shows progress bars on a terminal while the cluster starts (inside `with`), and afterwards a
+    line for each change. `on_event` may be called from any thread, as rich's displays allow.
     """
 
     def __init__(self, console: Console) -> None:
@@ -269,33 +269,28 @@ class StartView:
             self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loading = False
         if self._console.is_terminal:
             self._progress.stop()
 
     def silence(self) -> None:
-        """Nothing more is worth a line: the cluster is being stopped."""
+        """Print nothing more: the cluster is being stopped."""
         self._quiet = True
 
     def on_event(self, event: ClusterEvent) -> None:
-        """Show it."""
+        """Show an event."""
         if self._quiet:
             return
         if self._loading and self._console.is_terminal:
             self._advance(event)
         elif event.what in _NOTEWORTHY and not (self._loading and event.what == "died"):
-            # A death at the start is told by the error that ends it.
+            # A death during the start is in the error that ends the start.
             detail = f": {event.detail}" if event.detail else ""
             self._console.print(f"{event.name} {event.what}{detail}", highlight=False, markup=False)
 
     def on_fetch(self, what: str, done: int, total: int) -> None:
-        """Progress of fetching a checkpoint, in bytes."""
+        """Show the progress of fetching a checkpoint, in bytes."""
         self.on_event(ClusterEvent("checkpoint", "loading", what, done, total))
 
     def _advance(self, event: ClusterEvent) -> None:

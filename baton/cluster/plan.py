@@ -1,9 +1,8 @@
-"""What a local cluster consists of: from a `ClusterConfig` to command lines, and whether the parts
-take their settings. Starts no part.
+"""The processes of a local cluster: from a `ClusterConfig` to command lines.
 
-The command lines are the same that a pod runs: `python -m services.prefill --set ...`. Which keys
-exist is each component's own business; a wrong one is refused by the component, by name. No part of
-a secret is in a command line, which all users of a machine can read: only the file that holds it.
+The command lines are those of pods: `python -m services.prefill --set ...`. Each component checks
+its own settings; `check_settings` lets the components do so before a start. A command line is
+readable for all users of a machine, so it has no secrets, only the names of files with secrets.
 """
 
 from __future__ import annotations
@@ -16,52 +15,53 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from baton.cert_set import CertSet
 from baton.cluster.config import ClusterConfig
 from baton.errors import ClusterError
 from process.access import PeerRole
 
-DRAIN_S = 3
-"""How long a stopping part lets requests finish, unless `--set` says otherwise."""
-STORE_DRAIN_S = 1
-"""How long a stopping store serves its leases. A cluster's end comes to it last, when nobody reads
-any more, but leases of those that were killed may be left."""
-MAX_STEP_S = 30.0
-"""For so long a part may be silent, as long as the router lets a step of an engine take
-(`times.max_step_s`), unless `--set` says otherwise."""
-HOLD_S = 120.0
-"""How long the router of a cluster that may have no worker keeps requests until the first serve."""
-AUTOSCALE_INTERVAL_S = 2.0
-"""Processes start faster than pods, so it looks more often than the autoscaler's default."""
-_MEMORY_SHARE = 0.9
-"""Of a GPU's memory, for all of its workers together: one worker's default."""
-_DRAFT_PART = 0.25
-"""What is left for a draft worker on a GPU, in shares of the others there: it loads before them.
-Guessed: far above a small model and its KV (`draft_kv_bytes`), which are not known here."""
+if TYPE_CHECKING:
+    from baton.certificates import CertSet  # cryptography takes a while to import
 
+DRAIN_S = 3
+"""How long a stopping part lets requests end, unless `--set` changes it."""
+STORE_DRAIN_S = 1
+"""How long a stopping store serves its leases. Stores stop last, when no worker reads, but killed
+workers may have left leases."""
+MAX_STEP_S = 30.0
+"""How long a part may be silent: as long as a step of an engine may take (`times.max_step_s` of the
+router), unless `--set` changes it."""
+HOLD_S = 120.0
+"""How long the router of a cluster that may scale to zero holds requests until a worker serves."""
+AUTOSCALE_INTERVAL_S = 2.0
+"""Shorter than the autoscaler's default, since processes start faster than pods."""
+_MEMORY_SHARE = 0.9
+"""Share of a GPU's memory for all its workers together: the default of one worker."""
+_DRAFT_PART = 0.25
+"""The part of a draft worker on a GPU, where another worker counts 1.0. An estimate: far more than
+a small model and its KV (`draft_kv_bytes`), which are not known here."""
 
 _DRAIN_KEYS = ("drain_s", "limits.drain_s", "times.drain_s")
-"""Of a store, a worker and a router."""
-
+"""The keys of a store, a worker and a router."""
 Setting = str | float | bool | tuple[str, ...]
-"""A value on a part's command line."""
+"""A value of a setting on a command line."""
 
 
 @dataclass(frozen=True)
 class Secured:
-    """What protects a local cluster, as settings of its parts. Empty: nothing does."""
+    """How a local cluster is secured, as settings of its parts; by default it is not."""
 
     certs: CertSet | None = None
-    """For TLS to clients and between all parts but Redis; None: none."""
+    """For TLS to clients and between all parts except Redis; None: no TLS."""
     api_keys_file: str = ""
-    """Keys that the router asks clients for."""
+    """File with the API keys of clients; empty: the router asks for none."""
     redis_user: str = ""
     redis_password_file: str = ""
 
     def settings_of(self, role: PeerRole) -> dict[str, str | float]:
-        """The settings of a part of that role."""
+        """The settings of a part of this role."""
         values: dict[str, str | float] = {}
         if self.certs is not None:
             values |= _files("tls", self.certs, role) | {"tls.ca_file": str(self.certs.ca_file)}
@@ -85,10 +85,10 @@ def _files(group: str, certs: CertSet, role: PeerRole) -> dict[str, str | float]
 
 
 def take_password(redis_url: str, file: Path) -> tuple[str, str]:
-    """Write the password in a Redis URL into `file`, for our eyes only.
+    """Write the password of a Redis URL into `file`, which only this user may read.
 
-    Returns: the URL without user and password, and the user; an URL without a password comes back
-    as it is, and nothing is written.
+    Returns: the URL without user and password, and the user. A URL without a password is returned
+    unchanged, and no file is written.
     """
     parts = urlsplit(redis_url)
     if not parts.password:
@@ -109,13 +109,13 @@ class ProcessSpec:
     """redis, store, draft, prefill, decode, router or autoscaler."""
     argv: tuple[str, ...]
     drain_s: float = 0.0
-    """How long it lets requests finish when it is told to end."""
+    """How long the process lets requests end after SIGTERM."""
     socket: str = ""
     """Redis' socket file."""
 
 
 def redis(server: Path, socket: Path) -> ProcessSpec:
-    """A Redis that keeps nothing on disk and is reached by a socket file that only we may open."""
+    """A Redis without persistence, at a socket file that only this user may open."""
     options = {
         "port": "0",
         "unixsocket": str(socket),
@@ -133,7 +133,7 @@ def redis(server: Path, socket: Path) -> ProcessSpec:
 
 
 def socket_address(folder: Path, name: str) -> str:
-    """Where the part of that name listens: a Unix socket in a folder that only this user may open,
+    """The address of the part of this name: a Unix socket in a folder that only this user may open,
     so that no other user of the machine can call it."""
     return f"unix:{folder / name}.sock"
 
@@ -146,24 +146,21 @@ def stores(
     slab_dir: str,
     secured: Secured = OPEN,
 ) -> list[ProcessSpec]:
-    """The KV stores, named by their node ids. They listen in the folder `sockets`; the slab of
-    each lies in `slab_dir`.
+    """The KV stores, named by their node ids. Their sockets are in the folder `sockets`, their
+    slabs in `slab_dir`.
     """
     return [
         _python(
             config,
+            secured,
+            PeerRole.KVSTORE,
             name,
-            "store",
-            "kvstore",
             {
                 "node_id": name,
                 "redis_url": redis_url,
                 "listen": socket_address(sockets, name),
                 "slab_dir": slab_dir,
                 "drain_s": str(STORE_DRAIN_S),
-                **secured.settings_of(PeerRole.KVSTORE),
-                **_metrics(config),
-                **_tracing(config),
             },
         )
         for name in store_names(config.num_all_stores)
@@ -173,18 +170,18 @@ def stores(
 def in_turn(
     config: ClusterConfig, workers: Sequence[ProcessSpec], router: ProcessSpec
 ) -> list[list[ProcessSpec]]:
-    """What is started together, and then when that is ready. The workers come first where the model
-    may be scaled to zero: a router that sees none would take it for that, and itself for ready."""
+    """Groups of processes, each started when the one before is ready. The workers come first where
+    the model may scale to zero: a router without workers would report itself ready."""
     return [[*workers], [router]] if config.may_scale_to_zero else [[*workers, router]]
 
 
 def store_names(num_stores: int) -> list[str]:
-    """One is "store", of several each has its number."""
+    """One store is "store"; several are "store-0", "store-1", and so on."""
     return ["store"] if num_stores == 1 else [f"store-{index}" for index in range(num_stores)]
 
 
 def workers(config: ClusterConfig, parts: WorkerSpec) -> list[ProcessSpec]:
-    """All prefill and decode workers, dealt to the stores and devices in turn."""
+    """All prefill and decode workers, assigned to the stores and devices in turn."""
     if config.autoscale:
         counts = (("prefill", config.num_prefill), ("decode", config.num_decode))
         return [
@@ -199,21 +196,21 @@ def workers(config: ClusterConfig, parts: WorkerSpec) -> list[ProcessSpec]:
 
 
 def numbered_worker(config: ClusterConfig, role: str, index: int, parts: WorkerSpec) -> ProcessSpec:
-    """A worker of the only model, with the number `index` of its role; its place depends on that
-    alone, whichever others there are."""
+    """Worker number `index` of a role, in a cluster with one model. Its store and device depend on
+    the number alone, not on the other workers."""
     place = index if role == "prefill" else config.num_prefill_places + index
     return _worker(config, role, index, config.model, place % config.num_stores, place, parts)
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What workers are told of the other parts."""
+    """What workers need to know of the other parts."""
 
     redis_url: str
     store_addresses: tuple[str, ...]
     handle_keys_file: str
     sockets: Path
-    """The folder in which they listen."""
+    """The folder of their sockets."""
     secured: Secured = OPEN
     draft_addresses: tuple[str, ...] = ()
 
@@ -227,14 +224,14 @@ def _worker(
     place: int,
     parts: WorkerSpec,
 ) -> ProcessSpec:
-    """They share the cores: one thread each when there are few."""
+    """The workers share the cores: with few cores each has one thread."""
     num_threads = max(1, len(os.sched_getaffinity(0)) // config.num_workers)
     name = f"{role}-{index}"
     return _python(
         config,
+        parts.secured,
+        PeerRole(role),
         name,
-        role,
-        f"services.{role}",
         {
             "worker_id": name,
             "listen": socket_address(parts.sockets, name),
@@ -248,38 +245,33 @@ def _worker(
             "limits.drain_s": str(DRAIN_S),
             "engine.num_threads": str(num_threads),
             **_memory_share(config, place, config.num_workers),
-            **parts.secured.settings_of(PeerRole(role)),
             **_direct(config, role),
             **_drafts(config, role, parts),
-            **_metrics(config),
-            **_tracing(config),
         },
     )
 
 
 def _drafts(config: ClusterConfig, role: str, parts: WorkerSpec) -> dict[str, tuple[str, ...]]:
-    """Only decode workers have anything guessed; an autoscaler makes some of prefill workers."""
+    """Only decode workers use draft workers; an autoscaler may turn prefill workers into them."""
     if not parts.draft_addresses or (role != "decode" and not config.autoscale):
         return {}
     return {"engine.speculation.draft_workers": parts.draft_addresses}
 
 
 def drafts(config: ClusterConfig, *, sockets: Path, secured: Secured = OPEN) -> list[ProcessSpec]:
-    """The draft workers, dealt to the devices behind all others."""
+    """The draft workers, assigned to the devices after all other workers."""
     return [
         _python(
             config,
+            secured,
+            PeerRole.DRAFT,
             name,
-            "draft",
-            "services.draft",
             {
                 "worker_id": name,
                 "listen": socket_address(sockets, name),
                 "engine.model": config.draft_model,
                 "engine.device": config.devices[_draft_place(config, index)],
                 "engine.num_threads": "1",
-                **secured.settings_of(PeerRole.DRAFT),
-                **_metrics(config),
             },
         )
         for index, name in enumerate(f"draft-{number}" for number in range(config.num_draft))
@@ -287,13 +279,13 @@ def drafts(config: ClusterConfig, *, sockets: Path, secured: Secured = OPEN) -> 
 
 
 def _draft_place(config: ClusterConfig, index: int) -> int:
-    """The number of a draft worker's device."""
+    """The index of a draft worker's device."""
     return (config.num_workers + index) % len(config.devices)
 
 
 def _placed(config: ClusterConfig) -> Iterator[tuple[str, int, str, int]]:
-    """Role, number, model and number of its store, of each worker: prefill workers first. Numbers
-    go on from model to model."""
+    """Role, index, model and index of the store of each worker, prefill workers first. Indices
+    continue from model to model."""
     for role, count, before in (
         ("prefill", config.num_prefill, 0),
         ("decode", config.num_decode, config.num_prefill),
@@ -305,27 +297,16 @@ def _placed(config: ClusterConfig) -> Iterator[tuple[str, int, str, int]]:
 
 
 def _direct(config: ClusterConfig, role: str) -> dict[str, str | bool]:
-    """All workers of this cluster are one user's, so who asks for mappings trusts them."""
+    """Workers may map each other's memory: all of them belong to one user."""
     if not config.direct_transport:
         return {}
     is_mapped = role == "prefill" and config.direct_transport == "cuda_ipc"
     return {"direct_transport": config.direct_transport, "lend_mapped": is_mapped}
 
 
-def _metrics(config: ClusterConfig) -> dict[str, str]:
-    return {"metrics_listen": "127.0.0.1:0"} if config.metrics else {}
-
-
-def _tracing(config: ClusterConfig) -> dict[str, str | float]:
-    """The router decides who is traced; the others follow it."""
-    if not config.trace_to:
-        return {}
-    return {"tracing.endpoint": config.trace_to, "tracing.sample_ratio": config.trace_ratio}
-
-
 def _memory_share(config: ClusterConfig, place: int, num_workers: int) -> dict[str, float]:
-    """Workers that are dealt the same GPU share its memory, draft workers with a smaller part; an
-    override has the last word."""
+    """Workers on the same GPU share its memory, draft workers with a smaller part. A user's
+    override wins."""
     device = place % len(config.devices)
     num_sharing = sum(other % len(config.devices) == device for other in range(num_workers))
     num_drafts = sum(_draft_place(config, index) == device for index in range(config.num_draft))
@@ -341,9 +322,9 @@ def router(
     """The router."""
     return _python(
         config,
+        secured,
+        PeerRole.ROUTER,
         "router",
-        "router",
-        "services.router",
         {
             "listen": listen,
             "http_listen": f"127.0.0.1:{config.http_listen_port}",
@@ -354,9 +335,6 @@ def router(
             "handover": config.handover,
             "times.drain_s": str(DRAIN_S),
             "times.max_step_s": MAX_STEP_S,
-            **secured.settings_of(PeerRole.ROUTER),
-            **_metrics(config),
-            **_tracing(config),
         },
     )
 
@@ -369,12 +347,12 @@ def autoscaler(
     scale_address: str,
     secured: Secured = OPEN,
 ) -> ProcessSpec:
-    """The autoscaler; `scale_address` is where it has workers started and stopped."""
+    """The autoscaler; it starts and stops workers by the service at `scale_address`."""
     return _python(
         config,
+        secured,
+        PeerRole.AUTOSCALER,
         "autoscaler",
-        "autoscaler",
-        "services.autoscaler",
         {
             "autoscaler_id": "autoscaler",
             "listen": socket_address(sockets, "autoscaler"),
@@ -386,21 +364,29 @@ def autoscaler(
             "plan.limits.prefill.max_workers": str(config.num_prefill_max),
             "plan.limits.decode.min_workers": str(config.num_decode_min),
             "plan.limits.decode.max_workers": str(config.num_decode_max),
-            **secured.settings_of(PeerRole.AUTOSCALER),
-            **_metrics(config),
         },
     )
 
 
 def _python(
     config: ClusterConfig,
+    secured: Secured,
+    role: PeerRole,
     name: str,
-    kind: str,
-    module: str,
     settings: Mapping[str, Setting],
 ) -> ProcessSpec:
+    """A process with these settings and those that the parts of every role have."""
+    is_store = role is PeerRole.KVSTORE
+    kind, module = ("store", "kvstore") if is_store else (role.value, f"services.{role.value}")
     argv = [sys.executable, "-P", "-m", module]  # never import from the current folder
-    # The user's own come last and win.
+    settings = {**settings, **secured.settings_of(role)}
+    if config.metrics:
+        settings["metrics_listen"] = "127.0.0.1:0"
+    if config.trace_to and role not in (PeerRole.DRAFT, PeerRole.AUTOSCALER):
+        settings["tracing.endpoint"] = config.trace_to
+        # The router decides which requests are traced; the other parts follow.
+        settings["tracing.sample_ratio"] = config.trace_ratio
+    # The user's overrides come last and win.
     ours = (f"{key}={quoted(value)}" for key, value in settings.items())
     given = (*ours, *config.overrides_of(kind))
     for override in given:
@@ -409,12 +395,12 @@ def _python(
 
 
 def max_silence_s(config: ClusterConfig) -> float:
-    """A part whose loop has not turned for so long is started again."""
+    """How long a part's event loop may stand still before the part is restarted."""
     return _seconds(config.overrides_of("router"), ("times.max_step_s",), MAX_STEP_S)
 
 
 def _seconds(overrides: Sequence[str], keys: Sequence[str], otherwise: float) -> float:
-    """The last that these say; the part itself refuses what is no number."""
+    """The last value of these keys; the part itself refuses one that is not a number."""
     found = otherwise
     for override in overrides:
         key, _, value = override.partition("=")
@@ -425,8 +411,7 @@ def _seconds(overrides: Sequence[str], keys: Sequence[str], otherwise: float) ->
 
 
 def quoted(value: Setting) -> str:
-    """A value as the settings loader reads it: numbers and truths bare, all else a TOML string, or
-    a list of them."""
+    """A value in TOML, as the settings loader reads it."""
     if isinstance(value, tuple):
         return f"[{', '.join(quoted(each) for each in value)}]"
     if isinstance(value, bool):
@@ -439,18 +424,21 @@ def quoted(value: Setting) -> str:
     return f'"{escaped}"'
 
 
+# -- the check of settings
+
 _CHECK_TIMEOUT_S = 60.0
+# Placeholders of what exists only after a start.
 _REDIS = "unix:///run/redis.sock"
 _LISTEN = "127.0.0.1:0"
 _FOLDER = Path("/run")
 
 
 def check_settings(config: ClusterConfig) -> None:
-    """Check the `--set` settings before any part starts: only a part knows which keys it has, so
-    each kind of part with a setting of the user's is asked by its own command line and `--check`.
-    Addresses and folders that exist only later are placeholders. Without `--set` nothing is run.
+    """Check the settings of `--set` before any part starts.
 
-    Blocking; any thread. Raises: ClusterError with the words of the part that refuses.
+    Only a part knows its settings, so each kind of part that has overrides is run with `--check`,
+    with placeholders for addresses and folders that exist only later. Without overrides nothing is
+    run. Blocking; any thread. Raises: ClusterError with the error of the part.
     """
     if not config.overrides:
         return
@@ -470,9 +458,9 @@ def check_settings(config: ClusterConfig) -> None:
     refused = ""
     try:
         for spec, process in zip(specs, checks, strict=True):
-            _, said = process.communicate(timeout=_CHECK_TIMEOUT_S)
+            _, output = process.communicate(timeout=_CHECK_TIMEOUT_S)
             if process.returncode and not refused:
-                lines = said.strip().splitlines() or [f"exit code {process.returncode}"]
+                lines = output.strip().splitlines() or [f"exit code {process.returncode}"]
                 refused = f"--set: {spec.kind}: {lines[-1].partition(': ')[2] or lines[-1]}"
     except subprocess.TimeoutExpired as error:
         raise ClusterError(f"settings were not checked within {_CHECK_TIMEOUT_S:g} s") from error
@@ -485,11 +473,13 @@ def check_settings(config: ClusterConfig) -> None:
 
 
 def _one_of_each_kind(config: ClusterConfig) -> list[ProcessSpec]:
-    """Of every kind that a `--set` may name, whether or not this cluster has such a part."""
-    secured = Secured(
-        CertSet(_FOLDER / "tls") if config.tls else None,
-        str(_FOLDER / "api_keys.toml") if config.api_keys else "",
-    )
+    """A process of each kind that `--set` may name, even if this cluster has none of the kind."""
+    certs = None
+    if config.tls:
+        from baton.certificates import CertSet
+
+        certs = CertSet(_FOLDER / "tls")
+    secured = Secured(certs, str(_FOLDER / "api_keys.toml") if config.api_keys else "")
     store, *_ = stores(
         config,
         redis_url=_REDIS,

@@ -1,8 +1,7 @@
-"""The service beside the supervisor through which the autoscaler starts and stops workers of `baton
-up`: baton.v1.LocalScale on a socket file that only this user may open.
+"""baton.v1.LocalScale, the service by which the autoscaler starts and stops workers of `baton up`,
+at a socket file that only this user may open.
 
-Knows no load and no plan: it does what it is told, and says what there is. A thread of its own with
-a loop; `cluster` is called from threads that may block.
+It runs in an event loop in a thread of its own, and calls the cluster in threads that may block.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 ROLES = ("prefill", "decode")
 _WAIT_S = 10.0
-"""For the thread to begin, and to end."""
+"""Limit of the start and of the stop."""
 
 
 class Workers(Protocol):
-    """Who has the workers; a LocalCluster fits it."""
+    """The workers of a cluster, as `LocalCluster` has them."""
 
     def list_workers(self) -> Sequence[tuple[str, str, str]]:
-        """(name, role that it was started with, state) of each; states as in the proto."""
+        """Name, role at its start, and state (as in the proto) of each worker."""
 
     def start_workers(self, role: str, num: int) -> Sequence[str]:
-        """Start more. Returns: their names. Raises: ClusterError."""
+        """Start more workers. Returns: their names. Raises: ClusterError."""
 
     def stop_workers(self, names: Sequence[str]) -> None:
-        """Tell them to end. Raises: ClusterError for one that there is not."""
+        """Ask workers to end. Raises: ClusterError for an unknown name."""
 
 
 class ScaleService:
-    """See the module."""
+    """Serves LocalScale for the workers of one cluster."""
 
     def __init__(self, workers: Workers, socket: Path) -> None:
-        """socket: a file to listen at; its folder is its user's alone."""
+        """socket: the socket file to listen at, in a private folder."""
         self.address = f"unix:{socket}"
         self._workers = workers
         self._changing = asyncio.Lock()
@@ -55,7 +54,7 @@ class ScaleService:
         self._thread = threading.Thread(target=self._run, name="scale service", daemon=True)
 
     def start(self) -> None:
-        """Serve. Raises: ClusterError."""
+        """Start to serve. Raises: ClusterError."""
         self._thread.start()
         try:
             self._ready.result(_WAIT_S)
@@ -63,7 +62,7 @@ class ScaleService:
             raise ClusterError(f"workers cannot be scaled: {error}") from error
 
     def stop(self) -> None:
-        """End, within a bound. Idempotent."""
+        """Stop, within a limited time. Idempotent."""
         loop = self._loop
         if loop is not None and self._thread.is_alive():
             loop.call_soon_threadsafe(self._stop.set)
@@ -91,7 +90,7 @@ class ScaleService:
     async def ListWorkers(
         self, request: local_scale_pb2.ListWorkersRequest, context: Context
     ) -> local_scale_pb2.ListWorkersReply:
-        """All workers, those on their way out among them."""
+        """All workers, including those that are ending."""
         reply = local_scale_pb2.ListWorkersReply()
         for name, role, state in await asyncio.to_thread(self._workers.list_workers):
             reply.workers.add(worker_id=name, role=role, state=state)
@@ -101,7 +100,7 @@ class ScaleService:
     async def StartWorkers(
         self, request: local_scale_pb2.StartWorkersRequest, context: Context
     ) -> local_scale_pb2.StartWorkersReply:
-        """More of one role."""
+        """Start more workers of a role."""
         if request.role not in ROLES:
             raise InvalidArgument("role", f"is one of {', '.join(ROLES)}")
         if not request.num_workers:
@@ -119,7 +118,7 @@ class ScaleService:
     async def StopWorkers(
         self, request: local_scale_pb2.StopWorkersRequest, context: Context
     ) -> local_scale_pb2.StopWorkersReply:
-        """Fewer: these."""
+        """Stop these workers."""
         try:
             async with self._changing:
                 await asyncio.to_thread(self._workers.stop_workers, list(request.worker_ids))

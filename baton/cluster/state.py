@@ -1,13 +1,13 @@
-"""Which local clusters of this user run, and the folders that they own.
+"""The running clusters of this user, and the folders that they own.
 
-So that `baton generate` finds a cluster without being told where, one small JSON file per running
-cluster lies under XDG_RUNTIME_DIR/baton or ~/.cache/baton, or, where that cannot be written, under
-a folder of this user's in the temporary folder; named by the owner's process id. A file whose owner
-is gone is stale: it is ignored and removed.
+Commands such as `baton generate` find a cluster by a small JSON file, which `baton up` writes while
+it runs. The file is named by the process id of `baton up` and lies in XDG_RUNTIME_DIR/baton or
+~/.cache/baton/clusters, or, where neither can be written, in a private folder of the temporary
+folder. A file whose process has ended is ignored and removed.
 
-A cluster owns a folder for its socket and logs, one in memory for its store's slab, and, where its
-stores have a file tier, one on disk for that. Each carries the owner's process id and start time in
-a file; a folder whose owner is gone is removed by the next cluster that starts. Blocking; any
+A cluster owns a folder for its sockets and logs, one in shared memory for the slabs of its stores,
+and one on disk where its stores have a file tier. Each has a file with the owner's process id and
+start time; the next cluster that starts removes folders whose owner has ended. Blocking; any
 thread.
 """
 
@@ -30,67 +30,43 @@ from process.secret_files import replace_file
 
 @dataclass(frozen=True)
 class ClusterState:
-    """A cluster that some `baton up` owns."""
+    """A running cluster, as its `baton up` describes it."""
 
     address: str
     model: str
-    owner: str
-    """As `owner_of` says it."""
-    started_s: float
-    """Wall clock, to find the youngest."""
+    owner: str = field(default_factory=lambda: owner_of(os.getpid()))
+    """Identity of the process of `baton up`, by `owner_of`."""
+    started_s: float = field(default_factory=time.time)
+    """Start time (wall clock), by which commands find the last one started."""
     redis_url: str = field(default="", repr=False)
-    """Where its prefix index lies, for audits."""
+    """URL of the Redis with its prefix index."""
     tls_dir: str = ""
-    """Folder with its set of certificates; empty: no TLS."""
+    """Folder of its certificates; empty: no TLS."""
     api_key: str = field(default="", repr=False)
-    """An admin's; empty: it asks for none."""
+    """API key of an admin; empty: it needs none."""
     api_keys_file: str = ""
-    """Where `baton api-key` puts more of them."""
+    """File to which `baton api-key` adds keys."""
     autoscaler_address: str = ""
-    """Where its autoscaler answers; empty: it has none."""
+    """Address of its autoscaler; empty: it has none."""
     http_address: str = ""
-    """Of the router's HTTP API; empty: it has none."""
+    """Address of its HTTP API; empty: it has none."""
     chosen_name: str = ""
-    """By its owner; empty: none was."""
+    """The name given to `baton up --cluster`; empty: none."""
 
     @property
     def name(self) -> str:
-        """By which commands choose it: its own, or the router's port."""
+        """The name for the option --cluster: the chosen one, or the router's port."""
         return self.chosen_name or self.address.rpartition(":")[2]
 
 
-def announce(
-    address: str,
-    model: str,
-    redis_url: str = "",
-    *,
-    tls_dir: str = "",
-    api_key: str = "",
-    api_keys_file: str = "",
-    autoscaler_address: str = "",
-    http_address: str = "",
-    name: str = "",
-) -> Path:
-    """Write this process's cluster down. Returns: the file, to be removed at the end.
+def announce(state: ClusterState) -> Path:
+    """Write the file of this process's cluster. Returns: the file, to be removed at the end.
 
-    Raises: ClusterError when there is no place for it.
+    Raises: ClusterError when it cannot be written.
     """
-    state = ClusterState(
-        address,
-        model,
-        owner_of(os.getpid()),
-        time.time(),
-        redis_url,
-        tls_dir=tls_dir,
-        api_key=api_key,
-        api_keys_file=api_keys_file,
-        autoscaler_address=autoscaler_address,
-        http_address=http_address,
-        chosen_name=name,
-    )
     home = _folder()
     if home is not None:
-        # A read-only home, or one of somebody else's: the temporary folder serves as well.
+        # Where the home is read-only or another user's, use the temporary folder.
         with contextlib.suppress(OSError):
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
             return _write(home, state)
@@ -110,27 +86,22 @@ def announce(
 
 def _write(folder: Path, state: ClusterState) -> Path:
     path = folder / f"{os.getpid()}.json"
-    # For this user alone: it holds secrets, such as Redis's password and an API key.
+    # It has secrets: the password of Redis, an API key.
     replace_file(path, json.dumps(dataclasses.asdict(state)), mode=0o600)
     return path
 
 
-def find(address: str = "", name: str = "") -> ClusterState | None:
-    """The youngest running cluster of this user, if any.
+def find(address: str = "") -> ClusterState | None:
+    """The last started cluster of this user; None: none runs.
 
-    Args: address: host:port that one of its parts for clients listens on; empty: of any cluster.
-        name: its own; empty: any.
+    Args: address: host:port of its gRPC API, HTTP API or autoscaler; empty: any cluster.
     """
-    found = [
-        state
-        for state in running()
-        if (not address or _listens_on(state, address)) and (not name or state.name == name)
-    ]
+    found = [state for state in running() if not address or _listens_on(state, address)]
     return found[-1] if found else None
 
 
 def running() -> list[ClusterState]:
-    """All running clusters of this user, the youngest last."""
+    """All running clusters of this user, the last started last."""
     alive = []
     for path in _announcements():
         try:
@@ -159,7 +130,7 @@ def _announcements() -> list[Path]:
 
 
 def _folder() -> Path | None:
-    """Where announcements belong; None for a user without a home."""
+    """The folder of these files; None for a user without a home."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and Path(runtime).is_dir():
         return Path(runtime) / "baton"
@@ -175,7 +146,8 @@ def _temporary_folder() -> Path:
 
 
 def _is_ours_alone(folder: Path) -> bool:
-    """Others can write in the temporary folder: what is found there may be theirs, or a link."""
+    """Whether the path is a private folder of this user. In the temporary folder it may be another
+    user's, or a link."""
     try:
         found = folder.lstat()
     except OSError:
@@ -196,19 +168,20 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Folders of one life of one cluster, readable by their owner only."""
+    """The folders of a cluster, which only their owner may read."""
 
     path: Path
     memory: Path
     disk: Path | None = None
-    """In the folder that the user chose; None: nothing lies on disk."""
+    """For file tiers, in the folder that the user chose; None: no file tier."""
 
     @classmethod
     def make(cls, disk_base: str = "", shared_memory: Path = SHARED_MEMORY) -> RunFolder:
-        """New, empty folders; those of dead owners go first.
+        """Make new, empty folders, and remove those whose owners have ended.
 
-        Args: disk_base: where `disk` is made; empty: there is none. shared_memory: where `memory`
-            is made, if it is there.
+        Args: disk_base: parent of `disk`; empty: no `disk`. shared_memory: parent of `memory`, if
+        it
+            exists.
         """
         base = Path(tempfile.gettempdir())
         if len(os.fsencode(base)) > _MAX_FOLDER_BYTES - 40:
@@ -225,19 +198,19 @@ class RunFolder:
             raise
 
     def remove(self) -> None:
-        """All folders and what is in them. Idempotent."""
+        """Remove all folders with their content. Idempotent."""
         for folder in (self.path, self.memory, self.disk):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def owner_of(pid: int) -> str:
-    """A process's identity, safe against the reuse of its id: "pid start-time"; empty if gone."""
+    """Identity of a process as "pid start-time", since ids are reused; empty if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    # Field 22; fields are counted after the command's name, which may hold spaces.
+    # The start time is field 22. The command's name before may hold spaces.
     fields = stat.rpartition(")")[2].split()
     if fields[0] in ("Z", "X"):
         return ""
@@ -245,7 +218,7 @@ def owner_of(pid: int) -> str:
 
 
 def is_alive(owner: str) -> bool:
-    """Whether the process of that identity still runs."""
+    """Whether the process of this identity runs."""
     pid = owner.partition(" ")[0]
     return pid.isdecimal() and owner_of(int(pid)) == owner
 
@@ -258,7 +231,7 @@ def _new(base: Path) -> Path:
 
 def _remove_dead(base: Path) -> None:
     for folder in base.glob(f"{_PREFIX}*"):
-        # Another user's folder, or one that is being made or removed this moment: not ours.
+        # Another user's folder, or one that is being made or removed at this moment.
         with contextlib.suppress(OSError):
             owner = (folder / _OWNER).read_text(encoding="utf-8")
             if folder.stat().st_uid == os.getuid() and owner and not is_alive(owner):

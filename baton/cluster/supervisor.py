@@ -1,18 +1,18 @@
-"""Start, watch, replace and stop child processes. Knows no Baton service, only `ProcessSpec`s.
+"""Starts, watches, restarts and stops child processes, each described by a `ProcessSpec`.
 
-Life of a part (`State`):
+States of a part (`State`):
     STARTING -> READY
-    STARTING | READY -> BACKOFF (it died; a new life comes, the first time at once) -> STARTING
-    STARTING | READY -> HELD (not wanted back until `restart`) -> STARTING
-    any -> RETIRING (told to end, for good; killed when its time is up) -> gone
+    STARTING | READY -> BACKOFF (it died; the first restart comes at once) -> STARTING
+    STARTING | READY -> HELD (stopped until `restart`) -> STARTING
+    any -> RETIRING (asked to end for good, killed after its time) -> removed
     any -> STOPPED
-Until `keep_up` a death is a failure that `wait_ready` raises; from then on it is repaired, and a
-READY part whose event loop has not turned for `max_silence_s` is killed, which is a death. Should
-the supervisor's thread itself end, that is a failure that every waiting caller gets at once.
+Before `keep_up` a death is a failure that `wait_ready` raises. After it a part that died is started
+again, and a READY part whose event loop has not turned for `max_silence_s` is killed. If the
+supervisor's own thread ends, every waiting caller gets a failure at once.
 
-One thread starts, signals and replaces all children, because the kernel ties a child's life to the
+One thread starts, signals and restarts all children, because the kernel ends a child with the
 thread that started it. The public methods may be called from any thread; each hands its work to
-that thread and waits, within a bound.
+that thread and waits, up to a limit.
 """
 
 from __future__ import annotations
@@ -34,39 +34,50 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from baton.cluster.plan import ProcessSpec
 from baton.errors import ClusterError
 
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+STOP_TIMEOUT_S = 5.0
+"""From SIGTERM to SIGKILL, added to the time for requests to end (`drain_s`)."""
+_FAILURE_LOOK_S = 0.1
+_COMMAND_TIMEOUT_S = 30.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.2, 5.0
+"""Pauses from the second restart on."""
+_HEALTHY_AFTER_S = 30.0
+"""After a life of this length the next restart counts as the first."""
+_LISTEN_S = 1.0
+"""Interval between two checks for signs of life."""
+_SAY_SILENT_S = 3.0
+"""A part that is silent for this long gets a line."""
+_REDIS_READY = "eady to accept connections"
+"""End of the line in Redis' log; versions differ in its beginning."""
+_NUM_LAST_LINES = 12
+_LAST_WORDS_S = 2.0
+"""Limit of the wait for the last output of a child that has ended: a process that it left behind
+may hold the output open."""
 _READ_BYTES = 4096
 
 
-class Pulse(Protocol):
-    """One child's."""
-
-    def has_beaten(self) -> bool:
-        """Whether it has since it was asked last."""
-
-    def close(self) -> None:
-        """Hear no more. Idempotent."""
-
-
 class PipePulse:
-    """Of a Baton process."""
+    """The pulse of a Baton process: it writes a byte whenever its event loop turns."""
 
     def __init__(self) -> None:
         self._read: int | None
         self._read, self.write_fd = os.pipe()
-        """The child's end; `started` closes ours of it."""
+        """The child's end of the pipe; `started` closes it in this process."""
         os.set_blocking(self._read, False)
 
     def started(self) -> None:
-        """The child has its end, or will never have it."""
+        """The child was started, or could not be started."""
         os.close(self.write_fd)
 
     def has_beaten(self) -> bool:
-        """See Pulse."""
+        """Whether the child's event loop has turned since the last call."""
         if self._read is None:
             return False
         try:
@@ -75,21 +86,21 @@ class PipePulse:
             return False
 
     def close(self) -> None:
-        """See Pulse."""
+        """Idempotent."""
         if self._read is not None:
             os.close(self._read)
             self._read = None
 
 
 class RedisPulse:
-    """Of a Redis without a password, at a socket file."""
+    """The pulse of a Redis without a password, at a socket file: it answers PING."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._socket: socket.socket | None = None
 
     def has_beaten(self) -> bool:
-        """See Pulse. Asks for the next beat."""
+        """Whether it has answered since the last call. Sends the next PING."""
         has_answered = False
         with self._failures():
             if self._socket is None:
@@ -104,14 +115,14 @@ class RedisPulse:
         return has_answered
 
     def close(self) -> None:
-        """See Pulse."""
+        """Idempotent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """No answer yet is none; a connection that failed is made anew."""
+        """No answer yet is not a failure; a failed connection is closed and made again."""
         try:
             yield
         except BlockingIOError:
@@ -120,17 +131,9 @@ class RedisPulse:
             self.close()
 
 
-_REDIS_READY = "eady to accept connections"
-"""Versions differ in what stands before it."""
-_NUM_LAST_LINES = 12
-_LAST_WORDS_S = 2.0
-"""For what a child that has ended said last to be read. Bounded: a process that it left behind may
-hold its output open."""
-
-
 @dataclass(frozen=True)
-class Said:
-    """An event that a child logged."""
+class LogEvent:
+    """An event in the log of a child."""
 
     child: Child
     event: str
@@ -139,35 +142,35 @@ class Said:
 
 @dataclass(frozen=True)
 class Exited:
-    """A child's end; its exit code as `subprocess` counts (negative: a signal)."""
+    """The end of a child. A negative exit code is a signal, as in `subprocess`."""
 
     child: Child
     exit_code: int
 
 
-Notify = Callable[["Said | Exited"], None]
+Notify = Callable[["LogEvent | Exited"], None]
 
 
 @dataclass(eq=False)
 class Child:
-    """One life of one process."""
+    """One life of a part: a process from its start to its end."""
 
     spec: ProcessSpec
     log_path: Path
     notify: Notify
     address: str = ""
-    """Where it listens; known once it is ready."""
+    """The address that it serves at; known when it is ready."""
     incarnation: str = ""
-    """A worker's, in hex, by which the registry tells its lives apart."""
+    """The incarnation of a worker, in hex."""
     metrics_address: str = ""
-    """Where it serves /metrics; empty: nowhere."""
+    """Address of its /metrics; empty: it has none."""
     http_address: str = ""
-    """Where it serves the HTTP API; empty: nowhere."""
+    """Address of its HTTP API; empty: it has none."""
     last_lines: collections.deque[str] = field(
         default_factory=lambda: collections.deque(maxlen=_NUM_LAST_LINES)
     )
     _process: subprocess.Popen[str] | None = None
-    _pulse: Pulse | None = None
+    _pulse: PipePulse | RedisPulse | None = None
     _reader: threading.Thread | None = None
 
     @property
@@ -181,7 +184,8 @@ class Child:
         return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
-        """Start it in a session of its own, so that Ctrl-C in the terminal reaches only us.
+        """Start the process in a session of its own, so that Ctrl-C in the terminal does not reach
+        it.
 
         Raises: OSError when the program cannot be started.
         """
@@ -213,11 +217,11 @@ class Child:
         self._reader.start()
 
     def has_beaten(self) -> bool:
-        """Whether it was heard of since this was asked last."""
+        """Whether there was a sign of life since the last call."""
         return self._pulse is not None and self._pulse.has_beaten()
 
     def close(self) -> None:
-        """It has ended: its log is complete, and what was kept for its pulse is given back.
+        """To be called when the process has ended: completes its log and closes its pulse.
         Idempotent."""
         if self._reader is not None:
             self._reader.join(_LAST_WORDS_S)
@@ -225,12 +229,12 @@ class Child:
             self._pulse.close()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal; nothing if it has ended."""
+        """Send a signal, unless the process has ended."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within `timeout_s`."""
+        """Wait up to `timeout_s`. Returns: whether the process has ended."""
         if self._process is None:
             return True
         try:
@@ -253,7 +257,7 @@ class Child:
         if line:
             self.last_lines.append(line)
         if _REDIS_READY in line and self.spec.kind == "redis":
-            self.notify(Said(self, "ready", {}))
+            self.notify(LogEvent(self, "ready", {}))
             return
         if not line.startswith("{"):
             return
@@ -263,23 +267,22 @@ class Child:
             return
         event = fields.get("event") if isinstance(fields, dict) else None
         if event in ("loading", "ready", "role_changed"):
-            self.notify(Said(self, event, fields))
+            self.notify(LogEvent(self, event, fields))
 
 
-def complaint(child: Child) -> str:
-    """The child's own one-line reason for its end, if it gave one: its last line that is no log. Of
-    an exception that nobody caught the first line of what it says, which may be many: a device's
-    error ends in advice."""
+def last_error(child: Child) -> str:
+    """The reason that a child printed for its end, in one line: its last line that is not JSON. Of
+    an uncaught exception it is the first line of the message: messages of devices end in advice."""
     lines = [line for line in child.last_lines if not line.startswith("{")]
     frames = [at for at, line in enumerate(lines) if line.startswith('  File "')]
     for line in lines[frames[-1] + 1 :] if frames else ():
-        if not line.startswith("    "):  # the frame's code
+        if not line.startswith("    "):  # source code of the frame
             return line
     return lines[-1] if lines else ""
 
 
 class State(enum.Enum):
-    """Where in its life a part is."""
+    """The state of a part; see the transitions above."""
 
     STARTING = "starting"
     READY = "ready"
@@ -289,9 +292,13 @@ class State(enum.Enum):
     STOPPED = "stopped"
 
 
+_ALIVE = (State.STARTING, State.READY)
+_TIMED = (State.BACKOFF, State.RETIRING)
+
+
 @dataclass(frozen=True)
 class ProcessInfo:
-    """What is known of one part now."""
+    """A part at one moment."""
 
     name: str
     kind: str
@@ -301,16 +308,16 @@ class ProcessInfo:
     num_restarts: int
     log_path: Path
     metrics_address: str = ""
-    """Where it serves /metrics; empty: nowhere."""
+    """Address of its /metrics; empty: it has none."""
     http_address: str = ""
-    """Where it serves the HTTP API; empty: nowhere."""
+    """Address of its HTTP API; empty: it has none."""
     incarnation: str = ""
-    """A worker's, in hex, by which the registry tells its lives apart."""
+    """The incarnation of a worker, in hex."""
 
 
 @dataclass(frozen=True)
 class ClusterEvent:
-    """Something to show: `what` is starting, loading, ready, silent, died, restarting or
+    """A change to show: `what` is starting, loading, ready, silent, died, restarting, retiring or
     stopped."""
 
     name: str
@@ -325,22 +332,22 @@ OnEvent = Callable[[ClusterEvent], None]
 
 @dataclass(eq=False)
 class Part:
-    """A child process and its state."""
+    """A part of the cluster: its current child process and its state."""
 
     spec: ProcessSpec
     child: Child
     state: State = State.STARTING
     started_s: float = 0.0
     backoff_s: float = 0.0
-    """The pause before its next life: the first is none."""
+    """The pause before the next restart; the first restart has none."""
     due_s: float = 0.0
     num_restarts: int = 0
     silent_s: float = 0.0
-    """For how long it has not been heard of while it should be."""
+    """How long a READY part has shown no sign of life."""
 
     @property
     def info(self) -> ProcessInfo:
-        """As of now."""
+        """The part at this moment."""
         return ProcessInfo(
             name=self.spec.name,
             kind=self.spec.kind,
@@ -356,30 +363,9 @@ class Part:
 
     @property
     def last_line(self) -> str:
-        """What it said last, in a few words."""
+        """The last line that it printed, for an error."""
         lines = list(self.child.last_lines)
-        return f"its last line: {lines[-1]}" if lines else "it said nothing"
-
-
-logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
-
-STOP_TIMEOUT_S = 5.0
-"""From SIGTERM to SIGKILL, beside the time that a part gives its requests (`drain_s`)."""
-_FAILURE_LOOK_S = 0.1
-_COMMAND_TIMEOUT_S = 30.0
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.2, 5.0
-"""From the second restart on."""
-_HEALTHY_AFTER_S = 30.0
-"""A life as long as this makes the next restart the first again."""
-_LISTEN_S = 1.0
-"""Between two looks at which parts answered."""
-_SAY_SILENT_S = 3.0
-"""A part that was not heard of for so long is worth a line."""
-
-
-_ALIVE = (State.STARTING, State.READY)
-_TIMED = (State.BACKOFF, State.RETIRING)
+        return f"its last line: {lines[-1]}" if lines else "it printed nothing"
 
 
 @dataclass(frozen=True)
@@ -398,15 +384,15 @@ class Supervisor:
         max_silence_s: float = math.inf,
         stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> None:
-        """`on_event` is called from the supervisor's thread and must not block; what it raises is
-        logged the first time, and the children are looked after all the same."""
+        """`on_event` is called in the supervisor's thread and must not block. Its first exception
+        is logged; none of them stops the supervisor."""
         self._log_dir = log_dir
         self._on_event = on_event
         self._on_event_failed = False
         self._max_silence_s = max_silence_s
         self._stop_timeout_s = stop_timeout_s
         self._listened_s = time.monotonic()
-        self._inbox: queue.Queue[Said | Exited | _Command | None] = queue.Queue()
+        self._inbox: queue.Queue[LogEvent | Exited | _Command | None] = queue.Queue()
         self._parts: dict[str, Part] = {}
         self._changed = threading.Condition()
         self._failure: ClusterError | None = None
@@ -419,7 +405,7 @@ class Supervisor:
     # From any thread
 
     def launch(self, specs: Sequence[ProcessSpec]) -> None:
-        """Start one part for each. Raises: ClusterError when a program cannot be started."""
+        """Start a part for each. Raises: ClusterError when a program cannot be started."""
 
         def begin() -> None:
             for spec in specs:
@@ -428,13 +414,13 @@ class Supervisor:
         self._do(begin)
 
     def replace_spec(self, spec: ProcessSpec) -> None:
-        """How the next life of the part of that name is started."""
+        """Use this spec for the next start of the part of that name."""
         self._do(lambda: setattr(self._part(spec.name), "spec", spec))
 
     def wait_ready(self, names: Sequence[str], deadline_s: float) -> None:
-        """Wait until these parts are READY, `deadline_s` on the monotonic clock.
+        """Wait until these parts are READY, or until `deadline_s` of the monotonic clock.
 
-        Raises: ClusterError with the last words of the part that died, or naming what is missing.
+        Raises: ClusterError with the error of a part that died, or naming the parts not ready.
         """
         self._do(self._notice_deaths)
         with self._changed:
@@ -453,19 +439,19 @@ class Supervisor:
             raise self._failure
 
     def wait_failure(self, timeout_s: float | None = None) -> None:
-        """Wait for a failure, at most `timeout_s` (None: as long as the caller lives).
+        """Wait for a failure, at most `timeout_s`; None: without limit.
 
         Raises: ClusterError, the failure.
         """
-        # Without a lock: Ctrl-C ends this wait, and an interrupt that meets the taking of a lock
-        # can leave it taken for ever; the supervisor's thread would then wait for it.
+        # Polls without a lock: Ctrl-C ends this wait, and an interrupt while a lock is acquired can
+        # leave it locked for ever, which would block the supervisor's thread.
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self._failure is None and time.monotonic() < end_s:
             time.sleep(_FAILURE_LOOK_S)
         self.check_failure()
 
     def keep_up(self) -> None:
-        """From now on parts that die are started again."""
+        """From now on, start parts that die again."""
         self._do(lambda: setattr(self, "_keep_up", True))
 
     def processes(self) -> dict[str, ProcessInfo]:
@@ -474,7 +460,7 @@ class Supervisor:
             return {name: part.info for name, part in self._parts.items()}
 
     def kill(self, name: str, *, restart: bool) -> None:
-        """SIGKILL one part and wait until it is gone. Without `restart` it is HELD."""
+        """SIGKILL one part and wait for its end. Without `restart` it is then HELD."""
 
         def end() -> None:
             part = self._end(name, signal.SIGKILL)
@@ -484,7 +470,7 @@ class Supervisor:
         self._do(end)
 
     def restart(self, name: str) -> None:
-        """End one part (SIGTERM) if it runs, and start a new life; does not wait for READY."""
+        """End a part (SIGTERM) if it runs, and start it again; does not wait until it is READY."""
 
         def again() -> None:
             self._again(self._end(name, signal.SIGTERM))
@@ -492,9 +478,9 @@ class Supervisor:
         self._do(again, _COMMAND_TIMEOUT_S + self._part(name).spec.drain_s)
 
     def retire(self, names: Sequence[str], within_s: float) -> None:
-        """Tell parts to end (SIGTERM) and forget each when it has, after `within_s` by SIGKILL;
-        does not wait. One that retires already goes on doing so. Raises: ClusterError for a part
-        that there is not; then none is told."""
+        """Ask parts to end (SIGTERM, and SIGKILL after `within_s`), and remove each when it has
+        ended. Does not wait. Has no effect on a part that is RETIRING. Raises: ClusterError for an
+        unknown name; then no part is asked."""
 
         def begin() -> None:
             for part in [self._part(name) for name in names]:
@@ -503,7 +489,7 @@ class Supervisor:
         self._do(begin)
 
     def stop(self, order: Sequence[Sequence[str]]) -> None:
-        """Stop kinds of parts group by group: asked, waited for within a bound, then killed."""
+        """Stop the parts, one group of kinds after the other: SIGTERM, a limited wait, SIGKILL."""
         if not self._thread.is_alive():
             self._end_orphans()
             return
@@ -517,14 +503,15 @@ class Supervisor:
         self._thread.join(self._stop_timeout_s)
 
     def _end_orphans(self) -> None:
-        """Of a thread that ended too early; they got SIGKILL from the kernel or get it now."""
+        """End the children when the supervisor's thread ended early; the kernel may have killed
+        them."""
         self.kill_all()
         for part in self._parts.values():
             part.child.wait(self._stop_timeout_s)
             part.state = State.STOPPED
 
     def kill_all(self) -> None:
-        """SIGKILL every part at once. Only sends signals: may be called from a signal handler."""
+        """SIGKILL every part. It only sends signals, so a signal handler may call it."""
         self._stopping = True
         for part in list(self._parts.values()):
             part.child.signal(signal.SIGKILL)
@@ -533,7 +520,7 @@ class Supervisor:
         future: Future[Result] = Future()
         self._inbox.put(_Command(work, future))
         if self._ended:
-            # Nobody took it. Put before `_ended` was set, it is answered by `_give_up`.
+            # The thread has ended. If the command came before that, `_give_up` has answered it.
             self.check_failure()
         try:
             return future.result(timeout_s)
@@ -552,7 +539,7 @@ class Supervisor:
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
-        """This thread ends by a mistake of ours, and the children with it: tell all who wait."""
+        """This thread ends by a bug, and the children end with it: fail all waiting callers."""
         failure = ClusterError(f"the supervisor of the local cluster ended unexpectedly: {error!r}")
         failure.__cause__ = error
         with self._changed:
@@ -590,8 +577,8 @@ class Supervisor:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _listen(self) -> None:
-        """Note which parts answered. Silence counts only while this process listened: a part that
-        was frozen together with this process has its time still."""
+        """Check all parts for signs of life. Only time in which this process ran counts: it may
+        have been frozen together with a part."""
         now_s = time.monotonic()
         passed_s = now_s - self._listened_s
         if passed_s < _LISTEN_S:
@@ -610,19 +597,21 @@ class Supervisor:
         most_s = self._max_silence_s
         if before_s < _SAY_SILENT_S <= part.silent_s:
             self._show(
-                part, "silent", f"it does not answer; started again after {most_s:g} s of it"
+                part,
+                "silent",
+                f"it does not answer; it is restarted after {most_s:g} s without an answer",
             )
         if before_s < most_s <= part.silent_s:
-            part.child.signal(signal.SIGKILL)  # its end comes as a message
+            part.child.signal(signal.SIGKILL)  # an Exited message follows
 
-    def _take(self, item: Said | Exited) -> None:
+    def _take(self, item: LogEvent | Exited) -> None:
         part = self._parts.get(item.child.spec.name)
         if part is None or part.child is not item.child:
-            return  # the last words of an earlier life
+            return  # a message of an earlier life
         if part.state is State.RETIRING and isinstance(item, Exited):
             self._retired(part)
         if part.state not in _ALIVE:
-            return  # its end is known
+            return  # its end was handled
         if isinstance(item, Exited):
             self._died(part, item.exit_code)
         elif item.event == "ready":
@@ -639,7 +628,7 @@ class Supervisor:
             self._tell(ClusterEvent(part.spec.name, "loading", str(what), int(done), int(total)))
 
     def _notice_deaths(self) -> None:
-        """Of parts killed this moment, whose reader threads may not have said so yet."""
+        """Handle ends of children that their reader threads have not reported yet."""
         for part in self._parts.values():
             if part.state in _ALIVE and part.child.exit_code is not None:
                 self._died(part, part.child.exit_code)
@@ -649,15 +638,15 @@ class Supervisor:
             part.state = State.STOPPED
             return
         if not self._keep_up:
-            part.child.close()  # its last words are the error, and may not have been read yet
-        said = complaint(part.child)
+            part.child.close()  # its last output is the error, and may not have been read yet
+        reason = last_error(part.child)
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-        self._show(part, "died", f"{how}; {said}" if said else how)
+        self._show(part, "died", f"{how}; {reason}" if reason else how)
         if not self._keep_up:
             part.state = State.STOPPED
             if self._failure is None:
                 self._failure = ClusterError(
-                    said or f"{part.spec.name} ended at its start ({how}); {part.last_line}"
+                    reason or f"{part.spec.name} ended at its start ({how}); {part.last_line}"
                 )
             return
         self._back_off(part)
@@ -677,7 +666,7 @@ class Supervisor:
                     self._again(part)
                 if part.state is State.RETIRING and part.due_s <= now:
                     part.child.signal(signal.SIGKILL)
-                    part.due_s = math.inf  # its end comes as a message
+                    part.due_s = math.inf  # an Exited message follows
             self._changed.notify_all()
 
     def _retire(self, part: Part, within_s: float) -> None:
@@ -685,7 +674,7 @@ class Supervisor:
             return
         part.state = State.RETIRING
         part.due_s = time.monotonic() + within_s
-        if part.child.exit_code is not None:  # between two lives
+        if part.child.exit_code is not None:  # it waits for a restart
             self._retired(part)
             return
         self._show(part, "retiring")
@@ -735,7 +724,7 @@ class Supervisor:
         return part
 
     def _await_end(self, part: Part, deadline_s: float) -> None:
-        """Of one that was told to end. (A second SIGTERM would have it end at once.)"""
+        """Wait for a part that got SIGTERM; at the deadline it gets SIGKILL."""
         if not part.child.wait(max(0.0, deadline_s - time.monotonic())):
             part.child.signal(signal.SIGKILL)
             part.child.wait(self._stop_timeout_s)
@@ -744,7 +733,7 @@ class Supervisor:
         for kinds in order:
             group = [part for part in self._parts.values() if part.spec.kind in kinds]
             for part in group:
-                if part.state is not State.RETIRING:  # it was told already
+                if part.state is not State.RETIRING:  # a second SIGTERM would end it at once
                     part.child.signal(signal.SIGTERM)
             now_s = time.monotonic()
             for part in group:
@@ -762,8 +751,8 @@ class Supervisor:
         self._tell(ClusterEvent(part.spec.name, what, detail))
 
     def _tell(self, event: ClusterEvent) -> None:
-        # A view whose terminal or pipe has closed raises BrokenPipeError, or SystemExit as rich
-        # makes of it: no reason to stop looking after the children.
+        # A view whose terminal or pipe was closed raises BrokenPipeError, or rich raises SystemExit
+        # for it. Neither may stop the supervisor.
         try:
             self._on_event(event)
         except (Exception, SystemExit) as error:
@@ -773,7 +762,7 @@ class Supervisor:
 
 
 def _run_command(command: _Command) -> None:
-    # The caller waits in another thread: whatever happens here is its to know.
+    # The caller waits in another thread and gets any exception.
     try:
         command.future.set_result(command.work())
     except BaseException as error:

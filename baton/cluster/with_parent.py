@@ -1,7 +1,7 @@
-"""Run a program that dies with our parent: `python -m baton.cluster.with_parent redis-server ...`.
+"""Runs a program that ends with its parent: `python -m baton.cluster.with_parent redis-server ...`.
 
-The wish is the kernel's to keep (PR_SET_PDEATHSIG) and outlives the exec, so a program that knows
-nothing of it, such as redis-server, is bound too.
+The kernel kills the program when the parent ends (PR_SET_PDEATHSIG, which stays set over exec), so
+the program itself, such as redis-server, needs no support for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from process import entrypoint, errors
 
 
 def main() -> int:
-    """Becomes the program. Returns: 2 when called wrong, or when the parent is gone already."""
+    """Becomes the program. Returns: 2 without a program, or when the parent has ended already."""
     if len(sys.argv) < 2:
         sys.stderr.write("with_parent: name a program to run\n")
         return 2

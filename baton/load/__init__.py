@@ -1,3 +1,3 @@
-"""Load on a running cluster, and what came of it: `baton bench serve`. See `run` for how it is sent
-and `report` for what the figures mean.
+"""The load generator of `baton bench serve`: `workload` makes requests, `senders` send them,
+`runner` times them, `report` has the figures.
 """

@@ -1,30 +1,29 @@
-"""What a load's outcomes come to, in the words of vLLM's benchmark:
+"""The figures of a load, in the words of vLLM's benchmark:
 
-    TTFT   from sending to the first token that is read
-    TPOT   (E2E - TTFT) / (output tokens - 1), one a request
-    ITL    the gap between what is read and what is read next, all gaps of all requests together
-    E2E    from sending to the end
+    TTFT   from the sending to the first token
+    TPOT   (E2E - TTFT) / (output tokens - 1), one figure a request
+    ITL    from one message with tokens to the next; all gaps of all requests
+    E2E    from the sending to the end
 
-of requests that were served. Two things are ours: goodput is given as a share of *all* requests,
-failed and refused ones included, beside requests a second; and a chunk that carried several tokens
-is told of (`tokens_per_chunk`), since it makes ITL look coarse and TPOT not. Pure.
+They are of the requests that were served. Two figures are Baton's own. Goodput is given in requests
+a second and as a share of *all* requests, failed and refused ones included. `tokens_per_chunk`
+tells when chunks carry several tokens, which raises ITL and not TPOT. Pure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
-from baton.load.outcome import Outcome
+from baton.load.runner import Outcome
 from process.errors import InvalidArgument
 from process.spread import Spread
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request must keep to be good; None: no bound."""
+    """Service-level objectives: a request that keeps all of them is good. None: no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -32,8 +31,7 @@ class Limits:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Limits:
-        """Out of "ttft:500", "tpot:50", "e2e:10000". Raises: InvalidArgument naming the wrong
-        one."""
+        """From texts such as "ttft:500", "tpot:50", "e2e:10000". Raises: InvalidArgument."""
         names = {field.name.removesuffix("_ms"): field.name for field in fields(cls)}
         limits: dict[str, float] = {}
         for text in texts:
@@ -50,7 +48,7 @@ class Limits:
         return cls(**limits)
 
     def keeps(self, outcome: Outcome) -> bool:
-        """Whether a request was served within all of them."""
+        """Whether the request was served within all limits."""
         bounds = (
             (self.ttft_ms, outcome.ttft_s),
             (self.tpot_ms, outcome.tpot_s),
@@ -63,46 +61,48 @@ class Limits:
 
 @dataclass(frozen=True)
 class Failure:
-    """Requests that failed alike."""
+    """The requests that failed with one kind of error."""
 
     kind: str
     num: int
     example: str
-    """What the first of them was told."""
+    """The message of the first one's error."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """See the module. Rates are over `seconds`, from the beginning to the last end."""
+    """The figures of a load. Rates are over `seconds`, from its beginning to the end of the last
+    request."""
 
     num_requests: int
     num_served: int
     failures: tuple[Failure, ...]
-    """Requests that were not served, by kind of error, the most frequent first."""
+    """By kind of error, the most frequent first."""
     seconds: float
     requests_per_s: float
     offered_requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float
     hit_rate: float | None
-    """Prompt tokens that nobody computed, of those asked by served requests."""
+    """Share of the prompt tokens of served requests that came from a cache."""
     tokens_per_chunk: float | None
     ttft: Spread | None
     tpot: Spread | None
     itl: Spread | None
     e2e: Spread | None
     lag: Spread | None
-    """How much later than planned requests were sent: large, and the sender was the bottleneck."""
+    """How much later than planned requests were sent. Large values mean that the load generator was
+    the bottleneck."""
     num_good: int
     good_requests_per_s: float
     good_share: float
-    """Of all requests, failed ones included."""
+    """Share of all requests, failed ones included."""
     stages_ms: Mapping[str, float]
-    """Mean time by stage of served requests, where the router tells."""
+    """Mean time by stage of served requests, as the router accounts for it."""
 
 
 def report(outcomes: Sequence[Outcome], limits: Limits) -> Report:
-    """Of at least one outcome."""
+    """The figures of at least one outcome."""
     served = [outcome for outcome in outcomes if outcome.is_served]
     seconds = max(max(outcome.end_s for outcome in outcomes), 1e-9)
     planned_s = max(outcome.planned_s for outcome in outcomes)
@@ -133,11 +133,6 @@ def report(outcomes: Sequence[Outcome], limits: Limits) -> Report:
     )
 
 
-def as_json(result: Report) -> dict[str, Any]:
-    """The report as JSON values."""
-    return asdict(result)
-
-
 def _failures(failed: Sequence[Outcome]) -> tuple[Failure, ...]:
     examples: dict[str, str] = {}
     for outcome in failed:
@@ -148,11 +143,11 @@ def _failures(failed: Sequence[Outcome]) -> tuple[Failure, ...]:
 
 def _stages(served: Sequence[Outcome]) -> dict[str, float]:
     sums: dict[str, float] = {}
-    told = [outcome for outcome in served if outcome.stages]
-    for outcome in told:
+    accounted = [outcome for outcome in served if outcome.stages]
+    for outcome in accounted:
         for stage, seconds in outcome.stages:
             sums[stage] = sums.get(stage, 0.0) + seconds
-    return {stage: round(total / len(told) * 1e3, 3) for stage, total in sums.items()}
+    return {stage: round(total / len(accounted) * 1e3, 3) for stage, total in sums.items()}
 
 
 def _rate(num: int, seconds: float) -> float:
@@ -164,5 +159,5 @@ def _share(num: int, of: int) -> float | None:
 
 
 def _spread(seconds: Sequence[float]) -> Spread | None:
-    """None of nothing."""
+    """None of no value."""
     return Spread.of(seconds) if seconds else None

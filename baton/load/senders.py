@@ -1,8 +1,7 @@
-"""Two ways to send a request of a load: Baton's gRPC, and the OpenAI API over HTTP, which Baton and
-others speak (`/v1/completions` with token ids as the prompt, streamed, with usage).
+"""How a request of a load is sent: over Baton's gRPC, or to any server of the OpenAI API
+(`/v1/completions` with token ids as the prompt, streamed, with usage).
 
-A sender yields what arrives, in token counts, and raises a BatonError for what failed. It belongs
-to one event loop.
+A sender belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -13,48 +12,49 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.client import Client
-from baton.load.planned import Planned
+from baton.load.workload import Planned
 from process import errors
 
 _LINE_LIMIT_BYTES = 4 * 1024 * 1024
-"""Longest line of a stream: a chunk with the account of a long prompt."""
+"""Limit of a line of a stream: the last chunk has the account of a long prompt."""
 
 _ERROR_LIMIT_CHARS = 500
 
 
 @dataclass(frozen=True)
-class News:
-    """What one message brought."""
+class Update:
+    """What one message of an answer says."""
 
     num_tokens: int = 0
     num_cached_tokens: int | None = None
     num_output_tokens: int | None = None
-    """Of the whole answer, where the message says so."""
+    """Output tokens of the whole answer; None: this message does not say."""
     stages: tuple[tuple[str, float], ...] = ()
 
 
 class Sender(Protocol):
-    """See the module."""
+    """Sends requests to one server."""
 
-    def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[News, None]:
-        """Messages until the answer's end. Closing it early cancels. Raises: BatonError."""
+    def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[Update, None]:
+        """Send a request and yield its messages until the answer ends. Closing the generator early
+        cancels the request. Raises: BatonError."""
 
     async def vocab_size(self) -> int:
-        """Of the model served; 0: it does not say. Raises: BatonError."""
+        """The vocabulary size of the model; 0: the server does not say. Raises: BatonError."""
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
 
 
 class GrpcSender:
-    """Through `baton.client.Client`."""
+    """Sends over gRPC, by `baton.client.Client`."""
 
     def __init__(self, client: Client, options: Mapping[str, Any]) -> None:
-        """`options`: what else goes to `Client.generate`, as model and tenant."""
+        """`options`: further arguments of `Client.generate`, such as model and tenant."""
         self._client = client
         self._options = dict(options)
 
-    async def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[News, None]:
+    async def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[Update, None]:
         """See `Sender`."""
         chunks = self._client.generate(
             list(planned.prompt_token_ids),
@@ -66,7 +66,7 @@ class GrpcSender:
         try:
             async for chunk in chunks:
                 end = chunk.end
-                yield News(
+                yield Update(
                     num_tokens=len(chunk.token_ids),
                     num_cached_tokens=end.usage.num_cached_tokens if end else None,
                     num_output_tokens=end.usage.num_output_tokens if end else None,
@@ -81,7 +81,7 @@ class GrpcSender:
         wanted = self._options.get("model", "")
         sizes = [model.vocab_size for model in models if wanted in ("", model.model)]
         if not sizes:
-            raise errors.NotFound(f"nobody serves {wanted or 'any model'} there")
+            raise errors.NotFound(f"{wanted or 'a model'} is not served there")
         return min(sizes)
 
     async def close(self) -> None:
@@ -90,7 +90,7 @@ class GrpcSender:
 
 
 class OpenAiSender:
-    """Over HTTP, to whoever speaks that API."""
+    """Sends over HTTP to a server of the OpenAI API."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class OpenAiSender:
     ) -> None:
         """
         Args:
-            url: with the version, as http://127.0.0.1:8501/v1.
-            extra: fields more for each body, as {"ignore_eos": true}.
+            url: the base, with the version, such as http://127.0.0.1:8501/v1.
+            extra: further fields of each body, such as {"ignore_eos": true}.
         """
         import aiohttp
 
@@ -111,14 +111,14 @@ class OpenAiSender:
         self._model = model
         self._extra = dict(extra or {})
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # As many connections as requests are under way: an open loop waits for nobody.
+        # No limit of connections: in an open loop no request waits for another.
         self._session = aiohttp.ClientSession(
             headers=headers,
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=_LINE_LIMIT_BYTES,
         )
 
-    async def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[News, None]:
+    async def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[Update, None]:
         """See `Sender`."""
         import aiohttp
 
@@ -139,15 +139,15 @@ class OpenAiSender:
                     raise _http_error(
                         response.status, await response.text(), response.headers.get("Retry-After")
                     )
-                async for news in _read_events(response.content):
-                    yield news
+                async for update in _read_events(response.content):
+                    yield update
         except TimeoutError as error:
             raise errors.DeadlineExceeded(f"no end within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             raise errors.Unavailable(f"{self._url}: {error or type(error).__name__}") from error
 
     async def vocab_size(self) -> int:
-        """See `Sender`. The API does not tell."""
+        """See `Sender`. The API has no call for it."""
         return 0
 
     async def close(self) -> None:
@@ -155,9 +155,9 @@ class OpenAiSender:
         await self._session.close()
 
 
-async def _read_events(lines: AsyncIterable[bytes]) -> AsyncIterator[News]:
-    """Server-sent events to their `[DONE]`. Raises: BatonError for an error in the stream, or when
-    it ends without its end."""
+async def _read_events(lines: AsyncIterable[bytes]) -> AsyncIterator[Update]:
+    """Server-sent events up to `[DONE]`. Raises: BatonError for an error event, or a stream that
+    ends without `[DONE]`."""
     async for line in lines:
         text = line.decode("utf-8", "replace").strip()
         if not text.startswith("data:"):
@@ -168,23 +168,23 @@ async def _read_events(lines: AsyncIterable[bytes]) -> AsyncIterator[News]:
         try:
             event = json.loads(data)
         except ValueError as error:
-            raise errors.Internal(f"an event is no JSON: {data[:80]!r}") from error
+            raise errors.Internal(f"an event is not JSON: {data[:80]!r}") from error
         if not isinstance(event, dict):
-            raise errors.Internal(f"an event is no object: {data[:80]!r}")
+            raise errors.Internal(f"an event is not an object: {data[:80]!r}")
         if "error" in event:
             raise _stream_error(event["error"])
-        yield _news(event)
+        yield _update(event)
     raise errors.Internal("the stream ended without [DONE]")
 
 
-def _news(event: Mapping[str, Any]) -> News:
-    # A chunk with text, or that says it has tokens: the API does not say how many. The account at
-    # the end does, for all of them.
+def _update(event: Mapping[str, Any]) -> Update:
+    # The API does not say how many tokens a chunk has, only whether there are some. The usage in
+    # the last chunk counts all of them.
     choices = event.get("choices") or ()
     has_tokens = any(choice.get("text") or choice.get("token_ids") for choice in choices)
     usage = event.get("usage") or {}
     details = usage.get("prompt_tokens_details") or {}
-    return News(
+    return Update(
         num_tokens=int(has_tokens),
         num_cached_tokens=details.get("cached_tokens"),
         num_output_tokens=usage.get("completion_tokens"),

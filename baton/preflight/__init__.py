@@ -1,1 +1,3 @@
-"""`baton preflight`: what a chart needs of a cluster, what the cluster has, the gap."""
+"""What `baton preflight` does, in this order: `needs` renders the chart and says what it needs,
+`cluster` reads what the cluster has, `checks` and `model` find what is missing.
+"""

@@ -1,21 +1,28 @@
-"""The checks of preflight: what is needed against what there is. Pure: values in, findings out."""
+"""The checks of preflight: what is needed against what there is. Pure: values in, findings out.
+
+Two of them rehearse what Kubernetes will do. `place` is the scheduler: it looks at requests, node
+selectors, required node affinity of the plain operators, and taints; not at affinity between pods
+or spreading, which the chart only prefers. `breaks` is Pod Security admission: the rules of the
+levels baseline and restricted that a serving chart may break; SELinux types, AppArmor, sysctls and
+/proc mounts are not looked at.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
 
-from baton.preflight import fitting, pod_security
-from baton.preflight.cluster_view import Cluster, Node
-from baton.preflight.findings import Finding, Status
-from baton.preflight.needs import Needs, PodNeed
+from baton.preflight.cluster import Cluster, Node, Taint
+from baton.preflight.needs import Amounts, Needs, PodNeed, format_amount, total
 
 OLDEST = (1, 29)
-"""The first Kubernetes that runs sidecars (init containers that restart) without being asked to."""
+"""The first version of Kubernetes that has sidecars (init containers that restart) by default."""
 
 OLDEST_FOR_IMAGE_VOLUMES = (1, 33)
-"""The first whose image volumes are more than an experiment."""
+"""The first version of Kubernetes whose image volumes are beta."""
 
 _FIXES = {
     "monitoring.coreos.com": "install the Prometheus operator, or switch off "
@@ -35,8 +42,34 @@ _HPA_APIS = {
 }
 
 
+class Status(Enum):
+    """How serious a finding is."""
+
+    OK = "ok"
+    WARN = "warn"
+    """It may work, or it could not be checked."""
+    FAIL = "fail"
+    """The installed deployment would not work."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    check: str
+    """The name of the check, in one or two words."""
+
+    status: Status
+
+    what: str
+    """What was found, in one line."""
+
+    fix: str = ""
+    """What the user can do about it; empty: nothing needs to be done."""
+
+
 def all_of(needs: Needs, cluster: Cluster) -> tuple[Finding, ...]:
-    """Every finding, good ones too, in the order in which one would fix them."""
+    """The findings of every check, good ones included, in the order in which to fix them."""
     return (
         *version(needs, cluster),
         *kinds(needs, cluster),
@@ -108,19 +141,17 @@ def security(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
     if labels is None:
         exists = "may not be looked at" if not cluster.is_namespace_known else "does not exist yet"
         status = Status.WARN if not cluster.is_namespace_known else Status.OK
-        worst = next(
-            (level for level in reversed(pod_security.LEVELS) if _all_fit(needs, level)), ""
-        )
+        worst = next((level for level in reversed(LEVELS) if _all_fit(needs, level)), "")
         yield Finding(
             "pod security", status, f"namespace {cluster.namespace} {exists}; the pods fit {worst}"
         )
         return
     level = labels.get("pod-security.kubernetes.io/enforce", "privileged")
-    if level not in pod_security.LEVELS:
-        level = "restricted"  # as the API server reads what it does not know
+    if level not in LEVELS:
+        level = "restricted"  # what the API server takes an unknown level for
     is_broken = False
     for pod in needs.pods:
-        for what in pod_security.breaks(pod, level):
+        for what in breaks(pod, level):
             is_broken = True
             yield Finding(
                 "pod security",
@@ -134,15 +165,15 @@ def security(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
 
 
 def _all_fit(needs: Needs, level: str) -> bool:
-    return not any(pod_security.breaks(pod, level) for pod in needs.pods)
+    return not any(breaks(pod, level) for pod in needs.pods)
 
 
 def references(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
-    """Is there what pods name and the chart does not bring?"""
+    """Do the objects exist that pods refer to and the chart does not create?"""
     num_known = 0
     for wanted in needs.references:
-        place = (wanted.kind, wanted.name)
-        if place not in cluster.found:
+        key = (wanted.kind, wanted.name)
+        if key not in cluster.found:
             yield Finding(
                 "references",
                 Status.WARN,
@@ -150,7 +181,7 @@ def references(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
                 "make sure that it is there",
             )
             continue
-        keys = cluster.found[place]
+        keys = cluster.found[key]
         if keys is None:
             yield Finding(
                 "references",
@@ -158,7 +189,7 @@ def references(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
                 f"{wanted.needed_by} needs {wanted.kind} {wanted.name}, which is not there",
                 f"make it in namespace {cluster.namespace}, or correct its name in your values",
             )
-        elif missing := [key for key in wanted.keys if key not in keys]:
+        elif missing := [each for each in wanted.keys if each not in keys]:
             yield Finding(
                 "references",
                 Status.FAIL,
@@ -177,7 +208,7 @@ def devices(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
     """Do nodes offer the devices that pods ask for?"""
     names = sorted({name for pod in needs.pods for name in pod.requests if "/" in name})
     if cluster.nodes is None:
-        return  # said with the room
+        return  # `room` says so
     for name in names:
         offered = sum(node.allocatable.get(name, 0.0) for node in cluster.nodes)
         if offered:
@@ -193,12 +224,12 @@ def room(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
         yield Finding(
             "room",
             Status.WARN,
-            "you may not list nodes: nobody knows whether there is room",
+            "you may not list nodes, so whether there is room is not known",
             "ask an administrator to run this",
         )
         return
     stay = tuple(pod for pod in needs.pods if not pod.is_brief)
-    left_out = fitting.place(stay, cluster.nodes)
+    left_out = place(stay, cluster.nodes)
     for each in left_out:
         yield Finding(
             "room",
@@ -217,12 +248,12 @@ def room(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
 
 
 def _room_to_update(pods: Sequence[PodNeed], nodes: Sequence[Node]) -> Iterator[Finding]:
-    """Can each Deployment start one pod more, where its rolling update must?"""
+    """Is there room for one more pod of each Deployment whose rolling update starts one?"""
     for pod in pods:
         if not pod.starts_new_first:
             continue
         more = [replace(each, num_pods=each.num_pods + (each is pod)) for each in pods]
-        short = fitting.place(more, nodes)
+        short = place(more, nodes)
         if short:
             yield Finding(
                 "room",
@@ -235,7 +266,7 @@ def _room_to_update(pods: Sequence[PodNeed], nodes: Sequence[Node]) -> Iterator[
 
 
 def metrics(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
-    """Are the APIs there that the autoscaling of pods asks?"""
+    """Does the cluster serve the metrics APIs that the HorizontalPodAutoscalers ask?"""
     asked: dict[str, str] = {}
     for each in needs.objects:
         if each["kind"] == "HorizontalPodAutoscaler":
@@ -247,7 +278,7 @@ def metrics(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
         if group in cluster.groups:
             yield Finding("metrics", Status.OK, f"{group} is served")
         else:
-            what = f"nobody serves {group}, which the HorizontalPodAutoscaler asks"
+            what = f"the cluster does not serve {group}, which the HorizontalPodAutoscaler asks"
             yield Finding("metrics", Status.FAIL, what, f"{fix}, or set scaling.by=autoscaler")
 
 
@@ -265,8 +296,8 @@ def images(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
     for image in absent:
         if "." in image.partition("/")[0] or ":" in image.partition("/")[0]:
             fix = (
-                "the nodes pull it when pods start; where its registry asks who they are, name a "
-                "Secret in images.pullSecrets"
+                "the nodes pull it when pods start; if its registry needs a login, name a Secret "
+                "in images.pullSecrets"
             )
         else:
             fix = (
@@ -276,6 +307,207 @@ def images(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
 
 
 def _has_image(present: frozenset[str], image: str) -> bool:
-    """Nodes name images in full: docker.io/library/baton-control:0.1.0."""
+    """Nodes report full names, such as docker.io/library/baton-control:0.1.0."""
     names = {image, f"docker.io/{image}", f"docker.io/library/{image}", f"localhost/{image}"}
     return bool(names & present)
+
+
+# -- room on nodes
+
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class NoRoom:
+    """Pods of one owner for which no node has room."""
+
+    owner: str
+    num_pods: int
+    why: str
+    """What is short, or why no node suits."""
+
+
+def place(pods: Iterable[PodNeed], nodes: Iterable[Node]) -> tuple[NoRoom, ...]:
+    """Place all pods on nodes. Returns: the pods that found no node.
+
+    The largest pods come first, and each goes to the node with the least memory left.
+    """
+    nodes = tuple(node for node in nodes if node.is_ready)
+    free = {node.name: _free(node) for node in nodes}
+    left_out: list[NoRoom] = []
+    for pod in sorted(pods, key=_weight, reverse=True):
+        suiting = tuple(node for node in nodes if may_run(pod, node))
+        asked = {**pod.requests, "pods": 1.0}
+        if pod.num_pods == 0:  # one on each node
+            short = tuple(node for node in suiting if not _fits(asked, free[node.name]))
+            for node in suiting:
+                if node not in short:
+                    free[node.name] = total(free[node.name], _negative(asked))
+            if short:
+                where = ", ".join(node.name for node in short[:_MOST_NAMED])
+                more = ", ..." if len(short) > _MOST_NAMED else ""
+                why = f"{_why(pod, nodes, short, free)} (on {where}{more})"
+                left_out.append(NoRoom(pod.owner, len(short), why))
+            continue
+        placed = 0
+        while placed < pod.num_pods:
+            candidates = [node for node in suiting if _fits(asked, free[node.name])]
+            if not candidates:
+                break
+            fullest = min(candidates, key=lambda node: free[node.name].get("memory", 0.0))
+            free[fullest.name] = total(free[fullest.name], _negative(asked))
+            placed += 1
+        if placed < pod.num_pods:
+            why = _why(pod, nodes, suiting, free)
+            left_out.append(NoRoom(pod.owner, pod.num_pods - placed, why))
+    return tuple(left_out)
+
+
+def may_run(pod: PodNeed, node: Node) -> bool:
+    """Whether selectors, affinity and taints let the pod run on the node, apart from room."""
+    selector: Mapping[str, str] = pod.spec.get("nodeSelector") or {}
+    if any(node.labels.get(key) != value for key, value in selector.items()):
+        return False
+    affinity = (pod.spec.get("affinity") or {}).get("nodeAffinity") or {}
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    terms = required.get("nodeSelectorTerms") or ()
+    if terms and not any(_matches(term, node) for term in terms):
+        return False
+    tolerations = pod.spec.get("tolerations") or ()
+    return all(
+        taint.effect == "PreferNoSchedule" or any(_tolerates(each, taint) for each in tolerations)
+        for taint in node.taints
+    )
+
+
+def _matches(term: Mapping[str, Any], node: Node) -> bool:
+    for rule in term.get("matchExpressions") or ():
+        value, values = node.labels.get(rule["key"]), rule.get("values") or ()
+        holds = {
+            "In": value in values,
+            "NotIn": value not in values,
+            "Exists": value is not None,
+            "DoesNotExist": value is None,
+        }
+        if not holds.get(rule.get("operator", ""), True):
+            return False
+    return True
+
+
+def _tolerates(toleration: Mapping[str, Any], taint: Taint) -> bool:
+    if toleration.get("effect") not in (None, "", taint.effect):
+        return False
+    if toleration.get("operator", "Equal") == "Exists":
+        return toleration.get("key") in (None, "", taint.key)
+    return toleration.get("key") == taint.key and toleration.get("value", "") == taint.value
+
+
+def _free(node: Node) -> dict[str, float]:
+    return total({"pods": 110.0, **node.allocatable}, _negative(node.requested))
+
+
+def _negative(amounts: Amounts) -> dict[str, float]:
+    return {name: -amount for name, amount in amounts.items()}
+
+
+def _fits(asked: Amounts, free: Amounts) -> bool:
+    # Requests are sums of decimal fractions; the scheduler counts in thousandths of a core.
+    return all(amount <= free.get(name, 0.0) + 1e-6 for name, amount in asked.items())
+
+
+def _weight(pod: PodNeed) -> tuple[float, float]:
+    asked = pod.requests
+    devices = sum(amount for name, amount in asked.items() if "/" in name)
+    # Pods of a DaemonSet come first: each node gets one.
+    return (float("inf") if pod.num_pods == 0 else devices, asked.get("memory", 0.0))
+
+
+def _why(
+    pod: PodNeed,
+    nodes: tuple[Node, ...],
+    suiting: tuple[Node, ...],
+    free: Mapping[str, Amounts],
+) -> str:
+    if not nodes:
+        return "no node is ready"
+    if not suiting:
+        return "its nodeSelector, affinity or tolerations suit no node"
+    short = []
+    for name, amount in sorted(pod.requests.items()):
+        most = max(free[node.name].get(name, 0.0) for node in suiting)
+        if amount > most + 1e-6:
+            asked, left = format_amount(name, amount), format_amount(name, max(0.0, most))
+            short.append(f"asks for {asked}, the most that a node has left is {left}")
+    return "; ".join(short) or "what it asks for is not left on any one node"
+
+
+# -- Pod Security
+
+LEVELS = ("privileged", "baseline", "restricted")
+"""The levels of Pod Security, the loosest first; privileged allows everything."""
+
+_VOLUMES = {
+    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image"),
+    *("persistentVolumeClaim", "projected", "secret"),
+}
+_BASELINE_CAPABILITIES = {
+    *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD"),
+    *("NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
+}
+
+
+def breaks(pod: PodNeed, level: str) -> tuple[str, ...]:
+    """What this level forbids in the pod, in a few words each; empty: the pod fits the level."""
+    if level == "privileged":
+        return ()
+    found = list(_baseline(pod))
+    if level == "restricted":
+        found += _restricted(pod)
+    return tuple(dict.fromkeys(found))
+
+
+def _baseline(pod: PodNeed) -> Iterator[str]:
+    yield from (field for field in ("hostNetwork", "hostPID", "hostIPC") if pod.spec.get(field))
+    for volume in pod.spec.get("volumes") or ():
+        if "hostPath" in volume:
+            yield f"hostPath volume {volume.get('name')}"
+    for container in pod.containers:
+        context = container.get("securityContext") or {}
+        name = container.get("name")
+        if context.get("privileged"):
+            yield f"{name}: privileged"
+        added = set((context.get("capabilities") or {}).get("add") or ())
+        if added - _BASELINE_CAPABILITIES:
+            yield f"{name}: capabilities {', '.join(sorted(added - _BASELINE_CAPABILITIES))}"
+        if any(port.get("hostPort") for port in container.get("ports") or ()):
+            yield f"{name}: hostPort"
+
+
+def _restricted(pod: PodNeed) -> Iterator[str]:
+    for volume in pod.spec.get("volumes") or ():
+        kinds = set(volume) - {"name"}
+        if kinds - _VOLUMES - {"hostPath"}:
+            yield f"volume {volume.get('name')}: {', '.join(sorted(kinds))}"
+    of_pod = pod.spec.get("securityContext") or {}
+    for container in pod.containers:
+        yield from _restricted_container(container, of_pod)
+
+
+def _restricted_container(container: Mapping[str, Any], of_pod: Mapping[str, Any]) -> Iterator[str]:
+    own = container.get("securityContext") or {}
+    both = {**of_pod, **own}
+    name = container.get("name")
+    if own.get("allowPrivilegeEscalation") is not False:
+        yield f"{name}: allowPrivilegeEscalation is not false"
+    capabilities = own.get("capabilities") or {}
+    if "ALL" not in (capabilities.get("drop") or ()):
+        yield f"{name}: capabilities are not dropped"
+    if set(capabilities.get("add") or ()) - {"NET_BIND_SERVICE"}:
+        yield f"{name}: adds capabilities"
+    if both.get("runAsNonRoot") is not True:
+        yield f"{name}: runAsNonRoot is not true"
+    if both.get("runAsUser") == 0:
+        yield f"{name}: runs as root"
+    profile = (both.get("seccompProfile") or {}).get("type")
+    if profile not in ("RuntimeDefault", "Localhost"):
+        yield f"{name}: no seccompProfile"

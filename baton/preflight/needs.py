@@ -1,19 +1,165 @@
-"""What a set of rendered objects needs of a cluster. Pure: the objects come as dicts, as YAML has
-them.
+"""What would be installed, and what it needs of a cluster.
 
-Knows Kubernetes' own kinds, and no key of Baton's chart: whatever the chart or a user's values ask
-for is seen here as the API server will see it. Each pod counts as often as its owner wants it.
+The objects come from a chart that `helm template` renders, or from a file with YAML (which needs
+PyYAML, of `baton[kubernetes]`). All else is pure and takes objects as dicts. It knows the kinds of
+Kubernetes and no key of Baton's chart: what the chart or a user's values ask for is seen here as
+the API server will see it. Each pod counts as often as its owner wants it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from baton.preflight import quantities
+from baton.errors import BatonError
 
 Object = Mapping[str, Any]
+"""One object of Kubernetes, as its YAML has it."""
+Amounts = Mapping[str, float]
+"""Amounts by resource: cores, bytes, or a count."""
+
+_HELM_S = 60.0
+"""Limit of a rendering; the bundled chart takes well below a second."""
+_MAX_BYTES = 64 * 1024 * 1024
+
+
+class PreflightError(BatonError):
+    """Preflight could not look at the chart or at the cluster; it found out nothing."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """What would be installed."""
+
+    chart: Path
+    """The chart's folder or archive."""
+
+    name: str
+    """The release's name."""
+
+    namespace: str
+    """The namespace that it would be installed into."""
+
+    value_files: tuple[str, ...] = ()
+    """As helm's --values."""
+
+    values: tuple[str, ...] = ()
+    """As helm's --set."""
+
+
+def render(release: Release, kubernetes_version: tuple[int, int]) -> tuple[Object, ...]:
+    """The chart's objects, as helm would send them to a cluster of this version.
+
+    Blocking, at most 60 s. Raises: PreflightError with helm's own words, or that helm is missing.
+    """
+    helm = shutil.which(os.environ.get("HELM", "helm"))
+    if helm is None:
+        raise PreflightError(
+            "no helm on PATH; install it, name it in HELM, or give --manifests FILE"
+        )
+    if not release.chart.exists():
+        raise PreflightError(f"--chart {release.chart}: is not there; where is Baton's helm/baton?")
+    command = [helm, "template", release.name, str(release.chart)]
+    command += ["--namespace", release.namespace]
+    command += ["--kube-version", f"v{kubernetes_version[0]}.{kubernetes_version[1]}.0"]
+    for file in release.value_files:
+        command += ["--values", file]
+    for value in release.values:
+        command += ["--set", value]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_HELM_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise PreflightError(f"helm took more than {_HELM_S:g} s to render the chart") from None
+    if done.returncode != 0:
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        # helm warns first; what went wrong stands last.
+        raise PreflightError(f"helm: {(words or ['failed without a word'])[-1]}")
+    return parse(done.stdout.decode(errors="replace"), what="what helm rendered")
+
+
+def read(file: str) -> tuple[Object, ...]:
+    """The objects in this file; "-" is standard input. Raises: PreflightError."""
+    if file == "-":
+        text = sys.stdin.read(_MAX_BYTES)
+    else:
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PreflightError(f"--manifests {file}: {error}") from error
+    return parse(text, what=f"--manifests {file}")
+
+
+def parse(text: str, *, what: str) -> tuple[Object, ...]:
+    """The objects of a YAML text, empty ones left out. Raises: PreflightError naming `what`."""
+    import yaml
+
+    # Errors of helm's own templates can be long; one line says enough.
+    try:
+        documents: Sequence[object] = list(yaml.load_all(text, Loader=yaml.CSafeLoader))
+    except yaml.YAMLError as error:
+        raise PreflightError(f"{what}: is no YAML: {' '.join(str(error).split())}") from error
+    if bad := [each for each in documents if each and not isinstance(each, dict)]:
+        raise PreflightError(f"{what}: {str(bad[0])[:60]!r} is no object of Kubernetes")
+    objects = tuple(each for each in documents if isinstance(each, dict) and each)
+    if not objects:
+        raise PreflightError(f"{what}: holds no objects")
+    return objects
+
+
+# -- quantities
+
+_FACTORS: dict[str, float] = {
+    **{unit: 1024 ** (power + 1) for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi"))},
+    **{unit: 1000 ** (power + 1) for power, unit in enumerate(("k", "M", "G", "T", "P"))},
+    "n": 1e-9,
+    "u": 1e-6,
+    "m": 1e-3,
+}
+
+
+def parse_quantity(text: str | int | float) -> float:
+    """A quantity as Kubernetes writes it, in cores, bytes or a count. Raises: ValueError."""
+    written = str(text).strip()
+    for unit in sorted(_FACTORS, key=len, reverse=True):
+        if written.endswith(unit):
+            return float(written.removesuffix(unit)) * _FACTORS[unit]
+    return float(written)
+
+
+def parse_quantities(amounts: Mapping[str, str | int | float]) -> dict[str, float]:
+    """The same of a map of resources, such as `requests`, `limits` or `allocatable`."""
+    return {name: parse_quantity(amount) for name, amount in amounts.items()}
+
+
+def total(*parts: Amounts) -> dict[str, float]:
+    """The sum of each resource."""
+    names = dict.fromkeys(itertools.chain(*parts))
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+
+
+def most(*parts: Amounts) -> dict[str, float]:
+    """The largest amount of each resource."""
+    names = dict.fromkeys(itertools.chain(*parts))
+    return {name: max(part.get(name, 0.0) for part in parts) for name in names}
+
+
+def format_amount(name: str, amount: float) -> str:
+    """Such as "1.5 cores", "4.0 GiB memory", "2 nvidia.com/gpu"."""
+    if name == "cpu":
+        return f"{amount:.2g} cores" if amount < 10 else f"{amount:.0f} cores"
+    if name in ("memory", "ephemeral-storage") or name.startswith("hugepages-"):
+        return f"{amount / 2**30:.1f} GiB {name}"
+    return f"{amount:g} {name}"
+
+
+# -- needs
 
 _TEMPLATES = {
     "Deployment": ("spec", "template"),
@@ -49,75 +195,76 @@ class PodNeed:
     """Such as Deployment baton-decode."""
 
     num_pods: int
-    """How many at once; 0 for one on each node."""
+    """How many run at once; 0: one on each node."""
 
     spec: Object = field(repr=False)
-    """The pod's, as Kubernetes has it."""
+    """The pod's spec, as Kubernetes has it."""
 
     is_brief: bool = False
-    """A job or a test: it needs room for a moment only."""
+    """True of a job or a test, which needs room for a moment only."""
 
     starts_new_first: bool = False
-    """A rolling update ends no old pod before a new one is ready: it needs room for one more."""
+    """A rolling update starts a new pod before it ends an old one: it needs room for one more."""
 
     @property
     def containers(self) -> tuple[Object, ...]:
-        """All of them, those that run first included."""
+        """Init containers and containers."""
         return (*(self.spec.get("initContainers") or ()), *(self.spec.get("containers") or ()))
 
     @property
     def images(self) -> tuple[str, ...]:
-        """Images of its containers, each once."""
+        """The images of its containers, each once."""
         return tuple(dict.fromkeys(str(each.get("image", "")) for each in self.containers))
 
     @property
     def requests(self) -> dict[str, float]:
-        """What a node must have free for one pod, as the scheduler counts: containers and sidecars
-        together, or what one that runs before them needs beside the sidecars before it."""
+        """What a node must have free for one pod, as the scheduler counts.
+
+        It is the larger of two sums: all containers and sidecars; or one init container and the
+        sidecars that start before it.
+        """
         sidecars: dict[str, float] = {}
         largest_before: dict[str, float] = {}
         for each in self.spec.get("initContainers") or ():
             asked = _asked(each)
             if each.get("restartPolicy") == "Always":
-                sidecars = quantities.total(sidecars, asked)
+                sidecars = total(sidecars, asked)
             else:
-                largest_before = quantities.most(largest_before, quantities.total(sidecars, asked))
-        running = quantities.total(sidecars, *map(_asked, self.spec.get("containers") or ()))
-        return quantities.most(running, largest_before)
+                largest_before = most(largest_before, total(sidecars, asked))
+        running = total(sidecars, *map(_asked, self.spec.get("containers") or ()))
+        return most(running, largest_before)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Something that a pod names and that these objects do not hold."""
+    """An object that a pod names and that is not among these objects."""
 
     kind: str
     """Secret, ConfigMap, PersistentVolumeClaim, ServiceAccount or PriorityClass."""
 
     name: str
-    """Its name."""
-
     keys: tuple[str, ...] = ()
-    """Keys that must be in it."""
+    """Keys that the object must have."""
 
     needed_by: str = ""
-    """Who names it."""
+    """The owner of the pod, such as Deployment baton-decode."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """See the module."""
+    """What these objects need of a cluster."""
 
     kinds: tuple[Kind, ...]
     """Each once, in the order of the objects."""
 
     pods: tuple[PodNeed, ...]
-    """Of all owners."""
+    """The pods of all owners."""
 
     references: tuple[Reference, ...]
-    """Each once."""
+    """What pods refer to, each once."""
 
     objects: tuple[Object, ...] = field(repr=False, default=())
-    """All of them."""
+    """The objects themselves."""
 
 
 def of(objects: Iterable[Object]) -> Needs:
@@ -194,7 +341,7 @@ def _asked(container: Object) -> dict[str, float]:
     resources = container.get("resources") or {}
     # Where only a limit is given it is the request, too.
     asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return quantities.parse_all(asked)
+    return parse_quantities(asked)
 
 
 def _references(pod: PodNeed) -> Iterator[Reference]:

@@ -24,16 +24,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, overload
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import block_hash
-from kvstore.block import Block
-from kvstore.packed import PackedItems
-from kvstore.transport.device import Device, DeviceChecksums
-from kvstore.transport.staging import PinnedStaging
+from kvstore.blocks import Block, PackedItems
+from kvstore.transport.device import Device, DeviceChecksums, PinnedStaging
 from process.deadline import Deadline
 
 Bytes2D = npt.NDArray[np.uint8]
@@ -115,8 +113,7 @@ class BlockMemory:
         return [block_hash.checksum(view[block_id]) for block_id in block_ids]
 
 
-@dataclass(frozen=True, slots=True)
-class PutItem:
+class PutItem(NamedTuple):
     """Write block `block_id` of the worker into `frame`, reserved at (odd) `generation`."""
 
     block_id: int
@@ -200,6 +197,23 @@ class PutUnsettled(Exception):
         super().__init__(str(cause))
         self.cause = cause
         self.settled = settled
+
+
+class UnsettledTransfers:
+    """Transfers of one transport that may still move bytes although their callers have left."""
+
+    def __init__(self) -> None:
+        self._settled: set[asyncio.Future[None]] = set()
+
+    def add(self, settled: asyncio.Future[None]) -> None:
+        """settled: done when nothing moves any more."""
+        self._settled.add(settled)
+        settled.add_done_callback(self._settled.discard)
+
+    async def wait(self) -> None:
+        """Until nothing moves any more, however long that takes."""
+        while self._settled:
+            await asyncio.wait(self._settled)
 
 
 class Transport(Protocol):

@@ -9,15 +9,13 @@ import asyncio
 from pathlib import Path
 
 from kvstore.connection import StoreConnection, StoreInfo
-from kvstore.nixl_agent import NixlAgent
 from kvstore.slab import Slab
 from kvstore.transport.base import CUDA_IPC, BlockMemory, Transport
-from kvstore.transport.device_shm import DeviceShmTransport
-from kvstore.transport.grpc_chunks import GrpcTransport
-from kvstore.transport.mapped import MappedTransport
+from kvstore.transport.cuda_ipc import CudaIpcTransport
+from kvstore.transport.grpc import GrpcTransport, StagedTransport
 from kvstore.transport.nixl import NixlTransport
-from kvstore.transport.shm import ShmTransport
-from kvstore.transport.staged import StagedTransport
+from kvstore.transport.nixl_agent import NixlAgent
+from kvstore.transport.shm import DeviceShmTransport, ShmTransport
 from process.errors import FailedPrecondition
 
 
@@ -38,7 +36,7 @@ async def connect(
             return await DeviceShmTransport.connect(memory, store)
         return await ShmTransport.connect(memory, store)
     if transport == CUDA_IPC:
-        return await MappedTransport.connect(memory, connection, store)
+        return await CudaIpcTransport.connect(memory, connection, store)
     if transport == "nixl" and agent is not None:
         if memory.device is not None and memory.device.memory == "VRAM":
             await _refuse_store_of_this_host(store)

@@ -23,10 +23,16 @@ from kvstore.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from kvstore.nixl_agent import NixlAgent, Region
-from kvstore.nixl_runs import merge_runs
 from kvstore.slab import SlabLayout
-from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, PutUnsettled
+from kvstore.transport.base import (
+    BlockMemory,
+    GetItems,
+    GetResult,
+    PutItem,
+    PutUnsettled,
+    UnsettledTransfers,
+)
+from kvstore.transport.nixl_agent import NixlAgent, Region, merge_runs
 from process.deadline import Deadline
 from process.errors import (
     BatonError,
@@ -74,7 +80,7 @@ class NixlTransport:
         self._frames = Region(
             store.region_address, self._layout.num_frames * self._layout.stride_bytes
         )
-        self._unsettled: set[asyncio.Future[None]] = set()
+        self._unsettled = UnsettledTransfers()
 
     @classmethod
     async def connect(
@@ -120,7 +126,7 @@ class NixlTransport:
         cause = await _settling(transfer.settled, cause)
         if transfer.settled.done():
             raise cause
-        self._remember(transfer.settled)
+        self._unsettled.add(transfer.settled)
         raise PutUnsettled(cause, transfer.settled) from cause
 
     async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
@@ -162,8 +168,7 @@ class NixlTransport:
 
     async def close(self) -> None:
         """Waits for whatever still moves, however long: the caller bounds its own patience."""
-        while self._unsettled:
-            await asyncio.wait(self._unsettled)
+        await self._unsettled.wait()
         await self._agent.remove_peer(self._peer)
         await self._agent.close(Deadline.after(_CLOSE_AGENT_S))
 
@@ -177,7 +182,7 @@ class NixlTransport:
         """Returns: what to raise, `error` or a cancellation that came meanwhile, when the push is
         over within `patience_s`; raised with a quarantine when it is not."""
         settled = asyncio.ensure_future(self._settle(push_id))
-        self._remember(settled)
+        self._unsettled.add(settled)
         error = await _settling(settled, error, patience_s)
         if settled.done():
             return error
@@ -220,10 +225,6 @@ class NixlTransport:
             part = max(least, -(-part // HASH_THREADS))
         parts = [block_ids[at : at + part] for at in range(0, len(block_ids), part)]
         return [each for some in await asyncio.gather(*map(self._hash, parts)) for each in some]
-
-    def _remember(self, settled: asyncio.Future[None]) -> None:
-        self._unsettled.add(settled)
-        settled.add_done_callback(self._unsettled.discard)
 
 
 def region_of(memory: BlockMemory) -> Region:

@@ -3,7 +3,7 @@ the lender itself, and copied before any handle names it, so that the bytes move
 on its way.
 
 Life: `follow` with what a partial handle names -> a question waits at the lender, one at a time
-(kvstore/lending/followers.py) -> all of the prompt is lent: `on_rest` is called -> `take` says
+(kvstore/block_lender.py) -> all of the prompt is lent: `on_rest` is called -> `take` says
 where it lies -> `keep` what was copied of it -> `confirm` with each handle: what that names just so
 may be used -> `close`, from any state, ends the question and forgets the rest.
 
@@ -23,12 +23,12 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvstore.block_lender import LENDER_LIMITS
+from kvstore.blocks import PackedBlocks
 from kvstore.client import KvStoreClient
 from kvstore.errors import CHECKSUM, LeaseLapsed
-from kvstore.lending import is_lender
-from kvstore.lending.limits import LENDER_LIMITS
-from kvstore.lending.told import Word
-from kvstore.packed import PackedBlocks
+from kvstore.exported_blocks import LenderPromise
+from kvstore.node_ids import is_lender
 from process.deadline import Deadline
 from process.errors import BatonError
 from process.tasks import start_task
@@ -51,7 +51,7 @@ class Rest:
     """Where the rest lies by the lender's word."""
 
     run: handles.Run
-    word: Word
+    word: LenderPromise
 
     def of(self, batch: Batch, first: int) -> Batch:
         """Blocks of it from the prompt's block `first` on, with what is known of them."""

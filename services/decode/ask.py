@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.request import Beam, Request, Sampling
-from kvstore.hash_turns import HashTurns
+from kvstore.block_hash import HashTurns
 from process.spans import TraceContext
 from services.worker.chain import Chain
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from engine.request import Reservation
 from engine.sequence import HOLE
 from kvstore import block_hash
+from kvstore.blocks import PackedBlocks, PackedItems
 from kvstore.errors import DEADLINE, MISSING
-from kvstore.lending import is_lender
-from kvstore.packed import PackedBlocks, PackedItems
+from kvstore.node_ids import is_lender
 from process import logs
 from process.deadline import Deadline
 from services.decode.ahead import Ahead, Copied

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstore.lending.told import NO_WORD, Word
-from kvstore.packed import InTier, PackedBlocks, PackedItems
+from kvstore.blocks import InTier, PackedBlocks, PackedItems
+from kvstore.exported_blocks import NO_PROMISE, LenderPromise
 from process.deadline import Deadline
 from process.errors import BatonError
 from services.decode.leases import client_for
@@ -27,7 +27,7 @@ class Batch:
 
     run: handles.Run
     items: PackedItems
-    word: Word = NO_WORD
+    word: LenderPromise = NO_PROMISE
 
     def came(self, loaded: Loaded) -> PackedBlocks:
         """The leading blocks that came; those that were not sealed with the checksums of the bytes

@@ -29,6 +29,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from engine.errors import NoBlocks
 from engine.held import Held
 from engine.request import Reservation
 from engine.step_output import RequestEvent
@@ -245,7 +246,11 @@ class DecodeRequest:
             check_digest(engine, request.adapter)
             return engine.reserve(request)
 
-        reservation = await thread.call(reserve)
+        try:
+            reservation = await thread.call(reserve)
+        except NoBlocks:  # the next attempt finds what is held for the store
+            self._core.write_behind.give_way()
+            raise
         self._leg.num_tokens_local = reservation.num_local_tokens
         if not (self._placed.is_set() or ask.has_begun):
             self.sink.queued(self.key)

@@ -20,9 +20,8 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from engine.step_output import FilledBlock
-from kvstore.block import Block
-from kvstore.lending.loans import Offer
-from kvstore.packed import PackedBlocks
+from kvstore.blocks import Block, PackedBlocks
+from kvstore.exported_blocks import ExportOffer
 from process.errors import BatonError
 from process.tasks import start_task
 from services.worker.block_writer import TailSource
@@ -139,7 +138,7 @@ class LentPrompt:
             return
         block_ids, size = self._held[first:end], self._block_size
         new = [
-            Offer(block_id, chain_hash, None, size)
+            ExportOffer(block_id, chain_hash, None, size)
             for block_id, chain_hash in zip(block_ids, self._chain_hashes[first:end], strict=True)
         ]
         try:
@@ -178,7 +177,7 @@ class LentPrompt:
         if tail.block_id not in self._held:
             self._fail(NOT_HELD)
             return
-        offer = Offer(tail.block_id, _TAIL_HASH, None, tail.num_tokens)
+        offer = ExportOffer(tail.block_id, _TAIL_HASH, None, tail.num_tokens)
         try:
             self.lease_id = self.lender.enter([offer], self.lease_id)
         except BatonError as error:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from engine.request import Reservation
 from engine.step_output import FilledBlock
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import KvStoreClient, MatchResult
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
 from process import logs
@@ -155,7 +155,9 @@ class PrefixFetch:
         try:
             matched = MatchResult((), "")
             if hashes:  # of a prompt without a full block no store has anything
-                matched = await client.match(hashes, ttl_s=self._ask.ttl_s, deadline=deadline)
+                matched = await self._core.connector.match(
+                    client, hashes, ttl_s=self._ask.ttl_s, deadline=deadline
+                )
         except BatonError as error:
             self._core.connector.suspect(client, error, had_s=had_s)
             self._lose(end_block, reason_of(error))

@@ -70,7 +70,11 @@ class PrefillWorker:
     def __init__(self, core: WorkerCore) -> None:
         self._core = core
         self._jobs: dict[str, PrefillJob] = {}
-        self._admission = Admission(core.thread, max_waiting=core.limits.max_waiting_requests)
+        self._admission = Admission(
+            core.thread,
+            max_waiting=core.limits.max_waiting_requests,
+            on_full=core.write_behind.give_way,
+        )
         self._handover = Handover(core)
         core.on_room = self._admission.room_may_have_come
         core.num_queued_tokens = self._num_queued_tokens
@@ -432,7 +436,6 @@ class PrefillWorker:
             job.leg,
             num_stored=num_stored,
             client=None if is_home else place.client,
-            release_later=None if is_home else place.release_later,
         )
 
     def _end_behind(self, job: PrefillJob, chain: WriteChain) -> None:

@@ -14,7 +14,7 @@ import logging
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from kvstore.lending import is_lender
+from kvstore.node_ids import is_lender
 from process import logs, rpc
 from process.access import PeerRole
 from process.rpc import Dialer

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Protocol
 
-from kvstore.lending import is_lender
+from kvstore.node_ids import is_lender
 from services.router.config import RouterCosts
 from services.router.views import Link
 

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from kvstore import block_hash
-from kvstore.hash_turns import HashTurns
+from kvstore.block_hash import HashTurns
 from process import logs
 from process.errors import BatonError
 from services.router.prefix_runs import NO_PREFIXES, Layout, Prefixes

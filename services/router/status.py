@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import grpc.aio
 
-from kvstore.lending import is_lender
+from kvstore.node_ids import is_lender
 from process import rpc
 from process.access import PeerRole
 from process.rpc import Dialer

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import NoBlocks
@@ -33,9 +34,17 @@ class _Waiter:
 class Admission:
     """The queue in front of `engine.reserve`, at most `max_waiting` long."""
 
-    def __init__(self, thread: EngineThread, *, max_waiting: int) -> None:
+    def __init__(
+        self,
+        thread: EngineThread,
+        *,
+        max_waiting: int,
+        on_full: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_full: called when a request has found no room."""
         self._thread = thread
         self._max_waiting = max_waiting
+        self._on_full = on_full
         self._waiting: list[_Waiter] = []
         self._wake = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
@@ -109,6 +118,8 @@ class Admission:
                 waiter.future.set_exception(outcome)
             else:
                 waiter.future.set_result(outcome)
+        if len(outcomes) < len(batch):
+            self._on_full()
 
 
 def _reserve_in_order(engine: WorkerEngine, asked: list[Request]) -> list[Reservation | BatonError]:

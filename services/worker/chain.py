@@ -7,7 +7,7 @@ from functools import partial
 
 from engine.request import BlockHasher
 from kvstore import block_hash
-from kvstore.hash_turns import HashTurns
+from kvstore.block_hash import HashTurns
 
 
 @dataclass(frozen=True)

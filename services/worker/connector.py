@@ -23,15 +23,15 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from kvstore import errors
-from kvstore.block import Block
-from kvstore.client import KvStoreClient
+from kvstore.blocks import Block
+from kvstore.client import KvStoreClient, MatchResult
 from kvstore.errors import (
     DEADLINE,
     Quarantine,
     TransferCancelled,
     TransferTimeout,
 )
-from kvstore.lending.told import NO_WORD, Word
+from kvstore.exported_blocks import NO_PROMISE, LenderPromise
 from process import logs
 from process.deadline import Clock, Deadline
 from process.errors import (
@@ -54,6 +54,10 @@ WATCH_S = 1.0
 
 RELEASE_BUDGET_S = 5.0
 """Time for giving a lease back; after it the lease lapses by itself."""
+
+DOUBT_S = 0.05
+"""A store that has not answered a lookup for so long is looked at. Guessed; a lookup takes 1 ms on
+a quiet machine."""
 
 FAIR_PART = 0.5
 """Of the operator's budgets, where they are shorter: the whole of one is never left when a call
@@ -98,9 +102,9 @@ class StoreConnector:
         self._clock = clock
         self._attach = attach
         self.on_other_suspect: Callable[[KvStoreClient, BatonError], None] = _nobody
-        """Told of failed calls of clients that are another's: those of other nodes' stores."""
+        """Called for failed calls of clients that are not this connector's: other nodes' stores."""
         self._client: KvStoreClient | None = None
-        self._is_stalled = False
+        self._stalled = asyncio.Event()
         self._refusal: FailedPrecondition | None = None
         self._last_problem = ""
         self._attached = asyncio.Event()
@@ -149,7 +153,7 @@ class StoreConnector:
         if self._client is not None and self._client.broken is not None:
             self._suspect.set()
             return None
-        return None if self._is_stalled else self._client
+        return None if self._stalled.is_set() else self._client
 
     @property
     def transport(self) -> str:
@@ -177,7 +181,7 @@ class StoreConnector:
         deadline: Deadline,
         *,
         incarnation: bytes | None = None,
-        word: Word = NO_WORD,
+        word: LenderPromise = NO_PROMISE,
     ) -> Loaded:
         """Copy committed blocks into blocks that `engine_id` reserved and did not start; verified
         by checksum.
@@ -210,6 +214,35 @@ class StoreConnector:
             self.suspect(client, DeadlineExceeded("a transfer"), had_s=had_s)
         return Loaded.of(result, len(items))
 
+    async def match(
+        self,
+        client: KvStoreClient,
+        chain_hashes: Sequence[bytes],
+        *,
+        ttl_s: float,
+        deadline: Deadline,
+    ) -> MatchResult:
+        """`KvStoreClient.match`, given up as soon as this node's store counts as stalled: one that
+        does not answer within DOUBT_S is looked at.
+
+        Raises: as `KvStoreClient.match`.
+        """
+        matching = client.match(chain_hashes, ttl_s=ttl_s, deadline=deadline)
+        if client is not self._client:
+            return await matching
+        call, stalled = asyncio.create_task(matching), None
+        try:
+            await asyncio.wait([call], timeout=DOUBT_S)
+            if not call.done():
+                self._suspect.set()
+                stalled = asyncio.create_task(self._stalled.wait())
+                await asyncio.wait([call, stalled], return_when=asyncio.FIRST_COMPLETED)
+            if call.done():
+                return call.result()
+            raise DeadlineExceeded(f"store {client.address} has stalled")
+        finally:
+            await end_tasks([call, stalled])
+
     def suspect(self, client: KvStoreClient, error: BatonError, *, had_s: float = math.inf) -> None:
         """A call failed: look at the attachment now rather than at the next tick.
 
@@ -229,7 +262,7 @@ class StoreConnector:
             self.on_other_suspect(client, error)
             return
         if is_late:
-            self._is_stalled = True
+            self._stalled.set()
             self._suspect.set()
         elif isinstance(error, Unavailable):
             self._suspect.set()
@@ -303,7 +336,8 @@ class StoreConnector:
 
     async def _use(self, client: KvStoreClient) -> None:
         """Everybody's from here on, until it is of no use any more."""
-        self._client, self._is_stalled, self._last_problem = client, False, ""
+        self._client, self._last_problem = client, ""
+        self._stalled.clear()
         self.num_attached += 1
         self._on_attached(client)
         self._attached.set()
@@ -351,13 +385,13 @@ class StoreConnector:
         try:
             status = await client.status(deadline=Deadline.after(self._limits.ping_budget_s))
         except DeadlineExceeded:
-            self._is_stalled = True  # slow is not gone
+            self._stalled.set()  # slow is not gone
             return None
         except BatonError as error:
             return str(error)
         if status.incarnation != client.incarnation:
             return "another life answers"
-        self._is_stalled = False
+        self._stalled.clear()
         self._attached.set()
         return None
 

@@ -23,8 +23,8 @@ from engine.metrics import MetricsSnapshot
 from engine.request import EngineStats
 from engine.speculation.draft_traces import DraftTraces
 from kvstore import block_hash
+from kvstore.block_hash import HashTurns
 from kvstore.client import KvStoreClient
-from kvstore.hash_turns import HashTurns
 from kvstore.transport.base import BlockMemory
 from process import tls
 from process.access import PeerRole

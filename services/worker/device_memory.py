@@ -8,12 +8,12 @@ from collections.abc import Callable
 from baton_kernels.block_checksums import fits
 
 from kvstore.transport.base import CUDA_IPC, BlockMemory
-from kvstore.transport.cuda_device import CudaDevice
+from kvstore.transport.cuda import CudaDevice
 from kvstore.transport.device import wait_for
-from kvstore.transport.spread_device import BASE, Part, Run, SpreadDevice
 from process.errors import FailedPrecondition
 from services.worker.device_checksums import DeviceChecksums
 from services.worker.engine_port import KvMemoryPort
+from services.worker.sharded_device import BASE, Part, Run, ShardedDevice
 
 
 def block_memory(kv: KvMemoryPort) -> BlockMemory:
@@ -52,7 +52,7 @@ def _spread(kv: KvMemoryPort) -> BlockMemory:
         for part in kv.parts
     ]
     block_bytes = kv.layout.block_bytes
-    device = SpreadDevice(parts, block_bytes)
+    device = ShardedDevice(parts, block_bytes)
     return BlockMemory.on_device(device, BASE, block_bytes, kv.num_blocks)
 
 

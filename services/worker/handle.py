@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.block import Block
+from kvstore.blocks import Block, PackedBlocks
 from kvstore.errors import DEADLINE, INCARNATION
-from kvstore.packed import PackedBlocks
 from process.errors import BatonError
 from protos import common_pb2
 from services.worker.handle_keys import HandleKeys

@@ -1,4 +1,4 @@
-"""WorkerLender: a worker's blocks, lent to others: the lender of `kvstore.lending` on the engine's
+"""WorkerLender: a worker's blocks, lent to others: the `BlockLender` on the engine's
 side.
 
 What is lent is kept in place at the engine: a request's blocks are quarantined before they are
@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from kvstore.lending import lender_node_id
-from kvstore.lending.lender import Lender, LenderIdentity
-from kvstore.lending.loans import LoanTable, Offer
-from kvstore.lending.server import LenderServicer
-from kvstore.packed import PackedBlocks
+from kvstore.block_lender import BlockLender, LenderIdentity
+from kvstore.blocks import PackedBlocks
+from kvstore.exported_blocks import ExportedBlocks, ExportOffer
+from kvstore.lender_service import LenderServicer
+from kvstore.node_ids import lender_node_id
 from process.errors import BatonError, Internal
 from services.worker.engine_thread import EngineThread
 from services.worker.store_target import StoreTarget
@@ -56,8 +56,8 @@ class WorkerLender:
         self._on_room = on_room
         self._probe_ids: set[int] = set()
         memory = target.memory
-        self.loans = LoanTable(memory.num_blocks, memory.block_bytes, max_ttl_s, self._on_free)
-        self.lender = Lender(
+        self.loans = ExportedBlocks(memory.num_blocks, memory.block_bytes, max_ttl_s, self._on_free)
+        self.lender = BlockLender(
             LenderIdentity(self.node_id, self.incarnation, bytes.fromhex(target.fingerprint)),
             memory,
             self.loans,
@@ -80,17 +80,19 @@ class WorkerLender:
 
     # -- lending
 
-    def enter(self, offers: Sequence[Offer], lease_id: str, *, is_computed: bool = True) -> str:
+    def enter(
+        self, offers: Sequence[ExportOffer], lease_id: str, *, is_computed: bool = True
+    ) -> str:
         """Lend blocks that are quarantined once for it, or, where not `is_computed`, keep them
-        entered until `computed`; see Lender.enter."""
+        entered until `computed`; see BlockLender.enter."""
         return self.lender.enter(offers, lease_id, is_computed=is_computed)
 
     def computed(self, lease_id: str, block_ids: Sequence[int]) -> None:
-        """See LoanTable.computed."""
+        """See ExportedBlocks.computed."""
         self.loans.computed(lease_id, block_ids)
 
     async def seal(self, lease_id: str) -> PackedBlocks:
-        """See Lender.seal."""
+        """See BlockLender.seal."""
         return await self.lender.seal(lease_id)
 
     def hand_over(self, lease_id: str, ttl_s: float) -> None:

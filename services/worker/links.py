@@ -18,8 +18,7 @@ from collections.abc import Callable
 
 from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferFailed, TransferTimeout, quarantine_of
-from kvstore.link import Link, Rates, Verdict, judge
-from kvstore.link_meter import num_blocks_wanted
+from kvstore.links import Link, Rates, Verdict, judge, num_blocks_wanted
 from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable

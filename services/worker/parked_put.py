@@ -9,7 +9,7 @@ import asyncio
 import enum
 
 from engine.parking import Blocks
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import PutResult
 from kvstore.transport.base import BlockMemory
 
@@ -80,4 +80,4 @@ def refs_of(result: PutResult, put: Put) -> tuple[Block, ...] | None:
     refs = result.refs if result.tail is None else (*result.refs, result.tail)
     hashes = [ref.chain_hash for ref in refs]
     asked = [*put.chain_hashes, b""][: put.num_blocks]
-    return refs if hashes == asked else None
+    return tuple(refs) if hashes == asked else None

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstore.block import Block
-from kvstore.packed import PackedBlocks
+from kvstore.blocks import Block, PackedBlocks
 from services.worker import handle as handles
 
 

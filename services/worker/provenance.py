@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.block import Block, Tier
-from kvstore.lending import is_lender
-from kvstore.packed import InTier, PackedBlocks
+from kvstore.blocks import Block, InTier, PackedBlocks, Tier
+from kvstore.node_ids import is_lender
 from process.deadline import Clock
 
 FINGERPRINT = "fingerprint"

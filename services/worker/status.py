@@ -12,7 +12,7 @@ from google.protobuf import json_format
 
 from engine.request import EngineStats, FinishReason, ModelInfo
 from engine.step_output import StepTrace, TokenLogprobs
-from kvstore.link import Link, Verdict
+from kvstore.links import Link, Verdict
 from protos import common_pb2
 from services.worker.provenance import Leg, WorkerCounts
 

@@ -28,7 +28,7 @@ from typing import Any
 from engine.errors import IntegrityError
 from kvstore.client import KvStoreClient
 from kvstore.errors import DEADLINE, INCARNATION, STORE_UNAVAILABLE
-from kvstore.lending import is_lender
+from kvstore.node_ids import is_lender
 from process import logs
 from process.access import PeerRole
 from process.deadline import Clock, Deadline

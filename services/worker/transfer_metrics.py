@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 
 from kvstore.client import KvStoreClient, TransferStats
 from kvstore.errors import REASONS
-from kvstore.lending import is_lender
+from kvstore.node_ids import is_lender
 
 _BOUNDS_S = (
     *(0.000_25, 0.000_5, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),

@@ -12,8 +12,10 @@ counted by its reason: another worker will compute what is missing.
 Blocks are found by their chain hash in the engine's prefix cache and quarantined until a put has
 read them. So it does not matter whether their request is live, preempted or over, and a block that
 was evicted is not stored. The engine can be asked between two steps only, so a turn takes what one
-step fills, of several chains, and puts it in several puts of at most `max_put_bytes`, one at a time
-to each store. No more than that is held, each put for at most `put_budget_s`. A store that is slow
+step fills, of several chains. A put carries blocks of as many chains as are held, since its two
+calls cost a worker's interpreter more than the blocks in them: on 2 shared cores 1.3 ms, and 6 us a
+block. One put is under way to each store. How much it carries follows from how long the last one
+took, at most `max_put_bytes`; blocks are held for at most `put_budget_s`. A store that is slow
 keeps the chains of no other store waiting.
 
 Presence in the store stays closed under prefixes: a put names the block before its first. The chain
@@ -21,7 +23,9 @@ takes the blocks before `num_stored` to be in the store. Where they are not (evi
 store), the store refuses the put and the chain is put from its beginning (blocks that are present
 cost nothing).
 
-It has the lowest priority: requests' loads go first (`standing_back`), tokens never wait for it.
+It has the lowest priority: requests' loads go first (`standing_back`), tokens never wait for it,
+and a request that finds no free blocks gets those that are held (`give_way`): a put that is
+cancelled never commits, so its blocks may change. Its chains are put again while they are cached.
 Nothing is read of a cache whose blocks are not whole: the prefix cache has full blocks only, of a
 quantized cache frozen ones. A beam search's answers are not in it, so they are not stored.
 
@@ -32,18 +36,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.step_output import FilledBlock
-from kvstore.client import KvStoreClient, PutResult
+from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
 from process import spans
 from process.deadline import Deadline
-from process.errors import BatonError, FailedPrecondition
+from process.errors import BatonError
 from process.spans import Span
-from services.worker.block_writer import BATCH_BYTES, NO_ROOM, ReleaseLater
+from process.tasks import end_tasks
+from services.worker.block_writer import NO_ROOM
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector, reason_of
 from services.worker.engine_port import WorkerEngine
@@ -51,7 +58,17 @@ from services.worker.engine_thread import EngineThread
 from services.worker.provenance import Leg, WorkerCounts
 
 BATCH_BLOCKS = 4
-"""A running request's blocks are stored so many at a time: each put is three calls. Guessed."""
+"""A running request's blocks are stored so many at a time: each put is two calls. Guessed."""
+
+MIN_PUT_BYTES = 64 * 1024 * 1024
+"""Of the first put to a store."""
+
+MAX_PUT_BYTES = 512 * 1024 * 1024
+"""One step of 8 prompts of 1,024 tokens fills 1 GiB of a model of 8 B parameters."""
+
+PUT_SHARE = 0.05
+"""Of `put_budget_s`: a put that takes less is followed by one twice as large, one that takes four
+times as long by one of half the size."""
 
 MAX_CHAINS = 1024
 """Chains that wait for their turn; more are given up."""
@@ -79,8 +96,6 @@ class WriteChain:
     """Decode: full blocks of the prompt, which do not count as written."""
     client: KvStoreClient | None = None
     """Another node's store that the chain's beginning lies in; None: this node's."""
-    release_later: ReleaseLater | None = None
-    """Gives leases of `client` back."""
     num_bytes: int = 0
     """Written by now."""
     num_restarts: int = 0
@@ -115,6 +130,22 @@ class _Turn:
     """Ids of the blocks from `first` that are quarantined; filled on the engine's thread."""
     num_over: int = 0
     """Of `held`, blocks whose put is over."""
+    is_stuck: bool = False
+    """The last put stored nothing of it: the rest would lack its parent."""
+
+    @property
+    def num_left(self) -> int:
+        """Held blocks that are still to be put."""
+        return 0 if self.is_stuck or self.chain.problem else len(self.held) - self.num_over
+
+
+class _Piece(NamedTuple):
+    """What of one turn goes into one put."""
+
+    turn: _Turn
+    hashes: tuple[bytes, ...]
+    block_ids: list[int]
+    put: PutChain
 
 
 class WriteBehind:
@@ -130,7 +161,7 @@ class WriteBehind:
         block_size: int,
         max_held_blocks: int,
         on_room: Callable[[], None],
-        max_put_bytes: int = BATCH_BYTES,
+        max_put_bytes: int = MAX_PUT_BYTES,
         max_chains: int = MAX_CHAINS,
     ) -> None:
         """
@@ -146,12 +177,16 @@ class WriteBehind:
         self._max_held_blocks = max_held_blocks
         self._on_room = on_room
         self._max_put_bytes = max_put_bytes
+        self._put_bytes: dict[str, int] = {}  # of the next put, by the address of the store
         self._max_chains = max_chains
         # By the store that they go to, in the order of their turns.
         self._queues: dict[KvStoreClient | None, dict[WriteChain, None]] = {}
         self._tasks: dict[KvStoreClient | None, asyncio.Task[None]] = {}
         self._current: set[WriteChain] = set()
         self._deferred: dict[WriteChain, Callable[[], None]] = {}  # what ends each
+        self._puts: set[asyncio.Task[list[PutResult]]] = set()
+        self._num_asked_for = 0
+        """How often a request has asked for what is held."""
         self._num_loads = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -172,7 +207,6 @@ class WriteBehind:
         num_reached: int | None = None,
         num_prompt_blocks: int = 0,
         client: KvStoreClient | None = None,
-        release_later: ReleaseLater | None = None,
     ) -> WriteChain:
         """A sample, or a prompt, begins to fill blocks.
 
@@ -180,7 +214,7 @@ class WriteBehind:
             hashes: of the leading full blocks that are there already.
             num_stored: those of them that are taken to be in the store, counted from the first.
             num_reached: leading blocks that do not count as lost; None: those that are stored.
-            client, release_later: where the chain goes instead of to this node's store.
+            client: of another store that the chain goes to, instead of this node's.
         """
         return WriteChain(
             tenant,
@@ -190,7 +224,6 @@ class WriteBehind:
             num_stored if num_reached is None else num_reached,
             num_prompt_blocks,
             client,
-            release_later,
         )
 
     def add(self, chain: WriteChain, blocks: Iterable[FilledBlock]) -> None:
@@ -247,6 +280,12 @@ class WriteBehind:
         if self._tasks:
             await asyncio.wait(set(self._tasks.values()), timeout=self._limits.put_budget_s)
 
+    def give_way(self) -> None:
+        """A request has found no free blocks: give back what is held, put or not."""
+        self._num_asked_for += 1
+        for put in self._puts:
+            put.cancel()
+
     @contextmanager
     def standing_back(self) -> Iterator[None]:
         """A request's load is under way."""
@@ -265,7 +304,8 @@ class WriteBehind:
         to, queue = chain.client, self._queues.get(chain.client, {})
         if not chain.is_due or chain in queue:
             return
-        if sum(map(len, self._queues.values())) >= self._max_chains:
+        num_waiting = sum(map(len, self._queues.values()))
+        if num_waiting >= self._max_chains and chain not in self._current:
             self._give_up(chain, NO_ROOM)
             return
         queue[chain] = None
@@ -276,16 +316,19 @@ class WriteBehind:
     async def _drain(self, to: KvStoreClient | None, queue: dict[WriteChain, None]) -> None:
         while queue:
             await self._wait_for_quiet()
-            turns = self._take(queue)
+            turns, num_asked_for = self._take(queue), self._num_asked_for
             self._current.update(turn.chain for turn in turns)
             try:
                 await self._hold(turns)
-                for turn in turns:
-                    await self._store(turn)
+                while any(turn.num_left for turn in turns) and num_asked_for == self._num_asked_for:
+                    await self._put_next(to, turns)
+                self._go_on(turns)
             finally:
                 self._current.difference_update(turn.chain for turn in turns)
                 for turn in turns:
                     self._give_back(turn)
+            if num_asked_for != self._num_asked_for:
+                await asyncio.sleep(self._limits.put_yield_s)  # the request is served meanwhile
         del self._queues[to], self._tasks[to]
 
     def _take(self, queue: dict[WriteChain, None]) -> list[_Turn]:
@@ -333,101 +376,114 @@ class WriteBehind:
             lambda engine: engine.unquarantine(tuple(turn.held[first:end])), self._on_room
         )
 
-    async def _store(self, turn: _Turn) -> None:
-        """Put the blocks of one chain that are held; then it waits for its next turn, if there is
-        more of it."""
-        chain, num_restarts = turn.chain, turn.chain.num_restarts
-        while turn.num_over < len(turn.held) and not chain.problem:
-            client = chain.client or self._connector.client
-            if client is None or client.broken is not None:
-                self._give_up(chain, STORE_UNAVAILABLE)
-            elif chain.ends_by is not None and chain.ends_by.expired:
-                self._give_up(chain, DEADLINE)
-            elif not await self._put_next(client, turn):
-                break
-        has_moved = chain.num_stored > turn.first or chain.num_restarts > num_restarts
-        if has_moved:
-            self._put_in_line(chain)
-        elif chain.ends_by is not None and not chain.problem:
-            self._give_up(chain, MISSING)  # the engine has it no more
-
-    async def _put_next(self, client: KvStoreClient, turn: _Turn) -> bool:
-        """One put. Returns: whether the chain got further."""
+    async def _put_next(self, to: KvStoreClient | None, turns: Sequence[_Turn]) -> None:
+        """One put, of what is held of the first turns."""
         await self._wait_for_quiet()
-        chain, first = turn.chain, turn.first + turn.num_over
-        max_blocks = max(1, self._max_put_bytes // client.frame_bytes)
-        block_ids = turn.held[turn.num_over : turn.num_over + max_blocks]
-        hashes = turn.hashes[: first + len(block_ids)]
+        client = to or self._connector.client
+        for turn in turns:
+            ends_by = turn.chain.ends_by
+            if turn.num_left and (client is None or client.broken is not None):
+                self._give_up(turn.chain, STORE_UNAVAILABLE)
+            elif turn.num_left and ends_by is not None and ends_by.expired:
+                self._give_up(turn.chain, DEADLINE)
+        if client is None:
+            return
+        first_bytes = min(MIN_PUT_BYTES, self._max_put_bytes)
+        num_bytes = self._put_bytes.get(client.address, first_bytes)
+        max_blocks = max(1, num_bytes // client.frame_bytes)
+        pieces = self._cut(turns, max_blocks)
+        if not pieces:
+            return
+        began_s = time.monotonic()
+        putting = asyncio.create_task(self._put(client, pieces))
+        self._puts.add(putting)
         try:
-            result = await self._put(client, chain, hashes, first, block_ids)
+            await asyncio.wait([putting])
+            puts = [] if putting.cancelled() else putting.result()
         finally:
-            self._give_back(turn, len(block_ids))
-        if result is None:
-            return False
-        (chain.release_later or self._connector.release_later)(client, [result.lease_id])
-        return self._book(chain, hashes[first:], len(block_ids), result, client.frame_bytes)
+            self._puts.discard(putting)
+            await end_tasks([putting])
+            for piece in pieces:
+                self._give_back(piece.turn, len(piece.block_ids))
+        share = (time.monotonic() - began_s) / self._limits.put_budget_s
+        is_full = sum(len(piece.block_ids) for piece in pieces) == max_blocks
+        if share > 4 * PUT_SHARE:
+            self._put_bytes[client.address] = max(client.frame_bytes, num_bytes // 2)
+        elif share < PUT_SHARE and is_full:
+            self._put_bytes[client.address] = min(self._max_put_bytes, num_bytes * 2)
+        for piece, put in zip(pieces, puts, strict=False):
+            self._book(piece, put, client.frame_bytes)
 
-    async def _put(
-        self,
-        client: KvStoreClient,
-        chain: WriteChain,
-        hashes: tuple[bytes, ...],
-        first: int,
-        held: list[int],
-    ) -> PutResult | None:
-        """Returns: None when it came to nothing; the chain begins anew or has a problem."""
-        puts_again = first > 0 and chain.num_restarts < MAX_RESTARTS
+    def _cut(self, turns: Sequence[_Turn], max_blocks: int) -> list[_Piece]:
+        """The next blocks of the first turns, at most so many."""
+        pieces = []
+        for turn in turns:
+            num_blocks = min(turn.num_left, max_blocks)
+            if num_blocks == 0:
+                continue
+            max_blocks -= num_blocks
+            chain, first = turn.chain, turn.first + turn.num_over
+            block_ids = turn.held[turn.num_over : turn.num_over + num_blocks]
+            hashes = turn.hashes[first : first + num_blocks]
+            put = PutChain(
+                turn.hashes[first - 1] if first else b"",
+                list(zip(hashes, block_ids, strict=True)),
+                self._block_size,
+                tenant=chain.tenant,
+                puts_again=first > 0 and chain.num_restarts < MAX_RESTARTS,
+            )
+            pieces.append(_Piece(turn, hashes, block_ids, put))
+        return pieces
+
+    async def _put(self, client: KvStoreClient, pieces: Sequence[_Piece]) -> list[PutResult]:
+        """Returns: one result for each piece; none when the put failed, and so did its chains."""
         deadline = Deadline.after(self._limits.put_budget_s)
         try:
-            with chain.span.child("write_behind"):
+            with ExitStack() as spans_of_requests:
+                for piece in pieces:
+                    chain = piece.turn.chain
+                    spans_of_requests.enter_context(chain.span.child("write_behind"))
                 async with deadline.timeout("writing behind"):
-                    return await client.put_blocks(
-                        None,
-                        hashes[first - 1] if first else b"",
-                        list(zip(hashes[first:], held, strict=False)),
-                        None,
-                        self._limits.lease_ttl_s,
-                        deadline,
-                        num_tokens=self._block_size,
-                        tenant=chain.tenant,
-                        puts_again=puts_again,
+                    return await client.put_chains(
+                        [piece.put for piece in pieces], self._limits.lease_ttl_s, deadline
                     )
-        except FailedPrecondition:  # what it follows is not there (any more)
-            if not puts_again:
+        except BatonError as error:
+            self._connector.suspect(client, error)
+            for piece in pieces:
+                self._give_up(piece.turn.chain, reason_of(error))
+            return []
+
+    def _book(self, piece: _Piece, put: PutResult, frame_bytes: int) -> None:
+        """Count what is stored now of a chain."""
+        turn, chain = piece.turn, piece.turn.chain
+        if put.lacks_parent:
+            turn.is_stuck = True
+            if not piece.put.puts_again:
                 self._give_up(chain, MISSING)
             chain.num_restarts += 1
             chain.num_stored = 0
-        except BatonError as error:
-            self._connector.suspect(client, error)
-            self._give_up(chain, reason_of(error))
-        return None
-
-    def _book(
-        self,
-        chain: WriteChain,
-        asked: tuple[bytes, ...],
-        num_held: int,
-        result: PutResult,
-        frame_bytes: int,
-    ) -> bool:
-        """Count what is stored now. Returns: whether the chain got further."""
-        num_stored = 0
-        for ref, chain_hash in zip(result.refs, asked, strict=False):
-            if ref.chain_hash != chain_hash:  # fail closed: it names another block
-                break
-            num_stored += 1
+            return
+        num_stored = put.refs.num_matching(piece.hashes, self._block_size)
         first, end = chain.num_stored, chain.num_stored + num_stored
         chain.num_stored = end
-        chain.num_bytes += result.num_bytes
+        chain.num_bytes += put.num_bytes
         # Of the blocks that are there now, those present before come first and cost no bytes.
         num_of_answer = max(0, end - max(first, chain.num_prompt_blocks))
-        num_written = min(result.num_bytes // frame_bytes, num_of_answer)
+        num_written = min(put.num_bytes // frame_bytes, num_of_answer)
         chain.num_reached = max(chain.num_reached, end)
         chain.leg.num_blocks_written_back += num_written
         self._counts.num_blocks_written_back += num_written
-        if num_stored < min(num_held, len(asked)):
+        if num_stored < len(piece.hashes):
             self._give_up(chain, NO_ROOM)
-        return num_stored > 0
+
+    def _go_on(self, turns: Sequence[_Turn]) -> None:
+        """A chain waits for its next turn, if there is more of it."""
+        for turn in turns:
+            chain = turn.chain
+            if turn.held:
+                self._put_in_line(chain)
+            elif chain.ends_by is not None and not chain.problem:
+                self._give_up(chain, MISSING)  # the engine has it no more
 
     def _give_up(self, chain: WriteChain, reason: str) -> None:
         if chain.problem:

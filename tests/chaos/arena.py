@@ -30,8 +30,8 @@ from baton.client import Client, SyncClient
 from baton.cluster.local_cluster import ClusterConfig, ClusterEvent, LocalCluster
 from baton.messages import Completion, KvLeg
 from engine.request import Sampling
+from kvstore.page_file import SUFFIX as PAGES_SUFFIX
 from kvstore.slab import SUFFIX, Slab
-from kvstore.tiers.page_file import SUFFIX as PAGES_SUFFIX
 from process import rpc
 from protos import inference_pb2, kvstore_pb2, kvstore_pb2_grpc
 from tests.harness.cluster import (

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.errors import CHECKSUM, GENERATION, MISSING
 from kvstore.slab import Slab
 

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from kvstore import block_hash, serve
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import PutResult
 from kvstore.config import KvStoreSettings
 from kvstore.errors import INCARNATION, LEASE_LAPSED
@@ -279,7 +279,7 @@ async def _demoted(store: serve.RunningStore, num_pages: int) -> None:
     async with asyncio.timeout(CALL_S):
         while True:
             assert store.node.store is not None
-            moves = store.node.store.moves
+            moves = store.node.store.table
             if moves.num_demoted >= num_pages and not moves.num_moving:
                 return
             await asyncio.sleep(0.005)

@@ -17,9 +17,9 @@ import grpc.aio
 import pytest
 
 from kvstore import serve
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import PutResult
-from kvstore.frames import FrameState
+from kvstore.slot_pool import SlotState
 from process.errors import BatonError
 from tests.harness.control_proxy import ControlProxy, Mischief
 from tests.harness.store import SETTINGS, Worker
@@ -225,5 +225,5 @@ def _is_free(store: serve.RunningStore) -> bool:
     """No frame is being written or out of use, no lease is left."""
     truth = store.node.store
     assert truth is not None
-    held = [truth.frames.count(state) for state in (FrameState.WRITING, FrameState.QUARANTINED)]
+    held = [truth.frames.count(state) for state in (SlotState.WRITING, SlotState.QUARANTINED)]
     return sum(held) == 0 and len(truth.leases) == 0

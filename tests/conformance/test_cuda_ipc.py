@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kvstore import block_hash, errors
-from kvstore.block import Block, Tier
+from kvstore.blocks import Block, Tier
 from kvstore.client import KvStoreClient
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import wait_for
@@ -93,7 +93,7 @@ class Reader:
     """A cache on a device, and a client that maps the lender's."""
 
     def __init__(self, device_id: int) -> None:
-        from kvstore.transport.cuda_device import CudaDevice
+        from kvstore.transport.cuda import CudaDevice
         from services.worker.device_checksums import DeviceChecksums
 
         self.cache = torch.zeros(

@@ -13,7 +13,7 @@ import pytest
 from engine.errors import IntegrityError
 from engine.speculation.draft_pages import DraftPages, Fetch, Fetched, Pages, PagesRefused
 from engine.speculation.draft_pages_fake import FakeDraftPages
-from kvstore import serve
+from kvstore import invariants, serve
 from kvstore.config import KvStoreSettings
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
@@ -95,7 +95,7 @@ async def case(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         await real.stop()
         await until(lambda: real.num_taken == 0)
         await until(lambda: len(store.node.store.leases) == 0)
-        store.node.store.check_integrity()
+        invariants.check(store.node.store)
 
 
 def pages_of(num_pages: int, seed: int = 0) -> Pages:

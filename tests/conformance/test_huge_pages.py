@@ -16,8 +16,8 @@ import pytest
 
 from kvstore import serve
 from kvstore.config import KvStoreSettings
-from kvstore.metrics import StoreMetrics
 from kvstore.slab import Slab, SlabLayout, check_room, remove_stale
+from kvstore.status import StoreMetrics
 from process.errors import NoCapacity
 from tests.harness.huge_pool import HugePool
 

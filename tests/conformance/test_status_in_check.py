@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstore import serve
-from kvstore.store import Store
+from kvstore import invariants, serve
+from kvstore.block_store import BlockStore
 from process import rpc
 from process.deadline import Deadline
 from protos import kvstore_pb2, kvstore_pb2_grpc
@@ -27,16 +27,16 @@ async def test_a_status_does_not_wait_for_the_end_of_a_check(
     worker = await new_worker(store.address, "grpc")
     put = await worker.put(chain("a", 4), range(4))
     began, may_end, has_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    real = Store.checks
+    real = invariants.check_store
 
-    def checks(self: Store) -> Iterator[None]:
+    def check_store(truth: BlockStore) -> Iterator[None]:
         began.set()
         while not may_end.is_set():
             yield
-        yield from real(self)
+        yield from real(truth)
         has_ended.set()
 
-    monkeypatch.setattr(Store, "checks", checks)
+    monkeypatch.setattr(invariants, "check_store", check_store)
     async with rpc.channel(store.address) as channel, asyncio.timeout(WAIT_S):
         stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)
         await began.wait()  # the store begins by itself when something was put

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import random
 import signal
 import sys
@@ -17,11 +18,11 @@ import numpy as np
 import pytest
 import redis.asyncio
 
-from kvstore import serve, wire
-from kvstore.client import KvStoreClient
+from kvstore import node, serve, wire
+from kvstore.client import KvStoreClient, PutChain, TransferStats
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
-from kvstore.memory import TOUCH_AHEAD_BYTES
+from kvstore.node import TOUCH_AHEAD_BYTES
 from kvstore.server import KvStoreServicer
 from kvstore.transport.base import BlockMemory
 from process import grpc_server, registry, rpc
@@ -73,6 +74,83 @@ async def test_a_chain_grows_by_several_puts_under_one_lease(
     with pytest.raises(FailedPrecondition, match="parent"):
         await worker.put(chain("b", 2)[1:], [0], parent=chain("b", 1)[0])
     assert (await worker.status()).num_leases == 1
+
+
+async def test_blocks_of_several_prompts_go_in_one_put_that_keeps_no_lease(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    """Two of them begin alike, one goes on behind another, one lacks its parent, the last finds no
+    room for all of it."""
+    worker = await new_worker(store.address, transport)
+    a, b, c, d = chain("a", 6), chain("b", 3), chain("c", 3), chain("d", 40)
+    known = await worker.put(b[:1], [40])
+
+    def put(hashes: list[bytes], first: int, parent: bytes = b"", again: bool = False) -> PutChain:
+        blocks = [(each, first + index) for index, each in enumerate(hashes)]
+        return PutChain(parent, blocks, 16, puts_again=again)
+
+    chains = [
+        put(a[:4], 0),
+        put([*a[:2], *chain("e", 2)], 10),  # the first two are those of the chain before
+        put(a[4:], 4, a[3]),
+        put(b, 20),  # the first is there
+        put(c[1:], 30, c[0], again=True),
+        put(d, 0),
+    ]
+    puts = await worker.client.put_chains(chains, 60.0, within())
+    frame_bytes = worker.view.shape[1]
+    written = [result.num_bytes // frame_bytes for result in puts]
+    assert written[:5] == [4, 2, 2, 2, 0]
+    assert [result.lacks_parent for result in puts] == [False] * 4 + [True, False]
+    assert [len(result.refs) for result in puts[:5]] == [4, 4, 2, 3, 0]
+    assert puts[1].refs[:2] == puts[0].refs[:2] and puts[3].refs[:1] == known.refs
+    assert len(puts[5].refs) == written[5] == 40 - puts[5].not_stored < 40
+    await worker.release(known.lease_id)
+    status = await worker.status()
+    assert (status.num_leases, status.num_writing, status.num_pinned) == (0, 0, 0)
+    assert status.num_committed == sum(written) + 1
+    for hashes, first in ((a, 0), (b[1:], 21), (d[: written[5]], 0)):
+        matched = await worker.match([*b[:1], *hashes] if first == 21 else hashes)
+        refs = matched.blocks[-len(hashes) :][:7]
+        assert [ref.chain_hash for ref in refs] == hashes[:7]
+        num = len(refs)
+        assert await worker.get(matched.lease_id, refs, range(41, 41 + num)) == {}
+        assert np.array_equal(worker.view[41 : 41 + num], worker.view[first : first + num])
+        await worker.release(matched.lease_id)
+
+
+async def test_a_put_of_chains_that_all_lack_their_parent_takes_nothing(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    worker = await new_worker(store.address, transport)
+    lacking = PutChain(chain("a", 1)[0], [(chain("a", 2)[1], 0)], 16)
+    seen: list[TransferStats] = []
+    worker.client.on_transfer = seen.append
+    again = dataclasses.replace(lacking, puts_again=True)
+    puts = await worker.client.put_chains([lacking, again], 60.0, within())
+    assert [(put.lacks_parent, put.lease_id, put.not_stored) for put in puts] == [(True, "", 0)] * 2
+    assert [(stats.failed, stats.num_put_again) for stats in seen] == [({"missing": 1}, 1)]
+    status = await worker.status()
+    assert (status.num_leases, status.num_writing, status.num_committed) == (0, 0, 0)
+
+
+async def test_a_refused_chain_leaves_nothing_of_the_others_reserved(
+    store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
+) -> None:
+    worker = await new_worker(store.address, transport)
+    fine = kvstore_pb2.ReserveChain(chain_hashes=b"".join(chain("a", 2)))
+    one = chain("b", 1)[0]
+    for wrong, field in (
+        (kvstore_pb2.ReserveChain(chain_hashes=one[:-1]), "chain_hashes"),
+        (kvstore_pb2.ReserveChain(chain_hashes=one + one), "chain_hashes"),
+        (kvstore_pb2.ReserveChain(chain_hashes=one, tenant="t" * 200), "tenant"),
+        (kvstore_pb2.ReserveChain(chain_hashes=one, parent=b"short"), "parent"),
+    ):
+        with pytest.raises(InvalidArgument, match=field):
+            await worker.call(
+                "Reserve", attachment_id=worker.attachment_id, ttl_ms=1000, chains=[fine, wrong]
+            )
+        assert (await worker.status()).num_writing == 0
 
 
 async def test_a_tail_travels_and_is_gone_with_its_lease(
@@ -404,13 +482,33 @@ async def test_memory_is_made_ready_ahead_of_its_use(
     settings = dataclasses.replace(store_settings, capacity_bytes=capacity_bytes)
     async with serve.running(settings) as store:
         worker = await new_worker(store.address, "grpc")
-        memory = store.node.memory
-        assert memory is not None
-        await until(lambda: memory.num_touched == num_ahead)
+        await until(lambda: store.node.num_touched == num_ahead)
         await worker.put(chain("a", 5), range(5))
-        await until(lambda: memory.num_touched == num_ahead + 5)
+        await until(lambda: store.node.num_touched == num_ahead + 5)
         await worker.put(chain("b", 27), range(27))
-        await until(lambda: memory.num_touched == num_ahead + 24 == worker.client.num_frames)
+        await until(lambda: store.node.num_touched == num_ahead + 24 == worker.client.num_frames)
+
+
+async def test_the_garbage_collector_does_not_look_at_the_blocks(
+    store: serve.RunningStore,
+    new_worker: NewWorker,
+    chain: Chain,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a million of them each look would stop the loop for a second."""
+    monkeypatch.setattr(node, "FREEZE_EVERY", 5)
+    worker = await new_worker(store.address, "grpc")
+    before = gc.get_freeze_count()
+    try:
+        await worker.put(chain("a", 4), range(4))
+        await worker.put(chain("b", 1), range(1))
+        await until(lambda: gc.get_freeze_count() > before)
+        truth = store.node.store
+        assert truth is not None and len(truth.tree) == 5
+        seen = {id(each) for each in gc.get_objects()}
+        assert not seen & {id(each) for each in truth.tree}
+    finally:
+        gc.unfreeze()
 
 
 async def test_a_folder_too_small_is_named(store_settings: KvStoreSettings) -> None:
@@ -435,14 +533,14 @@ async def test_integrity_is_watched_in_the_background(
     put = await worker.put(chain("a", 1), [0])
     truth = store.node.store
     assert truth is not None
-    entry = truth.catalog.find(put.refs[0].chain_hash)
-    assert entry is not None
-    entry.num_pins += 1
+    node = truth.tree.find(put.refs[0].chain_hash)
+    assert node is not None
+    node.num_pins += 1
     await worker.client.match([], ttl_s=1, deadline=within())
     await until(lambda: "pins" in store.node.integrity_error)
     status = await worker.client.status(deadline=within())
     assert "pins" in status.integrity_error
-    entry.num_pins -= 1
+    node.num_pins -= 1
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import memory, serve
+from kvstore import node, serve
 from kvstore.config import KvStoreSettings
-from kvstore.newcomer import Newcomer
-from kvstore.nixl_agent import NixlAgent, Region
-from kvstore.push_peers import PeerBlocks
+from kvstore.node import WorkerInfo
+from kvstore.push import PeerBlocks
+from kvstore.transport.nixl_agent import NixlAgent, Region
 from process.errors import FailedPrecondition
 from tests.harness.store import NewWorker
 from tests.harness.waiting import until, within
@@ -27,17 +27,17 @@ async def test_a_store_that_stops_while_it_takes_its_memory_leaves_none(
     store_settings: KvStoreSettings, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, may_go_on, made = threading.Event(), threading.Event(), threading.Event()
-    make = memory.make
+    take_memory = node.take_memory
 
     def slow(*arguments: Any) -> Any:
         begun.set()
         may_go_on.wait(20)
         try:
-            return make(*arguments)
+            return take_memory(*arguments)
         finally:
             made.set()
 
-    monkeypatch.setattr(memory, "make", slow)
+    monkeypatch.setattr(node, "take_memory", slow)
     async with serve.running(dataclasses.replace(store_settings, stop_timeout_s=0.0)) as store:
         attaching = asyncio.create_task(new_worker(store.address, "grpc"))
         await until(begun.is_set)
@@ -56,7 +56,7 @@ async def test_a_worker_that_leaves_while_it_is_met_leaves_no_peer_behind(
     theirs = await NixlAgent.start("worker-that-leaves", "lo", within(30.0))
     blocks = np.zeros((4, 5000), dtype=np.uint8)
     region = Region(int(blocks.ctypes.data), blocks.nbytes)
-    newcomer = Newcomer(
+    newcomer = WorkerInfo(
         worker_id="w",
         worker_incarnation=b"1" * 16,
         model_fingerprint=b"",

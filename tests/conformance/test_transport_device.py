@@ -18,12 +18,12 @@ import pytest
 from kvstore import errors, serve
 from kvstore.connection import StoreInfo
 from kvstore.slab import Slab, SlabLayout
-from kvstore.transport import registered_slab, staging
+from kvstore.transport import shm
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.connect import connect
-from kvstore.transport.device import Shared, wait_for
-from kvstore.transport.device_shm import DeviceShmTransport
-from kvstore.transport.staged import StagedTransport
+from kvstore.transport.device import STAGING_BYTES, PinnedStaging, Shared, wait_for
+from kvstore.transport.grpc import StagedTransport
+from kvstore.transport.shm import DeviceShmTransport
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition
 from tests.harness.fake_device import FakeDevice
 from tests.harness.store import OnDevice, Worker
@@ -115,12 +115,12 @@ async def test_locked_memory_that_nobody_takes_is_given_back(tmp_path: Path) -> 
 
 async def open_for_a_moment(device: FakeDevice, path: Path) -> Slab:
     """What nobody takes is given back soon."""
-    return await registered_slab.open_registered(device, path, bytes(16), keep_s=0.05)
+    return await shm.open_registered(device, path, bytes(16), keep_s=0.05)
 
 
 def _opening_for(*devices: FakeDevice) -> list[Any]:
     """Slabs that are being locked for these, or wait to be taken; of other tests' nothing."""
-    return [key for key in registered_slab._opening if key[1] in devices]
+    return [key for key in shm._opening if key[1] in devices]
 
 
 async def test_of_two_that_wait_each_gets_a_slab_of_its_own_or_none_is_left(
@@ -151,7 +151,7 @@ async def test_of_two_that_wait_each_gets_a_slab_of_its_own_or_none_is_left(
     await until(lambda: num_over == 2)
     await until(lambda: list(device.registered) == [slab.frames_address])
     assert not _opening_for(device)
-    registered_slab.close_registered(device, slab)
+    shm.close_registered(device, slab)
     assert not device.registered
     created.close()
 
@@ -163,9 +163,9 @@ async def test_a_slab_is_locked_for_the_device_that_asked(tmp_path: Path) -> Non
     attempt = asyncio.create_task(open_for_a_moment(left, created.path))
     await asyncio.sleep(0)
     attempt.cancel()
-    slab = await registered_slab.open_registered(device, created.path, bytes(16))
+    slab = await shm.open_registered(device, created.path, bytes(16))
     assert list(device.registered) == [slab.frames_address]
-    registered_slab.close_registered(device, slab)
+    shm.close_registered(device, slab)
     await until(lambda: not _opening_for(left, device))
     await until(lambda: not left.registered)
     created.close()
@@ -178,18 +178,18 @@ async def test_who_hears_late_of_a_failure_takes_nothing_of_a_later_attempt(tmp_
 
     async def twice() -> Slab:
         with pytest.raises(FailedPrecondition, match="out of memory"):
-            await registered_slab.open_registered(device, created.path, bytes(16))
+            await shm.open_registered(device, created.path, bytes(16))
         device.refusal = ""
-        return await registered_slab.open_registered(device, created.path, bytes(16))
+        return await shm.open_registered(device, created.path, bytes(16))
 
     first = asyncio.create_task(twice())
     await asyncio.sleep(0)  # it waits first, so it hears first and tries again before we hear
     with pytest.raises(FailedPrecondition, match="out of memory"):
-        await registered_slab.open_registered(device, created.path, bytes(16))
+        await shm.open_registered(device, created.path, bytes(16))
     slab = await first
     assert list(device.registered) == [slab.frames_address]
     assert not _opening_for(device)
-    registered_slab.close_registered(device, slab)
+    shm.close_registered(device, slab)
     created.close()
 
 
@@ -292,7 +292,7 @@ async def test_a_stalled_device_costs_a_staged_put_only_time(
 
 def test_checksums_on_a_device_are_those_of_the_bytes(seed: int) -> None:
     """More blocks than staging rows."""
-    block_bytes = staging.STAGING_BYTES // 3
+    block_bytes = STAGING_BYTES // 3
     view = np.random.default_rng(seed).integers(0, 256, (20, block_bytes), dtype=np.uint8)
     device = FakeDevice()
     memory = BlockMemory.on_device(device, device.holding(view), block_bytes, 20)
@@ -320,7 +320,7 @@ def test_staging_memory_is_unlocked_before_it_is_freed() -> None:
 def test_staging_that_a_stalled_device_may_still_fill_is_never_used_again() -> None:
     device = FakeDevice()
     view = np.zeros((4, 4096), dtype=np.uint8)
-    rows = staging.PinnedStaging(device, device.holding(view), 4096, 4, stall_s=0.1)
+    rows = PinnedStaging(device, device.holding(view), 4096, 4, stall_s=0.1)
     device.engine_runs.clear()
     with pytest.raises(errors.TransferFailed, match="did not copy"):
         rows.checksums([0])
@@ -377,7 +377,7 @@ async def test_a_real_device(
     """Scattered blocks there and back, a corrupt frame, and nothing else touched."""
     import torch
 
-    from kvstore.transport.cuda_device import CudaDevice
+    from kvstore.transport.cuda import CudaDevice
 
     settings = dataclasses.replace(store_settings, capacity_bytes=64 * 2**20)
     generator = torch.Generator("cuda:0").manual_seed(seed)
@@ -412,7 +412,7 @@ async def test_a_real_device(
 @pytest.mark.gpu
 @needs_cuda
 def test_a_real_device_refuses_what_is_no_memory() -> None:
-    from kvstore.transport.cuda_device import CudaDevice
+    from kvstore.transport.cuda import CudaDevice
 
     with pytest.raises(BatonError, match="CUDA_ERROR"):
         CudaDevice.open(0).register(4096, 4096)

@@ -15,7 +15,7 @@ import pytest
 from kvstore import errors, serve
 from kvstore.client import KvStoreClient
 from kvstore.config import KvStoreSettings
-from kvstore.frames import FrameState
+from kvstore.slot_pool import SlotState
 from kvstore.transport import nixl
 from kvstore.transport.base import GetItems, PutUnsettled
 from process.deadline import Deadline
@@ -310,8 +310,8 @@ async def test_a_killed_worker_leaks_nothing(
         worker.process.kill()
         await passes(lambda: len(truth.leases) == 0 and len(truth.attachments) == 0)
         num_committed = 3 if what == "hold" else 0  # they stay, unpinned; the tail does not
-        free = truth.frames.num_frames - num_committed
-        await passes(lambda: truth.frames.count(FrameState.FREE) == free)
+        free = truth.frames.num_slots - num_committed
+        await passes(lambda: truth.frames.count(SlotState.FREE) == free)
         assert (truth.num_pinned(), truth.num_tails) == (0, 0)
         assert await running.node.check_integrity() == ""
 
@@ -329,8 +329,8 @@ async def test_frames_of_a_stalled_one_sided_writer_stay_out_of_use(
     await pause(worker.process)
     await passes(lambda: len(truth.leases) == 0)
     assert len(truth.quarantined) == 4
-    assert store.node.watch is not None and store.node.watch._task is not None
-    await asyncio.wait([store.node.watch._task], timeout=0.5)
+    assert store.node._maintenance is not None
+    await asyncio.wait([store.node._maintenance], timeout=0.5)
     assert len(truth.quarantined) == 4
     assert await store.node.check_integrity() == ""
     worker.process.kill()

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from baton import ClusterConfig, LocalCluster
-from baton.load import course, trace_file
+from baton.load import course, workload
 from baton.load.course import ROLES, Course
-from baton.load.trace_file import TraceLine
+from baton.load.workload import TraceLine
 from benchmarks import autoscaling_local
 from benchmarks.autoscaling_local import Drive
 from benchmarks.paced_worker import paced
@@ -139,7 +139,7 @@ def test_a_trace(seed: int, tmp_path: Path) -> None:
         for turn in range(4)
     ]
     ordered = sorted(lines, key=lambda line: line.timestamp_ms)
-    load = trace_file.replay(ordered, vocab_size=_VOCAB_SIZE, seed=seed, shrink=8)
+    load = workload.replay_trace(ordered, vocab_size=_VOCAB_SIZE, seed=seed, shrink=8)
     _assert_kept(_run_paced([Stretch([load])], "trace", tmp_path), max_turns=1)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baton import key_files
-from baton.cert_set import CertSet
+from baton.certificates import CertSet
 from process import api_keys
 from process.access import PeerRole as Role
 from process.tls import TlsSettings

@@ -18,7 +18,7 @@ import grpc
 
 from engine.loop import Engine
 from engine.plain_ahead import AheadModel
-from kvstore import serve
+from kvstore import invariants, serve
 from kvstore.config import KvStoreSettings
 from process import rpc, signing_keys
 from process.deadline import Deadline
@@ -258,7 +258,7 @@ class Movers:
     def _is_store_idle(self) -> bool:
         status = self.store.node.store
         if status is not None:
-            status.check_integrity()
+            invariants.check(status)
         return status is None or (len(status.leases) == 0 and status.num_pinned() == 0)
 
 

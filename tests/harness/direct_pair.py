@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from kvstore.lending.limits import LenderLimits
-from kvstore.lending.told import Told
+from kvstore.block_lender import LenderLimits
+from kvstore.exported_blocks import LeaseUpdate
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from process import signing_keys
@@ -106,7 +106,7 @@ class Ahead:
         """Questions that came to the lender."""
         rest = self.lender.lender.followers.rest
 
-        async def counted(*question: Any, **options: Any) -> Told:
+        async def counted(*question: Any, **options: Any) -> LeaseUpdate:
             self.num_asked += 1
             return await rest(*question, **options)
 

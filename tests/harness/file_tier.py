@@ -8,9 +8,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from kvstore.block import Block
-from kvstore.catalog import Entry
-from kvstore.tiers.page_file import SUFFIX, PageFile
+from kvstore.blocks import Block
+from kvstore.page_file import SUFFIX, PageFile
+from kvstore.prefix_tree import TreeNode
 from tests.harness.store import LocalStore
 from tests.harness.waiting import WAIT_S, until
 
@@ -28,23 +28,23 @@ class FileTierOf:
     @property
     def num_moving(self) -> int:
         """Blocks on their way between memory and disk."""
-        return self._store.moves.num_moving
+        return self._store.table.num_moving
 
     def names(self) -> set[bytes]:
         """Chain hashes of blocks that lie on disk, whether or not they are in memory, too."""
-        return {entry.chain_hash for entry in self._store.catalog if entry.page is not None}
+        return {node.chain_hash for node in self._store.tree if node.page is not None}
 
     def in_memory_only(self, chain_hash: bytes) -> Block:
-        entry = self._entry(chain_hash)
-        assert entry.block is not None and entry.page is None
-        return entry.block
+        node = self._node_of(chain_hash)
+        assert node.block is not None and node.page is None
+        return node.block
 
     def flip_bit(self, chain_hash: bytes, at: int, bit: int) -> None:
         """Of a block that lies on disk only: one of this byte."""
-        entry, tier = self._entry(chain_hash), self._node.tier
-        assert entry.block is None and entry.page is not None and tier is not None
+        node, tier = self._node_of(chain_hash), self._node.tier
+        assert node.block is None and node.page is not None and tier is not None
         layout = tier._pages.layout
-        offset = layout.data_offset + entry.page.index * layout.stride_bytes + at
+        offset = layout.data_offset + node.page.index * layout.stride_bytes + at
         settings = self._node.settings
         with (Path(settings.file_tier_dir) / f"{settings.node_id}{SUFFIX}").open("r+b") as file:
             file.seek(offset)
@@ -57,10 +57,10 @@ class FileTierOf:
         assert self._node.store is not None
         return self._node.store
 
-    def _entry(self, chain_hash: bytes) -> Entry:
-        entry = self._store.catalog.find(chain_hash)
-        assert isinstance(entry, Entry)
-        return entry
+    def _node_of(self, chain_hash: bytes) -> TreeNode:
+        node = self._store.tree.find(chain_hash)
+        assert isinstance(node, TreeNode)
+        return node
 
 
 class StalledReads:

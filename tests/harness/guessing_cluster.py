@@ -18,7 +18,7 @@ from engine.grammar.vocabulary import GrammarTokenizer
 from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.speculation.config import SpeculationConfig
-from kvstore import serve
+from kvstore import invariants, serve
 from kvstore.config import KvStoreSettings
 from process import rpc, signing_keys
 from process.deadline import Deadline
@@ -100,7 +100,7 @@ class Site:
                 return False
             status = self.store.node.store
             if status is not None:
-                status.check_integrity()
+                invariants.check(status)
             return status is None or (len(status.leases) == 0 and status.num_pinned() == 0)
 
         await until(is_idle, WAIT_S)

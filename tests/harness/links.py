@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from kvstore import link_meter
+from kvstore import links
 from kvstore.errors import TransferFailed as TransferFailed
 from kvstore.errors import quarantine_of
-from kvstore.link import Rates
-from kvstore.link_meter import MAX_BLOCKS as MAX_BLOCKS
-from kvstore.link_meter import MAX_SHARE as MAX_SHARE
-from kvstore.link_meter import num_blocks_wanted as num_blocks_wanted
+from kvstore.links import MAX_BLOCKS as MAX_BLOCKS
+from kvstore.links import MAX_SHARE as MAX_SHARE
+from kvstore.links import Rates
+from kvstore.links import num_blocks_wanted as num_blocks_wanted
 from process.deadline import Deadline
 from tests.harness.store import Worker
 from tests.harness.waiting import WAIT_S, until
@@ -70,6 +70,6 @@ def transfer_clock(
         return await get(lease_id, items, deadline)
 
     transport.put, transport.get = slow_put, slow_get
-    with mock.patch.object(link_meter, "time", clock):
+    with mock.patch.object(links, "time", clock):
         yield
     transport.put, transport.get = put, get

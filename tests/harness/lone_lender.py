@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from kvstore import block_hash
-from kvstore.lending import lender_node_id
-from kvstore.lending.lender import Lender, LenderIdentity
-from kvstore.lending.loans import LoanTable, Offer
-from kvstore.lending.server import LenderServicer
+from kvstore.block_lender import BlockLender, LenderIdentity
+from kvstore.exported_blocks import ExportedBlocks, ExportOffer
+from kvstore.lender_service import LenderServicer
+from kvstore.node_ids import lender_node_id
 from kvstore.transport.base import BlockMemory
-from kvstore.transport.cuda_device import CudaDevice
+from kvstore.transport.cuda import CudaDevice
 from process import entrypoint, grpc_server
 from services.worker.device_checksums import DeviceChecksums
 
@@ -54,18 +54,19 @@ async def main(device_id: int, block_bytes: int, num_blocks: int, seed: int) -> 
         CudaDevice.open(device_id), cache.data_ptr(), block_bytes, num_blocks,
         DeviceChecksums(cache),
     )  # fmt: skip
-    loans = LoanTable(num_blocks, block_bytes, TTL_S, lambda block_ids: None)
+    loans = ExportedBlocks(num_blocks, block_bytes, TTL_S, lambda block_ids: None)
     identity = LenderIdentity(
         lender_node_id("lone"), secrets.token_bytes(16), bytes.fromhex(FINGERPRINT)
     )
-    lender = Lender(identity, memory, loans, _no_free, lets_map=True)
+    lender = BlockLender(identity, memory, loans, _no_free, lets_map=True)
     server, address = await grpc_server.listen("127.0.0.1:0", [LenderServicer(lender).add_to])
     lender.start()
     _say({"address": address, "checksums": [block_hash.checksum(row) for row in on_host]})
     while line := await asyncio.to_thread(sys.stdin.readline):
         if line.strip() == "lend":
             lease_id = lender.enter(
-                Offer(block_id, b"%16d" % block_id, None, 16) for block_id in range(num_blocks)
+                ExportOffer(block_id, b"%16d" % block_id, None, 16)
+                for block_id in range(num_blocks)
             )
             refs = await lender.seal(lease_id)
             loans.hand_over(lease_id, TTL_S, lender.now_s())

@@ -41,7 +41,9 @@ async def main(address: str, transport: str, what: str) -> None:
     line = client._attachment_id
     if what == "reserve":
         request = kvstore_pb2.ReserveRequest(
-            attachment_id=client._attachment_id, ttl_ms=TTL_MS, chain_hashes=hashes, tail_name="t"
+            attachment_id=client._attachment_id,
+            ttl_ms=TTL_MS,
+            chains=[kvstore_pb2.ReserveChain(chain_hashes=b"".join(hashes), tail_name="t")],
         )
         await client._connection.call(client._connection.stub.Reserve, request, Deadline.after(10))
     elif what == "hold":

@@ -15,13 +15,13 @@ from typing import Any
 from unittest import mock
 
 from kvstore import block_hash
+from kvstore import block_lender as lender_module
 from kvstore import client as client_module
 from kvstore import connection as connection_module
-from kvstore.block import Block
-from kvstore.lending import lender as lender_module
-from kvstore.lending.limits import LenderLimits as LenderLimits
-from kvstore.lending.told import Word
-from kvstore.transport import mapped
+from kvstore.block_lender import LenderLimits as LenderLimits
+from kvstore.blocks import Block
+from kvstore.exported_blocks import LenderPromise
+from kvstore.transport import cuda_ipc
 from kvstore.transport.base import GetItems, GetResult
 from kvstore.transport.device import Mark
 from kvstore.transport.device import PeerCopies as PeerCopies
@@ -41,13 +41,13 @@ def pieces_of(num_blocks: int, **sizes: int) -> PeerCopies:
     return PeerCopies(piece_bytes=num_blocks * BLOCK_BYTES, **sizes)
 
 
-def promise(held_for_s: float, *, num_unsealed: int = 0) -> Word:
+def promise(held_for_s: float, *, num_unsealed: int = 0) -> LenderPromise:
     """That blocks stay where they are for so long from now."""
-    return Word(num_unsealed, time.monotonic() + held_for_s)
+    return LenderPromise(num_unsealed, time.monotonic() + held_for_s)
 
 
-def no_promise(num_unsealed: int = 0) -> Word:
-    return Word(num_unsealed)
+def no_promise(num_unsealed: int = 0) -> LenderPromise:
+    return LenderPromise(num_unsealed)
 
 
 class Mapping:
@@ -92,7 +92,7 @@ class Mapping:
 
         self.reader.device.on_move = move
 
-    async def told(self, *block_ids: int) -> tuple[str, Sequence[Block], Word]:
+    async def told(self, *block_ids: int) -> tuple[str, Sequence[Block], LenderPromise]:
         """The reader is told of blocks that nobody vouches for. Returns: their lease, they, and
         what it may rely on."""
         lease_id = self.lent.tell(block_ids)
@@ -104,7 +104,7 @@ class Mapping:
         return lease_id, tuple(told.blocks), word
 
     async def get(
-        self, lease_id: str, blocks: Sequence[Block], block_ids: Sequence[int], word: Word
+        self, lease_id: str, blocks: Sequence[Block], block_ids: Sequence[int], word: LenderPromise
     ) -> GetResult:
         items = list(zip(blocks, block_ids, strict=True))
         return await self.reader.client.get_blocks(lease_id, items, within(), word=word)
@@ -172,7 +172,7 @@ def reader_clock() -> Iterator[Clock]:
     """By which a reader says whether a promise is over."""
     clock = Clock(time.monotonic())
     with (
-        mock.patch.object(mapped, "time", clock),
+        mock.patch.object(cuda_ipc, "time", clock),
         mock.patch.object(connection_module, "time", clock),
     ):
         yield clock

@@ -22,7 +22,7 @@ from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Request
 from kvstore import block_hash, serve
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.config import KvStoreSettings
 from process import rpc, signing_keys
 from process.errors import BatonError
@@ -150,12 +150,12 @@ class Pair:
 
     def lose_chain(self, tokens: Sequence[int], store: Any) -> None:
         """That store forgets all blocks of this text."""
-        found = store.node.store.catalog.find(self.at_decode.hashes(tokens)[0])
-        store.node.store.places.lose([found])
+        found = store.node.store.tree.find(self.at_decode.hashes(tokens)[0])
+        store.node.store.table.remove_subtrees([found])
 
     def num_stored(self, tokens: Sequence[int], store: Any = None) -> int:
         """Full blocks of this text that the store has; no gaps."""
-        catalog = (store or self.store).node.store.catalog
+        catalog = (store or self.store).node.store.tree
         found = [catalog.find(each) is not None for each in self.at_decode.hashes(tokens)]
         assert found == sorted(found, reverse=True), "presence has a gap"
         return sum(found)

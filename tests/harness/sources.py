@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.block import Block
+from kvstore.block_lender import LENDER_LIMITS, BlockLender, LenderIdentity, LenderLimits
+from kvstore.blocks import Block
 from kvstore.errors import TransferFailed
-from kvstore.lending import PROBE_HASH, lender_node_id
-from kvstore.lending.lender import Lender, LenderIdentity
-from kvstore.lending.limits import LENDER_LIMITS, LenderLimits
-from kvstore.lending.loans import LoanTable, Offer
-from kvstore.lending.server import LenderServicer
+from kvstore.exported_blocks import ExportedBlocks, ExportOffer
+from kvstore.lender_service import LenderServicer
+from kvstore.node_ids import PROBE_HASH, lender_node_id
 from kvstore.transport.base import BlockMemory
 from process import grpc_server
 from tests.harness.fake_device import FakeDevice
@@ -94,8 +93,8 @@ class Lending:
         self.num_kept: dict[int, int] = {}
         self.num_probes_free = 0
         self.ahead_s = 0.0
-        self.loans = LoanTable(num_blocks, block_bytes, TTL_S, self.on_free)
-        self.lender = Lender(
+        self.loans = ExportedBlocks(num_blocks, block_bytes, TTL_S, self.on_free)
+        self.lender = BlockLender(
             LenderIdentity(
                 lender_node_id("lending"), secrets.token_bytes(16), bytes.fromhex(FINGERPRINT)
             ),
@@ -130,7 +129,7 @@ class Lending:
         self, block_ids: Sequence[int], lease_id: str = "", ttl_s: float = TTL_S
     ) -> tuple[str, tuple[Block, ...]]:
         """Under a lease that is handed over. Raises: NotFound once it has stopped."""
-        offers = [Offer(block_id, b"%16d" % block_id, None, 16) for block_id in block_ids]
+        offers = [ExportOffer(block_id, b"%16d" % block_id, None, 16) for block_id in block_ids]
         self.keep(block_ids)
         try:
             lease_id = self.lender.enter(offers, lease_id)
@@ -147,7 +146,9 @@ class Lending:
     def tell(self, block_ids: Sequence[int]) -> str:
         """Lend blocks that have no checksum yet. Returns: their lease."""
         self.keep(block_ids)
-        return self.lender.enter([Offer(each, b"%16d" % each, None, 16) for each in block_ids])
+        return self.lender.enter(
+            [ExportOffer(each, b"%16d" % each, None, 16) for each in block_ids]
+        )
 
     @property
     def num_attached(self) -> int:

@@ -19,8 +19,8 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from kvstore import block_hash, serve, wire
-from kvstore.block import Block
+from kvstore import block_hash, serve, status, wire
+from kvstore.blocks import Block
 from kvstore.client import KvStoreClient, MatchResult, PutResult
 from kvstore.config import KvStoreSettings
 from kvstore.connection import HEARTBEAT_S
@@ -81,7 +81,7 @@ class LocalStore(serve.RunningStore):
 
     def row(self) -> inference_pb2.StoreStatus:
         """What the registry says about it."""
-        return serve.store_status(self.node, self.address)
+        return status.store_status(self.node, self.address)
 
     def break_a_law_once(self, words: str) -> None:
         """At its next look after leases that lapsed."""
@@ -98,7 +98,7 @@ class LocalStore(serve.RunningStore):
     @contextlib.contextmanager
     def miscounting_pins(self, block: Block) -> Iterator[None]:
         assert self.node.store is not None
-        entry = self.node.store.catalog.find(block.chain_hash)
+        entry = self.node.store.tree.find(block.chain_hash)
         assert entry is not None
         entry.num_pins += 1
         try:

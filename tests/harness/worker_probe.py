@@ -34,7 +34,7 @@ from services.worker.metrics import WorkerCollector
 from tests.harness.gated_engine import SALT
 from tests.harness.waiting import WAIT_S, Gate, until
 
-_CALLS = {"match": "match", "get": "get_blocks", "put": "put_blocks", "renew": "renew"}
+_CALLS = {"match": "match", "get": "get_blocks", "put": "_put", "renew": "renew"}
 
 
 def leases_of(handle: common_pb2.KvHandle) -> set[str]:
@@ -527,7 +527,7 @@ def translated() -> Iterator[None]:
 
 
 class _StalledConnector(StoreConnector):
-    _is_stalled = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
+    client = property(lambda self: None)  # type: ignore[assignment]
 
 
 def _by_name(families: Iterable[Any]) -> dict[tuple[str, ...], float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.compiles import Compiles
+from benchmarks.engine_gpu import Compiles
 from engine.config import EngineConfig
 from engine.loop import load_engine
 from engine.request import Sampling

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from baton.client import Credentials
 from baton.cluster.state import ClusterState
-from baton.credentials import Credentials
 from kvstore.config import KvStoreSettings
 from process import settings
 from process.api_keys import ApiKey

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from kvstore import errors
+from kvstore.block_lender import LeaseWatchers
 from kvstore.client import KvStoreClient
 from kvstore.connection import StoreInfo
-from kvstore.lending.followers import Followers
-from kvstore.lending.server import LenderServicer
-from kvstore.lending.told import Told
+from kvstore.exported_blocks import LeaseUpdate
+from kvstore.lender_service import LenderServicer
 from kvstore.transport.device import PeerCopies
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import common_pb2, kvstore_pb2
@@ -54,12 +54,12 @@ def _asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _take_none_unsealed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a reader of an earlier version, which does not say that it does."""
-    rest = Followers.rest
+    rest = LeaseWatchers.rest
 
-    async def sealed(lender: Followers, *question: Any, takes_unsealed: bool) -> Told:
+    async def sealed(lender: LeaseWatchers, *question: Any, takes_unsealed: bool) -> LeaseUpdate:
         return await rest(lender, *question)
 
-    monkeypatch.setattr(Followers, "rest", sealed)
+    monkeypatch.setattr(LeaseWatchers, "rest", sealed)
 
 
 @pytest.mark.parametrize("takes_unsealed", [True, False])
@@ -257,9 +257,9 @@ async def test_who_asks_where_the_rest_lies_hears_of_it_before_the_handle_is_mad
 ) -> None:
     """To make, sign and write a handle takes a while, and the bytes take longer than its way."""
     order: list[str] = []
-    rest, make = Followers.rest, HandleMaker.whole
+    rest, make = LeaseWatchers.rest, HandleMaker.whole
 
-    async def told(lender: Followers, *question: Any, **options: Any) -> Told:
+    async def told(lender: LeaseWatchers, *question: Any, **options: Any) -> LeaseUpdate:
         answer = await rest(lender, *question, **options)
         order.append("told")
         return answer
@@ -268,7 +268,7 @@ async def test_who_asks_where_the_rest_lies_hears_of_it_before_the_handle_is_mad
         order.append("handle made")
         return make(maker, *parts)
 
-    monkeypatch.setattr(Followers, "rest", told)
+    monkeypatch.setattr(LeaseWatchers, "rest", told)
     monkeypatch.setattr(HandleMaker, "whole", made)
     async with ahead(tmp_path) as a:
         await a.asked()
@@ -364,8 +364,8 @@ async def test_without_a_handle_that_names_it_what_came_is_not_used(tmp_path: Pa
 async def test_bytes_that_are_not_those_that_the_lender_vouches_for_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_unsealed: bool
 ) -> None:
-    """Told before their checksums were known they are found when the handle comes, else when they
-    do."""
+    """Blocks that are named before their checksums are known are found when the handle comes, the
+    others when their checksums do."""
     if not takes_unsealed:
         _take_none_unsealed(monkeypatch)
     async with ahead(tmp_path) as a:

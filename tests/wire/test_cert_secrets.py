@@ -17,13 +17,12 @@ import pytest_asyncio
 from cryptography import x509
 from kubernetes import client
 
-from baton import cert_secrets
-from baton.cert_secrets import Place
-from baton.certs import CertsError
+from baton import certificates
+from baton.certificates import CertsError, SecretsPlace
 from process.access import WORKERS, PeerRole, roles_of
 from process.tls import TlsIdentity, TlsSettings
 
-PLACE = Place("baton-tls", "models", "baton-certs")
+PLACE = SecretsPlace("baton-tls", "models", "baton-certs")
 
 
 @attrs.define(kw_only=True)
@@ -55,10 +54,16 @@ async def cluster() -> AsyncIterator[tuple[ApiServer, client.CoreV1Api]]:
             yield emulator, client.CoreV1Api(connection)
 
 
-async def write(api: client.CoreV1Api, place: Place = PLACE, **more: Any) -> list[str]:
+async def write(api: client.CoreV1Api, place: SecretsPlace = PLACE, **more: Any) -> list[str]:
     servers = {"redis": "baton-redis.models.svc"}
     return await asyncio.to_thread(
-        cert_secrets.write, place, hosts=["localhost"], days=30, servers=servers, api=api, **more
+        certificates.write_secrets,
+        place,
+        hosts=["localhost"],
+        days=30,
+        servers=servers,
+        api=api,
+        **more,
     )
 
 
@@ -128,7 +133,7 @@ async def test_what_the_api_server_refuses_is_one_line(
         await write(api)
     assert "403" in str(told.value) and "\n" not in str(told.value)
     with pytest.raises(CertsError, match="404"):
-        await write(api, Place("baton-tls", "models", "no-such-account"))
+        await write(api, SecretsPlace("baton-tls", "models", "no-such-account"))
 
 
 async def test_an_api_server_that_is_not_there_is_one_line() -> None:
@@ -144,6 +149,6 @@ async def test_an_api_server_that_is_not_there_is_one_line() -> None:
 def test_outside_of_a_pod_the_namespace_is_asked_for() -> None:
     absent = Path("/no/such/file")
     with pytest.raises(CertsError, match="--namespace: needed"):
-        cert_secrets.write(
-            Place("p"), hosts=[], days=1, servers={}, api=object(), namespace_file=absent
+        certificates.write_secrets(
+            SecretsPlace("p"), hosts=[], days=1, servers={}, api=object(), namespace_file=absent
         )

@@ -101,7 +101,7 @@ async def test_the_next_turn_at_another_worker_goes_on_from_the_draft_models_kv(
         await settled(m, 0)
         num_put = counts_of(m, 0).num_put
         assert num_put >= (len(PROMPT) + 16) // BLOCK_SIZE
-        used = m.store.node.store.places.frame_account.used()
+        used = m.store.node.store.table.frame_account.used
         assert set(used) == {"t"} and used["t"] >= num_put, "charged to the request's tenant"
         await believe(m, 1)
         context = (*PROMPT, *answer, *prompt_of(3, start=9))

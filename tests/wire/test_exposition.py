@@ -237,7 +237,7 @@ async def test_an_index_that_lags_behind_says_so(tmp_path: Path) -> None:
             assert calm["baton_index_full_publications_total"] == 1
             redis.kill()
             num_failures = publisher.num_failures  # on a slow machine Redis may have been late
-            publisher.on_change(True, block_hash.chain(bytes(16), (1,) * 16, 16)[0])
+            store.node._changes.append(True, block_hash.chain(bytes(16), (1,) * 16, 16)[0])
             await until(lambda: publisher.num_failures > num_failures)
             behind = _values(await _scrape(store.metrics_address))
             assert behind["baton_index_synced"] == 0

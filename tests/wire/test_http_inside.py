@@ -21,8 +21,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from baton.cert_set import CertSet
-from baton.certs import write
+from baton.certificates import CertSet, write
 from process import grpc_server
 from process.access import PeerRole
 from process.errors import NoCapacity

@@ -184,7 +184,7 @@ async def test_the_tenant_is_told_to_the_store(n: Nodes) -> None:
     puts = home.watch("put")
     await n.run(n[0], n.new_prompt(NUM_TOKENS), wants_handle=False, tenant="blue")
     home.restore("put")
-    assert {options["tenant"] for _, options in puts} == {"blue"}
+    assert {chain.tenant for (chains, *_), _ in puts for chain in chains} == {"blue"}
 
 
 # ---- what goes wrong

@@ -75,6 +75,22 @@ async def test_an_answer_without_a_handle_does_not_wait_for_the_store(
     assert p.at_prefill.count(WRITTEN) == written + 7
 
 
+async def test_a_prompt_that_needs_the_blocks_of_a_put_does_not_wait_for_it(tmp_path: Path) -> None:
+    """The store hangs, and the next prompt takes the whole cache."""
+    async with pair(tmp_path, prefill_blocks=64) as p:
+        gate = p.at_prefill.home.hold("put")
+        first, second = p.new_prompt(120), p.new_prompt(252)
+        asked = p.prefill_request(first, max_tokens=1, wants_handle=False)
+        await whole(PrefillCall(p.prefill_stub, asked, timeout_s=WAIT_S))
+        await gate.wait_entered()
+        asked = p.prefill_request(second, max_tokens=1, wants_handle=False)
+        reply = await whole(PrefillCall(p.prefill_stub, asked, timeout_s=WAIT_S))
+        assert reply.leg.num_tokens_computed == 252 and p.num_stored(first) == 0
+        gate.open()
+        await p.check()
+        assert p.num_stored(second) == 63
+
+
 async def test_bytes_written_before_the_first_token_ended_the_answer_count(p: Pair) -> None:
     """A handle was to name the store; now the rest is stored behind the answer."""
     prompt = p.new_prompt(30)

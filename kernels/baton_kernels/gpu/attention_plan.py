@@ -1,7 +1,7 @@
 """How a launch of attention is cut into programs, and what it is given beside its numbers.
 
 By shapes alone: no measuring while running, or numbers would differ between workers and runs. The
-tables were measured on an H100 (benchmarks/kernels/attention.py). Knows no kernel.
+tables were measured on an H100 (`python -m benchmarks.kernels attention`). Knows no kernel.
 """
 
 from __future__ import annotations

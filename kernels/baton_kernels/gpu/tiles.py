@@ -1,8 +1,8 @@
 """Tiles: how a product of few rows is cut into programs, by its shape alone.
 
-Fixed tables, measured on an H100 (benchmarks/kernels/linear.py): nothing is tuned at run time, so
-every worker and every run computes the same bits. Knows no kernel's inside and no tensor. Pure
-functions, remembered; any thread.
+Fixed tables, measured on an H100 (`python -m benchmarks.kernels linear`): nothing is tuned at run
+time, so every worker and every run computes the same bits. Knows no kernel's inside and no tensor.
+Pure functions, remembered; any thread.
 """
 
 from __future__ import annotations

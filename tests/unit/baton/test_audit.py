@@ -16,9 +16,10 @@ import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import audit, certs, cli
-from baton.audit import Look, StoreAudit, compare
+from baton import audit, certificates, cli
+from baton.audit import Reading, StoreAudit, compare
 from baton.cluster import state as cluster_state
+from baton.cluster.state import ClusterState
 from kvstore import index, serve
 from kvstore.config import KvStoreSettings
 from process import registry
@@ -33,11 +34,11 @@ STORE = inference_pb2.StoreStatus(node_id="n", address="a:1", incarnation="ab", 
 NUM_BLOCKS = 40
 
 hashes = st.frozensets(st.integers(0, 15).map(lambda n: bytes([n]) * 16))
-looks = st.builds(Look, hashes, hashes, st.integers(0, 9), st.integers(0, 9))
+looks = st.builds(Reading, hashes, hashes, st.integers(0, 9), st.integers(0, 9))
 
 
 @given(looks, looks)
-def test_only_what_differs_in_both_looks_has_drifted(first: Look, second: Look) -> None:
+def test_only_what_differs_in_both_looks_has_drifted(first: Reading, second: Reading) -> None:
     settled = compare(STORE, first, second, staleness_s=0.1)
     missing = {h for h in second.present if h in first.present} - first.indexed - second.indexed
     false = {h for h in second.indexed if h in first.indexed} - first.present - second.present
@@ -51,7 +52,7 @@ def test_only_what_differs_in_both_looks_has_drifted(first: Look, second: Look) 
 
 
 @given(looks)
-def test_precision_and_recall_are_shares(look: Look) -> None:
+def test_precision_and_recall_are_shares(look: Reading) -> None:
     found = compare(STORE, look, look, staleness_s=0.0)
     assert 0.0 <= found.precision <= 1.0 and 0.0 <= found.recall <= 1.0
     assert (found.precision == found.recall == 1.0) == (look.present == look.indexed)
@@ -178,7 +179,7 @@ def test_the_command_finds_the_local_cluster_and_says_what_it_found(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert cli.main(["audit"]) == 1
     assert "baton up" in capsys.readouterr().err
-    cluster_state.announce("127.0.0.1:1", "tiny", redis_server.url)
+    cluster_state.announce(ClusterState("127.0.0.1:1", "tiny", redis_url=redis_server.url))
     for arguments in (["audit"], ["audit", "--address", "127.0.0.1:1"]):
         assert cli.main(arguments) == 0
         assert "no store is registered" in capsys.readouterr().out
@@ -241,7 +242,7 @@ async def test_a_redis_over_tls_with_a_password_is_asked_as_the_parts_ask_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both commands that read Redis themselves."""
-    made = certs.write(tmp_path / "certs")
+    made = certificates.write(tmp_path / "certs")
     access = RedisAccess(
         str(made.ca_file),
         str(made.cert_file(PeerRole.PREFILL)),

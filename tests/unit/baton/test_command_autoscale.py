@@ -12,6 +12,7 @@ from rich.console import Console
 from baton import cli
 from baton.cli import explain
 from baton.cluster import state as cluster_state
+from baton.cluster.state import ClusterState
 from protos import autoscaler_pb2
 
 REPLY = autoscaler_pb2.GetDecisionsReply(
@@ -58,7 +59,7 @@ def test_decisions_and_pools_are_shown() -> None:
 
 def test_who_does_not_lead_says_so() -> None:
     text = shown(autoscaler_pb2.GetDecisionsReply(autoscaler_id="me"))
-    assert "does not act" in text and "nothing was decided yet" in text
+    assert "does not act" in text and "no decision yet" in text
 
 
 def test_as_json_the_why_is_an_object() -> None:
@@ -128,11 +129,13 @@ def test_the_routers_address_leads_to_its_autoscaler(
         return REPLY
 
     monkeypatch.setattr(explain, "_ask", ask)
-    scaled = cluster_state.announce("127.0.0.1:1", "m", autoscaler_address="unix:/x.sock")
+    scaled = cluster_state.announce(
+        ClusterState("127.0.0.1:1", "m", autoscaler_address="unix:/x.sock")
+    )
     assert cli.main(["autoscale", "--address", "127.0.0.1:1"]) == 0
     assert cli.main(["autoscale", "--address", "localhost:8530"]) == 0  # a port-forward's
     assert asked == ["unix:/x.sock", "localhost:8530"]
     scaled.unlink()
-    cluster_state.announce("127.0.0.1:1", "m")
+    cluster_state.announce(ClusterState("127.0.0.1:1", "m"))
     assert cli.main(["autoscale", "--address", "127.0.0.1:1"]) == 1
     assert "has no autoscaler" in capsys.readouterr().err

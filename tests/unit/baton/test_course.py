@@ -8,7 +8,7 @@ import pytest
 
 from baton.load import course
 from baton.load.course import Course, Moment, PoolSize
-from baton.load.outcome import Arrival, Outcome
+from baton.load.runner import Arrival, Outcome
 
 
 def _course(*wanted: int, ready: tuple[int, ...] = ()) -> Course:

@@ -4,6 +4,7 @@ time itself where figures matter."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import math
@@ -18,23 +19,23 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.load import arrivals, plots, trace_file
-from baton.load.outcome import Arrival, Outcome
-from baton.load.planned import Lengths, Planned, SharedPrefixes, random_load
-from baton.load.report import Limits, Report, as_json, report
-from baton.load.run import run
-from baton.load.senders import News, OpenAiSender
+from baton.cli import plots
+from baton.load import workload
+from baton.load.report import Limits, Report, report
+from baton.load.runner import Arrival, Outcome, run
+from baton.load.senders import OpenAiSender, Update
+from baton.load.workload import Lengths, Planned, SharedPrefixes, random_load
 from process.errors import InvalidArgument, NoCapacity
 
 
 class TestArrivals:
     def test_constant_is_even_and_begins_at_once(self) -> None:
-        times = arrivals.arrivals(arrivals.parse_rates("4"), num_requests=5, kind="constant")
+        times = workload.arrival_times(workload.parse_rates("4"), num_requests=5, kind="constant")
         assert times == [0.0, 0.25, 0.5, 0.75, 1.0]
 
     def test_phases_send_what_their_rates_say(self) -> None:
-        times = arrivals.arrivals(
-            arrivals.parse_rates("2:10,8:5,0:3,2:10"), num_requests=None, kind="constant"
+        times = workload.arrival_times(
+            workload.parse_rates("2:10,8:5,0:3,2:10"), num_requests=None, kind="constant"
         )
         per_phase = [
             sum(begin <= at < end for at in times)
@@ -43,8 +44,8 @@ class TestArrivals:
         assert per_phase == [20, 40, 0, 20]
 
     def test_a_ramp_grows_evenly(self) -> None:
-        times = arrivals.arrivals(
-            arrivals.parse_rates("0..10:20"), num_requests=None, kind="constant"
+        times = workload.arrival_times(
+            workload.parse_rates("0..10:20"), num_requests=None, kind="constant"
         )
         assert len(times) == 100
         # A quarter of the requests in the first half of the time.
@@ -57,11 +58,13 @@ class TestArrivals:
         seed=st.integers(0, 2**32),
     )
     def test_ordered_finite_and_the_same_again(
-        self, rate: float, kind: arrivals.Kind, burstiness: float, seed: int
+        self, rate: float, kind: workload.ArrivalKind, burstiness: float, seed: int
     ) -> None:
-        phases = arrivals.parse_rates(f"{rate!r}")
+        phases = workload.parse_rates(f"{rate!r}")
         made = [
-            arrivals.arrivals(phases, num_requests=50, kind=kind, burstiness=burstiness, seed=seed)
+            workload.arrival_times(
+                phases, num_requests=50, kind=kind, burstiness=burstiness, seed=seed
+            )
             for _ in range(2)
         ]
         assert made[0] == made[1] == sorted(made[0])
@@ -71,8 +74,8 @@ class TestArrivals:
         """Of 20,000 gaps: mean 1 and deviation 1 (Poisson), deviation 2 of shape 1/4. Standard
         errors are below 0.03: four of them is a false alarm in 10,000."""
         for burstiness, deviation in ((1.0, 1.0), (0.25, 2.0)):
-            times = arrivals.arrivals(
-                arrivals.parse_rates("1"), num_requests=20_000, burstiness=burstiness, seed=3
+            times = workload.arrival_times(
+                workload.parse_rates("1"), num_requests=20_000, burstiness=burstiness, seed=3
             )
             gaps = [after - before for before, after in itertools.pairwise(times)]
             assert statistics.fmean(gaps) == pytest.approx(1.0, abs=0.06)
@@ -81,23 +84,23 @@ class TestArrivals:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            ("x", "'x' is no number"),
+            ("x", "'x' is not a number"),
             ("0", "more than 0"),
             ("nan", "not 0 or more"),
             ("-1:3", "not 0 or more"),
             ("1:0", "seconds must be more than 0"),
             ("1:2,3", "RATE:SECONDS"),
             ("0:5", "sends nothing"),
-            ("1..x:5", "'x' is no number"),
+            ("1..x:5", "'x' is not a number"),
         ],
     )
     def test_wrong_rates_are_named(self, text: str, said: str) -> None:
         with pytest.raises(InvalidArgument, match=f"--rate.*{said}"):
-            arrivals.parse_rates(text)
+            workload.parse_rates(text)
 
     def test_a_load_without_end_is_refused(self) -> None:
         with pytest.raises(InvalidArgument, match="--requests: needed"):
-            arrivals.arrivals(arrivals.parse_rates("1"), num_requests=None)
+            workload.arrival_times(workload.parse_rates("1"), num_requests=None)
 
 
 class TestLoads:
@@ -154,8 +157,8 @@ class TestTrace:
             _trace_line(timestamp=5000, input_length=513),
         ]
         file.write_text("\n".join(lines), encoding="utf-8")
-        load = trace_file.replay(
-            trace_file.read_trace(file), vocab_size=500, seed=0, speed=2.0, shrink=4
+        load = workload.replay_trace(
+            workload.read_trace(file), vocab_size=500, seed=0, speed=2.0, shrink=4
         )
         assert [planned.at_s for planned in load] == [0.0, 1.0, 2.0]
         assert [len(planned.prompt_token_ids) for planned in load] == [150, 150, 128]
@@ -167,7 +170,7 @@ class TestTrace:
     @pytest.mark.parametrize(
         ("line", "said"),
         [
-            ("{", "line 1: no JSON"),
+            ("{", "line 1: not JSON"),
             ("[]", "line 1: not a JSON object"),
             (_trace_line(timestamp=-1), "timestamp: not a number of at least 0"),
             (_trace_line(timestamp="1"), "timestamp"),
@@ -181,13 +184,13 @@ class TestTrace:
         file = tmp_path / "trace.jsonl"
         file.write_text(line + "\n", encoding="utf-8")
         with pytest.raises(InvalidArgument, match=said):
-            trace_file.read_trace(file)
+            workload.read_trace(file)
 
     def test_an_empty_trace_is_refused(self, tmp_path: Path) -> None:
         file = tmp_path / "trace.jsonl"
         file.write_text("\n", encoding="utf-8")
         with pytest.raises(InvalidArgument, match="has no request"):
-            trace_file.read_trace(file)
+            workload.read_trace(file)
 
 
 class _Sender:
@@ -197,16 +200,16 @@ class _Sender:
         self.gate = asyncio.Event()
         self.num_live = self.most_live = 0
 
-    async def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[News, None]:
+    async def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[Update, None]:
         self.num_live += 1
         self.most_live = max(self.most_live, self.num_live)
         try:
             if planned.prompt_token_ids[0] % 3 == 0:
                 raise NoCapacity("full", retry_after_s=2.0)
-            yield News(num_tokens=1)
+            yield Update(num_tokens=1)
             async with asyncio.timeout(timeout_s):
                 await self.gate.wait()
-            yield News(num_tokens=1, num_cached_tokens=1, num_output_tokens=4)
+            yield Update(num_tokens=1, num_cached_tokens=1, num_output_tokens=4)
         finally:
             self.num_live -= 1
 
@@ -294,7 +297,7 @@ class TestReport:
             ("NoCapacity", 1),
             ("Unavailable", 1),
         ]
-        json.dumps(as_json(made))
+        json.dumps(dataclasses.asdict(made))
 
     @pytest.mark.parametrize(
         ("limits", "num_good"),
@@ -369,8 +372,8 @@ class TestOpenAi:
             (400, b'{"error": {"message": "prompt: no"}}', "FailedPrecondition", "prompt: no"),
             (500, b"", "Internal", "500"),
             (200, _TEXT, "Internal", "without [DONE]"),
-            (200, _TEXT + b"data: {\n\n", "Internal", "no JSON"),
-            (200, _TEXT + b"data: 7\n\n", "Internal", "no object"),
+            (200, _TEXT + b"data: {\n\n", "Internal", "not JSON"),
+            (200, _TEXT + b"data: 7\n\n", "Internal", "not an object"),
             (
                 200,
                 _TEXT + _event(error={"message": "gone", "code": 503}) + _DONE,
@@ -398,8 +401,8 @@ def test_a_picture_of_it(tmp_path: Path) -> None:
     """Drawn for served, failed and no requests; the file is what its name says."""
     for index, outcomes in enumerate((TestReport.OUTCOMES, TestReport.OUTCOMES[2:3])):
         file = tmp_path / "sub" / f"{index}.png"
-        plots.check(file)
-        plots.draw(outcomes, Limits.parse(["ttft:200"]), file, "title")
+        plots.check("--plot", file)
+        plots.draw_load(outcomes, Limits.parse(["ttft:200"]), file, "title")
         assert file.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(InvalidArgument, match="--plot"):
-        plots.check(tmp_path / "a.gif")
+        plots.check("--plot", tmp_path / "a.gif")

@@ -13,6 +13,7 @@ import pytest
 from baton import cli, record
 from baton.cli import generate, up
 from baton.cluster import state as cluster_state
+from baton.cluster.state import ClusterState
 from baton.errors import InvalidArgument
 from baton.messages import Completion, Provenance, StepTrace, Usage
 from baton.request import build_request
@@ -126,9 +127,9 @@ def test_the_first_difference_is_named_with_both_traces(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ("[]", "is no record"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "is not a record"),
         ('{"schema": "baton-record", "version": 2}', "version 2, this baton reads 1"),
         ('{"schema": "baton-record", "version": 1}', "damaged"),
     ],
@@ -193,7 +194,7 @@ def test_a_record_is_replayed_where_a_cluster_runs_and_starts_none_unasked(
     assert cli.main(["replay", str(file)]) == 1
     err = capsys.readouterr().err
     assert "--start" in err and "--address" in err and len(err.splitlines()) == 1
-    cluster_state.announce(router.address, "tiny")
+    cluster_state.announce(ClusterState(router.address, "tiny"))
     assert cli.main(["replay", str(file)]) == 0
     assert "all equal" in capsys.readouterr().out
 

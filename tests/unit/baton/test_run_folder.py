@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.cluster import state as cluster_state
-from baton.cluster.state import RunFolder, is_alive, owner_of
+from baton.cluster.state import ClusterState, RunFolder, is_alive, owner_of
 from baton.errors import ClusterError
 
 
@@ -76,7 +76,7 @@ def test_a_socket_path_always_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_youngest_running_cluster_is_found(places: Path) -> None:
     assert cluster_state.find() is None
-    path = cluster_state.announce("127.0.0.1:1", "m")
+    path = cluster_state.announce(ClusterState("127.0.0.1:1", "m"))
     found = cluster_state.find()
     assert found is not None and found.address == "127.0.0.1:1"
     path.unlink()
@@ -84,7 +84,7 @@ def test_the_youngest_running_cluster_is_found(places: Path) -> None:
 
 
 def test_stale_and_broken_announcements_are_ignored(places: Path) -> None:
-    path = cluster_state.announce("127.0.0.1:1", "m")
+    path = cluster_state.announce(ClusterState("127.0.0.1:1", "m"))
     text = path.read_text()
     stale = path.with_name("1.json")
     stale.write_text(text.replace(owner_of(os.getpid()), _dead_owner()))
@@ -99,7 +99,7 @@ def test_without_a_runtime_folder_the_cache_is_used(
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = cluster_state.announce("127.0.0.1:1", "m")
+    path = cluster_state.announce(ClusterState("127.0.0.1:1", "m"))
     assert path.is_relative_to(tmp_path / "baton")
     path.unlink()
 
@@ -116,11 +116,11 @@ def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_without_a_home_the_temporary_folder_is_used(no_home: Path) -> None:
     assert cluster_state.find() is None
-    path = cluster_state.announce("127.0.0.1:1", "m")
+    path = cluster_state.announce(ClusterState("127.0.0.1:1", "m"))
     assert path.parent == no_home and no_home.stat().st_mode & 0o777 == 0o700
     found = cluster_state.find()
     assert found is not None and found.address == "127.0.0.1:1"
-    assert cluster_state.announce("127.0.0.1:1", "m") == path
+    assert cluster_state.announce(ClusterState("127.0.0.1:1", "m")) == path
 
 
 def test_a_refused_mkdir_is_no_traceback(no_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +134,14 @@ def test_a_refused_mkdir_is_no_traceback(no_home: Path, monkeypatch: pytest.Monk
         mkdir(path, mode, parents, exist_ok)
 
     monkeypatch.setattr(Path, "mkdir", refused)
-    assert cluster_state.announce("127.0.0.1:1", "m").parent == no_home
+    assert cluster_state.announce(ClusterState("127.0.0.1:1", "m")).parent == no_home
 
 
 @pytest.mark.parametrize("kind", ["open to others", "link"])
 def test_a_temporary_folder_that_may_be_somebody_elses_is_not_trusted(
     no_home: Path, kind: str
 ) -> None:
-    path = cluster_state.announce("127.0.0.1:1", "m")
+    path = cluster_state.announce(ClusterState("127.0.0.1:1", "m"))
     if kind == "link":
         path.parent.rename(no_home.with_name("real"))
         no_home.symlink_to("real")
@@ -149,7 +149,7 @@ def test_a_temporary_folder_that_may_be_somebody_elses_is_not_trusted(
         no_home.chmod(0o777)
     assert cluster_state.find() is None
     with pytest.raises(ClusterError, match="not a folder of yours alone"):
-        cluster_state.announce("127.0.0.1:1", "m")
+        cluster_state.announce(ClusterState("127.0.0.1:1", "m"))
 
 
 def test_what_lies_on_disk_is_each_clusters_own_and_goes_with_it(

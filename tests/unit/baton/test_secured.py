@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton import ClusterConfig
-from baton.cert_set import CertSet
+from baton.certificates import CertSet
 from baton.cluster import plan as cluster_plan
 from baton.cluster.plan import OPEN, Secured, take_password
 from process import settings

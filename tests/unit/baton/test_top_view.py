@@ -155,8 +155,8 @@ def test_once_prints_one_frame(
     assert "prefill-0" in capsys.readouterr().out
     (asked,) = client.asked
     assert asked.as_heard and asked.num_requests == status.NUM_AT_ONCE
-    assert _run(monkeypatch, _Client(Unavailable("nobody answers at x")), once=True) == 1
-    assert "nobody answers at x" in capsys.readouterr().err
+    assert _run(monkeypatch, _Client(Unavailable("no router answers at x")), once=True) == 1
+    assert "no router answers at x" in capsys.readouterr().err
 
 
 def test_a_router_that_goes_away_is_asked_again_until_ctrl_c(
@@ -170,10 +170,10 @@ def test_a_router_that_goes_away_is_asked_again_until_ctrl_c(
     )
     back = _status()
     back.num_requests_finished = 4321
-    client = _Client(_status(), Unavailable("nobody answers"), back, KeyboardInterrupt())  # type: ignore[arg-type]
+    client = _Client(_status(), Unavailable("no router answers"), back, KeyboardInterrupt())  # type: ignore[arg-type]
     assert _run(monkeypatch, client, once=False) == 0
     text = file.getvalue()
-    assert "as last heard of; trying again: nobody answers" in text
+    assert "not up to date; trying again: no router answers" in text
     assert text.index("trying again") < text.index("4321 finished")
 
 

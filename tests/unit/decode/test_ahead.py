@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.block import Block, Tier
+from kvstore.blocks import Block, PackedBlocks, Tier
 from kvstore.errors import CHECKSUM
-from kvstore.lending import lender_node_id
-from kvstore.lending.told import NO_WORD, Word
-from kvstore.packed import PackedBlocks
+from kvstore.exported_blocks import NO_PROMISE, LenderPromise
+from kvstore.node_ids import lender_node_id
 from services.decode.ahead import Ahead, Copied, Rest
 from services.decode.intake import Intake
 from services.worker.handle import Run, Stretch
@@ -92,14 +91,21 @@ class Core:
         self.step_log = None
         self.num_usable = num_usable
         self.loads: list[list[tuple[int, int]]] = []
-        self.words: list[Word] = []
+        self.words: list[LenderPromise] = []
         self.counts = WorkerCounts()
 
     async def client(self, *_: Any) -> Any:
         return SimpleNamespace(transport_name="grpc")
 
     async def load(
-        self, client: Any, engine_id: str, lease_id: str, items: Any, *_: Any, word: Word, **__: Any
+        self,
+        client: Any,
+        engine_id: str,
+        lease_id: str,
+        items: Any,
+        *_: Any,
+        word: LenderPromise,
+        **__: Any,
     ) -> Loaded:
         self.loads.append([(block.frame, block_id) for block, block_id in items])
         self.words.append(word)
@@ -148,10 +154,10 @@ async def test_blocks_that_are_not_sealed_are_kept_with_the_checksums_of_what_ca
     rest = [*blocks(2, 6), TAIL]
     told = [dataclasses.replace(each, checksum=0) for each in rest]
     kept = rest[: len(rest) - num_unsealed] + told[len(rest) - num_unsealed :]
-    made._ahead._rest = Rest(run(kept, 2), Word(num_unsealed, 77.0))
+    made._ahead._rest = Rest(run(kept, 2), LenderPromise(num_unsealed, 77.0))
     await made.pull_rest(deadline())
     (word,) = core.words
-    assert word == Word(len(expected), 77.0)
+    assert word == LenderPromise(len(expected), 77.0)
     copied = made._ahead._copied
     assert copied is not None
     right = {block.frame: block.checksum for block in rest}
@@ -199,7 +205,7 @@ async def test_of_the_lenders_word_only_what_the_prompt_asks_for_is_fetched(
 ) -> None:
     core = Core()
     made = intake(core, num_local)
-    made._ahead._rest = Rest(run(rest, first), NO_WORD)
+    made._ahead._rest = Rest(run(rest, first), NO_PROMISE)
     await made.pull_rest(deadline())
     assert core.loads == ([[(frame, 100 + frame) for frame in expected]] if expected else [])
     assert made.num_blocks == num_local, "no handle has named it"

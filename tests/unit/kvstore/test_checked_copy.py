@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvstore import block_hash
-from kvstore.transport import checked_copy
-from kvstore.transport.checked_copy import PIECE_BYTES, CheckedCopy
+from kvstore.transport import shm
+from kvstore.transport.shm import PIECE_BYTES, CheckedCopy
 
 NUM_BLOCKS, NUM_FRAMES = 24, 30
 SIZES = [1, 24, 4096, 5000, PIECE_BYTES // 3, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + 240]
@@ -78,7 +78,7 @@ def test_what_a_copy_breaks_shows_in_the_checksums_of_its_reader(
 
     copies = CheckedCopy(own, slab)
     rows = np.array([2, 3, 9], dtype=np.int64)
-    monkeypatch.setattr(checked_copy.np, "copyto", broken)
+    monkeypatch.setattr(shm.np, "copyto", broken)
     written = copies.put(rows, rows)
     read = copies.get(rows + 10, rows)
     monkeypatch.undo()

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvstore.transport.copy_job import IsStopped, run_copy
+from kvstore.transport.copy_pipeline import IsStopped, run_copy
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded
 

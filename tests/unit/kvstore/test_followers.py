@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
+from kvstore.block_lender import LeaseWatchers, LenderLimits
 from kvstore.errors import IntegrityError, LeaseLapsed
-from kvstore.lending.followers import Followers
-from kvstore.lending.limits import LenderLimits
-from kvstore.lending.loans import LoanTable, Offer
+from kvstore.exported_blocks import ExportedBlocks, ExportOffer
 from process.errors import InvalidArgument, NoCapacity
 from tests.harness.waiting import settled
 
@@ -17,8 +16,10 @@ WAIT_S = 20.0
 FOR_EVER_S = 1e9
 
 
-def offers(*block_ids: int, is_sealed: bool = True) -> list[Offer]:
-    return [Offer(each, b"%16d" % each, each if is_sealed else None, 16) for each in block_ids]
+def offers(*block_ids: int, is_sealed: bool = True) -> list[ExportOffer]:
+    return [
+        ExportOffer(each, b"%16d" % each, each if is_sealed else None, 16) for each in block_ids
+    ]
 
 
 class Place:
@@ -26,9 +27,9 @@ class Place:
     anything because a time was over."""
 
     def __init__(self, *, max_followers: int = 256, max_wait_s: float = FOR_EVER_S) -> None:
-        self.loans = LoanTable(32, 64, 10.0, lambda block_ids: None)
+        self.loans = ExportedBlocks(32, 64, 10.0, lambda block_ids: None)
         limits = LenderLimits(max_followers=max_followers, max_wait_s=max_wait_s)
-        self.followers = Followers(self.loans, limits)
+        self.followers = LeaseWatchers(self.loans, limits)
         self.lease_id, _ = self.loans.lend(offers(7, 3))
 
     async def ask(

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvstore import block_hash
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
 from kvstore.transport.base import BlockMemory, GetItems, PutItem
-from kvstore.transport.grpc_chunks import GrpcTransport
+from kvstore.transport.grpc import GrpcTransport
 from process.deadline import Deadline
 from protos import kvstore_pb2
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstore import block_hash
-from kvstore.hash_turns import SHARE, TURN_TOKENS, HashTurns
+from kvstore.block_hash import SHARE, TURN_TOKENS, HashTurns
 
 ROOT = b"r" * 32
 SIZE = 16

@@ -9,12 +9,11 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import history
-from kvstore.answers import StoreLimits, Written
-from kvstore.block import Block
-from kvstore.catalog import Entry
+from kvstore import history, invariants
+from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
+from kvstore.blocks import Block
 from kvstore.history import MAX_EVENTS, BlockHistory
-from kvstore.store import Store
+from kvstore.prefix_tree import TreeNode
 from process.spans import NOOP_SPAN, RecordingSpan, TraceContext
 from process.tracing import SpanCounters, Tracing, TracingSettings
 
@@ -47,35 +46,35 @@ class _Bench:
         tracing = Tracing(TracingSettings(endpoint="127.0.0.1:1"), self.kept)
         ticks = itertools.count(1)
         past = BlockHistory(max_blocks, tracing=tracing, wall_clock=lambda: float(next(ticks)))
-        self.store = Store(num_frames, 100, StoreLimits(), past=past)
+        self.store = BlockStore(num_frames, 100, StoreLimits(), history=past)
         if num_pages:
-            self.store.places.open_pages(num_pages, [])
+            self.store.table.open_pages(num_pages, [])
         self.worker = self.store.attach("w", b"1", "grpc", False, 0.0).attachment_id
 
-    def put(self, prompt: int, length: int, *, is_traced: bool = False) -> list[Entry]:
+    def put(self, prompt: int, length: int, *, is_traced: bool = False) -> list[TreeNode]:
         hashes = [_hash(prompt, i) for i in range(length)]
         span = RecordingSpan(self.kept.take, "commit", TRACE, None) if is_traced else NOOP_SPAN
         with span:
-            lease_id, answers, _ = self.store.writes.reserve(
+            lease_id, answers, _ = self.store.reserve(
                 self.worker, b"", hashes, ttl_s=9.0, now_s=0.0
             )
-            written = [Written(a.frame, a.generation, 7, 16) for a in answers if a.frame >= 0]
-            self.store.writes.commit(self.worker, lease_id, written, 0.0)
+            written = [WrittenFrame(a.frame, a.generation, 7, 16) for a in answers if a.frame >= 0]
+            self.store.commit(self.worker, lease_id, written, 0.0)
         self.store.release([lease_id], now_s=0.0)
-        self.store.check_integrity()
-        return self.store.catalog.longest_prefix(hashes)
+        invariants.check(self.store)
+        return self.store.tree.longest_prefix(hashes)
 
     def demote_all(self) -> None:
-        while (demotion := self.store.moves.begin_demotion(8)) is not None:
-            self.store.moves.end_demotion(demotion, [True] * len(demotion.writes))
+        while (demotion := self.store.table.begin_demotion(8)) is not None:
+            self.store.table.end_demotion(demotion, [True] * len(demotion.writes))
 
     def whats(self, prompt: int, index: int) -> list[str]:
         found = self.store.history.find(_hash(prompt, index), 1)
         return [event.what for event in found[0][1].events] if found else []
 
 
-def _blocks(entries: list[Entry]) -> list[Block]:
-    return [entry.block for entry in entries if entry.block is not None]
+def _blocks(nodes: list[TreeNode]) -> list[Block]:
+    return [node.block for node in nodes if node.block is not None]
 
 
 def test_a_write_is_told_once_and_with_its_writer() -> None:
@@ -90,41 +89,41 @@ def test_an_eviction_is_remembered_after_the_block_is_gone() -> None:
     bench = _Bench(num_frames=2)
     bench.put(0, 2)
     bench.put(1, 2)
-    assert bench.store.catalog.find(_hash(0, 0)) is None
+    assert bench.store.tree.find(_hash(0, 0)) is None
     assert bench.whats(0, 0) == bench.whats(0, 1) == ["written", "evicted"]
 
 
 def test_the_way_through_the_file_tier() -> None:
     bench = _Bench(num_frames=2, num_pages=8)
-    entries = bench.put(0, 2)
+    nodes = bench.put(0, 2)
     bench.demote_all()
     bench.put(1, 2)
     assert bench.whats(0, 0) == ["written", "demoted", "left_memory"]
     bench.demote_all()
-    promotion = bench.store.moves.begin_promotion(entries[0])
+    promotion = bench.store.table.begin_promotion(nodes[0])
     assert promotion is not None
-    bench.store.moves.end_promotion(promotion, True)
+    bench.store.table.end_promotion(promotion, True)
     assert bench.whats(0, 0) == ["written", "demoted", "left_memory", "promoted"]
-    bench.store.check_integrity()
+    invariants.check(bench.store)
 
 
 def test_a_bad_page_is_damage_and_what_hangs_on_it_is_lost() -> None:
     bench = _Bench(num_frames=2, num_pages=8)
-    entries = bench.put(0, 2)
+    nodes = bench.put(0, 2)
     bench.demote_all()
     bench.put(1, 2)
     bench.demote_all()
-    promotion = bench.store.moves.begin_promotion(entries[0])
+    promotion = bench.store.table.begin_promotion(nodes[0])
     assert promotion is not None
-    bench.store.moves.end_promotion(promotion, False)
+    bench.store.table.end_promotion(promotion, False)
     assert bench.whats(0, 0)[-1] == "damaged" and bench.whats(0, 1)[-1] == "lost"
 
 
 def test_bad_bytes_found_in_memory_are_damage_too() -> None:
     bench = _Bench()
-    entries = bench.put(0, 3)
-    bench.store.note_read(history.REFUSED, _blocks(entries[1:2]), "reader")
-    bench.store.drop(_blocks(entries[1:2]))
+    nodes = bench.put(0, 3)
+    bench.store.note_read(history.REFUSED, _blocks(nodes[1:2]), "reader")
+    bench.store.drop(_blocks(nodes[1:2]))
     assert bench.whats(0, 0) == ["written"]
     assert bench.whats(0, 1) == ["written", "refused", "damaged"]
     assert bench.whats(0, 2) == ["written", "lost"]
@@ -145,12 +144,12 @@ def test_only_what_still_is_the_block_counts_as_verified() -> None:
 
 def test_a_tail_has_no_history() -> None:
     bench = _Bench()
-    lease_id, _, tail = bench.store.writes.reserve(
+    lease_id, _, tail = bench.store.reserve(
         bench.worker, b"", [], tail_name="t", ttl_s=9.0, now_s=0.0
     )
     assert tail is not None
-    bench.store.writes.commit(
-        bench.worker, lease_id, [Written(tail.frame, tail.generation, 7, 3)], 0.0
+    bench.store.commit(
+        bench.worker, lease_id, [WrittenFrame(tail.frame, tail.generation, 7, 3)], 0.0
     )
     assert len(bench.store.history) == 0
 

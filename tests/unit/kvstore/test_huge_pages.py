@@ -1,5 +1,5 @@
 """A slab on huge pages, as far as an ordinary folder can tell: what it takes, and what is said when
-there is no room. tests/conformance/test_huge_pages.py has real ones."""
+there is no room. tests/conformance/test_slab.py has real ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import huge_pages
+from kvstore import slab
 from kvstore.slab import PAGE_BYTES, Slab, SlabLayout, check_room
 from process.errors import NoCapacity
 
@@ -22,16 +22,16 @@ LIFE = b"i" * 16
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Takes itself for one of huge pages."""
-    monkeypatch.setattr(huge_pages, "page_bytes_of", lambda fd: HUGE)
+    monkeypatch.setattr(slab, "page_bytes_of", lambda fd: HUGE)
     return tmp_path
 
 
 def test_an_ordinary_folder_is_none(tmp_path: Path) -> None:
-    assert huge_pages.page_bytes_in(tmp_path) == PAGE_BYTES
+    assert slab.page_bytes_in(tmp_path) == PAGE_BYTES
     with pytest.raises(NoCapacity, match="slab_dir"):
-        huge_pages.page_bytes_in(tmp_path / "absent")
+        slab.page_bytes_in(tmp_path / "absent")
     with pytest.raises(OSError, match="descriptor"):
-        huge_pages.page_bytes_of(-1)
+        slab.page_bytes_of(-1)
 
 
 @given(
@@ -42,7 +42,7 @@ def test_an_ordinary_folder_is_none(tmp_path: Path) -> None:
 def test_all_of_it_goes_into_the_capacity_in_whole_pages(
     capacity_bytes: int, frame_bytes: int, page_bytes: int
 ) -> None:
-    room = huge_pages.round_up(capacity_bytes, page_bytes)
+    room = slab.round_up(capacity_bytes, page_bytes)
     assert 0 <= room - capacity_bytes < page_bytes and room % page_bytes == 0
     plain = capacity_bytes // SlabLayout(frame_bytes, 1).stride_bytes
     try:
@@ -81,7 +81,7 @@ def test_too_few_pages_are_one_line_at_the_start(
         asked.append(num_bytes)
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(huge_pages, "_reserve", reserve)
+    monkeypatch.setattr(slab, "_reserve", reserve)
     check_room(folder, 0)  # asks only whether the folder is there
     assert asked == []
     with pytest.raises(NoCapacity, match=r"slab_dir.*huge pages.*capacity_bytes.*nr_huge") as told:
@@ -95,7 +95,7 @@ def test_a_folder_that_is_not_ours_is_said_so(
     def reserve(folder: Path, num_bytes: int) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(huge_pages, "_reserve", reserve)
+    monkeypatch.setattr(slab, "_reserve", reserve)
     with pytest.raises(NoCapacity, match=r"slab_dir: .*: Permission denied$"):
         check_room(folder, HUGE)
 

@@ -14,6 +14,7 @@ import pytest
 import redis.asyncio
 
 from kvstore import index, index_publisher
+from kvstore.change_log import ChangeLog
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import BATCH, PrefixIndexPublisher
 from process import registry
@@ -30,7 +31,7 @@ def _chain(name: str, length: int) -> list[bytes]:
 
 
 class _Store:
-    """What a store would publish; parents before children, as the catalog keeps them."""
+    """What a store would publish; parents before children, as its tree keeps them."""
 
     def __init__(
         self,
@@ -39,9 +40,11 @@ class _Store:
         node: str = "n1",
         heartbeat_s: float = 0.05,
         heartbeat_ttl_s: float = 60.0,
+        changes: ChangeLog | None = None,
         **options: Any,
     ) -> None:
         self.present: dict[bytes, None] = {}
+        self.changes = ChangeLog() if changes is None else changes
         self.node = node
         self.life = life
         self.publisher = PrefixIndexPublisher(
@@ -51,22 +54,27 @@ class _Store:
             status=lambda: inference_pb2.StoreStatus(
                 node_id=node, address="127.0.0.1:1", incarnation=life.hex(), num_frames=9
             ),
-            present=lambda: list(self.present),
+            changes=self.changes,
+            snapshot=self.snapshot,
             heartbeat_s=heartbeat_s,
             heartbeat_ttl_s=heartbeat_ttl_s,
             timeout_s=20.0,
             **options,
         )
 
+    def snapshot(self) -> list[bytes]:
+        self.changes.clear()
+        return list(self.present)
+
     def add(self, *hashes: bytes) -> None:
         for chain_hash in hashes:
             self.present[chain_hash] = None
-            self.publisher.on_change(True, chain_hash)
+            self.changes.append(True, chain_hash)
 
     def drop(self, *hashes: bytes) -> None:
         for chain_hash in hashes:
             del self.present[chain_hash]
-            self.publisher.on_change(False, chain_hash)
+            self.changes.append(False, chain_hash)
 
 
 @pytest.fixture
@@ -208,7 +216,7 @@ async def test_what_is_published_again_is_not_synced_before_the_last_of_it(
 async def test_changes_that_are_too_many_meanwhile_make_a_publication_no_younger(
     client: redis.asyncio.Redis,
 ) -> None:
-    store = _Store(client, heartbeat_s=1000.0, max_pending=1)
+    store = _Store(client, heartbeat_s=1000.0, changes=ChangeLog(1))
     store.add(*_chain("a", 3))
     publisher, seen = store.publisher, []
     finish = publisher._finish
@@ -230,7 +238,7 @@ async def test_changes_that_are_too_many_meanwhile_make_a_publication_no_younger
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the publisher takes for now: the only number in it."""
+    """What the publisher and its log take for now: the only number in it."""
     now = [100.0]
     monkeypatch.setattr(index_publisher, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
@@ -240,7 +248,8 @@ async def test_the_lag_is_of_a_change_that_waits_and_of_none_before(
     client: redis.asyncio.Redis, clock: list[float]
 ) -> None:
     """Two seconds each, though something waits all the time."""
-    store = _Store(client, heartbeat_s=1000.0, batch_size=2)
+    changes = ChangeLog(clock=lambda: clock[0])
+    store = _Store(client, heartbeat_s=1000.0, changes=changes, batch_size=2)
     publisher, lags = store.publisher, list[float]()
     publisher.start()
     await _same(client, store)
@@ -266,7 +275,8 @@ async def test_changes_that_a_full_publication_is_to_bring_wait_as_long_as_befor
     client: redis.asyncio.Redis, clock: list[float], is_refused: bool
 ) -> None:
     """A batch is refused, for Redis was emptied; or there are too many, while it is on its way."""
-    store = _Store(client, heartbeat_s=1000.0, max_pending=3)
+    changes = ChangeLog(3, clock=lambda: clock[0])
+    store = _Store(client, heartbeat_s=1000.0, changes=changes)
     publisher, lags = store.publisher, list[float]()
     publisher.start()
     await _same(client, store)
@@ -443,7 +453,7 @@ async def test_a_redis_that_is_away_is_unavailable(redis_server: RedisServer) ->
 async def test_changes_beyond_the_bound_become_one_publication(
     client: redis.asyncio.Redis,
 ) -> None:
-    store = _Store(client, max_pending=10)
+    store = _Store(client, changes=ChangeLog(10))
     store.publisher.start()
     await _same(client, store)
     store.add(*_chain("a", 50))

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from kvstore import invariants
 from kvstore.errors import LeaseLapsed
 from kvstore.leases import LeaseTable
 
@@ -20,7 +21,7 @@ def test_a_lease_lapses_at_its_end_and_a_renewal_moves_it() -> None:
     assert table.pop_due(13.9) is None
     assert table.pop_due(14.0) is early
     assert len(table) == 0
-    table.check_integrity()
+    invariants.run(invariants.check_leases(table))
 
 
 def test_a_renewal_never_shortens() -> None:
@@ -29,7 +30,7 @@ def test_a_renewal_never_shortens() -> None:
     lease = table.create(0.0, 50.0)
     table.renew(lease, 1.0, 2.0)
     assert table.pop_due(49.0) is None
-    table.check_integrity()
+    invariants.run(invariants.check_leases(table))
 
 
 def test_no_lease_outlives_the_limit() -> None:
@@ -45,7 +46,7 @@ def test_a_hold_never_lapses() -> None:
     hold = table.create_hold()
     assert table.pop_due(1e12) is None
     assert table.remove(hold.lease_id) is hold
-    table.check_integrity()
+    invariants.run(invariants.check_leases(table))
 
 
 def test_an_unknown_lease_is_named_by_the_error() -> None:

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.link import SHM_FLOOR_SHARE, Link, Rates, judge
-from kvstore.link_meter import MAX_BYTES, MAX_ROUNDS, num_blocks_wanted
+from kvstore.links import (
+    MAX_BYTES,
+    MAX_ROUNDS,
+    SHM_FLOOR_SHARE,
+    Link,
+    Rates,
+    judge,
+    num_blocks_wanted,
+)
 
 GB = 1e9
 

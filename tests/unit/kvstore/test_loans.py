@@ -9,18 +9,23 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.block import Block
+from kvstore.blocks import Block
 from kvstore.errors import IntegrityError, LeaseLapsed
-from kvstore.lending.lease import Lease, Lent
-from kvstore.lending.loans import FIRST_GENERATION, LoanTable, Offer
+from kvstore.exported_blocks import (
+    FIRST_GENERATION,
+    ExportedBlock,
+    ExportedBlocks,
+    ExportLease,
+    ExportOffer,
+)
 
 NUM_BLOCKS = 12
 TTL_S = 10.0
 
 
-def offer(block_id: int, content: int = 0, *, is_sealed: bool = True) -> Offer:
+def offer(block_id: int, content: int = 0, *, is_sealed: bool = True) -> ExportOffer:
     checksum = 7 * block_id + content if is_sealed else None
-    return Offer(block_id, b"%7d.%8d" % (block_id, content), checksum, 16)
+    return ExportOffer(block_id, b"%7d.%8d" % (block_id, content), checksum, 16)
 
 
 class Model:
@@ -28,7 +33,7 @@ class Model:
 
     def __init__(self) -> None:
         self.kept: Counter[int] = Counter()  # what a lender keeps in place, by block
-        self.table = LoanTable(NUM_BLOCKS, 64, TTL_S, self.on_free)
+        self.table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, self.on_free)
         self.leases: dict[str, tuple[float, set[int]]] = {}
         self.unsealed: dict[str, list[int]] = {}  # by lease, in the order in which they were lent
         self.ahead: dict[str, list[int]] = {}  # by lease, in the order in which they were entered
@@ -256,7 +261,7 @@ def test_any_order_of_things(seed: int, scale: Callable[[int], int]) -> None:
 
 def test_what_is_entered_is_nobodys_until_it_is_computed() -> None:
     given: list[int] = []
-    table = LoanTable(NUM_BLOCKS, 64, TTL_S, given.extend)
+    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, given.extend)
     lease_id, _ = table.lend([offer(1)])
     looks: list[int] = []
     table.watch(lease_id, lambda: looks.append(len(table.blocks_of(lease_id, 0))))
@@ -275,7 +280,7 @@ def test_what_is_entered_is_nobodys_until_it_is_computed() -> None:
 def test_what_another_lends_that_has_computed_it_can_be_read() -> None:
     """As soon as it is in the cache, a second prompt may have it for its prefix."""
     given: list[int] = []
-    table = LoanTable(NUM_BLOCKS, 64, TTL_S, given.extend)
+    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, given.extend)
     first, _ = table.lend([offer(1, is_sealed=False)], is_computed=False)
     second, (block,) = table.lend([offer(1)])
     assert given == [1] and table.hold([block])[1] == [True]
@@ -288,7 +293,7 @@ def test_what_another_lends_that_has_computed_it_can_be_read() -> None:
 
 def test_a_kept_lease_does_not_lapse_and_a_handed_over_one_does() -> None:
     given: list[int] = []
-    table = LoanTable(NUM_BLOCKS, 64, TTL_S, given.extend)
+    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, given.extend)
     lease_id, _ = table.lend([offer(1), offer(2)])
     table.lapse(1e12)
     table.hand_over(lease_id, 1e9, 100.0)
@@ -306,7 +311,7 @@ def test_a_kept_lease_does_not_lapse_and_a_handed_over_one_does() -> None:
 @pytest.mark.parametrize("is_entered", [False, True])
 def test_who_watches_is_told_of_what_can_be_read(is_entered: bool) -> None:
     """By then, and not behind that: a look may confirm and hold what it finds."""
-    table = LoanTable(NUM_BLOCKS, 64, TTL_S, lambda _: None)
+    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda _: None)
     lease_id, _ = table.lend([offer(1)])
     held: list[list[bool]] = []
 
@@ -328,7 +333,7 @@ def test_who_watches_is_told_of_what_can_be_read(is_entered: bool) -> None:
 
 def test_a_lease_that_was_handed_over_grows_no_more() -> None:
     given: list[int] = []
-    table = LoanTable(NUM_BLOCKS, 64, TTL_S, given.extend)
+    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, given.extend)
     lease_id, _ = table.lend([offer(1)])
     table.lend([offer(2)], lease_id)
     table.hand_over(lease_id, 1.0, 0.0)
@@ -340,7 +345,7 @@ def test_a_lease_that_was_handed_over_grows_no_more() -> None:
 
 
 def test_another_content_under_a_lent_block_is_a_defect() -> None:
-    table = LoanTable(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
     table.lend([offer(1)])
     with pytest.raises(IntegrityError, match="another content"):
         table.lend([offer(2), offer(1, content=1)])
@@ -348,9 +353,9 @@ def test_another_content_under_a_lent_block_is_a_defect() -> None:
 
 
 def test_bad_bytes_end_the_leases_that_name_them_and_no_other() -> None:
-    table = LoanTable(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
     first, (block,) = table.lend([offer(1)])
-    second, _ = table.lend([Offer(1, block.chain_hash, 999, 16), offer(2)])
+    second, _ = table.lend([ExportOffer(1, block.chain_hash, 999, 16), offer(2)])
     assert table.checksums_of([block]) == [{block.checksum, 999}]
     assert table.drop({(1, block.checksum)}) == 1
     with pytest.raises(LeaseLapsed):
@@ -360,7 +365,7 @@ def test_bad_bytes_end_the_leases_that_name_them_and_no_other() -> None:
 
 
 def test_what_was_given_back_is_stale_though_it_is_lent_again() -> None:
-    table = LoanTable(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
     first, blocks = table.lend([offer(1), offer(2)])
     second, _ = table.lend([offer(2)])
     pairs = [(block.frame, block.generation) for block in blocks]
@@ -375,7 +380,7 @@ def test_what_was_given_back_is_stale_though_it_is_lent_again() -> None:
 
 
 def test_nobody_is_told_that_bytes_are_bad_which_nobody_has_vouched_for() -> None:
-    table = LoanTable(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
     lease_id, (block,) = table.lend([offer(1, is_sealed=False)])
     assert table.checksums_of([block]) == [set()]
     assert table.drop({(1, 0)}) == 0
@@ -384,17 +389,17 @@ def test_nobody_is_told_that_bytes_are_bad_which_nobody_has_vouched_for() -> Non
     assert table.drop({(1, 0)}) == 1
 
 
-def _only(table: LoanTable) -> Lease:
+def _only(table: ExportedBlocks) -> ExportLease:
     (lease,) = table._leases.values()
     return lease
 
 
-def _handed_over(table: LoanTable) -> Lease:
+def _handed_over(table: ExportedBlocks) -> ExportLease:
     table.hand_over(next(iter(table._leases)), 1.0, 0.0)
     return _only(table)
 
 
-def _held_alone(table: LoanTable) -> Lent:
+def _held_alone(table: ExportedBlocks) -> ExportedBlock:
     """Of a lease that is over."""
     (lease_id,) = table._leases
     table.hold(table.blocks_of(lease_id, 0)[:1])
@@ -420,8 +425,8 @@ def _held_alone(table: LoanTable) -> Lent:
         (lambda t: t._holds.update({"x": (3,)}), "not lent"),
     ],
 )
-def test_each_law_is_recomputed(spoil: Callable[[LoanTable], object], law: str) -> None:
-    table = LoanTable(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
+def test_each_law_is_recomputed(spoil: Callable[[ExportedBlocks], object], law: str) -> None:
+    table = ExportedBlocks(NUM_BLOCKS, 64, TTL_S, lambda block_ids: None)
     table.lend([offer(1), offer(2)])
     table.check_integrity()
     spoil(table)
@@ -431,7 +436,7 @@ def test_each_law_is_recomputed(spoil: Callable[[LoanTable], object], law: str) 
 
 @pytest.mark.parametrize("how", ["released", "lapsed", "damaged", "all ended"])
 def test_the_end_of_a_lease_is_told_once_however_it_comes(how: str) -> None:
-    table = LoanTable(8, 64, 30.0, lambda block_ids: None)
+    table = ExportedBlocks(8, 64, 30.0, lambda block_ids: None)
     lease_id, (block,) = table.lend([offer(1)])
     other, _ = table.lend([offer(2)])
     told: list[str] = []

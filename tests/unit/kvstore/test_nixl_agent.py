@@ -24,9 +24,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import TransferFailed
-from kvstore.nixl_agent import NixlAgent, Region
-from kvstore.nixl_library import prepare_environment
-from kvstore.nixl_runs import merge_runs, split_pieces
+from kvstore.transport.nixl_agent import (
+    NixlAgent,
+    Region,
+    merge_runs,
+    prepare_environment,
+    split_pieces,
+)
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, FailedPrecondition
 
@@ -62,7 +66,7 @@ class _Peer:
     SCRIPT = """
 import asyncio, sys
 import numpy as np
-from kvstore.nixl_agent import NixlAgent, Region
+from kvstore.transport.nixl_agent import NixlAgent, Region
 from process.deadline import Deadline
 async def main():
     agent = await NixlAgent.start(sys.argv[1], "lo", Deadline.after(30))
@@ -259,7 +263,7 @@ async def test_without_nixl_there_is_a_clear_error(monkeypatch: pytest.MonkeyPat
     def absent(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr("kvstore.nixl_library.importlib.import_module", absent)
+    monkeypatch.setattr("kvstore.transport.nixl_agent.importlib.import_module", absent)
     with pytest.raises(FailedPrecondition, match="install nixl-cu13"):
         await NixlAgent.start("x", "lo", Deadline.after(30))
 

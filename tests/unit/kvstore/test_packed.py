@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.block import Block, Tier
-from kvstore.packed import ROW_BYTES, PackedBlocks, PackedItems, block_of
+from kvstore.blocks import ROW_BYTES, Block, PackedBlocks, PackedItems, Tier, block_of
 from kvstore.transport.base import GetItems
 from tests.conftest import LONG
 

@@ -11,15 +11,11 @@ import numpy as np
 import pytest
 
 from kvstore import block_hash
-from kvstore.residency import StoredPage
-from kvstore.tiers.page_file import HEADER_BYTES, PageFile, PageLayout
+from kvstore.blocks import StoredPage
+from kvstore.page_file import HEADER_BYTES, PageFile, PageLayout
 from process.errors import FailedPrecondition, NoCapacity
 
 LAYOUT = PageLayout(5000, 6)
-
-
-def _quiet(why: str) -> None:
-    raise AssertionError(f"cleared: {why}")
 
 
 def _data(number: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -39,7 +35,7 @@ def _page(index: int, tenant: str = "t") -> StoredPage:
 
 
 def _filled(path: Path) -> None:
-    pages = PageFile.open(path, LAYOUT, _quiet)
+    pages = PageFile.open(path, LAYOUT)
     assert pages.scan() == ([], 0)
     for index in range(4):
         pages.write(_page(index, "ä" * index), _data(index))
@@ -61,7 +57,7 @@ def test_what_was_written_is_found_by_the_next_life(tmp_path: Path) -> None:
     assert path.stat().st_size == LAYOUT.total_bytes
     assert path.stat().st_blocks * 512 >= LAYOUT.total_bytes  # really taken
     assert path.stat().st_mode & 0o077 == 0  # nobody else reads tenants' KV
-    pages = PageFile.open(path, LAYOUT, _quiet)
+    pages = PageFile.open(path, LAYOUT)
     stored, num_torn = pages.scan()
     assert (stored, num_torn) == ([_page(i, "ä" * i) for i in range(4)], 0)
     into = np.zeros(5000, dtype=np.uint8)
@@ -80,7 +76,7 @@ def test_every_flipped_bit_of_a_header_is_seen(tmp_path: Path, seed: int) -> Non
         at = 4096 + 2 * HEADER_BYTES + draw.randrange(HEADER_BYTES)
         bit = draw.randrange(8)
         _poke(path, at, bit)
-        pages = PageFile.open(path, LAYOUT, _quiet)
+        pages = PageFile.open(path, LAYOUT)
         stored, num_torn = pages.scan()
         assert [page.index for page in stored] == [0, 1, 3] and num_torn == 1
         pages.close()
@@ -91,7 +87,7 @@ def test_every_flipped_bit_of_a_page_is_seen(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "a.baton-pages"
     _filled(path)
     draw = random.Random(seed)
-    pages = PageFile.open(path, LAYOUT, _quiet)
+    pages = PageFile.open(path, LAYOUT)
     into = np.zeros(5000, dtype=np.uint8)
     for _ in range(60):
         at = LAYOUT.data_offset + 2 * LAYOUT.stride_bytes + draw.randrange(5000)
@@ -111,7 +107,7 @@ def test_a_header_in_another_pages_place_is_no_header(tmp_path: Path) -> None:
         header = file.read(HEADER_BYTES)
         file.seek(4096 + 4 * HEADER_BYTES)
         file.write(header)
-    pages = PageFile.open(path, LAYOUT, _quiet)
+    pages = PageFile.open(path, LAYOUT)
     stored, num_torn = pages.scan()
     assert ([page.index for page in stored], num_torn) == ([0, 1, 2, 3], 1)
     pages.close()
@@ -121,13 +117,12 @@ def test_a_header_in_another_pages_place_is_no_header(tmp_path: Path) -> None:
 def test_another_layout_is_cleared_and_says_so(tmp_path: Path, other: PageLayout) -> None:
     path = tmp_path / "a.baton-pages"
     _filled(path)
-    told: list[str] = []
-    pages = PageFile.open(path, other, told.append)
+    pages = PageFile.open(path, other)
     assert pages.scan() == ([], 0) and path.stat().st_size == other.total_bytes
-    assert len(told) == 1 and "6 pages of 5000 bytes" in told[0]
+    assert "6 pages of 5000 bytes" in pages.cleared
     pages.close()
     # Headers of the earlier file do not verify in the new one, even if they lay there still.
-    PageFile.open(path, other, _quiet).close()
+    PageFile.open(path, other).close()
 
 
 @pytest.mark.parametrize(
@@ -145,17 +140,16 @@ def test_a_damaged_file_is_cleared_and_says_so(
     path = tmp_path / "a.baton-pages"
     _filled(path)
     spoil(path)
-    told: list[str] = []
-    pages = PageFile.open(path, LAYOUT, told.append)
+    pages = PageFile.open(path, LAYOUT)
     assert pages.scan() == ([], 0)
-    assert len(told) == 1 and why in told[0]
+    assert why in pages.cleared
     pages.close()
 
 
 def test_a_file_that_became_shorter_loses_pages_not_the_process(tmp_path: Path) -> None:
     path = tmp_path / "a.baton-pages"
     _filled(path)
-    pages = PageFile.open(path, LAYOUT, _quiet)
+    pages = PageFile.open(path, LAYOUT)
     os.truncate(path, LAYOUT.data_offset + LAYOUT.stride_bytes)
     into = np.zeros(5000, dtype=np.uint8)
     assert pages.read(0, _page(0).checksum, into)
@@ -166,11 +160,11 @@ def test_a_file_that_became_shorter_loses_pages_not_the_process(tmp_path: Path) 
 
 def test_two_stores_never_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a.baton-pages"
-    pages = PageFile.open(path, LAYOUT, _quiet)
+    pages = PageFile.open(path, LAYOUT)
     with pytest.raises(FailedPrecondition, match="node_id"):
-        PageFile.open(path, LAYOUT, _quiet, lock_wait_s=0.0)
+        PageFile.open(path, LAYOUT, lock_wait_s=0.0)
     pages.close()
-    PageFile.open(path, LAYOUT, _quiet).close()
+    PageFile.open(path, LAYOUT).close()
 
 
 def test_no_room_is_refused_by_the_settings_name(tmp_path: Path) -> None:
@@ -182,7 +176,7 @@ def test_no_room_is_refused_by_the_settings_name(tmp_path: Path) -> None:
     assert layout.total_bytes <= capacity_bytes
     path = tmp_path / "a.baton-pages"
     with pytest.raises(NoCapacity, match="file_tier_dir"):
-        PageFile.open(path, layout, _quiet)
+        PageFile.open(path, layout)
     assert path.stat().st_size == 0  # nothing stays taken
 
 
@@ -191,8 +185,8 @@ def test_a_file_is_not_cleared_for_one_that_has_no_room(tmp_path: Path) -> None:
     path = tmp_path / "a.baton-pages"
     _filled(path)
     with pytest.raises(NoCapacity, match="file_tier_bytes"):
-        PageFile.open(path, PageLayout(5000, 1 << 40), _quiet)
-    pages = PageFile.open(path, LAYOUT, _quiet)
+        PageFile.open(path, PageLayout(5000, 1 << 40))
+    pages = PageFile.open(path, LAYOUT)
     assert len(pages.scan()[0]) == 4
     pages.close()
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.block_lender import LENDER_LIMITS, LenderLimits, ReadPins
 from kvstore.errors import IntegrityError, LeaseLapsed
-from kvstore.lending.limits import LENDER_LIMITS, LenderLimits
-from kvstore.lending.loans import LoanTable, Offer
-from kvstore.lending.reader_holds import ReaderHolds
+from kvstore.exported_blocks import ExportedBlocks, ExportOffer
 from tests.harness.waiting import Clock, until
 
 SHORT_S = 0.01
@@ -33,11 +32,11 @@ class Place:
     def __init__(self) -> None:
         self.clock = Watched()
         self.told: list[int] = []
-        self.loans = LoanTable(32, 64, 10.0, lambda block_ids: None)
-        self.holds = ReaderHolds(
+        self.loans = ExportedBlocks(32, 64, 10.0, lambda block_ids: None)
+        self.holds = ReadPins(
             self.loans, lambda: self.told.append(1), lambda: self.told.append(-1), clock=self.clock
         )
-        offers = [Offer(each, b"%16d" % each, each, 16) for each in (7, 3, 5)]
+        offers = [ExportOffer(each, b"%16d" % each, each, 16) for each in (7, 3, 5)]
         self.lease_id, _ = self.loans.lend(offers)
 
     async def is_looked(self) -> None:

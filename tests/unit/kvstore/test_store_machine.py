@@ -10,13 +10,13 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.answers import StoreLimits, Written
-from kvstore.block import Block
+from kvstore.block_store import StoreLimits, WrittenFrame
+from kvstore.blocks import Block
 from kvstore.errors import LeaseLapsed, UnknownAttachment
-from kvstore.frames import FrameState
-from kvstore.store import Store
+from kvstore.slot_pool import SlotState
 from process.errors import FailedPrecondition
 from tests.conftest import examples
+from tests.unit.kvstore.store_driver import StoreDriver
 
 NUM_FRAMES = 6
 TTL_S = 10.0
@@ -37,29 +37,16 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         limits = StoreLimits(max_ttl_s=50.0, quarantine_grace_s=7.0)
-        self.present: list[bytes] = []
-        self.generations: dict[int, int] = {}
-        self.store = Store(
-            NUM_FRAMES,
-            100,
-            limits,
-            publish=self.generations.__setitem__,
-            on_change=self._changed,
-        )
+        self.driver = StoreDriver(NUM_FRAMES, 100, limits)
+        self.store = self.driver.store
         self.now_s = 0.0
         self.lives = [0, 0, 0]
         self.workers: list[str] = []
         self.leases: dict[str, float] = {}  # lease -> its earliest end, as its owner knows it
         self.pinned: dict[str, dict[int, Block]] = {}
-        self.writing: dict[str, tuple[int, list[Written]]] = {}  # lease -> (worker, frames)
-        self.unsettled: list[tuple[int, list[Written]]] = []
+        self.writing: dict[str, tuple[int, list[WrittenFrame]]] = {}  # lease -> (worker, frames)
+        self.unsettled: list[tuple[int, list[WrittenFrame]]] = []
         self.bad: set[tuple[int, int]] = set()
-
-    def _changed(self, present: bool, chain_hash: bytes) -> None:
-        if present:
-            self.present.append(chain_hash)
-        else:
-            self.present.remove(chain_hash)
 
     @initialize()
     def attach_all(self) -> None:
@@ -95,7 +82,7 @@ class StoreMachine(RuleBasedStateMachine):
         hashes = _chain(chain, start + length)
         parent = hashes[start - 1] if start else b""
         try:
-            lease_id, answers, tail_answer = self.store.writes.reserve(
+            lease_id, answers, tail_answer = self.driver.reserve(
                 self.workers[worker],
                 parent,
                 hashes[start:],
@@ -105,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
                 now_s=self.now_s,
             )
         except FailedPrecondition:
-            assert parent and parent not in self.present
+            assert parent and parent not in self.driver.present
             return
         except LeaseLapsed:
             assert not self._alive(lease_id)
@@ -119,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.pinned.setdefault(lease_id, {})[answer.block.frame] = answer.block
             elif self._is_writer(worker, lease_id, answer.frame):
                 frames = self.writing.setdefault(lease_id, (worker, []))[1]
-                written = Written(answer.frame, answer.generation, answer.frame, 16)
+                written = WrittenFrame(answer.frame, answer.generation, answer.frame, 16)
                 if written not in frames:
                     frames.append(written)
 
@@ -127,8 +114,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Workers may share a lease; asked for again, a frame is still that of who asked first."""
         if frame < 0 or self.writing.get(lease_id, (worker, []))[0] != worker:
             return False
-        reservation = self.store.leases.get(lease_id).reservations[frame]
-        return reservation.attachment_id == self.workers[worker]
+        return self.driver.writer_of(lease_id, frame) == self.workers[worker]
 
     @precondition(lambda self: self.writing)
     @rule(pick=st.integers(0, 9), count=st.integers(1, 4))
@@ -137,7 +123,7 @@ class StoreMachine(RuleBasedStateMachine):
         worker, frames = self.writing[lease_id]
         part = frames[:count]
         try:
-            blocks = self.store.writes.commit(self.workers[worker], lease_id, part, self.now_s)
+            blocks = self.driver.commit(self.workers[worker], lease_id, part, self.now_s)
         except FailedPrecondition:
             return  # its parent was reserved by another worker under this lease, or aborted
         except LeaseLapsed:
@@ -159,7 +145,7 @@ class StoreMachine(RuleBasedStateMachine):
     def abort(self, pick: int, quarantine: bool) -> None:
         lease_id = list(self.writing)[pick % len(self.writing)]
         worker, frames = self.writing[lease_id]
-        self.store.writes.abort(
+        self.driver.abort(
             self.workers[worker], lease_id, frames, quarantine=quarantine, now_s=self.now_s
         )
         del self.writing[lease_id]
@@ -171,9 +157,7 @@ class StoreMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         """The second word: it may come late, from a later life, or after the lease."""
         worker, frames = self.unsettled.pop(0)
-        self.store.writes.abort(
-            self.workers[worker], "", frames, quarantine=False, now_s=self.now_s
-        )
+        self.driver.abort(self.workers[worker], "", frames, quarantine=False, now_s=self.now_s)
 
     @rule(chain=st.integers(0, 1), length=st.integers(0, 5), pin=st.booleans())
     def match(self, chain: int, length: int, pin: bool) -> None:
@@ -181,7 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
         match = self.store.match(hashes, pin=pin, ttl_s=TTL_S, now_s=self.now_s)
         blocks, lease_id = match.blocks, match.lease_id
         expected = 0
-        while expected < length and hashes[expected] in self.present:
+        while expected < length and hashes[expected] in self.driver.present:
             expected += 1
         assert [block.chain_hash for block in blocks] == hashes[:expected]
         assert bool(lease_id) == (pin and expected > 0)
@@ -221,7 +205,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.lives[worker] += 1
         old, self.workers[worker] = self.workers[worker], self._attach(worker)
         try:
-            self.store.writes.check_reservation(old, "", 0, 1, self.now_s)
+            self.driver.check_reservation(old, "", 0, 1, self.now_s)
         except UnknownAttachment:
             return
         raise AssertionError("an earlier life may still write")
@@ -230,7 +214,7 @@ class StoreMachine(RuleBasedStateMachine):
     def hold_and_let_go(self, pick: int) -> None:
         blocks = [b for held in self.pinned.values() for b in held.values()][pick : pick + 2]
         hold_id, _ = self.store.hold(blocks)
-        self.store.check_integrity()
+        self.driver.check_integrity()
         self.store.unhold(hold_id)
 
     @precondition(lambda self: self.pinned)
@@ -249,14 +233,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_law_holds(self) -> None:
-        self.store.check_integrity()
+        self.driver.check_integrity()
 
     @invariant()
     def presence_is_prefix_closed(self) -> None:
         for chain in (0, 1):
-            there = [chain_hash in self.present for chain_hash in _chain(chain, 7)]
+            there = [chain_hash in self.driver.present for chain_hash in _chain(chain, 7)]
             assert there == sorted(there, reverse=True)
-        assert len(set(self.present)) == len(self.present)
+        assert len(set(self.driver.present)) == len(self.driver.present)
 
     @invariant()
     def what_a_living_lease_pins_is_still_what_it_was(self) -> None:
@@ -264,10 +248,10 @@ class StoreMachine(RuleBasedStateMachine):
             if self._alive(lease_id):
                 for frame, block in blocks.items():
                     if (frame, block.generation) in self.bad:
-                        assert self.generations[frame] != block.generation
+                        assert self.driver.generations[frame] != block.generation
                         continue
-                    assert self.store.frames.state(frame) is FrameState.COMMITTED
-                    assert self.generations[frame] == block.generation
+                    assert self.driver.is_committed(frame)
+                    assert self.driver.generations[frame] == block.generation
 
     def teardown(self) -> None:
         """When all leases and workers are gone, only unpinned blocks are left."""
@@ -275,12 +259,12 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.detach(worker, self.now_s)
         self.now_s += 1000.0
         self.store.lapse(self.now_s)
-        self.store.check_integrity()
+        self.driver.check_integrity()
         assert len(self.store.leases) == 0
         assert self.store.num_pinned() == 0
-        assert self.store.frames.count(FrameState.COMMITTED) == len(self.present)
-        free = self.store.frames.count(FrameState.FREE)
-        assert free + len(self.present) == NUM_FRAMES
+        assert self.driver.count(SlotState.COMMITTED) == len(self.driver.present)
+        free = self.driver.count(SlotState.FREE)
+        assert free + len(self.driver.present) == NUM_FRAMES
 
 
 TestStoreMachine = StoreMachine.TestCase

@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -17,16 +18,14 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore import block_hash
-from kvstore.answers import StoreLimits, Written
-from kvstore.block import Block
-from kvstore.catalog import Entry
-from kvstore.residency import StoredPage
-from kvstore.store import Store
+from kvstore.block_store import StoreLimits, WrittenFrame
+from kvstore.blocks import Block
+from kvstore.frame_table import Demotion, PageWrite, Promotion
+from kvstore.page_file import HEADER_BYTES, PageFile, PageLayout
 from kvstore.tenancy import TenantShares
-from kvstore.tiers.moves import Demotion, PageWrite, Promotion
-from kvstore.tiers.page_file import HEADER_BYTES, PageFile, PageLayout
 from process.errors import FailedPrecondition
 from tests.conftest import examples
+from tests.unit.kvstore.store_driver import StoreDriver
 
 NUM_FRAMES = 5
 BLOCK_BYTES = 64
@@ -65,8 +64,6 @@ class TierMachine(RuleBasedStateMachine):
         self.path = Path(self.folder.name) / "store.baton-pages"
         self.now_s = 0.0
         self.serial = 0
-        self.cleared: list[str] = []
-        self.lost: list[bytes] = []
         self.written: set[bytes] = set()
         self.has_flipped_header = False
         self.seen: Counter[str] = Counter()
@@ -74,15 +71,14 @@ class TierMachine(RuleBasedStateMachine):
 
     def start(self) -> None:
         """A new life of the store over whatever the file holds."""
-        self.present: list[bytes] = []
         self.frames = np.zeros((NUM_FRAMES, BLOCK_BYTES), dtype=np.uint8)
-        self.pages = PageFile.open(self.path, LAYOUT, self.cleared.append)
-        assert not self.cleared
-        self.store = Store(
-            NUM_FRAMES, BLOCK_BYTES, StoreLimits(50.0, 5.0, SHARES), on_change=self._changed
-        )
+        self.pages = PageFile.open(self.path, LAYOUT)
+        assert not self.pages.cleared
         stored, _ = self.pages.scan()
-        self.store.places.open_pages(LAYOUT.num_pages, stored)
+        self.driver = StoreDriver(
+            NUM_FRAMES, BLOCK_BYTES, StoreLimits(50.0, 5.0, SHARES), LAYOUT.num_pages, stored
+        )
+        self.store = self.driver.store
         self.serial = max((page.serial for page in stored), default=self.serial)
         self.worker = self.store.attach("w", b"1", "grpc", False, self.now_s).attachment_id
         self.leases: dict[str, tuple[float, list[Block]]] = {}
@@ -90,14 +86,6 @@ class TierMachine(RuleBasedStateMachine):
         self.demotion: Demotion | None = None
         self.promotions: list[Promotion] = []
         self.is_on = True
-
-    def _changed(self, present: bool, chain_hash: bytes) -> None:
-        if present:
-            assert chain_hash not in self.present
-            self.present.append(chain_hash)
-        else:
-            self.present.remove(chain_hash)
-            self.lost.append(chain_hash)
 
     # -- puts and matches
 
@@ -109,9 +97,9 @@ class TierMachine(RuleBasedStateMachine):
         keep=_SELDOM,
     )
     def put(self, tenant: str, chain: int, length: int, variant: int, keep: bool) -> None:
-        is_safe = tenant != "a" and self._is_a_within_its_share()
-        self.lost.clear()
-        lease_id, answers, _ = self.store.writes.reserve(
+        is_safe = tenant != "a" and self.driver.is_within_share("a")
+        self.driver.gone.clear()
+        lease_id, answers, _ = self.driver.reserve(
             self.worker,
             b"",
             _chain(tenant, chain, length),
@@ -119,34 +107,31 @@ class TierMachine(RuleBasedStateMachine):
             ttl_s=TTL_S,
             now_s=self.now_s,
         )
-        assert not (is_safe and [h for h in self.lost if h in _ALL_OF_A])
+        assert not (is_safe and [h for h in self.driver.gone if h in _ALL_OF_A])
         written = []
         for chain_hash, answer in zip(_chain(tenant, chain, length), answers, strict=True):
             if answer.frame >= 0:
                 data = _bytes(chain_hash, variant)
                 self.frames[answer.frame] = np.frombuffer(data, dtype=np.uint8)
                 checksum = block_hash.checksum(data)
-                written.append(Written(answer.frame, answer.generation, checksum, 16))
+                written.append(WrittenFrame(answer.frame, answer.generation, checksum, 16))
         blocks = [answer.block for answer in answers if answer.block is not None]
         try:
-            blocks += self.store.writes.commit(self.worker, lease_id, written, self.now_s)
+            blocks += self.driver.commit(self.worker, lease_id, written, self.now_s)
         except FailedPrecondition as error:
             raise AssertionError("a pinned parent was lost without damage") from error
         self.leases[lease_id] = (self.now_s + TTL_S, blocks)
         if not keep:
             self._release(lease_id)
 
-    def _is_a_within_its_share(self) -> bool:
-        accounts = (self.store.places.frame_account, self.store.places.page_account)
-        return all(each.used().get("a", 0) <= each.guaranteed["a"] for each in accounts)
-
     @rule(tenant=_TENANTS, chain=st.integers(0, 1), length=st.integers(1, 4), keep=_SELDOM)
     def match(self, tenant: str, chain: int, length: int, keep: bool) -> None:
         hashes = _chain(tenant, chain, length)
         match = self.store.match(hashes, pin=True, ttl_s=TTL_S, now_s=self.now_s)
-        num_present = len(match.entries)
-        assert hashes[:num_present] == [h for h in hashes if h in self.present]
-        for entry in match.entries:
+        entries = self.driver.matched(match)
+        num_present = len(entries)
+        assert hashes[:num_present] == [h for h in hashes if h in self.driver.present]
+        for entry in entries:
             if entry.block is None and not self._promote(entry):
                 break
         if not match.lease_id:
@@ -161,28 +146,28 @@ class TierMachine(RuleBasedStateMachine):
     def _variants(self, chain_hash: bytes) -> list[bytes]:
         return [_bytes(chain_hash, variant) for variant in (0, 1)]
 
-    def _promote(self, entry: Entry) -> bool:
-        if entry.page is None or any(p.entry is entry for p in self.promotions):
+    def _promote(self, entry: Any) -> bool:
+        if entry.page is None or any(self.driver.promoted(p) is entry for p in self.promotions):
             return False
-        promotion = self.store.moves.begin_promotion(entry)
+        promotion = self.driver.begin_promotion(entry)
         if promotion is None:
             return False
         self._finish(promotion)
-        return entry.block is not None
+        return bool(entry.block is not None)
 
     def _finish(self, promotion: Promotion) -> None:
         page = promotion.page
         is_good = self.pages.read(page.index, page.checksum, self.frames[promotion.frame])
-        self.store.moves.end_promotion(promotion, is_good)
+        self.driver.end_promotion(promotion, is_good)
 
     @precondition(lambda self: self.is_on)
     @rule(pick=st.integers(0, 9))
     def begin_promotion(self, pick: int) -> None:
         """One that is still reading while other things happen."""
-        busy = [p.entry for p in self.promotions]
-        entries = [e for e in self.store.catalog if e.block is None and e not in busy]
+        busy = [self.driver.promoted(p) for p in self.promotions]
+        entries = [e for e in self.driver.entries() if e.block is None and e not in busy]
         if entries:
-            promotion = self.store.moves.begin_promotion(entries[pick % len(entries)])
+            promotion = self.driver.begin_promotion(entries[pick % len(entries)])
             if promotion is not None:
                 self.promotions.append(promotion)
 
@@ -197,17 +182,17 @@ class TierMachine(RuleBasedStateMachine):
     @rule()
     def demote_all(self) -> None:
         """What the background does when it is left alone."""
-        while (demotion := self.store.moves.begin_demotion(3)) is not None:
+        while (demotion := self.driver.begin_demotion(3)) is not None:
             done = [self._write(write) for write in demotion.writes]
-            self.store.moves.end_demotion(demotion, done)
+            self.driver.end_demotion(demotion, done)
             bad = [w.block for w, ok in zip(demotion.writes, done, strict=True) if not ok]
             self.store.drop(bad)
-            self.store.check_integrity()
+            self.driver.check_integrity()
 
     @precondition(lambda self: self.is_on and self.demotion is None)
     @rule(max_blocks=st.integers(1, 4))
     def begin_demotion(self, max_blocks: int) -> None:
-        self.demotion = self.store.moves.begin_demotion(max_blocks)
+        self.demotion = self.driver.begin_demotion(max_blocks)
         if self.demotion is not None:
             assert 1 <= len(self.demotion.writes) <= max_blocks
 
@@ -219,7 +204,7 @@ class TierMachine(RuleBasedStateMachine):
         done = [
             at < num_done and self._write(write) for at, write in enumerate(self.demotion.writes)
         ]
-        self.store.moves.end_demotion(self.demotion, done)
+        self.driver.end_demotion(self.demotion, done)
         bad = [
             w.block for w, ok in zip(self.demotion.writes[:num_done], done, strict=False) if not ok
         ]
@@ -231,16 +216,7 @@ class TierMachine(RuleBasedStateMachine):
         if block_hash.checksum(data) != write.block.checksum:
             return False
         self.serial += 1
-        parent = write.entry.parent
-        page = StoredPage(
-            write.index,
-            write.entry.chain_hash,
-            parent.chain_hash if parent else b"",
-            write.block.checksum,
-            write.block.num_tokens,
-            write.entry.tenant,
-            self.serial,
-        )
+        page = self.driver.header(write, self.serial)
         self.pages.write(page, data)
         self.written.add(page.chain_hash)
         return True
@@ -248,9 +224,9 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.is_on and self.demotion is None and not self.promotions)
     @rule()
     def switch_off(self) -> None:
-        self.store.places.close_pages()
+        self.driver.close_pages()
         self.is_on = False
-        assert all(entry.block is not None for entry in self.store.catalog)
+        assert all(entry.block is not None for entry in self.driver.entries())
 
     # -- leases and time
 
@@ -288,7 +264,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 9))
     def flip_a_bit_in_memory_and_report(self, pick: int) -> None:
-        blocks = [e.block for e in self.store.catalog if e.block is not None]
+        blocks = self.driver.in_frames()
         if blocks:
             block = blocks[pick % len(blocks)]
             self.frames[block.frame, pick] ^= 1
@@ -306,22 +282,18 @@ class TierMachine(RuleBasedStateMachine):
                 self._write(write)
             for write in self.demotion.writes[num_whole : num_whole + 1]:
                 self._tear(write, torn)
-        in_pages = {entry.chain_hash for entry in self.store.catalog if entry.page is not None}
+        in_pages = self.driver.in_pages()
         self._count()
         self.seen["kept"] += len(in_pages)
         self.pages.close()
         self.start()
-        assert set(self.present) <= self.written
+        assert set(self.driver.present) <= self.written
         if not self.has_flipped_header:
-            assert in_pages <= set(self.present)
+            assert in_pages <= set(self.driver.present)
 
     def _count(self) -> None:
         """What happened in this life, for the test that must see it happen."""
-        moves = self.store.moves
-        self.seen["demoted"] += moves.num_demoted
-        self.seen["promoted"] += moves.num_promoted
-        self.seen["bad"] += moves.num_pages_bad
-        self.seen["evicted"] += self.store.places.num_evictions
+        self.seen.update(self.driver.moved())
 
     def _tear(self, write: PageWrite, torn: str) -> None:
         data = self.frames[write.block.frame].tobytes()
@@ -337,17 +309,15 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_law_holds(self) -> None:
-        self.store.check_integrity()
-        assert self.present == [] or set(self.present) == {
-            entry.chain_hash for entry in self.store.catalog
-        }
-        assert len(self.present) == len(self.store.catalog)
+        self.driver.check_integrity()
+        held = [entry.chain_hash for entry in self.driver.entries()]
+        assert sorted(self.driver.present) == sorted(held)
 
     @invariant()
     def presence_is_prefix_closed(self) -> None:
         for tenant in ("a", "b"):
             for chain in (0, 1):
-                there = [h in self.present for h in _chain(tenant, chain, 5)]
+                there = [h in self.driver.present for h in _chain(tenant, chain, 5)]
                 assert there == sorted(there, reverse=True)
 
     @invariant()
@@ -355,7 +325,7 @@ class TierMachine(RuleBasedStateMachine):
         for ends_s, blocks in self.leases.values():
             for block in blocks:
                 if ends_s > self.now_s and (block.frame, block.generation) not in self.bad:
-                    assert self.store.frames.generation(block.frame) == block.generation
+                    assert self.driver.generation(block.frame) == block.generation
                     data = self.frames[block.frame].tobytes()
                     assert data in self._variants(block.chain_hash)
 
@@ -366,9 +336,8 @@ class TierMachine(RuleBasedStateMachine):
             self.end_demotion(0)
         for lease_id in list(self.leases):
             self._release(lease_id)
-        self.store.check_integrity()
-        assert self.store.num_pinned() == 0 and self.store.moves.num_moving == 0
-        assert self.store.places.pages.num_writing == 0
+        self.driver.check_integrity()
+        assert self.store.num_pinned() == 0 and self.driver.num_moving() == 0
         self.pages.close()
         self.folder.cleanup()
 

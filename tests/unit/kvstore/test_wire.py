@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import wire
-from kvstore.block import Block, Tier
+from kvstore.blocks import Block, Tier
 from protos import common_pb2
 
 BLOCKS = st.builds(

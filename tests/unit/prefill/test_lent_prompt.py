@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from engine.step_output import FilledBlock
+from kvstore.blocks import PackedBlocks
 from kvstore.errors import LeaseLapsed
-from kvstore.lending.loans import LoanTable, Offer
-from kvstore.packed import PackedBlocks
+from kvstore.exported_blocks import ExportedBlocks, ExportOffer
 from services.prefill.handover import Handover
 from services.prefill.lent_prompt import NOT_HELD, LentPrompt
 from services.worker.block_writer import TailSource
@@ -31,10 +31,12 @@ class FakeLender:
     """Over a real table; checksums are block ids."""
 
     def __init__(self, on_free: Callable[[Sequence[int]], None]) -> None:
-        self.loans = LoanTable(64, 4096, 1e9, on_free)
+        self.loans = ExportedBlocks(64, 4096, 1e9, on_free)
         self.open_prompts: set[object] = set()
 
-    def enter(self, offers: Sequence[Offer], lease_id: str, *, is_computed: bool = True) -> str:
+    def enter(
+        self, offers: Sequence[ExportOffer], lease_id: str, *, is_computed: bool = True
+    ) -> str:
         return self.loans.lend(offers, lease_id, is_computed=is_computed)[0]
 
     def computed(self, lease_id: str, block_ids: Sequence[int]) -> None:

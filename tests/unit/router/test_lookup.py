@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore import block_hash, index
-from kvstore.hash_turns import TURN_TOKENS
+from kvstore.block_hash import TURN_TOKENS
 from process import registry
 from process.errors import Unavailable
 from protos import inference_pb2

@@ -12,8 +12,8 @@ from baton import ClusterConfig
 from baton.cluster import plan as cluster_plan
 from baton.cluster.plan import ProcessSpec, WorkerSpec
 from baton.load.course import Course, Moment, PoolSize
-from baton.load.outcome import Arrival, Outcome
 from baton.load.report import Limits
+from baton.load.runner import Arrival, Outcome
 from benchmarks import autoscaling_local, paced_worker
 from benchmarks.autoscaling_local import Drive
 from benchmarks.paced_worker import paced

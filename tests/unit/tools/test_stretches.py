@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from baton.load.course import Course, Moment, PoolSize
-from baton.load.outcome import Arrival, Outcome
-from baton.load.planned import Planned
+from baton.load.runner import Arrival, Outcome
+from baton.load.workload import Planned
 from benchmarks.stretches import Stretch, rounds_of, send_all
 
 _WAIT_S = 30.0

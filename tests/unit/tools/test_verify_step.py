@@ -4,28 +4,25 @@ is run, and the ways it tries replace what there is."""
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
 
-from benchmarks.kernels import verify_step
-from benchmarks.kernels.verify_ways import (
+from benchmarks.decoder import (
     NO_MIXED,
     NO_TREES,
     attention_ways,
     going,
     product_ways,
+    tree_batch,
+    verify,
 )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU: on a GPU it compiles for a minute")
-def test_the_last_line_is_the_account(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_line_is_the_account(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--shape", "tiny", "--nodes", "3", "--context", "20", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["verify_step", *options])
-    verify_step.main()
+    verify.main(options, standalone_mode=False)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["plain forward"] > 0 and found["ways"] == {}
     step = found["steps"]["3 nodes"]
@@ -36,7 +33,7 @@ def test_the_last_line_is_the_account(
 
 
 def test_a_tree_of_four_branches() -> None:
-    batch = verify_step.tree_batch(20, 6)
+    batch = tree_batch(20, 6)
     (span,) = batch.spans
     assert span.branches == (-1, -1, 1, -1, -1, 4) and span.is_tree
     assert span.num_tokens == len(batch.draw_indices) == 7

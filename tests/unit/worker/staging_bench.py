@@ -11,10 +11,10 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 
-from kvstore import serve
+from kvstore import invariants, serve
+from kvstore.block_store import BlockStore
 from kvstore.config import KvStoreSettings
 from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
-from kvstore.store import Store
 from process.deadline import Deadline
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
@@ -90,8 +90,8 @@ class StoreBench(Generic[User]):
             await self.kill_store()
 
     @property
-    def store(self) -> Store:
-        store: Store = self.node.store
+    def store(self) -> BlockStore:
+        store: BlockStore = self.node.store
         return store
 
     @property
@@ -110,7 +110,7 @@ class StoreBench(Generic[User]):
         await until(lambda: self.rows.num_free == self.rows.num_rows)
         await until(lambda: len(self.store.leases) == 0)
         assert self.store.num_tails == self.store.num_pinned() == 0
-        self.store.check_integrity()
+        invariants.check(self.store)
         self.user.check_integrity(())
 
 

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from kvstore.hash_turns import TURN_TOKENS, HashTurns
+from kvstore.block_hash import TURN_TOKENS, HashTurns
 from services.worker.chain import Chain
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from engine.loop import Engine
 from engine.request import Reservation
-from kvstore.block import Block
+from kvstore.blocks import Block
+from kvstore.client import MatchResult
 from kvstore.errors import (
     LeaseLapsed,
     Quarantine,
@@ -328,6 +329,57 @@ async def test_a_store_that_was_good_for_long_is_met_again_at_once() -> None:
         assert connector.client is None
         await connector.wait_attached(Deadline.after(30))
         assert connector.client is clients[1]
+        await connector.stop(timeout_s=1)
+
+
+class HungClient(FakeClient):
+    """A store that stops to answer."""
+
+    address = "a:1"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_lookups = 0
+        self.hangs = True
+
+    async def match(self, chain_hashes: Any, *, ttl_s: float, deadline: Deadline) -> MatchResult:
+        self.num_lookups += 1
+        if self.hangs:
+            await asyncio.Event().wait()
+        return MatchResult((), "lease")
+
+    async def status(self, *, deadline: Deadline) -> Any:
+        if self.hangs:
+            raise DeadlineExceeded("no answer")
+        return await super().status(deadline=deadline)
+
+
+async def test_a_store_that_hangs_keeps_the_lookups_under_way_no_longer_than_its_ping() -> None:
+    """The lookup's own budget is long: it may bring blocks in from the file tier."""
+    clients: list[HungClient] = []
+
+    async def attach(target: StoreTarget, timeout_s: float) -> Any:
+        clients.append(HungClient())
+        return clients[-1]
+
+    target = StoreTarget("a:1", "w", b"i" * 16, "ab", BlockMemory.of(np.zeros((1, 8), "u1")), "shm")
+    async with running(fake_engine(num_blocks=64)) as thread:
+        connector = StoreConnector(target, thread, WorkerLimits(), attach=attach)
+        assert await connector.start(wait_s=30)
+        client: Any = clients[0]
+        lookups = [
+            connector.match(client, [b"h" * 16], ttl_s=5.0, deadline=Deadline.after(3600))
+            for _ in range(3)
+        ]
+        async with asyncio.timeout(30):
+            found = await asyncio.gather(*lookups, return_exceptions=True)
+        assert [type(each) for each in found] == [DeadlineExceeded] * 3
+        assert client.num_lookups == 3 and connector.client is None
+        client.hangs = False
+        await connector.wait_attached(Deadline.after(30))
+        assert connector.client is client and len(clients) == 1
+        again = await connector.match(client, [b"h" * 16], ttl_s=5.0, deadline=Deadline.after(30))
+        assert again.lease_id == "lease"
         await connector.stop(timeout_s=1)
 
 

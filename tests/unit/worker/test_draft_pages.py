@@ -82,7 +82,7 @@ async def test_they_come_back_over_the_network_too(tmp_path: Path) -> None:
 async def test_bytes_that_changed_in_the_store_are_not_used(tmp_path: Path) -> None:
     async with lot(tmp_path) as made:
         await made.stored(3)
-        frame = made.store.catalog.find(keys_of(3)[1]).block.frame  # type: ignore[union-attr]
+        frame = made.store.tree.find(keys_of(3)[1]).block.frame  # type: ignore[union-attr]
         made.node.slab.frames[frame, 0] ^= 1
         found = await made.fetched(3)
         assert np.array_equal(found.pages, pages_of(3)[:1]) and found.reason == "checksum"
@@ -93,7 +93,7 @@ async def test_bytes_that_changed_in_the_store_are_not_used(tmp_path: Path) -> N
 
 async def test_a_full_store_or_none_is_a_reason(tmp_path: Path) -> None:
     async with lot(tmp_path, num_rows=32, num_frames=3) as made:
-        assert made.store.frames.num_frames < 16
+        assert made.store.frames.num_slots < 16
         put = made.pages.put(keys_of(16), b"", pages_of(16), NUM_TOKENS)
         await until(lambda: not made.pages._puts)
         counts = made.pages.counts

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.lending.loans import Offer
+from kvstore.exported_blocks import ExportOffer
 from kvstore.transport.base import BlockMemory
 from process.errors import Internal
 from services.worker.lender import WorkerLender
@@ -75,11 +75,11 @@ async def test_a_lease_that_is_kept_for_nobody_is_found_beside_one_to_measure_wi
     made = Sealing()
     measuring = made.measure()
     assert await asyncio.to_thread(made.has_begun.wait, 20)
-    made.lender.enter([Offer(7, bytes(16), None, 16)], "")
+    made.lender.enter([ExportOffer(7, bytes(16), None, 16)], "")
     with pytest.raises(Internal, match="its request is over"):
         made.lender.check_integrity()
     made.lender.loans.end_all()  # that to measure with too
-    made.lender.enter([Offer(6, bytes(16), None, 16)], "")
+    made.lender.enter([ExportOffer(6, bytes(16), None, 16)], "")
     with pytest.raises(Internal, match="its request is over"):
         made.lender.check_integrity()
     made.may_end.set()

@@ -12,7 +12,7 @@ import pytest
 
 from engine.loop import Engine
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
-from kvstore.link import Rates
+from kvstore.links import Rates
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity, Unavailable
 from services.worker.engine_thread import EngineThread

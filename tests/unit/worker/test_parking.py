@@ -163,7 +163,7 @@ async def test_without_rows_a_put_is_refused_and_keeps_nothing(tmp_path: Path) -
 
 async def test_a_full_store_is_a_reason_and_keeps_nothing(tmp_path: Path) -> None:
     async with lot(tmp_path, num_frames=3) as made:
-        num_frames = made.store.frames.num_frames
+        num_frames = made.store.frames.num_slots
         assert num_frames < 8
         made.parking.put("a", hashes_of(8), blocks_of(8))
         await until(lambda: made.stage("a") is Stage.LOST)
@@ -177,8 +177,8 @@ async def test_a_tenants_share_bounds_what_is_parked_for_it(tmp_path: Path) -> N
     """Beyond its own share a tenant's requests have the frames that are free, and push no other
     tenant's blocks out: what finds no frame is lost with a reason, and is computed again."""
     async with lot(tmp_path, num_frames=32, tenant_shares=("acme=0.25", "other=0.25")) as made:
-        account = made.store.places.frame_account
-        num_frames = made.store.frames.num_frames
+        account = made.store.table.frame_account
+        num_frames = made.store.frames.num_slots
         num_pool = account.guaranteed[POOL]
         for index in range(num_pool):  # the blocks of tenants without a share fill theirs
             made.parking.put("p", hashes_of(1, 10 + index), blocks_of(1))
@@ -189,11 +189,11 @@ async def test_a_tenants_share_bounds_what_is_parked_for_it(tmp_path: Path) -> N
         for index in range(num_free):
             made.parking.put(f"{index}", hashes_of(1, 100 + index), blocks_of(1), owner="acme")
             await made.stored(f"{index}")
-        assert dict(account.used()) == {POOL: num_pool, "acme": num_free}
+        assert dict(account.used) == {POOL: num_pool, "acme": num_free}
         made.parking.put("more", hashes_of(1), blocks_of(1), owner="acme")
         await until(lambda: made.stage("more") is Stage.LOST)
         assert made.parking.lost == {"no_room": 1}
-        assert dict(account.used()) == {POOL: num_pool, "acme": num_free}
+        assert dict(account.used) == {POOL: num_pool, "acme": num_free}
         for key in ("more", *map(str, range(num_free))):
             made.parking.drop(key)
         await made.check_empty()

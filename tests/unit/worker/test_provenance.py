@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.block import Block, Tier
-from kvstore.lending import is_lender, lender_node_id
+from kvstore.blocks import Block, Tier
+from kvstore.node_ids import is_lender, lender_node_id
 from protos import common_pb2
 from services.worker.provenance import HandoverPath, Leg, StageClock, WorkerCounts
 from services.worker.status import leg_to_proto

@@ -17,7 +17,7 @@ import pytest
 from engine.errors import IntegrityError
 from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferTimeout
-from kvstore.lending import lender_node_id
+from kvstore.node_ids import lender_node_id
 from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable

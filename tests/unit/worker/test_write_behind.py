@@ -20,11 +20,11 @@ from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.step_output import RequestEvent, StepOutput
 from kvstore import block_hash
-from kvstore.block import Block
-from kvstore.client import KvStoreClient, PutResult
+from kvstore.blocks import Block, PackedBlocks
+from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import TransferFailed
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
+from process.errors import BatonError, DeadlineExceeded, Unavailable
 from process.tasks import end_tasks
 from services.worker import write_behind
 from services.worker.config import WorkerLimits
@@ -43,6 +43,7 @@ class FakeStore:
     -> the bytes that its put read."""
 
     frame_bytes = FRAME_BYTES
+    address = "store:1"
     broken: str | None = None
 
     def __init__(self, engine: Engine) -> None:
@@ -50,45 +51,43 @@ class FakeStore:
         self.room = 1000
         self.stored: dict[bytes, bytes] = {}
         self.num_puts: list[int] = []
+        """Blocks that each call has written."""
+        self.num_chains: list[int] = []
+        """Chains of each call."""
         self.puts_again: list[bool] = []
-        """Whether a put whose parent is missing is tried again, of each call."""
+        """Of each chain of each call: whether it is put again when its parent is missing."""
         self.error: BatonError | None = None
         self.gate = asyncio.Event()
         self.gate.set()
         self.entered = asyncio.Event()
 
-    async def put_blocks(
-        self,
-        lease_id: str | None,
-        parent: bytes,
-        blocks: Sequence[tuple[bytes, int]],
-        tail: None,
-        ttl_s: float,
-        deadline: Deadline,
-        *,
-        num_tokens: int,
-        tenant: str,
-        puts_again: bool,
-    ) -> PutResult:
-        assert lease_id is None and tail is None and tenant == "t"
+    async def put_chains(
+        self, chains: Sequence[PutChain], ttl_s: float, deadline: Deadline
+    ) -> list[PutResult]:
         self.entered.set()
         if self.error is not None:
             raise self.error
-        self.puts_again.append(puts_again)
-        if parent and parent not in self.stored:
-            raise FailedPrecondition("the parent is not there")
         await self.gate.wait()
+        self.num_puts.append(0)
+        self.num_chains.append(len(chains))
+        return list(map(self._put, chains))
+
+    def _put(self, chain: PutChain) -> PutResult:
+        assert chain.tail is None and chain.tenant == "t"
+        self.puts_again.append(chain.puts_again)
+        if chain.parent and chain.parent not in self.stored:
+            return PutResult("lease", PackedBlocks(), None, 0, 0, lacks_parent=True)
         refs, num_written = [], 0
-        for chain_hash, block_id in blocks:
+        for chain_hash, block_id in chain.blocks:
             if chain_hash not in self.stored:
                 if len(self.stored) >= self.room:
                     break
                 self.stored[chain_hash] = self.engine.kv.host_view[block_id].tobytes()
                 num_written += 1
-            refs.append(Block(chain_hash, 7, 2, 0, num_tokens))
-        self.num_puts.append(num_written)
-        lost = len(blocks) - len(refs)
-        return PutResult("lease", tuple(refs), None, FRAME_BYTES * num_written, lost)
+            refs.append(Block(chain_hash, 7, 2, 0, chain.num_tokens))
+        self.num_puts[-1] += num_written
+        lost = len(chain.blocks) - len(refs)
+        return PutResult("lease", PackedBlocks.of(refs), None, FRAME_BYTES * num_written, lost)
 
 
 class FakeConnector:
@@ -98,12 +97,8 @@ class FakeConnector:
 
     def __init__(self, store: FakeStore) -> None:
         self.client: FakeStore | None = store
-        self.released: list[str] = []
         self.suspected: list[BatonError] = []
         self.tasks: list[asyncio.Task[None]] = []
-
-    def release_later(self, client: FakeStore, lease_ids: Iterable[str]) -> None:
-        self.released += lease_ids
 
     def suspect(self, client: FakeStore, error: BatonError) -> None:
         self.suspected.append(error)
@@ -242,7 +237,6 @@ async def test_answers_are_stored_behind_their_prompt_with_the_right_bytes() -> 
         await b.settle()
         assert sum(b.store.num_puts) == 8
         assert chain.leg.num_blocks_written_back == b.counts.num_blocks_written_back == 8
-        assert len(b.connector.released) == len(b.store.num_puts)
         b.store.stored = {k: v for k, v in b.store.stored.items() if v}
         assert list(b.store.stored) == b.hashes(tokens)[4:]
         parts = [tokens[i : i + BLOCK_SIZE] for i in range(16, 48, BLOCK_SIZE)]
@@ -318,6 +312,62 @@ async def test_the_puts_of_one_turn_ask_the_engine_once() -> None:
         assert b.thread.stats.num_quarantined_blocks == 0
 
 
+async def test_one_put_carries_the_chains_of_several_requests() -> None:
+    """Its two calls cost more than the blocks in it."""
+    async with bench() as b:
+        prompts = [prompt_of(18, start=start) for start in (3, 5, 7)]
+        b.store.gate.clear()
+        first = b.begin(prompt_of(8, start=1), num_known=0)
+        for event in await b.generate(prompt_of(8, start=1), 10):
+            b.writes.add(first, event.filled)
+        b.writes.end(first)
+        await b.store.entered.wait()
+        for prompt in prompts:
+            chain = b.begin(prompt, num_known=0)
+            for event in await b.generate(prompt, 1):
+                b.writes.add(chain, event.filled)
+            b.writes.end(chain)
+        b.store.gate.set()
+        await b.settle()
+        assert b.store.num_chains == [1, 3] and b.store.num_puts[1] == 12
+        for prompt in prompts:
+            b.assert_stored(prompt, 4)
+
+
+async def test_one_chain_that_lacks_its_parent_costs_the_others_nothing() -> None:
+    async with bench() as b:
+        b.store.gate.clear()
+        blocked = b.begin(prompt_of(18, start=9), num_known=0)
+        for event in await b.generate(prompt_of(18, start=9), 1):
+            b.writes.add(blocked, event.filled)
+        b.writes.end(blocked)
+        await b.store.entered.wait()
+        lacking, whole = b.begin(PROMPT), b.begin(prompt_of(18, start=5), num_known=0)
+        tokens = await answered(b, lacking)
+        for event in await b.generate(prompt_of(18, start=5), 1):
+            b.writes.add(whole, event.filled)
+        b.writes.end(whole)
+        b.writes.end(lacking)
+        b.store.gate.set()
+        await b.settle()
+        assert b.store.num_chains[1] == 2 and b.store.num_puts[1] == 4
+        b.assert_stored(tokens, 12)
+        b.assert_stored(prompt_of(18, start=5), 4)
+        assert lacking.num_restarts == 1 and not b.counts.not_written_back
+
+
+async def test_puts_grow_while_they_are_quick_and_shrink_when_they_are_slow() -> None:
+    async with bench(put_budget_s=WAIT_S) as b:
+        b.writes._put_bytes["store:1"] = FRAME_BYTES
+        chain = b.begin(PROMPT, num_known=0)
+        await answered(b, chain)
+        b.writes.end(chain)
+        await b.settle()
+        assert b.store.num_puts == [1, 2, 4, 5]
+        b.writes._limits = replace(b.writes._limits, put_budget_s=1e-9)
+        b.writes._put_bytes["store:1"] = 8 * FRAME_BYTES
+
+
 async def test_a_turn_holds_no_more_than_it_may() -> None:
     async with bench(max_held_blocks=5) as b:
         b.store.gate.clear()
@@ -380,14 +430,14 @@ async def test_what_was_evicted_before_its_turn_is_not_stored() -> None:
 async def test_a_store_that_forgets_all_the_time_is_given_up() -> None:
     async with bench() as b:
         chain = b.begin(PROMPT)
-        real = b.store.put_blocks
+        real = b.store.put_chains
 
-        async def forgetful(lease_id: None, parent: bytes, *rest: Any, **options: Any) -> PutResult:
-            result = await real(lease_id, parent, *rest, **options)
+        async def forgetful(*asked: Any) -> list[PutResult]:
+            results = await real(*asked)
             b.store.stored.clear()
-            return result
+            return results
 
-        b.store.put_blocks = forgetful  # type: ignore[method-assign]
+        b.store.put_chains = forgetful  # type: ignore[method-assign, assignment]
         for turn in range(1, 8):
             for event in await b.generate(PROMPT, 16 * turn):
                 b.writes.add(chain, event.filled)
@@ -515,7 +565,7 @@ async def test_a_store_that_is_slow_keeps_no_other_stores_chains_waiting() -> No
         assert b.store.num_puts == [4] and not far.num_puts and b.writes.num_chains == 2
         far.gate.set()
         await b.settle()
-        assert far.num_puts == [4, 0] and b.writes.num_chains == 0
+        assert far.num_puts == [4] and far.num_chains == [2] and b.writes.num_chains == 0
 
 
 async def test_an_ended_chain_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,6 +578,25 @@ async def test_an_ended_chain_has_so_much_time(monkeypatch: pytest.MonkeyPatch) 
         b.writes._put_in_line(chain)
         await b.settle()
         assert chain.problem == "deadline" and b.counts.not_written_back == Counter(deadline=2)
+
+
+async def test_a_request_without_room_gets_what_is_held_and_the_chain_is_put_again() -> None:
+    """One step later: the put is not waited for."""
+    async with bench() as b:
+        b.store.gate.clear()
+        chain = b.begin(PROMPT, num_known=0)
+        tokens = await answered(b, chain)
+        b.writes.end(chain)
+        await b.store.entered.wait()
+        await b.thread.call(lambda engine: None)
+        assert b.thread.stats.num_quarantined_blocks > 0
+        b.writes.give_way()
+        await until(lambda: b.thread.stats.num_quarantined_blocks == 0)
+        assert not b.store.num_puts, "no put was waited for"
+        b.store.gate.set()
+        await b.settle()
+        b.assert_stored(tokens, 12)
+        assert not b.counts.not_written_back
 
 
 async def test_a_cancelled_put_holds_nothing() -> None:

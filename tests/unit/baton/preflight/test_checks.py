@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from baton.preflight import checks, model_check, model_memory, needs, pod_security
-from baton.preflight.cluster_view import Cluster, Node, Resource
-from baton.preflight.findings import Finding, Status
-from baton.preflight.model_check import Sizes
+from baton.preflight import checks, model, needs
+from baton.preflight.checks import Finding, Status
+from baton.preflight.cluster import Cluster, Node, Resource
+from baton.preflight.model import Sizes
 from baton.preflight.needs import Kind
 from engine.config import EngineConfig
 
@@ -133,7 +133,7 @@ def test_levels_are_ordered() -> None:
     """What restricted lets in, baseline does; what baseline forbids, restricted forbids."""
     host = {"name": "slab", "hostPath": {"path": "/dev/shm"}}
     bare = needs.of([_deployment(volumes=[host], containers=[{"name": "c"}])]).pods[0]
-    broken = [set(pod_security.breaks(bare, level)) for level in pod_security.LEVELS]
+    broken = [set(checks.breaks(bare, level)) for level in checks.LEVELS]
     assert broken[0] < broken[1] < broken[2]
     assert broken[1] == {"hostPath volume slab"}
 
@@ -257,19 +257,19 @@ _LLAMA_8B = {
 
 
 def test_the_memory_of_a_known_shape() -> None:
-    found = model_memory.estimate(_LLAMA_8B, 16.06e9, {})
+    found = model.estimate(_LLAMA_8B, 16.06e9, {})
     assert found is not None
     assert found.kv_bytes_per_token == 131072  # 128 KiB a token, 2 MiB a block
     assert found.least_bytes == 16.06e9 + 2**30
-    small = model_memory.estimate(
+    small = model.estimate(
         _LLAMA_8B, 16.06e9, {"kv_dtype": "int8", "weight_dtype": "fp8_e4m3", "context_window": 10}
     )
     assert small is not None
     assert (small.weight_bytes, small.kv_bytes_per_token) == (8.03e9, 65536)
     latent = {**_LLAMA_8B, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 61}
-    mla = model_memory.estimate(latent, 1.0, {})
+    mla = model.estimate(latent, 1.0, {})
     assert mla is not None and mla.kv_bytes_per_token == 61 * 576 * 2
-    assert model_memory.estimate({"dtype": "bfloat16"}, 1.0, {}) is None
+    assert model.estimate({"dtype": "bfloat16"}, 1.0, {}) is None
 
 
 def test_room_for_adapters_is_counted_where_our_own_decoder_launches() -> None:
@@ -282,7 +282,7 @@ def test_room_for_adapters_is_counted_where_our_own_decoder_launches() -> None:
         limits = {"memory": "18Gi", **limits}
         pod = _deployment(containers=[_container(resources={"limits": limits})])
         asked = needs.of([pod, _config_map("decode", f'model = "a/b"\n{settings}')])
-        (finding,) = model_check.check(asked, cluster, sizes)
+        (finding,) = model.check(asked, cluster, sizes)
         return finding
 
     gpu, lora = {"nvidia.com/gpu": "1"}, "[engine.lora]\nmax_launched_rank = 64"
@@ -303,16 +303,16 @@ def test_room_for_adapters_is_counted_where_our_own_decoder_launches() -> None:
 def test_a_model_that_does_not_fit_is_named_with_what_it_needs() -> None:
     objects = [_deployment(), _config_map("decode", 'model = "a/b"')]
     asked = needs.of(objects)
-    assert model_check.engines(asked) == {"decode": {"model": "a/b"}}
+    assert model.engines(asked) == {"decode": {"model": "a/b"}}
     big, small = Sizes(_LLAMA_8B, 16e9), Sizes({**_LLAMA_8B, "num_hidden_layers": 1}, 1e8)
-    (finding,) = model_check.check(asked, _CLUSTER, {"a/b": big})
+    (finding,) = model.check(asked, _CLUSTER, {"a/b": big})
     assert finding.status is Status.FAIL
     assert "decode: a/b needs about 16.3 GiB" in finding.what
     assert "the container's limit is 1.0 GiB" in finding.what
     assert "decode.resources" in finding.fix
-    (finding,) = model_check.check(asked, _CLUSTER, {"a/b": small})
+    (finding,) = model.check(asked, _CLUSTER, {"a/b": small})
     assert finding.status is Status.OK
-    (finding,) = model_check.check(asked, _CLUSTER, {"a/b": "a/b: not on the hub"})
+    (finding,) = model.check(asked, _CLUSTER, {"a/b": "a/b: not on the hub"})
     assert finding.status is Status.WARN
 
 
@@ -321,12 +321,12 @@ def test_a_model_on_gpus_is_measured_against_what_nodes_say_of_them() -> None:
     pods = [_deployment(containers=[_container(resources=limits)])]
     asked = needs.of([*pods, _config_map("decode", 'model = "a/b"')])
     sizes = {"a/b": Sizes(_LLAMA_8B, 16e9)}
-    (finding,) = model_check.check(asked, _CLUSTER, sizes)
-    assert finding.status is Status.WARN and "nobody says" in finding.what
+    (finding,) = model.check(asked, _CLUSTER, sizes)
+    assert finding.status is Status.WARN and "no node says how much memory" in finding.what
     for mebibytes, status in (("16384", Status.FAIL), ("24576", Status.OK)):
         node = dataclasses.replace(_CLUSTER.nodes[0], labels={"nvidia.com/gpu.memory": mebibytes})
         cluster = dataclasses.replace(_CLUSTER, nodes=(node,))
-        (finding,) = model_check.check(asked, cluster, sizes)
+        (finding,) = model.check(asked, cluster, sizes)
         assert finding.status is status
 
 
@@ -340,7 +340,7 @@ def test_a_model_whose_layers_are_streamed_takes_host_memory_for_the_rest() -> N
         limits = {"nvidia.com/gpu": "1", **({} if memory is None else {"memory": memory})}
         pod = _deployment(containers=[_container(resources={"limits": limits})])
         asked = needs.of([pod, _config_map("decode", settings)])
-        (finding,) = model_check.check(asked, cluster, sizes)
+        (finding,) = model.check(asked, cluster, sizes)
         return finding
 
     fits = found("8Gi")
@@ -361,11 +361,11 @@ def test_a_model_whose_layers_are_streamed_takes_host_memory_for_the_rest() -> N
 
 
 def test_the_bundled_model_can_be_looked_at_without_a_network() -> None:
-    known = model_check.sizes_of("baton-5m")
+    known = model.sizes_of("baton-5m")
     assert isinstance(known, Sizes)
-    found = model_memory.estimate(known.config, known.stored_bytes, {})
+    found = model.estimate(known.config, known.stored_bytes, {})
     assert found is not None and found.least_bytes < 64 * 2**20
-    assert "cannot be looked at" in str(model_check.sizes_of("/models/x"))
+    assert "cannot be looked at" in str(model.sizes_of("/models/x"))
 
 
 def test_a_draft_worker_is_looked_at_as_the_others() -> None:
@@ -393,8 +393,8 @@ def test_a_draft_worker_is_looked_at_as_the_others() -> None:
     cluster = dataclasses.replace(_CLUSTER, nodes=(node,))
     sizes = {"a/b": Sizes(_LLAMA_8B, 16e9)}
     plain = EngineConfig()
-    assert model_check.DRAFT_KV_BYTES == plain.speculation.draft_kv_bytes
-    assert model_check.DRAFT_NUM_RUNNING == plain.max_num_running
+    assert model.DRAFT_KV_BYTES == plain.speculation.draft_kv_bytes
+    assert model.DRAFT_NUM_RUNNING == plain.max_num_running
     bound = "speculation.draft_kv_bytes = "
     for settings, status, words, fix in (
         ("", Status.FAIL, "8192 tokens of KV take 1.0 GiB, draft_kv_bytes are 0.2 GiB", "raise"),
@@ -404,6 +404,6 @@ def test_a_draft_worker_is_looked_at_as_the_others() -> None:
         ("context_window = 1024", Status.OK, "needs about 15.2 GiB", ""),
     ):
         asked = needs.of([pod, _config_map("draft", f'model = "a/b"\n{settings}')])
-        (one,) = model_check.check(asked, cluster, sizes)
+        (one,) = model.check(asked, cluster, sizes)
         assert one.status is status and words in one.what, (settings, one)
         assert one.fix.startswith(fix) and bool(one.fix) == bool(fix)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.preflight import needs, quantities
+from baton.preflight import needs
 from baton.preflight.needs import Kind, Reference
 
 
@@ -38,13 +38,13 @@ def _container(cpu: str, memory: str, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_quantities_are_read_as_kubernetes_reads_them(text: str, amount: float) -> None:
-    assert quantities.parse(text) == pytest.approx(amount)
+    assert needs.parse_quantity(text) == pytest.approx(amount)
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "1 GiB", "lots", "1Gib"])
 def test_what_is_no_quantity_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        quantities.parse(text)
+        needs.parse_quantity(text)
 
 
 def test_a_sidecar_runs_beside_the_containers_and_what_runs_first_does_not() -> None:

@@ -1,0 +1,674 @@
+"""What letting a long prompt in costs a worker that decodes, of the host: no GPU is needed.
+
+python -m benchmarks.stalls admission
+OMP_NUM_THREADS=1 python -m benchmarks.stalls joining --walk-mib 32
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import torch
+import uvloop
+
+from benchmarks import harness
+from benchmarks.harness import KeyedStream
+from benchmarks.step_times import Span
+from engine.batch import Batch
+from engine.config import EngineConfig
+from engine.fake import FakeModel
+from engine.loop import Engine
+from engine.models.interface import DecodeRow, Launch, MixedRow, Progress
+from engine.request import Request, Sampling
+from engine.sampling.recipe import recipe_of
+from engine.sampling.row import Draw, Drawn
+from kvstore import serve
+from kvstore.config import KvStoreSettings
+from process import entrypoint, rpc, signing_keys
+from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from services.decode.role import DecodeRole
+from services.prefill.role import PrefillRole
+from services.worker import main as worker_main
+from services.worker.config import WorkerSettings
+
+BLOCK_SIZE = 16
+
+# -- a model that costs nothing
+
+ZERO_COST_VOCAB = 4096
+
+
+class ZeroCostModel(FakeModel):
+    """A model whose answer is there already: the same rows of logits for every step."""
+
+    def __init__(self, num_rows: int, context_window: int) -> None:
+        super().__init__(
+            vocab_size=ZERO_COST_VOCAB, context_window=context_window, block_size=BLOCK_SIZE
+        )
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randn(num_rows, ZERO_COST_VOCAB, generator=generator)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The first rows, as many as are wanted."""
+        return self.rows[: len(batch.draw_indices)]
+
+
+class ZeroCostAhead:
+    """Launches whose draws are there already."""
+
+    max_rows = 1 << 16
+    takes_prompts = True
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Nothing."""
+
+    def takes(self, draw: Draw) -> bool:
+        """Greedy ones: the look that a real one must take, too."""
+        return recipe_of(draw.sampling).is_plain
+
+    def launch(self, rows: Sequence[DecodeRow]) -> Launch:
+        """Any token will do."""
+        return [Drawn(1)] * len(rows)
+
+    def launch_mixed(self, rows: Sequence[MixedRow]) -> Launch:
+        """As `launch`."""
+        return [Drawn(1) for row in rows if row.draw is not None]
+
+    def read(self, launch: Launch) -> list[Drawn]:
+        """What `launch` gave."""
+        if not isinstance(launch, list):
+            raise TypeError("not what launch gave")
+        return launch
+
+    def drain(self) -> None:
+        """Nothing is under way."""
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """A chain hash."""
+    return hashlib.blake2b(array("I", token_ids).tobytes(), key=parent, digest_size=16).digest()
+
+
+# -- one request joins those that decode
+
+T = TypeVar("T")
+
+NUM_BEFORE = 3
+"""Steps between `reserve` and `start`, while the cache would be on its way."""
+_STREAM_TOKENS = 256
+
+
+class _Ahead(ZeroCostAhead):
+    """Knows when it was read last."""
+
+    read_s = 0.0
+
+    def read(self, launch: Launch) -> list[Drawn]:
+        """What `launch` gave."""
+        drawn = super().read(launch)
+        self.read_s = time.perf_counter()
+        return drawn
+
+
+class Joining:
+    """The engine, and the microseconds that it took by stretch."""
+
+    def __init__(
+        self, streams: int, prompt_tokens: int, every: int, joins: int, room: int, walk_mib: int
+    ) -> None:
+        self.us: dict[str, list[float]] = {}
+        self._rng = random.Random(0)
+        self._num_prompt, self._every = prompt_tokens, every
+        self._walked = bytearray(walk_mib << 20)
+        num_steps = (every + NUM_BEFORE + 8) * (joins + 2)
+        num_tokens = _STREAM_TOKENS + num_steps
+        num_blocks = streams * (num_tokens // BLOCK_SIZE + 2)
+        num_blocks += room * (prompt_tokens // BLOCK_SIZE + 1)
+        window = max(num_tokens, prompt_tokens) + BLOCK_SIZE
+        model = ZeroCostModel(streams + 1, window)
+        model.ahead = self._ahead = _Ahead()
+        config = EngineConfig(num_blocks=num_blocks, max_num_tokens_per_step=window)
+        self._engine = Engine(config, model)
+        for number in range(streams):
+            self._engine.submit(self._request(f"stream {number}", _STREAM_TOKENS, num_steps))
+        while self._engine.stats().num_output_tokens < streams:
+            self._engine.step()
+
+    def _request(self, name: str, num_tokens: int, max_tokens: int) -> Request:
+        """Its prompt's hashes are known, as a handed-over one's are."""
+        prompt = tuple(self._rng.choices(range(1, ZERO_COST_VOCAB), k=num_tokens))
+        hashes, parent = [], b""
+        for first in range(0, num_tokens - BLOCK_SIZE + 1, BLOCK_SIZE):
+            parent = block_hash(parent, prompt[first : first + BLOCK_SIZE])
+            hashes.append(parent)
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        return Request(name, prompt, sampling, block_hash, prompt_hashes=tuple(hashes))
+
+    def _timed(self, name: str, work: Callable[[], T]) -> T:
+        for first in range(0, len(self._walked), 1 << 20):
+            bytes(memoryview(self._walked)[first : first + (1 << 20)])
+        began_s = time.perf_counter()
+        found = work()
+        ended_s = time.perf_counter()
+        if name in ("step", "end"):  # from its draws on
+            began_s = self._ahead.read_s
+        self.us.setdefault(name, []).append((ended_s - began_s) * 1e6)
+        return found
+
+    def join(self, number: int) -> None:
+        """Ordinary steps, and one request that joins. Raises: RuntimeError if it did not."""
+        engine, name = self._engine, str(number)
+        for _ in range(self._every):
+            self._timed("step", engine.step)
+        request = self._request(name, self._num_prompt, 2)
+        self._timed("reserve", lambda: engine.reserve(request))
+        for _ in range(NUM_BEFORE):
+            self._timed("step", engine.step)
+        outputs = ((1,),)
+        self._timed(
+            "start",
+            lambda: engine.start(name, num_loaded_tokens=self._num_prompt, outputs=outputs),
+        )
+        engine.step()  # it is in the launch for the next one
+        events = self._timed("end", engine.step).events
+        if not any(event.finish_reason for event in events):
+            raise RuntimeError(f"request {name} did not end")
+        engine.step()
+        engine.check_integrity()
+
+
+@harness.case
+@click.option("--streams", default=16)
+@click.option("--prompt-tokens", default=8192)
+@click.option("--every", default=20, help="steps")
+@click.option("--joins", default=60)
+@click.option("--room", default=4, help="prompts that the cache has room for")
+@click.option("--walk-mib", default=0, help="memory that is read before each call")
+def joining(**options: int) -> dict[str, Any]:
+    """Microseconds (p10, p50, p90) that a long request which joins costs the engine's thread; the
+    model costs nothing, and each step is launched ahead.
+
+    So many streams decode; every --every steps a request of --prompt-tokens joins as one that was
+    handed over does, with its cache and its first token, and ends with the next one: `reserve` and
+    `start`, which run while a step computes, and from a step's draws to its events, which every
+    stream waits for: `end` of a step in which it ends, `step` of the others. With --walk-mib
+    nothing is in the processor's caches, as after a step of a device.
+    """
+    torch.set_num_threads(1)
+    run = Joining(**options)
+    entrypoint.begin_serving()
+    for number in range(options["joins"]):
+        run.join(number)
+    cuts = {name: statistics.quantiles(us, n=10) for name, us in run.us.items()}
+    found = {
+        name: {f"p{10 * i + 10}": round(one[i]) for i in (0, 4, 8)} for name, one in cuts.items()
+    }
+    harness.show("microseconds", [{"": name} | one for name, one in found.items()])
+    return {**options, "us": found, "torch": torch.__version__}
+
+
+# -- prompts pour in at a decode worker whose device is paced
+
+VOCAB, WINDOW, MAX_ROWS = 32000, 9216, 64
+STREAM_PROMPT, CHUNK, TIMEOUT_S = 256, 2048, 60.0
+TIMED = ("step", "reserve", "start", "abort")
+
+
+def _model() -> FakeModel:
+    """As both workers have it: their fingerprints must be the same."""
+    return FakeModel(vocab_size=VOCAB, context_window=WINDOW, block_size=BLOCK_SIZE)
+
+
+@dataclass(frozen=True, eq=False)
+class _Launch:
+    num_rows: int
+    over_s: float
+
+
+@dataclass
+class Seen:
+    """What the decode worker's process measured, in order of time; seconds of the machine's
+    monotonic clock."""
+
+    launches: list[tuple[float, float]] = field(default_factory=list)
+    """(when the device could have begun, when it did)."""
+    late: list[tuple[float, float]] = field(default_factory=list)
+    """(when a launch was over, how much later the engine's thread knew)."""
+    calls: list[tuple[str, float, float, float]] = field(default_factory=list)
+    """(method of the engine, begun, how long, CPU time of its thread)."""
+    collections: list[tuple[float, float]] = field(default_factory=list)
+    """(begun, how long): of Python's garbage collector."""
+    held: list[tuple[float, float]] = field(default_factory=list)
+    """(when a timer of the loop was due, how late it was)."""
+
+
+class PacedDevice:
+    """DecodesAhead without arithmetic: launches take `step_s` each, one after the other."""
+
+    def __init__(self, step_s: float, seen: Seen) -> None:
+        self.max_rows = MAX_ROWS
+        self.takes_prompts = False
+        self._step_s = step_s
+        self._seen = seen
+        self._free_s = 0.0
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Nothing to compile."""
+
+    def takes(self, draw: Draw) -> bool:
+        """All draws."""
+        return True
+
+    def launch(self, rows: Sequence[DecodeRow]) -> _Launch:
+        """Begins when the one before is over, or now."""
+        now_s = time.monotonic()
+        begun_s = max(now_s, self._free_s)
+        self._seen.launches.append((self._free_s, begun_s))
+        self._free_s = begun_s + self._step_s
+        return _Launch(len(rows), self._free_s)
+
+    def read(self, launch: Any) -> list[Drawn]:
+        """Waits as for a device: without the interpreter's lock."""
+        left_s = launch.over_s - time.monotonic()
+        if left_s > 0:
+            time.sleep(left_s)
+            self._seen.late.append((launch.over_s, time.monotonic() - launch.over_s))
+        return [Drawn(1)] * launch.num_rows
+
+    def drain(self) -> None:
+        """Nothing of it is read."""
+
+
+class TimedEngine:
+    """An engine whose calls are timed on their thread."""
+
+    def __init__(self, engine: Engine, seen: Seen) -> None:
+        self._engine = engine
+        self._calls = seen.calls
+        for name in TIMED:
+            setattr(self, name, self._timed(name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def _timed(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._engine, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            began_s, cpu_s = time.monotonic(), time.thread_time()
+            try:
+                return call(*arguments, **options)
+            finally:
+                took_s, used_s = time.monotonic() - began_s, time.thread_time() - cpu_s
+                self._calls.append((name, began_s, took_s, used_s))
+
+        return timed
+
+
+def _watch_collections(seen: Seen) -> None:
+    began_s = 0.0
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        nonlocal began_s
+        if phase == "start":
+            began_s = time.monotonic()
+        else:
+            seen.collections.append((began_s, time.monotonic() - began_s))
+
+    gc.callbacks.append(on_collection)
+
+
+async def _watch_loop(seen: Seen, every_s: float = 0.01) -> None:
+    while True:
+        due_s = time.monotonic() + every_s
+        await asyncio.sleep(every_s)
+        seen.held.append((due_s, time.monotonic() - due_s))
+
+
+async def _cpu(lines: asyncio.Queue[str]) -> list[dict[str, float]]:
+    """CPU seconds of each thread by its name, at each line on stdin; the last is `end`."""
+    found = []
+    while True:
+        line = await lines.get()
+        by_name = {}
+        for thread in threading.enumerate():
+            if thread.ident is not None:
+                clock = time.pthread_getcpuclockid(thread.ident)
+                by_name[thread.name] = time.clock_gettime(clock)
+        found.append(by_name | {"process": time.process_time()})
+        if line == "end":
+            return found
+
+
+async def _run_worker(options: dict[str, Any]) -> None:
+    """A real decode worker, over gRPC, whose device is paced, in a process of its own. It prints
+    its address as one JSON line, and after `end` on stdin what it saw as another."""
+    seen = Seen()
+    paced = _model()
+    paced.ahead = PacedDevice(options["step_s"], seen)
+    config = EngineConfig(block_size=BLOCK_SIZE, num_blocks=12288, max_num_running=MAX_ROWS)
+    engine: Any = TimedEngine(Engine(config, paced), seen)
+    settings = WorkerSettings(
+        worker_id="decode-0",
+        redis_url="",
+        store_address=options["store_address"],
+        transport="shm",
+        remote_transport=options["transport"],
+        handle_keys_file=options["key_file"],
+    )
+    worker = await worker_main.start(engine, settings, "decode", DecodeRole)
+    if options["serves"]:
+        entrypoint.begin_serving()
+    loop = asyncio.get_running_loop()
+    lines: asyncio.Queue[str] = asyncio.Queue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(lines.put_nowait, line.strip())
+
+    threading.Thread(target=listen, name="stdin", daemon=True).start()
+    _watch_collections(seen)
+    watching = asyncio.create_task(_watch_loop(seen))
+    print(json.dumps({"address": worker.address}), flush=True)  # noqa: T201
+    cpu = await _cpu(lines)
+    watching.cancel()
+    print(json.dumps(vars(seen) | {"cpu": cpu}), flush=True)  # noqa: T201
+    await worker.stop()
+
+
+class Router:
+    """A router's worth of calls to one prefill and one decode worker."""
+
+    def __init__(self, prefill: KeyedStream, decode: KeyedStream, fingerprint: str) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._fingerprint = fingerprint
+        self._rng = random.Random(7)
+
+    async def generate(self, num_prompt_tokens: int, max_tokens: int) -> AsyncIterator[None]:
+        """A request through prefill and decode; one item per token of decode."""
+        key, events = self._decode.open()
+        prompt = [self._rng.randrange(1, VOCAB) for _ in range(num_prompt_tokens)]
+        asked: dict[str, Any] = {
+            "request_id": f"r{key}",
+            "tenant": "t",
+            "tenant_salt": b"a tenant's salt",
+            "prompt_token_ids": prompt,
+            "sampling": common_pb2.SamplingParams(
+                max_tokens=max_tokens, temperature=0.0, top_p=1.0, seed=7, ignore_eos=True
+            ),
+            "model_fingerprint": self._fingerprint,
+            "budget_ms": int(TIMEOUT_S * 1e3),
+        }
+        await self._decode.send(key, reserve=decode_pb2.ReserveDecode(**asked))
+        _need((await events.get())[0], "reserved")
+        await self._run_prefill(key, asked)
+        while (event := (await events.get())[0]).WhichOneof("event") == "tokens":
+            yield
+        _need(event, "finished")
+        leg = event.finished.leg
+        if leg.recomputed:
+            raise RuntimeError(f"KV was computed again: {leg.recomputed}")
+        self._decode.close(key)
+        yield
+
+    async def _run_prefill(self, key: int, asked: dict[str, Any]) -> None:
+        """What comes of the prompt goes to decode under `key`."""
+        ask = prefill_pb2.PrefillRequest(
+            **asked, wants_handle=True, handover=common_pb2.HANDOVER_PATH_DIRECT
+        )
+        prompt_key, events = self._prefill.open()
+        await self._prefill.send(prompt_key, prefill=ask)
+        token_ids: list[int] = []
+        is_over = False
+        while not is_over:
+            event, _ = await events.get()
+            _need(event, "reply")
+            reply, is_over = event.reply, event.reply.HasField("leg")
+            token_ids += reply.token_ids
+            if not reply.HasField("handle"):
+                continue
+            if reply.handle.is_partial:
+                early = decode_pb2.PrefetchDecode(handle=reply.handle)
+                await self._decode.send(key, prefetch=early)
+            else:
+                final = decode_pb2.GenerateFromHandle(
+                    handle=reply.handle, output_token_ids=token_ids
+                )
+                await self._decode.send(key, generate=final)
+        self._prefill.close(prompt_key)
+
+    async def drain(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """`generate` to its end."""
+        async with asyncio.timeout(TIMEOUT_S):
+            async for _ in self.generate(num_prompt_tokens, max_tokens):
+                pass
+
+    async def close(self) -> None:
+        """Ends all that is under way."""
+        await self._prefill.end()
+        await self._decode.end()
+
+
+def _need(event: Any, kind: str) -> None:
+    if event.WhichOneof("event") != kind:
+        raise RuntimeError(f"not {kind}: {event}")
+
+
+@contextlib.asynccontextmanager
+async def _decode_worker(
+    options: dict[str, Any],
+) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+    process = await asyncio.create_subprocess_exec(
+        *harness.module("benchmarks.stalls", "worker", json.dumps(options)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 28,
+    )
+    try:
+        yield json.loads(await _line(process))["address"], process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def _line(process: asyncio.subprocess.Process) -> bytes:
+    assert process.stdout is not None
+    async with asyncio.timeout(TIMEOUT_S):
+        line = await process.stdout.readline()
+    if not line:
+        raise RuntimeError("the decode worker ended")
+    return line
+
+
+async def _tell(process: asyncio.subprocess.Process, word: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(word.encode() + b"\n")
+    await process.stdin.drain()
+
+
+@dataclass(frozen=True)
+class Storm:
+    """Options of `admission`."""
+
+    transport: str
+    streams: int
+    storm: int
+    prompt_tokens: int
+    step_ms: float
+    seconds: float
+    plain_interpreter: bool
+
+
+async def _admitted(folder: Path, options: Storm) -> dict[str, Any]:
+    key_file = folder / "handle.keys"
+    signing_keys.create(key_file)
+    async with contextlib.AsyncExitStack() as stack:
+        store = await stack.enter_async_context(
+            serve.running(KvStoreSettings(capacity_bytes=1 << 15 << 12, stop_timeout_s=0.0))
+        )
+        config = EngineConfig(block_size=BLOCK_SIZE, num_blocks=8192, max_num_tokens_per_step=CHUNK)
+        prefill = await worker_main.start(
+            Engine(config, _model()),
+            WorkerSettings(
+                worker_id="prefill-0",
+                redis_url="",
+                store_address=store.address,
+                remote_transport=options.transport,
+                handle_keys_file=str(key_file),
+            ),
+            "prefill",
+            PrefillRole,
+        )
+        stack.push_async_callback(prefill.stop)
+        of_worker = {
+            "store_address": store.address,
+            "transport": options.transport,
+            "key_file": str(key_file),
+            "step_s": options.step_ms / 1e3,
+            "serves": not options.plain_interpreter,
+        }
+        address, process = await stack.enter_async_context(_decode_worker(of_worker))
+        channels = [
+            await stack.enter_async_context(rpc.channel(to)) for to in (prefill.address, address)
+        ]
+        router = Router(
+            KeyedStream(
+                prefill_pb2_grpc.PrefillStub(channels[0]).Stream(), prefill_pb2.PrefillCommand
+            ),
+            KeyedStream(decode_pb2_grpc.DecodeStub(channels[1]).Stream(), decode_pb2.DecodeCommand),
+            prefill.core.model.fingerprint,
+        )
+        stack.push_async_callback(router.close)
+        return await _phases(router, process, options)
+
+
+async def _phases(
+    router: Router, process: asyncio.subprocess.Process, options: Storm
+) -> dict[str, Any]:
+    await router.drain(options.prompt_tokens, 2)  # connections, links measured
+    began = asyncio.Event()
+
+    async def stream() -> None:
+        async for _ in router.generate(STREAM_PROMPT, 8000):
+            began.set()
+
+    async with asyncio.TaskGroup() as group:
+        streams = [group.create_task(stream()) for _ in range(options.streams)]
+        await began.wait()
+        await asyncio.sleep(2.0)
+        await _tell(process, "quiet")
+        quiet_s = time.monotonic()
+        await asyncio.sleep(options.seconds)
+        await _tell(process, "storm")
+        storm_s, num_prompts = time.monotonic(), 0
+
+        async def storm() -> None:
+            nonlocal num_prompts
+            while time.monotonic() < storm_s + options.seconds:
+                await router.drain(options.prompt_tokens, 2)
+                num_prompts += 1
+
+        await asyncio.gather(*(storm() for _ in range(options.storm)))
+        ended_s = time.monotonic()
+        await _tell(process, "end")
+        seen = json.loads(await _line(process))
+        for task in streams:
+            task.cancel()
+    quiet, stormy = Span(quiet_s, storm_s), Span(storm_s, ended_s)
+    idle_cpu, begun_cpu, end_cpu = seen["cpu"]
+    share = (ended_s - storm_s) / (storm_s - quiet_s)
+    extra = {
+        name: (end_cpu.get(name, 0.0) - begun_cpu.get(name, 0.0))
+        - share * (begun_cpu.get(name, 0.0) - idle_cpu.get(name, 0.0))
+        for name in sorted({*idle_cpu, *begun_cpu, *end_cpu})
+    }
+    return {
+        "num_prompts": num_prompts,
+        "quiet": _figures(seen, quiet, options.step_ms),
+        "storm": _figures(seen, stormy, options.step_ms),
+        "calls": _calls(seen, stormy),
+        "cpu_ms_per_prompt": {
+            name: round(spent * 1e3 / num_prompts, 2)
+            for name, spent in extra.items()
+            if spent * 1e3 / num_prompts > 0.05
+        },
+    }
+
+
+def _figures(seen: dict[str, Any], span: Span, pace_ms: float) -> dict[str, Any]:
+    begun = [at for _, at in seen["launches"] if at in span]
+    periods = [(after - before) * 1e3 for before, after in itertools.pairwise(begun)]
+    collections = [took for at, took in seen["collections"] if at in span]
+    return {
+        "period": harness.cuts(periods, scale=1.0),
+        "num_over_1_ms": sum(period > pace_ms + 1.0 for period in periods),
+        "late": harness.cuts([late for at, late in seen["late"] if at in span]),
+        "loop_late": harness.cuts([late for at, late in seen["held"] if at in span]),
+        "collections": len(collections),
+        "longest_collection_ms": round(max(collections, default=0.0) * 1e3, 2),
+    }
+
+
+def _calls(seen: dict[str, Any], span: Span) -> dict[str, Any]:
+    found: dict[str, list[float]] = {}
+    for name, at, _, cpu_s in seen["calls"]:
+        if at in span:
+            found.setdefault(name, []).append(cpu_s)
+    return {name: harness.cuts(values) for name, values in found.items()}
+
+
+@harness.case
+@click.option("--transport", type=click.Choice(("grpc", "nixl")), default="nixl")
+@click.option("--streams", default=16)
+@click.option("--storm", default=2, help="prompts under way at once")
+@click.option("--prompt-tokens", default=8192)
+@click.option("--step-ms", default=5.0)
+@click.option("--seconds", default=8.0, help="of each of the two times")
+@click.option("--plain-interpreter", is_flag=True, help="without process/entrypoint.py")
+def admission(**options: Any) -> dict[str, Any]:
+    """What letting long prompts in costs a decode worker that is decoding: quiet against storm.
+
+    A real store, a prefill worker that lends, and a real decode worker in a process of its own,
+    whose device is paced: each launch takes --step-ms. So many --streams decode; after a quiet time
+    prompts of --prompt-tokens are handed over, --storm under way at once, each ended after one
+    token. `period`: from one launch to the next, what a stream sees between two tokens; above the
+    pace is time in which the device waited for the host. `late`: how much later than the device the
+    engine's thread went on, since others held the interpreter's lock. `calls`,
+    `cpu_ms_per_prompt`: CPU time, which other work on the machine changes little.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        found = asyncio.run(_admitted(Path(name), Storm(**options)))
+    harness.CONSOLE.print(found)
+    return {**options, **found}
+
+
+@click.command("worker", hidden=True)
+@click.argument("options", type=json.loads)
+def worker(options: dict[str, Any]) -> None:
+    """The decode worker of `admission`."""
+    uvloop.run(_run_worker(options))
+
+
+main = harness.program(__doc__, admission, joining, worker)
+
+if __name__ == "__main__":
+    main()

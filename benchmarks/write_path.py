@@ -1,0 +1,257 @@
+"""What an attached store costs prefill, on a device that is paced: no GPU needed.
+
+A real prefill worker in a process of its own serves prompts of `--prompt-tokens` that end with
+their first token, `--outstanding` at once, as the router admits them. Its device takes as long as
+one H200 takes for a model of 8 B parameters (45,600 tokens a second, 3 ms a step) and computes
+nothing; blocks are small, so that what is measured is the work of the host: calls, checksums,
+bookkeeping. Cells, in turn in each round:
+
+- `none`: no store. What the device allows is the ceiling.
+- `default`: a store that has room for a few steps' blocks and is full all the time.
+- `large`: a store that keeps every block; `all_stored` says whether every block of every prompt
+  was in it 2 s after the last answer.
+- `stopped`: the store is stopped (SIGSTOP) while the load runs; `lost` says what was counted.
+
+The last line printed is one JSON object; `ratio` is served prompts against `none`.
+
+    python -m benchmarks.write_path --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks import store_process
+from benchmarks.context import context, publish
+from benchmarks.harness import KeyedStream
+from engine.config import EngineConfig
+from engine.fake import FakeModel
+from engine.loop import Engine
+from engine.paced import DevicePace, PacedModel
+from process import entrypoint, rpc, signing_keys
+from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
+from services.prefill.role import PrefillRole
+from services.worker import main as worker_main
+from services.worker.config import WorkerSettings
+
+VOCAB = 32000
+BLOCK_SIZE = 16
+FRAME_BYTES = 4096
+"""The least that a store's frame takes."""
+STEP_TOKENS = 8192
+PACE = DevicePace(step_s=0.003, token_s=1 / 45_600)
+CELLS = ("none", "default", "large", "stopped")
+DEFAULT_FRAMES = 1024
+"""Of the cell `default`: the least that a store has by default."""
+TIMEOUT_S = 60.0
+SAMPLING = common_pb2.SamplingParams(max_tokens=1, temperature=0.0, top_p=1.0, seed=7)
+
+
+async def _work(ask: dict[str, Any]) -> None:
+    """The prefill worker: says its address and fingerprint, serves until stdin ends, and says what
+    it counted."""
+    model = PacedModel(
+        FakeModel(vocab_size=VOCAB, context_window=8192, block_size=BLOCK_SIZE), PACE
+    )
+    config = EngineConfig(
+        block_size=BLOCK_SIZE, num_blocks=16_384, max_num_tokens_per_step=STEP_TOKENS
+    )
+    settings = WorkerSettings(
+        worker_id="prefill-0",
+        redis_url="",
+        store_address=ask["store_address"],
+        transport="shm",
+        handle_keys_file=ask["key_file"],
+    )
+    worker = await worker_main.start(Engine(config, model), settings, "prefill", PrefillRole)
+    entrypoint.begin_serving()
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def listen() -> None:
+        sys.stdin.read()
+        loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=listen, name="stdin", daemon=True).start()
+    _say({"address": worker.address, "fingerprint": worker.core.model.fingerprint})
+    await ended.wait()
+    counts = worker.core.counts
+    _say({"lost": dict(counts.not_written_back), "cpu_s": time.process_time()})
+    await worker.stop()
+
+
+def _say(what: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+@contextlib.asynccontextmanager
+async def _worker(store_address: str, folder: Path) -> AsyncIterator[tuple[dict[str, Any], Any]]:
+    """A worker process, and what it said first."""
+    ask = {"store_address": store_address, "key_file": str(folder / "handle.keys")}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.write_path", "--worker", json.dumps(ask)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield await _line(process), process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def _line(process: asyncio.subprocess.Process) -> dict[str, Any]:
+    assert process.stdout is not None
+    async with asyncio.timeout(TIMEOUT_S):
+        line = await process.stdout.readline()
+    if not line:
+        raise RuntimeError("the worker ended")
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+async def _serve(
+    address: str, fingerprint: str, arguments: argparse.Namespace
+) -> tuple[int, float]:
+    """Prompts, so many at once. Returns: how many were served after the first second, and for how
+    many seconds."""
+    draw = random.Random(f"write path {time.monotonic_ns()}")
+    async with rpc.channel(address) as channel:
+        stream = KeyedStream(
+            prefill_pb2_grpc.PrefillStub(channel).Stream(), prefill_pb2.PrefillCommand
+        )
+        begun_s = time.monotonic()
+        warm_s, end_s = begun_s + 1.0, begun_s + 1.0 + arguments.seconds
+        served: list[float] = []
+
+        async def one() -> None:
+            while time.monotonic() < end_s:
+                asked = prefill_pb2.PrefillRequest(
+                    request_id=f"r{draw.getrandbits(64):x}",
+                    tenant="default",
+                    tenant_salt=b"salt",
+                    prompt_token_ids=[
+                        draw.randrange(VOCAB) for _ in range(arguments.prompt_tokens)
+                    ],
+                    sampling=SAMPLING,
+                    model_fingerprint=fingerprint,
+                )
+                key, events = stream.open()
+                await stream.send(key, prefill=asked)
+                async with asyncio.timeout(TIMEOUT_S):
+                    while True:
+                        event, _ = await events.get()
+                        if event.WhichOneof("event") != "reply":
+                            raise RuntimeError(f"not served: {event}")
+                        if event.reply.HasField("leg"):
+                            break
+                stream.close(key)
+                served.append(time.monotonic())
+
+        await asyncio.gather(*(one() for _ in range(arguments.outstanding)))
+        await stream.end()
+        return sum(warm_s <= at_s < end_s for at_s in served), end_s - warm_s, len(served)
+
+
+async def _cell(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        address, store = "", None
+        if name != "none":
+            num_prompts = 2 * arguments.seconds * 50
+            large = int(num_prompts) * (arguments.prompt_tokens // BLOCK_SIZE)
+            num_frames = large if name == "large" else DEFAULT_FRAMES
+            store = stack.enter_context(
+                store_process.running(capacity_bytes=num_frames * FRAME_BYTES, slab_dir="/dev/shm")
+            )
+            address = store.address
+        async with _worker(address, folder) as (said, process):
+            if name == "stopped":
+                assert store is not None
+                stack.callback(store.signal, signal.SIGCONT)
+                asyncio.get_running_loop().call_later(
+                    1.0 + arguments.seconds / 4, store.signal, signal.SIGSTOP
+                )
+            num, seconds, num_all = await _serve(said["address"], said["fingerprint"], arguments)
+            found: dict[str, Any] = {"served_per_s": num / seconds}
+            if name == "large":
+                await asyncio.sleep(2.0)
+                num_there = await _num_committed(address)
+                num_asked = num_all * (arguments.prompt_tokens // BLOCK_SIZE)
+                found |= {"all_stored": num_there == num_asked, "num_blocks": num_there}
+            process.stdin.write_eof()
+            end = await _line(process)
+            found |= {
+                "lost": end["lost"],
+                "cpu_ms_per_prompt": round(end["cpu_s"] * 1e3 / num_all, 2),
+            }
+            return found
+
+
+async def _num_committed(address: str) -> int:
+    from protos import kvstore_pb2, kvstore_pb2_grpc
+
+    async with rpc.channel(address) as channel:
+        stub = kvstore_pb2_grpc.KvStoreStub(channel)
+        status = await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
+        return int(status.num_committed)
+
+
+async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.cells}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        signing_keys.create(folder / "handle.keys")
+        for number in range(arguments.rounds):
+            for cell in arguments.cells:
+                result = await _cell(cell, folder, arguments)
+                found[cell].append(result)
+                sys.stderr.write(f"round {number} {cell}: {json.dumps(result)}\n")
+    rates = {
+        cell: statistics.median(each["served_per_s"] for each in results)
+        for cell, results in found.items()
+    }
+    ceiling = 1 / (PACE.token_s * arguments.prompt_tokens + PACE.step_s / 8)
+    return {
+        "ceiling_per_s": round(ceiling, 2),
+        "served_per_s": {cell: round(rate, 2) for cell, rate in rates.items()},
+        "ratio": {cell: round(rate / rates["none"], 4) for cell, rate in rates.items()},
+        "rounds": found,
+    }
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of load in each cell")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--outstanding", type=int, default=24)
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        uvloop.run(_work(json.loads(arguments.worker)))
+        return
+    result = uvloop.run(_measure(arguments))
+    publish(context() | result, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,710 @@
+"""BlockLender: a worker's blocks as other workers read them: attachments, the bytes that go out,
+and blocks to measure the link with.
+
+Life: made with the worker -> `start` -> attachments come and go, reads and pushes run -> `stop`
+ends all leases and waits, a bounded time, for transfers under way. Leases travel with handles, so
+they do not end with an attachment.
+
+A lender is read only: nothing here writes into a block. Knows no engine: its owner says which
+blocks are lent, and is called when they are free (`ExportedBlocks`). No stubs. One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Sequence,
+)
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvstore.attachments import Attachment, AttachmentTable
+from kvstore.blocks import Block, PackedBlocks
+from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
+from kvstore.exported_blocks import ExportedBlocks, ExportOffer, LeaseUpdate
+from kvstore.links import num_blocks_wanted
+from kvstore.node_ids import PROBE_HASH
+from kvstore.push import Frames, PeerBlocks, PushOutcome, PushPeers, Target
+from kvstore.transport.base import CUDA_IPC, DIRECT_TRANSPORTS, BlockMemory
+from kvstore.transport.device import PinnedStaging, Shared
+from kvstore.transport.nixl import region_of
+from process import logs
+from process.deadline import Clock, Deadline
+from process.errors import FailedPrecondition, InvalidArgument, NoCapacity, NotFound
+from process.tasks import complete_despite_cancel, end_tasks, start_task
+
+logger = logging.getLogger(__name__)
+
+ATTACHMENT_TTL_S = 60.0
+"""A reader that was silent for so long is gone."""
+
+SWEEP_S = 0.25
+"""How late a lapsed lease may be noticed."""
+
+MAX_CHUNK_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class LenderLimits:
+    """Bounds of one lender, for all of its readers together."""
+
+    max_followers: int = 256
+    """Readers that wait for the rest of a lease. Each has a prompt under way here. Guessed: far
+    more than a worker computes at once."""
+
+    max_wait_s: float = 5.0
+    """How long one of them waits; then it asks again, if it still wants to know. Guessed: many
+    chunks of a prompt."""
+
+    max_holds: int = 256
+    """Promises to readers at once. Guessed: as many as may wait to be told."""
+
+    max_hold_s: float = 1.0
+    """How long a promise lasts. Guessed: a hundred times what the copy of a chunk takes, and no
+    long time to do without blocks that nobody reads."""
+
+
+LENDER_LIMITS = LenderLimits()
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@functools.cache
+def own_host_id() -> str:
+    """Of the running kernel: containers of one host have the same, and no two hosts have. Empty
+    where the kernel tells none."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class LenderIdentity:
+    """Who lends. fingerprint: of the model, which a reader's must be."""
+
+    node_id: str
+    incarnation: bytes
+    fingerprint: bytes
+
+
+@dataclass(frozen=True)
+class ReaderInfo:
+    """What a worker says about itself. peer: of transport nixl. host_id: of cuda_ipc."""
+
+    worker_id: str
+    worker_incarnation: bytes
+    fingerprint: bytes
+    block_bytes: int
+    transport: str
+    peer: PeerBlocks | None = None
+    host_id: str = ""
+
+
+class LeaseWatchers:
+    """Readers that wait for the rest of a lease that still grows, so that the last blocks of a
+    prompt are copied while the handle is on its way.
+
+    Life of one: `rest` -> all that was wanted is lent, or the lease is handed over with less, or
+    the time is over: it gets what there is; or the lease ends, or it is cancelled. What it gets
+    says where bytes lie, and lets no reader use them: the handle does that. So it also names blocks
+    whose bytes are complete and whose checksums are still computed.
+
+    Laws: at most `max_followers` wait, none longer than `max_wait_s`; a lease is watched by those
+    that wait and by no others (`check_integrity`). Knows no bytes and no stubs. One asyncio loop.
+
+    Attributes:
+        limits: as they are when a reader asks.
+    """
+
+    def __init__(self, loans: ExportedBlocks, limits: LenderLimits = LENDER_LIMITS) -> None:
+        self.limits = limits
+        self._loans = loans
+        self._num_waiting = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    async def rest(
+        self,
+        lease_id: str,
+        num_known: int,
+        num_wanted: int,
+        budget_s: float,
+        *,
+        takes_unsealed: bool = False,
+    ) -> LeaseUpdate:
+        """Wait until the lease lends `num_wanted` blocks or is handed over, at most `budget_s`.
+
+        Args: takes_unsealed: blocks without a checksum count, too.
+        Returns: what it lends by then beyond the first `num_known`.
+        Raises: LeaseLapsed when it ends; NoCapacity when too many wait; InvalidArgument for who
+            wants no more than it knows: that would be all of it at any time.
+        """
+        if num_wanted <= num_known:
+            raise InvalidArgument("num_wanted", f"{num_wanted} is not more than {num_known} known")
+        if self._num_waiting >= self.limits.max_followers:
+            raise NoCapacity(f"{self._num_waiting} readers wait for this lender already")
+        news = asyncio.Event()
+        self._loans.watch(lease_id, news.set)
+        self._num_waiting += 1
+
+        def is_whole() -> bool:
+            return self._loans.is_whole(lease_id, num_wanted, takes_unsealed=takes_unsealed)
+
+        try:
+            is_all = await _until(is_whole, min(budget_s, self.limits.max_wait_s), news)
+        finally:
+            self._num_waiting -= 1
+            self._loans.unwatch(lease_id, news.set)
+        blocks = self._loans.blocks_of(lease_id, num_known)
+        num_sealed = max(0, self._loans.num_sealed(lease_id) - num_known)
+        if not takes_unsealed:
+            blocks = blocks[:num_sealed]
+        return LeaseUpdate(blocks, is_all, max(0, len(blocks) - num_sealed))
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError."""
+        num_watchers = self._loans.num_watchers
+        if num_watchers > self._num_waiting:  # fewer: of leases that have just ended
+            raise IntegrityError(f"{num_watchers} watch leases, {self._num_waiting} wait")
+
+
+async def _until(is_whole: Callable[[], bool], budget_s: float, news: asyncio.Event) -> bool:
+    """Returns: whether it is, when it is or the time is over."""
+    try:
+        async with asyncio.timeout(budget_s):
+            while not is_whole():
+                news.clear()
+                await news.wait()
+    except TimeoutError:
+        return is_whole()
+    return True
+
+
+class ReadPins:
+    """Blocks that a lender keeps in place for a reader that has mapped its memory, for a time that
+    it promises. What the reader has copied by then was what the lender named, so it asks nothing.
+
+    Law: a pin lasts exactly as long as was promised, whatever becomes of its lease, its reader or
+    the lender's readiness to lend. Bounded in number: beyond it a reader is promised nothing, and
+    asks after its copy. One asyncio loop.
+
+    Attributes:
+        limits: as they are when a promise is asked for.
+    """
+
+    def __init__(
+        self,
+        loans: ExportedBlocks,
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
+        limits: LenderLimits = LENDER_LIMITS,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """on_begin, on_end: told of each. clock: seconds, by which a hold is over."""
+        self.limits = limits
+        self._loans = loans
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._clock = clock
+        self._ends: dict[str, asyncio.TimerHandle] = {}
+
+    def keep(self, lease_id: str, first: int, seconds: float) -> float:
+        """Keep what a lease lends from its block `first` on for `seconds`, within the bound.
+
+        Returns: for how long it is kept, from now; 0: it is not. Raises: LeaseLapsed.
+        """
+        seconds = min(seconds, self.limits.max_hold_s)
+        if seconds <= 0 or len(self._ends) >= self.limits.max_holds:
+            return 0.0
+        hold_id = self._loans.hold_lease(lease_id, first)
+        self._end_later(hold_id, self._clock() + seconds)
+        self._on_begin()
+        return seconds
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError."""
+        if not self._loans.has_holds(self._ends):
+            raise IntegrityError("a reader was promised blocks that are not held")
+
+    def _end_later(self, hold_id: str, ends_s: float) -> None:
+        left_s = ends_s - self._clock()
+        loop = asyncio.get_running_loop()
+        self._ends[hold_id] = loop.call_later(left_s, self._end, hold_id, ends_s)
+
+    def _end(self, hold_id: str, ends_s: float) -> None:
+        if self._clock() < ends_s:  # a loop's timer may be a moment early
+            self._end_later(hold_id, ends_s)
+            return
+        del self._ends[hold_id]
+        self._loans.unhold(hold_id)
+        self._on_end()
+
+
+class BlockReader:
+    """The bytes of a worker's blocks, block by block, to be sent: views where the blocks lie in
+    host memory, copies through page-locked rows of its own where they lie on a device. The caller
+    keeps the blocks in place. One asyncio loop; the device copies in a thread."""
+
+    def __init__(self, memory: BlockMemory) -> None:
+        self._memory = memory
+        self._staging: PinnedStaging | None = None
+        self._turn = asyncio.Lock()
+        if memory.device is not None:
+            self._staging = PinnedStaging(
+                memory.device, memory.address, memory.block_bytes, memory.num_blocks
+            )
+
+    async def blocks(self, block_ids: Sequence[int]) -> AsyncIterator[memoryview]:
+        """The bytes of each block, in order; good until the next one is asked for.
+
+        Raises: TransferFailed when the device failed.
+        """
+        if self._staging is None:
+            for block_id in block_ids:
+                yield self._memory.view[block_id].data
+            return
+        num_rows = self._staging.num_rows
+        for start in range(0, len(block_ids), num_rows):
+            batch = await self._fetch(self._staging, block_ids[start : start + num_rows])
+            for block in batch:
+                yield memoryview(block)
+
+    async def close(self) -> None:
+        """Nothing may be under way."""
+        if self._staging is not None:
+            await asyncio.to_thread(self._staging.close)
+
+    async def _fetch(self, staging: PinnedStaging, block_ids: Sequence[int]) -> list[bytes]:
+        """Copies: a reader that is slow must not keep the rows from others."""
+
+        def fetch() -> list[bytes]:
+            staging.fetch(block_ids)
+            return [row.tobytes() for row in staging.rows[: len(block_ids)]]
+
+        async with self._turn:
+            fetching = asyncio.ensure_future(asyncio.to_thread(fetch))
+            await complete_despite_cancel(fetching)  # the rows are in use until then
+        return fetching.result()
+
+
+PROBE_TTL_S = 10.0
+"""A reader gives back what it measures with; one that does not has it no longer."""
+
+FindFree = Callable[[int, float], Awaitable[Sequence[int]]]
+"""(at most so many, within so many seconds): blocks that nobody uses, kept in place until they are
+free again (`ExportedBlocks`'s `on_free`); none where there is no room."""
+
+Seal = Callable[[str], Awaitable[PackedBlocks]]
+"""`BlockLender.seal`."""
+
+
+class ProbeBlocks:
+    """Free blocks of a lender that readers measure the link with, each for a while.
+
+    Law: an attachment has one lease of them at most, which ends with it. Knows no wire. One asyncio
+    loop.
+    """
+
+    def __init__(
+        self, loans: ExportedBlocks, find_free: FindFree, seal: Seal, max_blocks: int, clock: Clock
+    ) -> None:
+        """max_blocks: that one reader is given."""
+        self._loans = loans
+        self._find_free = find_free
+        self._seal = seal
+        self._max_blocks = max_blocks
+        self._clock = clock
+        self._leases: dict[str, str] = {}  # attachment -> what it may measure with
+        self.unsealed: set[str] = set()
+        """Leases that nobody was told of yet: they have no end until their blocks are sealed."""
+
+    async def lend(
+        self, attachment_id: str, num_blocks: int, budget_s: float
+    ) -> tuple[str, Sequence[Block]]:
+        """Free blocks to measure the way with, if there are any; what the reader had for that
+        before is given back. Returns: their lease and they, or nothing."""
+        self._release(self._leases.pop(attachment_id, ""))
+        block_ids = await self._find_free(min(num_blocks, self._max_blocks), budget_s)
+        if not block_ids:
+            return "", ()
+        lease_id, _ = self._loans.lend(ExportOffer(each, PROBE_HASH, None, 1) for each in block_ids)
+        self.unsealed.add(lease_id)
+        try:
+            blocks = await self._seal(lease_id)
+        except BaseException:
+            self._release(lease_id)
+            raise
+        finally:
+            self.unsealed.discard(lease_id)
+        self._loans.hand_over(lease_id, PROBE_TTL_S, self._clock())
+        former = self._leases.get(attachment_id, "")  # of a call beside this one
+        self._leases[attachment_id] = lease_id
+        self._release(former)
+        return lease_id, blocks
+
+    def keep(self, attachments: Collection[str]) -> None:
+        """These are there; all others are gone, and have nothing any more."""
+        self._release(*(self._leases.pop(each) for each in self._leases.keys() - attachments))
+
+    def _release(self, *lease_ids: str) -> None:
+        self._loans.release(lease_ids, self._clock())
+
+
+class BlockLender:
+    """A worker's blocks for its readers. `loans` is the truth about what is lent."""
+
+    def __init__(
+        self,
+        identity: LenderIdentity,
+        memory: BlockMemory,
+        loans: ExportedBlocks,
+        find_free: FindFree,
+        *,
+        nixl_net_devices: str = "lo",
+        lets_map: bool = False,
+        limits: LenderLimits = LENDER_LIMITS,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """lets_map: readers on this host may map the whole memory (transport cuda_ipc)."""
+        self.identity = identity
+        self.memory = memory
+        self.loans = loans
+        self.attachments = AttachmentTable()
+        self.followers = LeaseWatchers(loans, limits)
+        max_probes = num_blocks_wanted(memory.block_bytes) // 2
+        self.probes = ProbeBlocks(loans, find_free, self.seal, max_probes, clock)
+        self.shared: Shared | None = None
+        """What readers of transport cuda_ipc are given; made for the first."""
+        self._lets_map = lets_map
+        self._clock = clock
+        self._outlet = BlockReader(memory)
+        device = memory.device
+        self.peers = PushPeers(
+            loans,
+            Frames(region_of(memory), memory.block_bytes),
+            nixl_net_devices,
+            name="lender",
+            before=device.use_in_this_thread if device is not None else lambda: None,
+        )
+        self._sweeper: asyncio.Task[None] | None = None
+        self._is_stopped = False
+        self.reader_holds = ReadPins(loans, self._begin, self._end, limits)
+        self._num_reading = 0
+        self._still = asyncio.Event()
+        self._still.set()
+
+    # -- life
+
+    def start(self) -> None:
+        """Begin to end what lapses."""
+        self._sweeper = start_task(self._sweep_for_ever(), "lender")
+
+    async def stop(self, timeout_s: float) -> None:
+        """Lend no more, and wait for what still moves. Blocks of a push that is not over by then
+        stay out of use."""
+        self._is_stopped = True
+        await end_tasks([self._sweeper])
+        self.loans.end_all()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._still.wait()
+            await self._outlet.close()
+        except TimeoutError:
+            logs.event(logger, "lender_still_read", level=logging.WARNING)
+        await self.peers.close(timeout_s)
+
+    async def quiet(self) -> None:
+        """Wait until nothing is lent any more; the caller bounds it."""
+        while self.loans.num_lent:
+            self.loans.lapse(self._clock())
+            await asyncio.sleep(SWEEP_S / 10)
+
+    def now_s(self) -> float:
+        """The lender's clock."""
+        return self._clock()
+
+    # -- lending
+
+    def enter(
+        self, offers: Iterable[ExportOffer], lease_id: str = "", *, is_computed: bool = True
+    ) -> str:
+        """Lend blocks whose bytes are complete and do not change; those without a checksum can be
+        read from now on, and are to be sealed. is_computed: False: their bytes are still to come,
+        and nobody can read them until `ExportedBlocks.computed` says that they have.
+
+        Returns: the lease. Raises: LeaseLapsed; NotFound when the lender has stopped: nothing was
+            lent then.
+        """
+        self._check_open()
+        return self.loans.lend(offers, lease_id, is_computed=is_computed)[0]
+
+    async def seal(self, lease_id: str) -> PackedBlocks:
+        """Compute and tell the checksums of what a lease lends without; one at a time of a lease.
+
+        Returns: these blocks, in the order in which they were lent.
+        Raises: LeaseLapsed, NotFound when the lender has stopped, TransferFailed of a device: the
+            lease is of no use then, and the caller's to end.
+        """
+        block_ids = self.loans.unsealed_of(lease_id)
+        loop = asyncio.get_running_loop()
+        checksums = await loop.run_in_executor(None, self.memory.checksums, block_ids)
+        self._check_open()
+        return self.loans.seal(lease_id, dict(zip(block_ids, checksums, strict=True)))
+
+    # -- readers come and go
+
+    async def attach(self, reader: ReaderInfo) -> Attachment:
+        """Let a reader in. Raises: InvalidArgument, FailedPrecondition."""
+        self._check_open()
+        if not reader.worker_id:
+            raise InvalidArgument("worker_id", "must be given")
+        if reader.transport not in DIRECT_TRANSPORTS:
+            raise FailedPrecondition(
+                f"transport {reader.transport}: this node lends its blocks; they are read over "
+                f"{' or '.join(DIRECT_TRANSPORTS)}"
+            )
+        if reader.block_bytes != self.memory.block_bytes:
+            raise FailedPrecondition(
+                f"block_bytes: this worker's blocks have {self.memory.block_bytes} bytes, the "
+                f"reader's {reader.block_bytes}"
+            )
+        if reader.fingerprint != self.identity.fingerprint:
+            raise FailedPrecondition("model_fingerprint: this worker serves another model")
+        target: Target | None = None
+        if reader.transport == CUDA_IPC:
+            self._let_map(reader.host_id)
+        if reader.transport == "nixl":
+            if reader.peer is None:
+                raise InvalidArgument("region_address", "must be given for transport nixl")
+            target = await self.peers.meet(reader.peer)
+        for earlier in self.attachments.earlier_lives(reader.worker_id, reader.worker_incarnation):
+            self.attachments.remove(earlier)
+        attachment = self.attachments.add(
+            reader.worker_id, reader.worker_incarnation, reader.transport, False, self._clock()
+        )
+        if target is not None:
+            self.peers.add(attachment.attachment_id, target)
+        self._forget_gone()
+        logs.event(logger, "reader_attached", worker_id=reader.worker_id)
+        return attachment
+
+    def detach(self, attachment_id: str) -> None:
+        """The reader says goodbye: it measures no more."""
+        self.attachments.remove(attachment_id)
+        self._forget_gone()
+
+    def seen(self, attachment_id: str) -> float:
+        """A call of a reader. Returns: the time of it. Raises: UnknownAttachment."""
+        now_s = self._clock()
+        self.attachments.get(attachment_id, now_s)
+        return now_s
+
+    async def await_lent(
+        self,
+        attachment_id: str,
+        lease_id: str,
+        num_known: int,
+        num_wanted: int,
+        budget_s: float,
+        *,
+        takes_unsealed: bool = False,
+        hold_s: float = 0.0,
+    ) -> LeaseUpdate:
+        """What is lent beyond the blocks that a reader knows of; see LeaseWatchers. hold_s: for how
+        long it shall be kept for this reader, if it has mapped the memory: all others read by our
+        own hand, under holds of their own."""
+        begun_s = self._clock()
+        is_mapped = self.attachments.get(attachment_id, begun_s).transport == CUDA_IPC
+        self._need_lease(lease_id, begun_s)
+        told = await self.followers.rest(
+            lease_id, num_known, num_wanted, budget_s, takes_unsealed=takes_unsealed
+        )
+        # In the turn in which it was looked up: nothing comes between what is told and its hold.
+        waited_s, held_s = self._clock() - begun_s, 0.0
+        if told.is_all and is_mapped:
+            held_s = self.reader_holds.keep(lease_id, num_known, hold_s)
+        return replace(told, held_s=held_s, waited_s=waited_s)
+
+    # -- bytes
+
+    async def copy_out(
+        self, attachment_id: str, lease_id: str, blocks: Sequence[Block], chunk_bytes: int
+    ) -> AsyncGenerator[tuple[int, int, bytes, bool], None]:
+        """Pieces of blocks (gRPC transport): (index, offset, bytes, is stale); a stale one has
+        none.
+
+        Raises: LeaseLapsed, UnknownAttachment, TransferFailed.
+        """
+        self._need_lease(lease_id, self.seen(attachment_id))
+        if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
+            raise InvalidArgument("chunk_bytes", f"between 1 and {MAX_CHUNK_BYTES}")
+        hold_id, held = self.loans.hold(blocks)
+        self._begin()
+        try:
+            for index, holds in enumerate(held):
+                if not holds:
+                    self.loans.refused[GENERATION] += 1
+                    yield index, 0, b"", True
+            indices = [index for index, holds in enumerate(held) if holds]
+            block_ids = [blocks[index].frame for index in indices]
+            at = iter(indices)
+            async for content in self._outlet.blocks(block_ids):
+                index = next(at)
+                for offset in range(0, self.memory.block_bytes, chunk_bytes):
+                    yield index, offset, bytes(content[offset : offset + chunk_bytes]), False
+                self.loans.counters.num_bytes_read += self.memory.block_bytes
+        finally:
+            self._end()
+            self.loans.unhold(hold_id)
+
+    async def push(
+        self,
+        attachment_id: str,
+        lease_id: str,
+        push_id: str,
+        blocks: Sequence[Block],
+        destinations: Sequence[int],
+        budget_s: float,
+    ) -> PushOutcome:
+        """Write blocks into the reader's own (NIXL transport)."""
+        self._need_lease(lease_id, self.seen(attachment_id))
+        outcome = await self.peers.push(
+            attachment_id, push_id, blocks, destinations, Deadline.after(budget_s)
+        )
+        self.loans.counters.num_bytes_read += outcome.num_bytes
+        return outcome
+
+    def confirm(
+        self,
+        attachment_id: str,
+        lease_id: str,
+        pairs: Sequence[tuple[int, int]],
+        num_bytes_read: int,
+    ) -> list[int]:
+        """A reader has copied these (block id, generation) out of the memory that it has mapped.
+
+        Returns: the indices of those that were not lent any more. Raises: LeaseLapsed,
+            UnknownAttachment.
+        """
+        self._need_lease(lease_id, self.seen(attachment_id))
+        stale = self.loans.find_stale(pairs)
+        if stale:
+            self.loans.refused[GENERATION] += len(stale)
+        self.loans.counters.num_bytes_read += num_bytes_read
+        return stale
+
+    def was_read(self, num_bytes: int) -> None:
+        """A reader says so of bytes that it has not been confirmed; not more than there are."""
+        num_bytes = min(num_bytes, self.memory.num_blocks * self.memory.block_bytes)
+        self.loans.counters.num_bytes_read += num_bytes
+
+    async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
+        """Somebody read bad bytes out of these: look, and end the leases that name bytes which are
+        not there. Returns: how many blocks were bad."""
+        self.seen(attachment_id)
+        hold_id, _ = self.loans.hold(blocks)
+        self._begin()
+        try:
+            expected = self.loans.checksums_of(blocks)
+            wanted = [block.frame for block, known in zip(blocks, expected, strict=True) if known]
+            found = dict(
+                zip(wanted, await asyncio.to_thread(self.memory.checksums, wanted), strict=True)
+            )
+            bad = {
+                (block.frame, checksum)
+                for block, known in zip(blocks, expected, strict=True)
+                for checksum in known
+                if checksum != found[block.frame]
+            }
+            self.loans.drop(bad)
+        finally:
+            self._end()
+            self.loans.unhold(hold_id)
+        num_bad = len({block_id for block_id, _ in bad})
+        if num_bad:
+            self.loans.refused[CHECKSUM] += num_bad
+            logs.event(logger, "lent_blocks_damaged", level=logging.ERROR, num_blocks=num_bad)
+        return num_bad
+
+    def check_integrity(self) -> str:
+        """Recompute every law. Returns: what failed, empty when all held."""
+        try:
+            self.loans.lapse(self._clock())
+            self.loans.check_integrity()
+            self.followers.check_integrity()
+            self.reader_holds.check_integrity()
+        except IntegrityError as error:
+            logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))
+            return str(error)
+        return ""
+
+    # -- inside
+
+    def _let_map(self, host_id: str) -> None:
+        """Make what a reader needs to map the memory. Raises: FailedPrecondition."""
+        device = self.memory.device
+        if not self._lets_map:
+            raise FailedPrecondition(
+                "transport cuda_ipc: this worker lets nobody map its cache; set lend_mapped=true "
+                "there, or direct_transport to nixl or grpc here"
+            )
+        if not host_id or host_id != own_host_id():
+            raise FailedPrecondition(
+                "transport cuda_ipc: this worker is on another host, or a kernel tells none "
+                "which: its memory cannot be mapped; set direct_transport to nixl or grpc"
+            )
+        if device is None:
+            raise FailedPrecondition(
+                "transport cuda_ipc: this worker's cache lies in host memory; set "
+                "direct_transport to nixl or grpc"
+            )
+        if self.shared is None:
+            self.shared = device.share(self.memory.address)
+
+    def _check_open(self) -> None:
+        if self._is_stopped:
+            raise NotFound("this worker is stopping: it lends no more")
+
+    def _need_lease(self, lease_id: str, now_s: float) -> None:
+        self._check_open()
+        try:
+            self.loans.check_lease(lease_id, now_s)
+        except LeaseLapsed:
+            self.loans.refused[LEASE_LAPSED] += 1
+            raise
+
+    def _begin(self) -> None:
+        self._num_reading += 1
+        self._still.clear()
+
+    def _end(self) -> None:
+        self._num_reading -= 1
+        if self._num_reading == 0:
+            self._still.set()
+
+    def _forget_gone(self) -> None:
+        attached = {attachment.attachment_id for attachment in self.attachments}
+        self.peers.keep(attached)
+        self.probes.keep(attached)
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now_s = self._clock()
+            self.loans.lapse(now_s)
+            for attachment_id in self.attachments.silent_since(now_s - ATTACHMENT_TTL_S):
+                self.attachments.remove(attachment_id)
+            self._forget_gone()

@@ -1,0 +1,82 @@
+"""ChangeLog: which blocks came to a store and which left it, in order, until the prefix index has
+them.
+
+The store appends and never waits; the publisher of the index (index_publisher.py) takes. Beyond
+`max_changes` the log drops all changes and says `overflowed`: publishing everything anew then costs
+less memory than the list. `serve` makes the log and gives it to both.
+
+One asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import NamedTuple
+
+from process.deadline import Clock
+
+MAX_CHANGES = 200_000
+"""About 30 MB."""
+
+
+class BlockChange(NamedTuple):
+    """A block that is present from `since_s` on, or absent."""
+
+    is_present: bool
+    chain_hash: bytes
+    since_s: float
+    """On the log's clock."""
+
+
+class ChangeLog:
+    """Changes that were not taken yet."""
+
+    def __init__(self, max_changes: int = MAX_CHANGES, clock: Clock = time.monotonic) -> None:
+        self.appended = asyncio.Event()
+        """Set by each change; its reader clears it."""
+        self.overflowed = False
+        """Changes were dropped since the last `clear`, and those that come are."""
+        self.since_s: float | None = None
+        """When the oldest change came that was not taken, or was dropped; None: there is none."""
+        self._max_changes = max_changes
+        self._clock = clock
+        self._changes: list[BlockChange] = []
+
+    def __len__(self) -> int:
+        return len(self._changes)
+
+    def append(self, is_present: bool, chain_hash: bytes) -> None:
+        """A block came or left."""
+        if self.overflowed:
+            return
+        now_s = self._clock()
+        if self.since_s is None:
+            self.since_s = now_s
+        self._changes.append(BlockChange(is_present, chain_hash, now_s))
+        if len(self._changes) > self._max_changes:
+            self._changes.clear()
+            self.overflowed = True
+        self.appended.set()
+
+    def take(self, max_changes: int) -> list[BlockChange]:
+        """Remove the oldest changes, at most so many. Returns: these, in order."""
+        taken = self._changes[:max_changes]
+        del self._changes[:max_changes]
+        if not self.overflowed:
+            self.since_s = self._changes[0].since_s if self._changes else None
+        return taken
+
+    def clear(self) -> None:
+        """Forget all changes. For a reader that has listed what is present in the same turn of the
+        loop."""
+        self._changes.clear()
+        self.overflowed = False
+        self.since_s = None
+
+
+class NullLog(ChangeLog):
+    """For a store that is in no index: keeps nothing."""
+
+    def append(self, is_present: bool, chain_hash: bytes) -> None:
+        """See ChangeLog."""

@@ -1,0 +1,536 @@
+"""ExportedBlocks: the blocks of a worker's cache that other workers may read, under leases.
+
+Life of an exported block: `lend` under a lease -> read by holders of the lease, under holds -> its
+last lease and its last hold are over: it is given back, once (`on_free`), and its generation grows
+by two, so that no earlier handle fits it again. In between its bytes do not change: the worker sees
+to that before it lends.
+
+A block may be lent before its checksum is known: it can be read from then on, but not verified
+until it is sealed. And it may be entered before it is computed, so that only the word of that is
+left to be sent then: until it is computed it is named to no reader, no generation of it is
+confirmed, and no hold or handle has it.
+
+A lease is kept by the request that lends until `hand_over`; then it grows no more, lapses by its
+deadline unless its reader renews it, and ends at once when it is released. A hold is a copy under
+way, and keeps blocks beyond the end of their leases.
+
+Laws, recomputed by `check_integrity`: a block is lent as long as leases and holds name it and no
+longer, each counted once; no lease that was handed over names a block that is not sealed; what is
+not computed has no hold. The worker sees to it that no lease is kept for a request that is gone
+(`kept`).
+
+Knows no engine, no bytes and no clock: times are seconds on the caller's. Plain synchronous values,
+one thread.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from kvstore.blocks import Block, PackedBlocks, Tier, block_of
+from kvstore.blocks import row as pack
+from kvstore.errors import IntegrityError, LeaseLapsed
+
+FIRST_GENERATION = 2
+"""Even, as of every block that can be read, and not the 0 of a field that nobody set."""
+
+
+class ExportOffer(NamedTuple):
+    """A block to be lent; a tuple, for one is made of each block of each prompt. chain_hash is
+    empty for a tail block; num_tokens counts filled slots; checksum None: it is sealed later."""
+
+    block_id: int
+    chain_hash: bytes
+    checksum: int | None
+    num_tokens: int
+
+
+@dataclass
+class ExportCounters:
+    """Sums since the worker began."""
+
+    num_blocks_lent: int = 0
+    num_bytes_read: int = 0
+    num_leases_lapsed: int = 0
+
+
+@dataclass(slots=True)
+class ExportedBlock:
+    """One block. is_computed: its bytes are complete; until then nobody can read it."""
+
+    chain_hash: bytes
+    is_computed: bool = False
+    num_leases: int = 0
+    num_holds: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class ExportLease:
+    """expires_at_s: infinite until it is handed over."""
+
+    expires_at_s: float
+    blocks: dict[int, bytes] = field(default_factory=dict)
+    """By block id, in the order in which they were lent, as readers are told of them: packed."""
+    unsealed: dict[int, None] = field(default_factory=dict)
+    """Of them those that wait for a checksum; theirs is 0."""
+    ahead: dict[int, bytes] = field(default_factory=dict)
+    """Those that it will lend when they are computed, by block id, in that order: packed. None of
+    `blocks`."""
+    on_end: list[Callable[[], None]] = field(default_factory=list)
+    watchers: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def is_kept(self) -> bool:
+        """It was not handed over."""
+        return math.isinf(self.expires_at_s)
+
+    @property
+    def num_sealed(self) -> int:
+        """Leading blocks whose checksums are known."""
+        num_unsealed = len(self.unsealed)
+        newest = dict.fromkeys(islice(reversed(self.blocks), num_unsealed))
+        if newest.keys() == self.unsealed.keys():  # as nearly always
+            return len(self.blocks) - num_unsealed
+        return next(at for at, block_id in enumerate(self.blocks) if block_id in self.unsealed)
+
+    def checksum_of(self, block_id: int) -> int | None:
+        """None: it is not lent under this lease, or not sealed."""
+        row = self.blocks.get(block_id)
+        return None if row is None or block_id in self.unsealed else block_of(row).checksum
+
+    def computed(self, block_ids: Sequence[int]) -> None:
+        """See ExportedBlocks.computed, which tells whoever watches."""
+        if list(islice(self.ahead, len(block_ids))) != list(block_ids):
+            raise IntegrityError(f"blocks {list(block_ids)} are not the next that it was to lend")
+        for block_id in block_ids:
+            self.blocks[block_id] = self.ahead.pop(block_id)
+            self.unsealed[block_id] = None
+
+    def seal(self, checksums: Mapping[int, int]) -> PackedBlocks:
+        """See ExportedBlocks.seal."""
+        for block_id in checksums:
+            if block_id not in self.unsealed:
+                raise IntegrityError(f"block {block_id} waits for no checksum")
+        packed = PackedBlocks.of_rows(self.blocks[block_id] for block_id in checksums)
+        sealed = packed.with_checksums(0, list(checksums.values()))
+        for block_id, row in zip(checksums, sealed.rows, strict=True):
+            self.blocks[block_id] = row
+            del self.unsealed[block_id]
+        self.tell()
+        return sealed
+
+    def tell(self) -> None:
+        """Have all who watch look."""
+        for then in tuple(self.watchers):
+            then()
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError."""
+        if not self.unsealed.keys() <= self.blocks.keys():
+            raise IntegrityError("a block waits for a checksum and is not lent")
+        if self.unsealed and not self.is_kept:
+            raise IntegrityError("handed over with a block that is not sealed")
+        if self.ahead and not self.is_kept:
+            raise IntegrityError("handed over with a block that is not computed")
+        if self.ahead.keys() & self.blocks.keys():
+            raise IntegrityError("a block is lent and yet to be computed")
+
+
+@dataclass(frozen=True)
+class LenderPromise:
+    """What a lender has said of blocks that no handle names yet.
+
+    num_unsealed: so many of the last ones have no checksum yet: their bytes are complete, and only
+    a handle says what they must be. held_until_s: the lender keeps all of them in place until then,
+    on this process' monotonic clock; 0: it has not promised it.
+    """
+
+    num_unsealed: int = 0
+    held_until_s: float = 0.0
+
+
+NO_PROMISE = LenderPromise()
+
+
+@dataclass(frozen=True)
+class LeaseUpdate:
+    """Blocks beyond those that were known; `is_all`: they are all that was wanted, or the lease was
+    handed over and lends no more. The last `num_unsealed` of them have no checksum yet.
+
+    held_s: the lender keeps them in place for so long from its answer on; 0: it does not. waited_s:
+    how long the question was with it.
+    """
+
+    blocks: PackedBlocks
+    is_all: bool
+    num_unsealed: int = 0
+    held_s: float = 0.0
+    waited_s: float = 0.0
+
+    def word(self, asked_s: float) -> LenderPromise:
+        """As whoever asked at `asked_s` may rely on it: the question came later than it was asked,
+        so the promise ends no sooner than this."""
+        held_until_s = asked_s + self.waited_s + self.held_s if self.held_s else 0.0
+        return LenderPromise(self.num_unsealed, held_until_s)
+
+
+class ExportedBlocks:
+    """The exported blocks of one worker, and their leases."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        frame_bytes: int,
+        max_ttl_s: float,
+        on_free: Callable[[Sequence[int]], None],
+    ) -> None:
+        """on_free: told of blocks that are lent no more; each `lend` of one is answered by one."""
+        self.num_blocks = num_blocks
+        self.frame_bytes = frame_bytes
+        self.max_ttl_s = max_ttl_s
+        self.counters = ExportCounters()
+        self.refused: Counter[str] = Counter()
+        self._on_free = on_free
+        self._generations: dict[int, int] = {}  # of blocks that were lent before
+        self._lent: dict[int, ExportedBlock] = {}
+        self._leases: dict[str, ExportLease] = {}
+        self._holds: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def num_lent(self) -> int:
+        return len(self._lent)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def kept(self) -> set[str]:
+        """Leases that were not handed over: they have no end."""
+        return {name for name, lease in self._leases.items() if lease.is_kept}
+
+    @property
+    def num_watchers(self) -> int:
+        """Of all leases."""
+        return sum(len(lease.watchers) for lease in self._leases.values())
+
+    # -- lending
+
+    def lend(
+        self, offers: Iterable[ExportOffer], lease_id: str = "", *, is_computed: bool = True
+    ) -> tuple[str, PackedBlocks]:
+        """Lend blocks under a lease that the caller keeps; an empty `lease_id` makes one.
+
+        A block that is lent already, to others who share it, is one block: what the caller did to
+        keep this one in place is given back at once (`on_free`).
+        Args: is_computed: False: their bytes are not complete, checksums not known: they are only
+            entered, in order, and count as lent; `computed` lets readers know of them.
+        Returns: the lease, and the blocks as readers know them, or are to.
+        Raises: LeaseLapsed for a lease that is over, IntegrityError for one that was handed over,
+            and for a block that is lent with another content; nothing was done.
+        """
+        offers = list(offers)
+        rows: list[bytes] = []
+        for block_id, chain_hash, checksum, num_tokens in offers:
+            known = self._lent.get(block_id)
+            if known is not None and known.chain_hash != chain_hash:
+                raise IntegrityError(f"block {block_id} is lent with another content")
+            generation = self._generations.get(block_id, FIRST_GENERATION)
+            rows.append(
+                pack(chain_hash, block_id, generation, checksum or 0, num_tokens, Tier.DEVICE)
+            )
+        lease = self._lease(lease_id) if lease_id else ExportLease(math.inf)
+        if not lease.is_kept:
+            raise IntegrityError(f"lease {lease_id} was handed over; it grows no more")
+        if not lease_id:
+            lease_id = secrets.token_hex(16)
+            self._leases[lease_id] = lease
+        twice: list[int] = []
+        named, ahead, unsealed = lease.blocks, lease.ahead, lease.unsealed
+        for (block_id, chain_hash, checksum, _), row in zip(offers, rows, strict=True):
+            lent = self._lent.get(block_id)
+            if lent is None:
+                lent = self._lent[block_id] = ExportedBlock(chain_hash)
+            else:
+                twice.append(block_id)
+            lent.num_leases += block_id not in named and block_id not in ahead
+            if not is_computed:
+                if block_id not in named:
+                    ahead[block_id] = row
+                continue
+            ahead.pop(block_id, None)
+            unsealed.pop(block_id, None)
+            if checksum is None:
+                unsealed[block_id] = None
+            named[block_id] = row
+        if twice:
+            self._on_free(twice)
+        if is_computed:
+            self._can_be_read([offer.block_id for offer in offers])
+            lease.tell()
+        return lease_id, PackedBlocks.of_rows(rows)
+
+    def computed(self, lease_id: str, block_ids: Sequence[int]) -> None:
+        """Lend the next of those that were only entered: their bytes are complete, they are to be
+        sealed. Raises: LeaseLapsed; IntegrityError for others than the next; nothing was done."""
+        lease = self._lease(lease_id)
+        lease.computed(block_ids)
+        self._can_be_read(block_ids)
+        lease.tell()
+
+    def unsealed_of(self, lease_id: str) -> list[int]:
+        """Ids of the blocks that are lent under it without a checksum. Raises: LeaseLapsed."""
+        return list(self._lease(lease_id).unsealed)
+
+    def seal(self, lease_id: str, checksums: Mapping[int, int]) -> PackedBlocks:
+        """The checksums of blocks that were lent without, by block id.
+
+        Returns: the blocks as readers can verify them, in that order.
+        Raises: LeaseLapsed; IntegrityError for a block that does not wait for one; nothing was
+            done.
+        """
+        return self._lease(lease_id).seal(checksums)
+
+    def hand_over(self, lease_id: str, ttl_s: float, now_s: float) -> None:
+        """From here on the lease is whoever's that was told of it: it lapses. What it names and is
+        not computed is given back. Raises: LeaseLapsed; IntegrityError where a block of it is not
+        sealed."""
+        lease = self._lease(lease_id)
+        if lease.unsealed:
+            raise IntegrityError(f"lease {lease_id}: {len(lease.unsealed)} blocks are not sealed")
+        not_computed, lease.ahead = lease.ahead, {}
+        self._leave(not_computed)
+        lease.expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
+        lease.tell()
+
+    # -- watching a lease grow
+
+    def watch(self, lease_id: str, then: Callable[[], None]) -> None:
+        """Have `then` called whenever the lease lends or seals more, is handed over or ends, until
+        `unwatch`. Raises: LeaseLapsed."""
+        self._lease(lease_id).watchers.append(then)
+
+    def unwatch(self, lease_id: str, then: Callable[[], None]) -> None:
+        """Idempotent."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and then in lease.watchers:
+            lease.watchers.remove(then)
+
+    def is_whole(self, lease_id: str, num_wanted: int, *, takes_unsealed: bool = False) -> bool:
+        """Whether so many blocks are lent under it, or it was handed over with fewer. Blocks that
+        are not sealed count for who takes them. Raises: LeaseLapsed."""
+        lease = self._lease(lease_id)
+        num_lent = len(lease.blocks) if takes_unsealed else lease.num_sealed
+        return num_lent >= num_wanted or not lease.is_kept
+
+    def num_sealed(self, lease_id: str) -> int:
+        """Of the lease's blocks, in the order in which they were lent, as many as are sealed before
+        the first that is not. Raises: LeaseLapsed."""
+        return self._lease(lease_id).num_sealed
+
+    def blocks_of(self, lease_id: str, first: int) -> PackedBlocks:
+        """Blocks of a lease from the `first` on, in the order in which they were lent. Raises:
+        LeaseLapsed."""
+        return PackedBlocks.of_rows(islice(self._lease(lease_id).blocks.values(), first, None))
+
+    # -- leases
+
+    def renew(self, lease_id: str, ttl_s: float, now_s: float) -> None:
+        """Let a lease live `ttl_s` from now, within the bound; never shortens (0: leave its end as
+        it is). Raises: LeaseLapsed."""
+        self.lapse(now_s)
+        lease = self._lease(lease_id)
+        if ttl_s > 0:
+            expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
+            lease.expires_at_s = max(lease.expires_at_s, expires_at_s)
+
+    def check_lease(self, lease_id: str, now_s: float) -> None:
+        """Raises: LeaseLapsed when it is not there (any more)."""
+        self.lapse(now_s)
+        self._lease(lease_id)
+
+    def release(self, lease_ids: Iterable[str], now_s: float) -> int:
+        """End leases; those that are over already are passed over. Returns: how many were ended."""
+        self.lapse(now_s)
+        return self._end(lease_ids)
+
+    def lapse(self, now_s: float) -> None:
+        """End the leases that are over by `now_s`."""
+        over = [name for name, lease in self._leases.items() if lease.expires_at_s <= now_s]
+        self.counters.num_leases_lapsed += self._end(over)
+
+    def when_over(self, lease_id: str, then: Callable[[], None]) -> None:
+        """Have `then` called once, when the lease ends, however that is; now if it is over."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            then()
+        else:
+            lease.on_end.append(then)
+
+    def end_all(self) -> None:
+        """The worker stops: end every lease. Copies under way keep their blocks."""
+        self._end(list(self._leases))
+
+    # -- reading
+
+    def hold(self, blocks: Sequence[Block]) -> tuple[str, list[bool]]:
+        """Keep blocks in place while they are copied.
+
+        Returns: an id for `unhold`, and for each block whether it still is what it says.
+        """
+        is_held = [self._is_lent(block) for block in blocks]
+        pairs = zip(blocks, is_held, strict=True)
+        block_ids = tuple(dict.fromkeys(block.frame for block, held in pairs if held))
+        return self._hold(block_ids), is_held
+
+    def hold_lease(self, lease_id: str, first: int) -> str:
+        """Keep the blocks of a lease in place, from the `first` on in the order in which they were
+        lent, beyond its end. Returns: an id for `unhold`. Raises: LeaseLapsed."""
+        return self._hold(tuple(islice(self._lease(lease_id).blocks, first, None)))
+
+    def has_holds(self, hold_ids: Iterable[str]) -> bool:
+        """Whether none of them is over."""
+        return all(hold_id in self._holds for hold_id in hold_ids)
+
+    def unhold(self, hold_id: str) -> None:
+        """The copy is over. Idempotent."""
+        block_ids = self._holds.pop(hold_id, ())
+        for block_id in block_ids:
+            self._lent[block_id].num_holds -= 1
+        self._settle(block_ids)
+
+    def find_stale(self, pairs: Iterable[tuple[int, int]]) -> list[int]:
+        """Which of these (block id, generation) are not lent like that any more: their indices. All
+        others have been, without a break, since they were lent."""
+        lent, known = self._lent, self._generations
+        return [
+            index
+            for index, (block_id, generation) in enumerate(pairs)
+            if block_id not in lent
+            or not lent[block_id].is_computed
+            or known.get(block_id, FIRST_GENERATION) != generation
+        ]
+
+    # -- damage
+
+    def checksums_of(self, blocks: Sequence[Block]) -> list[set[int]]:
+        """For each block the checksums that it was lent with; none where it is not what it says,
+        or not sealed."""
+        return [
+            {
+                checksum
+                for lease in self._leases.values()
+                if (checksum := lease.checksum_of(block.frame)) is not None
+            }
+            if self._is_lent(block)
+            else set()
+            for block in blocks
+        ]
+
+    def drop(self, bad: Collection[tuple[int, int]]) -> int:
+        """End every lease that names a (block id, checksum) of `bad`. Returns: how many."""
+        return self._end(
+            [
+                name
+                for name, lease in self._leases.items()
+                if any(lease.checksum_of(block_id) == checksum for block_id, checksum in bad)
+            ]
+        )
+
+    # -- account
+
+    def check_integrity(self) -> None:
+        """Recompute the laws. Raises: IntegrityError naming the first that fails."""
+        leases: Counter[int] = Counter()
+        for name, lease in self._leases.items():
+            leases.update([*lease.blocks, *lease.ahead])
+            lease.check_integrity()
+            for block_id, row in (*lease.blocks.items(), *lease.ahead.items()):
+                block, is_ahead = block_of(row), block_id in lease.ahead
+                if not self._is_lent(block, is_ahead=is_ahead) or block.frame != block_id:
+                    raise IntegrityError(f"lease {name}: block {block_id} is not lent as it says")
+        holds = Counter(block_id for held in self._holds.values() for block_id in held)
+        for block_id in self._lent.keys() | leases.keys() | holds.keys():
+            lent = self._lent.get(block_id)
+            if lent is None:
+                raise IntegrityError(f"block {block_id}: leased or held, and not lent")
+            if (lent.num_leases, lent.num_holds) != (leases[block_id], holds[block_id]):
+                raise IntegrityError(f"block {block_id}: its leases or holds are miscounted")
+            if lent.num_leases + lent.num_holds == 0:
+                raise IntegrityError(f"block {block_id}: lent to nobody")
+            if lent.num_holds and not lent.is_computed:
+                raise IntegrityError(f"block {block_id}: held, and not computed")
+            if not 0 <= block_id < self.num_blocks:
+                raise IntegrityError(f"block {block_id} does not exist")
+        if any(generation % 2 for generation in self._generations.values()):
+            raise IntegrityError("a generation is odd")
+
+    # -- inside
+
+    def _lease(self, lease_id: str) -> ExportLease:
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            raise LeaseLapsed(f"lease {lease_id or '(empty)'}: released, lapsed or never made")
+        return lease
+
+    def _hold(self, block_ids: tuple[int, ...]) -> str:
+        hold_id = secrets.token_hex(16)
+        self._holds[hold_id] = block_ids
+        for block_id in block_ids:
+            self._lent[block_id].num_holds += 1
+        return hold_id
+
+    def _generation(self, block_id: int) -> int:
+        return self._generations.get(block_id, FIRST_GENERATION)
+
+    def _is_lent(self, block: Block, *, is_ahead: bool = False) -> bool:
+        """is_ahead: it need not be computed."""
+        lent = self._lent.get(block.frame)
+        if lent is None or lent.chain_hash != block.chain_hash:
+            return False
+        if not (lent.is_computed or is_ahead):
+            return False
+        return self._generation(block.frame) == block.generation
+
+    def _end(self, lease_ids: Iterable[str]) -> int:
+        num_ended = 0
+        for lease_id in lease_ids:
+            lease = self._leases.pop(lease_id, None)
+            if lease is None:
+                continue
+            num_ended += 1
+            self._leave([*lease.blocks, *lease.ahead])
+            for then in lease.on_end:
+                then()
+            lease.tell()
+        return num_ended
+
+    def _can_be_read(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            lent = self._lent[block_id]
+            self.counters.num_blocks_lent += not lent.is_computed
+            lent.is_computed = True
+
+    def _leave(self, block_ids: Collection[int]) -> None:
+        """A lease names them no more."""
+        for block_id in block_ids:
+            self._lent[block_id].num_leases -= 1
+        self._settle(block_ids)
+
+    def _settle(self, block_ids: Iterable[int]) -> None:
+        """Give back what nobody leases or holds any more."""
+        free: list[int] = []
+        for block_id in block_ids:
+            lent = self._lent[block_id]
+            if lent.num_leases == lent.num_holds == 0:
+                del self._lent[block_id]
+                self._generations[block_id] = self._generation(block_id) + 2
+                free.append(block_id)
+        if free:
+            self._on_free(free)

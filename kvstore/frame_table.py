@@ -1,0 +1,418 @@
+"""FrameTable: which block lies in which frame and page, which tenant these are charged to, and how
+room is made.
+
+Frames and pages are the two kinds of slots of a store. A block that must leave its frame stays
+present if it has a page; without one it leaves the store, and only as a leaf of the tree. A block
+that must leave its page stays present while it has a frame. Which block goes is decided by tenants'
+shares (tenancy.py) and then by the order of use (prefix_tree.py).
+
+A node that was removed because its bytes, or those of a block above it, are bad keeps its frame
+until its last pin ends. A frame with bad bytes is QUARANTINED meanwhile.
+
+Blocks that move between the tiers; the bytes are moved by FileTier, in threads:
+- demotion: the oldest unpinned block that lies in a frame only, with all of its prefix that has no
+  page, parents first, so that the file tier is prefix-closed at each moment. Its frames stay as
+  they are until another block needs them; they are `clean` meanwhile;
+- promotion: a block that lies in a page only is read into a frame and checked there. If it is bad,
+  it is removed with all below.
+
+Conservation law of moves: pages being written are those of the demotions under way, frames being
+read into (`promoting`) those of the promotions under way.
+
+Knows nothing of leases, workers or bytes. Plain and synchronous, one thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.blocks import Block, Page, StoredPage
+from kvstore.change_log import ChangeLog
+from kvstore.errors import IntegrityError
+from kvstore.history import DAMAGED, DEMOTED, EVICTED, LEFT_MEMORY, LOST, PROMOTED, BlockHistory
+from kvstore.prefix_tree import PrefixTree, TreeNode
+from kvstore.slot_pool import FramePool, SlotPool, SlotState
+from kvstore.tenancy import SlotAccount, TenantShares
+
+
+@dataclass(frozen=True, slots=True)
+class PageWrite:
+    """One block to be written to page `index`."""
+
+    node: TreeNode
+    block: Block
+    index: int
+
+
+@dataclass(eq=False, slots=True)
+class Demotion:
+    """writes: parents before children. parent: the node with a page that the first one follows."""
+
+    writes: list[PageWrite]
+    parent: TreeNode | None
+
+
+@dataclass(eq=False, slots=True)
+class Promotion:
+    """Page `page` of `node` is being read into `frame`."""
+
+    node: TreeNode
+    page: Page
+    frame: int
+
+
+class FrameTable:
+    """Frames, pages and the tree of what lies in them."""
+
+    def __init__(
+        self,
+        num_frames: int,
+        shares: TenantShares,
+        *,
+        published: npt.NDArray[np.uint64] | None = None,
+        changes: ChangeLog | None = None,
+        history: BlockHistory | None = None,
+    ) -> None:
+        """published: as in FramePool. changes: as in PrefixTree."""
+        self.history = BlockHistory() if history is None else history
+        self.shares = shares
+        self.tree = PrefixTree(shares, changes)
+        self.frames = FramePool(num_frames, published)
+        self.frame_account = SlotAccount(num_frames, shares)
+        self.pages = SlotPool(0)
+        self.page_account = SlotAccount(0, shares)
+        self.committed: dict[int, TreeNode] = {}
+        """frame -> node; tails, and nodes that left the tree, among them."""
+        self.tails: dict[int, str] = {}
+        """frame -> the name that the tail was reserved under."""
+        self.damaged: dict[int, TreeNode] = {}
+        """frame -> node with bad bytes that leases pin."""
+        self.demotions: set[Demotion] = set()
+        self.promotions: dict[int, Promotion] = {}
+        """By frame."""
+        self.num_evictions = 0
+        self.num_demoted = 0
+        self.num_promoted = 0
+        self.num_pages_bad = 0
+
+    # -- frames
+
+    @property
+    def num_available(self) -> int:
+        """Frames that can be given to another block at once without loss."""
+        return self.frames.count(SlotState.FREE) + len(self.tree.clean)
+
+    def take_frame(self, tenant: str) -> int | None:
+        """A frame to write into (WRITING), charged to `tenant`; None when no block may give its
+        frame up."""
+        frame = self.frames.take()
+        if frame is None:
+            for group in self.frame_account.groups_to_evict(tenant):
+                # A newer block that has a page goes before an older one that would be lost.
+                node = self.tree.clean_order[group].first() or self.tree.leaf_order[group].first()
+                if node is not None:
+                    self._evict(node)
+                    frame = self.frames.take()
+                    break
+        if frame is not None:
+            self.frame_account.take(frame, tenant)
+        return frame
+
+    def free_frame(self, frame: int) -> None:
+        """A frame without a node comes free."""
+        self.frames.free(frame)
+        self.frame_account.release(frame)
+
+    def place(self, frame: int, node: TreeNode, checksum: int, num_tokens: int) -> Block:
+        """WRITING -> COMMITTED: the node's bytes are in the frame now. The frame is charged to the
+        tenant that stored the block first."""
+        self.frames.commit(frame)
+        generation = self.frames.generations[frame]
+        block = Block(node.chain_hash, frame, generation, checksum, num_tokens)
+        self.committed[frame] = node
+        self.frame_account.transfer_to(frame, node.tenant)
+        self.tree.set_block(node, block)
+        return block
+
+    def place_tail(self, frame: int, name: str, checksum: int, num_tokens: int) -> TreeNode:
+        """As `place`, for the unfilled last block of a prompt."""
+        node = TreeNode(b"", None, 0, self.frame_account.tenant_of(frame))
+        self.tails[frame] = name
+        self.place(frame, node, checksum, num_tokens)
+        return node
+
+    def unpin(self, node: TreeNode) -> None:
+        """One pin ends; with the last one the frame of a removed node or a tail comes free."""
+        self.tree.unpin(node)
+        if node.num_pins == 0 and not self.tree.is_present(node):
+            self._leave_frame(node)
+
+    # -- pages
+
+    def open_pages(self, num_pages: int, stored: Sequence[StoredPage]) -> int:
+        """A file tier is there from now on, with the blocks that an earlier life left in it: of
+        each the page written last, and only if its whole prefix is there. Returns: how many."""
+        if len(self.tree):
+            raise IntegrityError("a file tier is opened before anything is stored")
+        kept = _prefix_closed(stored)
+        self.pages = SlotPool(num_pages, (each.index for each in kept))
+        self.page_account = SlotAccount(num_pages, self.shares)
+        self.tree.has_pages = True
+        for each in kept:
+            parent = self.tree.find(each.parent) if each.parent else None
+            page = Page(each.index, each.checksum, each.num_tokens)
+            self.page_account.take(each.index, each.tenant)
+            self.tree.insert(each.chain_hash, parent, tenant=each.tenant, page=page)
+        for each in sorted(kept, key=lambda page: page.serial):
+            node = self.tree.find(each.chain_hash)
+            if node is not None:
+                self.tree.touch([node])
+        return len(kept)
+
+    def close_pages(self) -> int:
+        """The file tier is gone. Blocks that lay only there, and all below them, leave the store.
+        No move may be under way. Returns: how many blocks went."""
+        num_lost = self.remove_subtrees([node for node in self.tree if node.block is None])
+        for node in reversed(list(self.tree)):
+            if node.page is not None:
+                self._leave_page(node)
+        self.pages = SlotPool(0)
+        self.page_account = SlotAccount(0, self.shares)
+        self.tree.has_pages = False
+        return num_lost
+
+    # -- demotion
+
+    def begin_demotion(self, max_blocks: int) -> Demotion | None:
+        """What to write next; None when nothing can go into the file tier. Its blocks are pinned
+        and their pages taken until `end_demotion`."""
+        if not self.pages.num_slots:
+            return None
+        for oldest in self._next_to_demote():
+            path: list[TreeNode] = []
+            node: TreeNode | None = oldest
+            while node is not None and node.page is None:
+                path.append(node)
+                node = node.parent
+            demotion = Demotion([], node)
+            if node is not None:
+                self.tree.use_page(node, 1)  # it must not give way to its own children
+            for each in reversed(path[-max_blocks:]):
+                index = self._take_page(each) if each.block is not None else None
+                if index is None or each.block is None:
+                    break
+                self.tree.pin(each)
+                demotion.writes.append(PageWrite(each, each.block, index))
+            if demotion.writes:
+                self.demotions.add(demotion)
+                return demotion
+            if node is not None:
+                self.tree.use_page(node, -1)
+        return None
+
+    def end_demotion(self, demotion: Demotion, done: Sequence[bool]) -> None:
+        """done: of each write in order, whether its bytes were good and are in the page."""
+        self.demotions.remove(demotion)
+        demoted: list[bytes] = []
+        if demotion.parent is not None:
+            self.tree.use_page(demotion.parent, -1)
+        for write, is_done in zip(demotion.writes, done, strict=True):
+            node = write.node
+            has_way = node.parent is None or node.parent.page is not None
+            if is_done and has_way and self.tree.is_present(node) and node.page is None:
+                page = Page(write.index, write.block.checksum, write.block.num_tokens)
+                self.tree.set_page(node, page)
+                self.pages.commit(write.index)
+                self.num_demoted += 1
+                demoted.append(node.chain_hash)
+            else:
+                self._free_page(write.index)
+        self.history.note(DEMOTED, demoted)
+        for write in demotion.writes:
+            self.unpin(write.node)
+
+    # -- promotion
+
+    def begin_promotion(self, node: TreeNode) -> Promotion | None:
+        """A frame for a block that lies in a page only; None when there is no room. Until
+        `end_promotion` the node is pinned and its page kept."""
+        if node.page is None or node.block is not None:
+            raise IntegrityError(f"{node.chain_hash.hex()}: nothing to promote")
+        frame = self.take_frame(node.tenant)
+        if frame is None:
+            return None
+        promotion = Promotion(node, node.page, frame)
+        self.tree.pin(node)
+        self.tree.use_page(node, 1)
+        self.promotions[frame] = promotion
+        return promotion
+
+    def end_promotion(self, promotion: Promotion, is_good: bool) -> int:
+        """is_good: the page's bytes are in the frame and their checksum is right. A bad page's
+        block is removed with all below. Returns: how many blocks were removed."""
+        node, frame = promotion.node, promotion.frame
+        del self.promotions[frame]
+        self.tree.use_page(node, -1)
+        num_lost = 0
+        # The block may have been removed, or written again by a worker, meanwhile.
+        is_wanted = self.tree.is_present(node) and node.block is None
+        if is_good and is_wanted:
+            self.place(frame, node, promotion.page.checksum, promotion.page.num_tokens)
+            self.num_promoted += 1
+            self.history.note(PROMOTED, [node.chain_hash])
+        else:
+            self.free_frame(frame)
+        if not is_good and node.page is promotion.page:
+            self.num_pages_bad += 1
+            num_lost = self.remove_subtrees([node], DAMAGED)
+        self.unpin(node)
+        return num_lost
+
+    @property
+    def num_moving(self) -> int:
+        """Demotions and promotions under way."""
+        return len(self.demotions) + len(self.promotions)
+
+    def promoting(self) -> dict[int, int]:
+        """frame -> its (odd) generation, of the promotions under way."""
+        return {frame: self.frames.generations[frame] for frame in self.promotions}
+
+    def pins_of_moves(self) -> Counter[TreeNode]:
+        """How often the moves under way pin each node."""
+        pinned = Counter(write.node for each in self.demotions for write in each.writes)
+        pinned.update(promotion.node for promotion in self.promotions.values())
+        return pinned
+
+    # -- damage
+
+    def remove_subtrees(self, nodes: Sequence[TreeNode], why: str = LOST) -> int:
+        """Remove nodes and all below them from the tree; a frame that is pinned stays until it is
+        not. why: what happened to the nodes, for the history. Returns: how many went."""
+        removed = self.tree.with_all_below(nodes)
+        first = set(nodes)
+        self.history.note(why, [node.chain_hash for node in nodes])
+        self.history.note(LOST, [node.chain_hash for node in removed if node not in first])
+        for node in removed:
+            if node.page is not None:
+                self._leave_page(node)
+            self.tree.remove(node)
+            if node.num_pins == 0:
+                self._leave_frame(node)
+        return len(removed)
+
+    def quarantine_damaged(self, node: TreeNode) -> None:
+        """The bytes in the node's frame are bad: stale to every reader from now on."""
+        block = node.block
+        if block is None or self.committed.get(block.frame) is not node:
+            return
+        del self.committed[block.frame]
+        self.tails.pop(block.frame, None)
+        self.frames.quarantine(block.frame)
+        self.damaged[block.frame] = node
+        if node.num_pins == 0:
+            self._leave_frame(node)
+
+    # -- inside
+
+    def _evict(self, node: TreeNode) -> None:
+        """Take the frame of a clean node or a leaf."""
+        if node.block is None:
+            raise IntegrityError(f"{node.chain_hash.hex()} lies in no frame")
+        if node.page is None:
+            self.num_evictions += 1
+            self.tree.remove(node)
+        self.history.note(EVICTED if node.page is None else LEFT_MEMORY, [node.chain_hash])
+        self._leave_frame(node)
+
+    def _leave_frame(self, node: TreeNode) -> None:
+        """Free the frame of a node that has no pin and does not need it to be present."""
+        block = node.block
+        if block is None:
+            return
+        if self.damaged.pop(block.frame, None) is None:
+            del self.committed[block.frame]
+            self.tails.pop(block.frame, None)
+        self.tree.set_block(node, None)
+        self.free_frame(block.frame)
+
+    def _take_page(self, node: TreeNode) -> int | None:
+        """A page to write `node` into (WRITING); None when no block may give its page up.
+
+        A tenant below its share gets pages of tenants beyond theirs, however recently these were
+        used. Otherwise only an older block gives way, so that two tenants beyond their shares do
+        not take pages from each other without end.
+        """
+        page = self.pages.take()
+        own = self.shares.group(node.tenant)
+        if page is None:
+            is_entitled = self.page_account.is_below_share(own)
+            for group in self.page_account.groups_to_evict(node.tenant):
+                victim = self.tree.page_order[group].first()
+                if victim is None:
+                    continue
+                if victim.last_used >= node.last_used and (group == own or not is_entitled):
+                    continue
+                self._evict_from_page(victim)
+                page = self.pages.take()
+                break
+        if page is not None:
+            self.page_account.take(page, node.tenant)
+        return page
+
+    def _free_page(self, page: int) -> None:
+        """A page without a node comes free."""
+        self.pages.free(page)
+        self.page_account.release(page)
+
+    def _evict_from_page(self, node: TreeNode) -> None:
+        self._leave_page(node)
+        if node.block is None:
+            self.num_evictions += 1
+            self.tree.remove(node)
+            self.history.note(EVICTED, [node.chain_hash])
+
+    def _leave_page(self, node: TreeNode) -> None:
+        if node.page is None:
+            raise IntegrityError(f"{node.chain_hash.hex()} lies in no page")
+        index = node.page.index
+        self.tree.set_page(node, None)
+        self._free_page(index)
+
+    def _next_to_demote(self) -> list[TreeNode]:
+        """Of each group the oldest block that lies in a frame only, in the order in which the
+        groups would lose frames."""
+        orders = self.tree.demotion_order
+        groups = self.frame_account.groups_to_evict("")
+        found = [orders[group].first() for group in groups]
+        found += [order.first() for group, order in orders.items() if group not in groups]
+        return [node for node in found if node is not None]
+
+
+def _prefix_closed(stored: Sequence[StoredPage]) -> list[StoredPage]:
+    """The newest page of each block whose whole prefix is there, parents before children."""
+    newest: dict[bytes, StoredPage] = {}
+    for each in stored:
+        other = newest.get(each.chain_hash)
+        if other is None or other.serial < each.serial:
+            newest[each.chain_hash] = each
+    whole: dict[bytes, bool] = {b"": True}
+    kept: list[StoredPage] = []
+    for each in newest.values():
+        path: list[StoredPage] = []
+        at: StoredPage | None = each
+        on_path: set[bytes] = set()
+        while at is not None and at.chain_hash not in whole and at.chain_hash not in on_path:
+            path.append(at)
+            on_path.add(at.chain_hash)
+            at = newest.get(at.parent) if at.parent not in whole else None
+        is_whole = bool(path) and whole.get(path[-1].parent, False)
+        for above in reversed(path):
+            whole[above.chain_hash] = is_whole
+            if is_whole:
+                kept.append(above)
+    return kept

@@ -1,0 +1,426 @@
+"""The conservation laws of a store, recomputed from scratch. Read only. `SlicedCheck` does it
+between the calls that a store serves.
+
+Each `check_*` yields after each step of some microseconds, so that its caller can stop between two
+of them, and raises IntegrityError naming the first law that fails. What it found holds if nothing
+changed meanwhile. O(frames + pages + leases): 9 us a frame.
+
+These laws stand apart from the classes that keep them: a law that is recomputed by the code which
+may be wrong proves less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from kvstore.attachments import AttachmentTable, QuarantineList
+from kvstore.block_store import BlockStore
+from kvstore.errors import IntegrityError
+from kvstore.frame_table import FrameTable
+from kvstore.leases import LeaseTable
+from kvstore.prefix_tree import LruOrder, PrefixTree, TreeNode
+from kvstore.slot_pool import FramePool, SlotPool, SlotState
+from kvstore.tenancy import SlotAccount
+from process import logs
+from process.deadline import Clock
+from process.tasks import end_tasks, start_task
+
+logger = logging.getLogger(__name__)
+
+SLICE_S = 0.005
+"""Longest time that a check keeps the loop."""
+CHECK_BUDGET_S = 0.25
+"""Longest time that a check takes which a call asked for."""
+_STEPS = 64
+"""Steps between two looks at the clock: 20 to 60 us (measured)."""
+_END = object()
+
+
+def check(store: BlockStore) -> None:
+    """Recompute every law at once. Raises: IntegrityError."""
+    run(check_store(store))
+
+
+def run(steps: Iterator[None]) -> None:
+    """All steps of a check at once. Raises: IntegrityError."""
+    deque(steps, maxlen=0)
+
+
+def check_store(store: BlockStore) -> Iterator[None]:
+    """Every law of a store."""
+    yield from check_table(store.table)
+    yield from check_leases(store.leases)
+    yield from check_writing(store.table, store.leases, store.attachments, store.quarantined)
+    yield from check_pins(store.table, store.leases)
+
+
+def check_table(table: FrameTable) -> Iterator[None]:
+    """Frames, pages, the tree, tenants' accounts, and what moves between the tiers."""
+    yield from check_frames(table.frames)
+    yield from check_slots(table.pages, "pages")
+    yield from check_tree(table.tree)
+    yield from check_committed(table)
+    yield from check_pages(table)
+    yield from check_account(table.frame_account, table.frames)
+    yield from check_account(table.page_account, table.pages)
+    for frame, node in chain(table.committed.items(), table.damaged.items()):
+        if table.frame_account.tenant_of(frame) != node.tenant:
+            raise IntegrityError(f"frame {frame}: charged to another tenant than its block")
+        yield
+    yield from check_orders(table)
+    yield from check_moves(table)
+
+
+def check_slots(pool: SlotPool, kind: str) -> Iterator[None]:
+    """The counts of the states are right, and the free slots are those that can be taken."""
+    counts = dict.fromkeys(SlotState, 0)
+    for state in pool.states:
+        counts[state] += 1
+        yield
+    if sum(counts.values()) != pool.num_slots:
+        raise IntegrityError(f"{kind}: the states do not add up to {pool.num_slots}")
+    for state, recount in counts.items():
+        if recount != pool.count(state):
+            raise IntegrityError(
+                f"{kind} {state.value}: counted {recount}, kept {pool.count(state)}"
+            )
+    free: set[int] = set()
+    for slot in pool.free_heap:
+        free.add(slot)
+        if pool.states[slot] is not SlotState.FREE:
+            raise IntegrityError(f"{kind}: {slot} is in the free heap, and not free")
+        yield
+    if len(pool.free_heap) != len(free) or len(free) != counts[SlotState.FREE]:
+        raise IntegrityError(f"{kind}: the free heap differs from those that are free")
+
+
+def check_frames(frames: FramePool) -> Iterator[None]:
+    """As check_slots; and a generation is odd exactly while bytes may change."""
+    yield from check_slots(frames, "frames")
+    changing = (SlotState.WRITING, SlotState.QUARANTINED)
+    for frame, state in enumerate(frames.states):
+        generation = frames.generations[frame]
+        if (generation % 2 == 1) != (state in changing):
+            raise IntegrityError(f"frame {frame}: generation {generation} while {state.value}")
+        yield
+
+
+def check_tree(tree: PrefixTree) -> Iterator[None]:
+    """Children are counted right, and both tiers are prefix-closed."""
+    children: dict[int, int] = {}
+    page_children: dict[int, int] = {}
+    for chain_hash, node in tree.nodes.items():
+        yield
+        if node.chain_hash != chain_hash:
+            raise IntegrityError(f"tree: {chain_hash.hex()} names another block")
+        if node.block is None and node.page is None:
+            raise IntegrityError(f"tree: {chain_hash.hex()} lies nowhere")
+        parent = node.parent
+        if parent is None:
+            continue
+        if not tree.is_present(parent):
+            raise IntegrityError(f"tree: {chain_hash.hex()} has an absent parent")
+        children[id(parent)] = children.get(id(parent), 0) + 1
+        if node.page is not None:
+            if parent.page is None:
+                raise IntegrityError(f"tree: {chain_hash.hex()} has a page, its parent none")
+            page_children[id(parent)] = page_children.get(id(parent), 0) + 1
+    for chain_hash, node in tree.nodes.items():
+        counts = (node.num_children, node.num_page_children)
+        if counts != (children.get(id(node), 0), page_children.get(id(node), 0)):
+            raise IntegrityError(f"tree: {chain_hash.hex()} miscounts its children")
+        yield
+
+
+def check_committed(table: FrameTable) -> Iterator[None]:
+    """Committed frames hold blocks of the tree, pinned tails, or pinned blocks that were removed
+    from the tree; one each, at the frame's own generation."""
+    frames, tree, committed = table.frames, table.tree, table.committed
+    if len(committed) != frames.count(SlotState.COMMITTED):
+        raise IntegrityError("committed frames and their nodes differ in number")
+    for frame, node in committed.items():
+        block = node.block
+        if block is None or frames.state(frame) is not SlotState.COMMITTED:
+            raise IntegrityError(f"frame {frame}: has a node but is not committed")
+        if (block.frame, block.chain_hash) != (frame, node.chain_hash):
+            raise IntegrityError(f"frame {frame}: its node is another's")
+        if block.generation != frames.generation(frame):
+            raise IntegrityError(f"frame {frame}: its node has another generation")
+        if (frame in table.tails) == bool(block.chain_hash):
+            raise IntegrityError(f"frame {frame}: neither tail nor block, or both")
+        if node.num_pins == 0 and not tree.is_present(node):
+            raise IntegrityError(f"frame {frame}: no lease pins it and it is not in the tree")
+        yield
+    for node in tree:
+        if node.block is not None and committed.get(node.block.frame) is not node:
+            raise IntegrityError(f"{node.chain_hash.hex()}: its frame is not its own")
+        yield
+
+
+def check_pages(table: FrameTable) -> Iterator[None]:
+    """Pages that hold a block are those that nodes lie in, one each."""
+    pages = table.pages
+    lying: set[int] = set()
+    for node in table.tree:
+        if node.page is not None:
+            if node.page.index in lying:
+                raise IntegrityError(f"pages: two nodes lie in page {node.page.index}")
+            if pages.state(node.page.index) is SlotState.FREE:
+                raise IntegrityError("pages: a node lies in a page that is free")
+            lying.add(node.page.index)
+        yield
+    num_used = pages.count(SlotState.COMMITTED)
+    if len(lying) != num_used:
+        raise IntegrityError(f"pages: {num_used} are used, {len(lying)} nodes lie in one")
+
+
+def check_account(account: SlotAccount, pool: SlotPool) -> Iterator[None]:
+    """The slots charged to tenants are those that are taken, and are counted right."""
+    used: Counter[str] = Counter()
+    for slot, tenant in account.tenants.items():
+        used[tenant] += 1
+        if pool.state(slot) is SlotState.FREE:
+            raise IntegrityError("a slot that is free is charged to a tenant")
+        yield
+    if len(account.tenants) != pool.num_taken:
+        raise IntegrityError("slots charged to tenants are not those that are taken")
+    if used != account.used:
+        raise IntegrityError("tenants' slots are miscounted")
+    groups: Counter[str] = Counter()
+    for tenant, num_slots in used.items():
+        groups[account.shares.group(tenant)] += num_slots
+    if groups != account.used_by_group:
+        raise IntegrityError("groups' slots are miscounted")
+    if sum(account.guaranteed.values()) != account.num_slots:
+        raise IntegrityError("guaranteed slots do not add up")
+
+
+def check_orders(table: FrameTable) -> Iterator[None]:
+    """Every node that may give up a frame or a page can be found, and the clean ones are counted
+    right."""
+    tree = table.tree
+    num_clean = 0
+    for node in tree:
+        num_clean += node.is_clean
+        if node.is_clean != (node in tree.clean):
+            raise IntegrityError(f"{node.chain_hash.hex()}: clean, or counted as clean")
+        yield
+    if num_clean != len(tree.clean):
+        raise IntegrityError("clean nodes are miscounted")
+    all_orders = [tree.clean_order, tree.leaf_order, tree.page_order]
+    if tree.has_pages:
+        all_orders.append(tree.demotion_order)
+    for orders in all_orders:
+        for group, order in orders.items():
+            yield from check_order(
+                order, (node for node in tree if table.shares.group(node.tenant) == group)
+            )
+
+
+def check_order(order: LruOrder, nodes: Iterable[TreeNode]) -> Iterator[None]:
+    """Every candidate among `nodes` can be found: it is filed once, and not below its age."""
+    offered: set[int] = set()
+    for last_used, _, _, node in order.heap:
+        if last_used > node.last_used:
+            raise IntegrityError(f"{order.kind}: {node.chain_hash.hex()} is filed too new")
+        if id(node) in offered:
+            raise IntegrityError(f"{order.kind}: {node.chain_hash.hex()} is filed twice")
+        offered.add(id(node))
+        yield
+    for node in nodes:
+        if order.is_candidate(node) and id(node) not in offered:
+            raise IntegrityError(f"{order.kind}: {node.chain_hash.hex()} would never be found")
+        yield
+
+
+def check_moves(table: FrameTable) -> Iterator[None]:
+    """Pages being written are those of the demotions under way, and pages are kept from leaving by
+    moves alone."""
+    writing = {write.index for each in table.demotions for write in each.writes}
+    if len(writing) != table.pages.count(SlotState.WRITING):
+        raise IntegrityError("pages being written are not those of the demotions under way")
+    uses = Counter(each.parent for each in table.demotions if each.parent is not None)
+    uses.update(promotion.node for promotion in table.promotions.values())
+    for node in table.tree:
+        if node.num_page_uses != uses[node]:
+            raise IntegrityError(f"{node.chain_hash.hex()}: miscounts the uses of its page")
+        yield
+
+
+def check_leases(leases: LeaseTable) -> Iterator[None]:
+    """Every lease lapses at its own end, and holds a frame in one way only."""
+    due = set(leases.due)
+    for lease in leases:
+        is_hold = math.isinf(lease.expires_at_s)
+        if not is_hold and (lease.expires_at_s, lease.lease_id) not in due:
+            raise IntegrityError(f"lease {lease.lease_id} would never lapse")
+        for node in lease.pins:
+            if node.block is not None and node.block.frame in lease.reservations:
+                raise IntegrityError(f"lease {lease.lease_id} pins a frame that it is writing")
+            yield
+        writing = {r.chain_hash: f for f, r in lease.reservations.items() if r.chain_hash}
+        if writing != lease.writing:
+            raise IntegrityError(f"lease {lease.lease_id} miscounts what it is writing")
+        yield
+
+
+def check_writing(
+    table: FrameTable,
+    leases: LeaseTable,
+    attachments: AttachmentTable,
+    quarantined: QuarantineList,
+) -> Iterator[None]:
+    """Writing frames are reserved once, by a worker that is attached, or are being promoted into;
+    quarantined ones have an end: their worker's, or that of the last lease on their bad bytes."""
+    frames = table.frames
+    writing = table.promoting()
+    for lease in leases:
+        for frame, reservation in lease.reservations.items():
+            if frame in writing:
+                raise IntegrityError(f"frame {frame}: reserved twice")
+            if attachments.find(reservation.attachment_id) is None:
+                raise IntegrityError(f"frame {frame}: reserved by a worker that is gone")
+            writing[frame] = reservation.generation
+            yield
+    out_of_use = quarantined.frames()
+    for frame, node in table.damaged.items():
+        if frame in out_of_use:
+            raise IntegrityError(f"frame {frame}: quarantined twice")
+        if node.num_pins == 0:
+            raise IntegrityError(f"frame {frame}: bad, and no lease pins it")
+        if node.block is not None:
+            out_of_use[frame] = node.block.generation + 1
+    for state, held in ((SlotState.WRITING, writing), (SlotState.QUARANTINED, out_of_use)):
+        if len(held) != frames.count(state):
+            raise IntegrityError(f"{state.value} frames: {len(held)} are accounted for")
+        for frame, generation in held.items():
+            if frames.state(frame) is not state:
+                raise IntegrityError(f"frame {frame}: is not {state.value}")
+            if frames.generation(frame) != generation:
+                raise IntegrityError(f"frame {frame}: {state.value} at another generation")
+            yield
+    for owner in quarantined.owners():
+        if attachments.find(owner) is None:
+            raise IntegrityError("a frame is quarantined for ever: its worker is gone")
+
+
+def check_pins(table: FrameTable, leases: LeaseTable) -> Iterator[None]:
+    """Each node's pin count is the number of leases and moves that hold it, and each pinned frame
+    is known to the table."""
+    tree, committed, damaged = table.tree, table.committed, table.damaged
+    pins = table.pins_of_moves()
+    for lease in leases:
+        for node in lease.pins:
+            pins[node] += 1
+            yield
+    for node in chain(tree, committed.values(), damaged.values(), pins):
+        if node.num_pins != pins.get(node, 0):
+            raise IntegrityError(
+                f"{node.chain_hash.hex()}: {node.num_pins} pins kept, {pins[node]} are held"
+            )
+        yield
+    num_pinned = 0
+    for node, num_pins in pins.items():
+        num_pinned += num_pins > 0
+        block = node.block
+        if block is not None and node not in (
+            committed.get(block.frame),
+            damaged.get(block.frame),
+        ):
+            raise IntegrityError(f"frame {block.frame}: pinned but not committed")
+        yield
+    if num_pinned != tree.num_pinned:
+        raise IntegrityError(f"{num_pinned} nodes are pinned, counted {tree.num_pinned}")
+
+
+class SlicedCheck:
+    """Recomputes the laws on an asyncio loop that serves calls, in slices of `slice_s`.
+
+    A check that something changed in the middle of begins again. A law that does not hold is looked
+    at once more in one go before it is reported, since only that is free of changes. A law that
+    breaks in use is reported for the rest of this life, whatever later checks find.
+    """
+
+    def __init__(self, store: BlockStore, clock: Clock, slice_s: float = SLICE_S) -> None:
+        self.error = ""
+        """What the last complete check found, or what failed in use; empty: every law held."""
+        self.num_calls = 0
+        """Calls that may have changed what is checked. Counted by the caller."""
+        self._store = store
+        self._clock = clock
+        self._slice_s = slice_s
+        self._broken = ""  # the law that did not hold in use
+        self._checking: asyncio.Task[None] | None = None
+
+    async def stop(self) -> None:
+        """End a check that was asked for."""
+        await end_tasks([self._checking])
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around work that raises IntegrityError where a law does not hold: it is reported, and the
+        work is over."""
+        try:
+            yield
+        except IntegrityError as error:
+            self._report(error)
+            self._broken = str(error)
+
+    async def check(self, budget_s: float = CHECK_BUDGET_S) -> str:
+        """Recompute every law, for `budget_s` at most; callers at the same time share one check.
+        Returns: `error`, after this check or, out of time, after the last complete one."""
+        if self._checking is None or self._checking.done():
+            self._checking = start_task(self._check_for(budget_s), "store check")
+        await asyncio.wait([self._checking], timeout=2 * budget_s)
+        return self.error
+
+    async def run(self, until_s: float) -> bool:
+        """One check. until_s: on time.monotonic(). Returns: whether it came to its end, in time and
+        with no change meanwhile."""
+        with self.in_use():
+            self._store.lapse(self._clock())
+        state, steps = self._state(), check_store(self._store)
+        slice_end_s = time.monotonic() + self._slice_s
+        try:
+            while next(itertools.islice(steps, _STEPS - 1, None), _END) is not _END:
+                if time.monotonic() < slice_end_s:
+                    continue
+                await asyncio.sleep(0)
+                if self._state() != state or time.monotonic() >= until_s:
+                    return False
+                slice_end_s = time.monotonic() + self._slice_s
+        except RuntimeError:  # a table changed while it was iterated over
+            return False
+        except IntegrityError:
+            return self._state() == state and not self._holds_in_one_go()
+        self.error = self._broken
+        return True
+
+    async def _check_for(self, budget_s: float) -> None:
+        until_s = time.monotonic() + budget_s
+        while not await self.run(until_s) and time.monotonic() < until_s:
+            await asyncio.sleep(0)
+
+    def _holds_in_one_go(self) -> bool:
+        try:
+            check(self._store)
+        except IntegrityError as error:
+            self._report(error)
+            return False
+        return True
+
+    def _state(self) -> tuple[int, ...]:
+        """Differs when something that is checked has changed, or may have."""
+        return self.num_calls, self._store.frames.num_changes, len(self._store.leases)
+
+    def _report(self, error: IntegrityError) -> None:
+        self.error = str(error)
+        logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))

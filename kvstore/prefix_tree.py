@@ -1,0 +1,309 @@
+"""PrefixTree: which blocks are present, each below the block that it follows, and which of them go
+first when room is needed.
+
+A node lies in a frame (`block`), in a page of the file tier (`page`), or in both. Two laws:
+- presence is prefix-closed: the parent of a present node is present. Only leaves or whole subtrees
+  are removed, and a node is only inserted below a present one;
+- the file tier is prefix-closed by itself: the parent of a node with a page has a page, so that the
+  store's next life can use everything in the file.
+
+Candidates to give up a frame or a page are kept by tenant group (tenancy.py) and in the order of
+their last use; of those used at the same moment the deepest goes first, so a chain goes from its
+end. A tail block is a node without a chain hash; it can be pinned and is never in the tree.
+
+Knows neither frames' states nor leases nor clocks. Plain and synchronous, one thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from kvstore.blocks import Block, Page
+from kvstore.change_log import ChangeLog, NullLog
+from kvstore.errors import IntegrityError
+from kvstore.tenancy import POOL, TenantShares
+
+
+@dataclass(slots=True, eq=False)
+class TreeNode:
+    """A block that is present, and its bookkeeping.
+
+    tenant: whose share its places are charged to. num_page_uses: reads and writes under way that
+    need its page. last_used: a count of uses, no time. in_orders: see LruOrder.
+    """
+
+    chain_hash: bytes
+    parent: TreeNode | None
+    depth: int
+    tenant: str
+    block: Block | None = None
+    page: Page | None = None
+    num_children: int = 0
+    num_page_children: int = 0
+    num_pins: int = 0
+    num_hits: int = 0
+    num_page_uses: int = 0
+    last_used: int = 0
+    in_orders: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether its frame can be taken without loss: it has a page, too, and no pin."""
+        return self.block is not None and self.page is not None and self.num_pins == 0
+
+    @property
+    def may_be_evicted(self) -> bool:
+        """Whether it lies in a frame only and can leave the store with it."""
+        return self.may_be_demoted and self.num_children == 0
+
+    @property
+    def may_be_demoted(self) -> bool:
+        """Whether it lies in a frame only, and nothing pins it."""
+        return (
+            self.block is not None
+            and self.page is None
+            and self.num_pins == 0
+            and bool(self.chain_hash)
+        )
+
+    @property
+    def may_leave_page(self) -> bool:
+        """Whether its page can be given to another block."""
+        if self.page is None or self.num_page_uses or self.num_page_children:
+            return False
+        return self.block is not None or (self.num_children == 0 and self.num_pins == 0)
+
+
+class LruOrder:
+    """Candidates of one kind, the least recently used first, then the deepest.
+
+    A heap with one item for each node. Using a node does not move its item, so an item's key may be
+    older than its node; such an item is filed anew when it comes up, at the node's age now. Keys
+    only grow, so the first item whose key is right is the first candidate. Each offer files up to
+    two outdated items anew, so that `first` seldom meets many at once.
+    """
+
+    def __init__(self, kind: str, bit: int, is_candidate: Callable[[TreeNode], bool]) -> None:
+        """kind: names the order in errors. bit: marks nodes in the heap, in TreeNode.in_orders."""
+        self.kind = kind
+        self.is_candidate = is_candidate
+        self.heap: list[tuple[int, int, int, TreeNode]] = []
+        """(last_used when filed, -depth, serial, node)"""
+        self._bit = bit
+        self._serial = 0
+
+    def offer(self, node: TreeNode) -> None:
+        """Let `first` find the node if it is a candidate now. Must be called after each change by
+        which a node may have become one."""
+        if node.in_orders & self._bit:
+            for _ in range(2):
+                if not self.heap or self.heap[0][0] == self.heap[0][3].last_used:
+                    break
+                self._refile()
+        elif self.is_candidate(node):
+            node.in_orders |= self._bit
+            self._serial += 1
+            heapq.heappush(self.heap, (node.last_used, -node.depth, self._serial, node))
+
+    def first(self) -> TreeNode | None:
+        """The candidate that was used the longest ago; it stays one until it is changed."""
+        while self.heap:
+            last_used, _, _, node = self.heap[0]
+            if last_used == node.last_used and self.is_candidate(node):
+                return node
+            self._refile()
+        return None
+
+    def _refile(self) -> None:
+        """File the first item at its node's age, or drop it if that is no candidate."""
+        node = self.heap[0][3]
+        if self.is_candidate(node):
+            self._serial += 1
+            heapq.heapreplace(self.heap, (node.last_used, -node.depth, self._serial, node))
+        else:
+            node.in_orders &= ~self._bit
+            heapq.heappop(self.heap)
+
+
+class PrefixTree:
+    """The present blocks by chain hash, parents before children."""
+
+    def __init__(self, shares: TenantShares, changes: ChangeLog | None = None) -> None:
+        """changes: gets each block that comes or goes."""
+        self.nodes: dict[bytes, TreeNode] = {}
+        self.num_pinned = 0
+        """Nodes with a pin, also tails and nodes that left the tree meanwhile."""
+        self.clean: set[TreeNode] = set()
+        """Nodes whose frame can be taken without loss."""
+        self.num_inserted = 0
+        """Blocks that ever came."""
+        self.has_pages = False
+        """Whether there is a file tier: without one nothing is demoted."""
+        self._shares = shares
+        self._changes = NullLog() if changes is None else changes
+        self._tick = 0
+        groups = (*shares.shares, POOL)
+        self.clean_order = _orders(groups, "clean", 1, "is_clean")
+        self.leaf_order = _orders(groups, "eviction", 2, "may_be_evicted")
+        self.demotion_order = _orders(groups, "demotion", 4, "may_be_demoted")
+        self.page_order = _orders(groups, "pages", 8, "may_leave_page")
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __iter__(self) -> Iterator[TreeNode]:
+        """Every node, parents before children."""
+        return iter(self.nodes.values())
+
+    def find(self, chain_hash: bytes) -> TreeNode | None:
+        """The node of a block that is present."""
+        return self.nodes.get(chain_hash)
+
+    def is_present(self, node: TreeNode) -> bool:
+        """Whether the node is in the tree (still)."""
+        return self.nodes.get(node.chain_hash) is node
+
+    def longest_prefix(self, chain_hashes: Sequence[bytes]) -> list[TreeNode]:
+        """Nodes of the hashes from the first on, up to the first that is absent."""
+        found: list[TreeNode] = []
+        for chain_hash in chain_hashes:
+            node = self.nodes.get(chain_hash)
+            if node is None:
+                break
+            found.append(node)
+        return found
+
+    def snapshot(self) -> list[bytes]:
+        """Every chain hash that is present, parents before children. The log of changes is cleared
+        in the same turn: what it holds from here on comes on top of these."""
+        self._changes.clear()
+        return list(self.nodes)
+
+    def with_all_below(self, nodes: Iterable[TreeNode]) -> list[TreeNode]:
+        """Those of `nodes` that are present and every node below them, children before parents.
+        O(n): for what is rare."""
+        marked = {id(node) for node in nodes if self.is_present(node)}
+        if not marked:
+            return []
+        found: list[TreeNode] = []
+        for node in self:
+            if id(node) in marked or (node.parent is not None and id(node.parent) in marked):
+                marked.add(id(node))
+                found.append(node)
+        found.reverse()
+        return found
+
+    # -- changes
+
+    def insert(
+        self,
+        chain_hash: bytes,
+        parent: TreeNode | None,
+        *,
+        tenant: str = "",
+        block: Block | None = None,
+        page: Page | None = None,
+    ) -> TreeNode:
+        """Add a block below `parent` (None: at the start of a prompt).
+
+        Raises: IntegrityError if it is there already or its parent is not.
+        """
+        if chain_hash in self.nodes:
+            raise IntegrityError(f"tree: {chain_hash.hex()} is there already")
+        if parent is not None and not self.is_present(parent):
+            raise IntegrityError(f"tree: the parent of {chain_hash.hex()} is not there")
+        node = TreeNode(chain_hash, parent, parent.depth + 1 if parent else 0, tenant, block)
+        if parent is not None:
+            parent.num_children += 1
+        self.nodes[chain_hash] = node
+        self.num_inserted += 1
+        if page is not None:
+            self.set_page(node, page)
+        self.touch([node])
+        self._changes.append(True, chain_hash)
+        return node
+
+    def remove(self, node: TreeNode) -> None:
+        """Take a leaf without a page out. Raises: IntegrityError if it is none."""
+        if node.num_children or node.page is not None or not self.is_present(node):
+            raise IntegrityError(f"tree: {node.chain_hash.hex()} cannot be removed")
+        del self.nodes[node.chain_hash]
+        if node.parent is not None:
+            node.parent.num_children -= 1
+            self._update_orders(node.parent)
+        self._changes.append(False, node.chain_hash)
+
+    def touch(self, nodes: Sequence[TreeNode]) -> None:
+        """The nodes were used now, all at the same moment."""
+        self._tick += 1
+        for node in nodes:
+            node.last_used = self._tick
+            if node.num_pins == 0 or node.page is not None:  # else it is no candidate
+                self._update_orders(node)
+
+    def pin(self, node: TreeNode) -> None:
+        """One more lease or move needs the node's place."""
+        node.num_pins += 1
+        self.num_pinned += node.num_pins == 1
+        if node.page is not None and node.num_pins == 1:  # it was clean
+            self._update_orders(node)
+
+    def unpin(self, node: TreeNode) -> None:
+        """One pin ends. Raises: IntegrityError where there is none."""
+        if node.num_pins < 1:
+            raise IntegrityError("tree: a node is unpinned once too often")
+        node.num_pins -= 1
+        self.num_pinned -= node.num_pins == 0
+        if node.num_pins == 0:
+            self._update_orders(node)
+
+    def set_block(self, node: TreeNode, block: Block | None) -> None:
+        """The node's bytes are in a frame now, or in none."""
+        node.block = block
+        self._update_orders(node)
+
+    def set_page(self, node: TreeNode, page: Page | None) -> None:
+        """The node's bytes are in a page now, or in none. Raises: IntegrityError if the file tier
+        would not stay prefix-closed."""
+        parent = node.parent
+        if page is not None and parent is not None and parent.page is None:
+            raise IntegrityError("tree: a page below a parent that has none")
+        step = (page is not None) - (node.page is not None)
+        node.page = page
+        if parent is not None and step:
+            parent.num_page_children += step
+            self._update_orders(parent)
+        self._update_orders(node)
+
+    def use_page(self, node: TreeNode, step: int) -> None:
+        """A read or write that needs the node's page begins (1) or ends (-1)."""
+        node.num_page_uses += step
+        self._update_orders(node)
+
+    # -- inside
+
+    def _update_orders(self, node: TreeNode) -> None:
+        """File the node under the orders that it is a candidate of now. Called very often."""
+        if node.page is None:
+            self.clean.discard(node)
+            if node.may_be_demoted:
+                group = self._shares.group(node.tenant)
+                if node.num_children == 0:
+                    self.leaf_order[group].offer(node)
+                if self.has_pages:
+                    self.demotion_order[group].offer(node)
+            return
+        group = self._shares.group(node.tenant)
+        if node.is_clean:
+            self.clean.add(node)
+            self.clean_order[group].offer(node)
+        else:
+            self.clean.discard(node)
+        self.page_order[group].offer(node)
+
+
+def _orders(groups: Iterable[str], kind: str, bit: int, candidate: str) -> dict[str, LruOrder]:
+    return {group: LruOrder(kind, bit, attrgetter(candidate)) for group in groups}

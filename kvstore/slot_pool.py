@@ -1,0 +1,156 @@
+"""The slots of one tier, frames of a slab or pages of a file: which are free, being written, hold a
+block, or are out of use.
+
+    FREE         may be taken
+    WRITING      reserved; its writer may write
+    COMMITTED    holds one complete block
+    QUARANTINED  out of use: a transfer may still write into it, or its bytes are bad and a reader
+                 may still be at them. Frames only
+
+Conservation law: the counts of the four states add up to num_slots.
+
+A frame also has a generation, by which readers know what they read: it is odd while the frame is
+WRITING or QUARANTINED and even otherwise, it never repeats in one life of the store, and each way
+out of COMMITTED changes it. A reader that sees the same even generation before and after its copy
+has copied one committed block.
+
+Knows nothing of blocks, hashes or leases. Plain and synchronous, one thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import IntegrityError
+
+
+class SlotState(enum.Enum):
+    """See the list at the top of the file."""
+
+    FREE = "free"
+    WRITING = "writing"
+    COMMITTED = "committed"
+    QUARANTINED = "quarantined"
+
+    # Identity, which is what members are compared by. Enum's own hash is Python code, and is called
+    # several times for each slot that moves.
+    __hash__ = object.__hash__
+
+
+TRANSITIONS: Mapping[SlotState, Mapping[SlotState, int]] = {
+    SlotState.FREE: {SlotState.WRITING: 1},
+    SlotState.WRITING: {SlotState.COMMITTED: 1, SlotState.QUARANTINED: 0, SlotState.FREE: 1},
+    SlotState.COMMITTED: {SlotState.FREE: 2, SlotState.QUARANTINED: 1},
+    SlotState.QUARANTINED: {SlotState.FREE: 1},
+}
+"""From each state the allowed next ones, and by how much a frame's generation grows."""
+
+
+class SlotPool:
+    """Lowest free slot first: neighbouring frames are copied in one run, and a file fills from its
+    beginning."""
+
+    def __init__(self, num_slots: int, committed: Iterable[int] = ()) -> None:
+        """committed: slots that hold a block already."""
+        self.num_slots = num_slots
+        self.num_changes = 0
+        """Moves of slots from one state to another."""
+        self.num_ever_taken = 0
+        """Slots from here on were never taken: of a frame the kernel may not have made the memory
+        yet."""
+        self.states = [SlotState.FREE] * num_slots
+        for slot in committed:
+            self.states[slot] = SlotState.COMMITTED
+        self.free_heap = [slot for slot in range(num_slots) if self.states[slot] is SlotState.FREE]
+        self._counts = dict.fromkeys(SlotState, 0)
+        self._counts[SlotState.FREE] = len(self.free_heap)
+        self._counts[SlotState.COMMITTED] = num_slots - len(self.free_heap)
+
+    @property
+    def num_taken(self) -> int:
+        """Slots that are not free."""
+        return self.num_slots - self._counts[SlotState.FREE]
+
+    def count(self, state: SlotState) -> int:
+        """How many slots are in `state`."""
+        return self._counts[state]
+
+    def state(self, slot: int) -> SlotState:
+        """Raises: IndexError for a slot that does not exist."""
+        self._check(slot)
+        return self.states[slot]
+
+    def take(self) -> int | None:
+        """FREE -> WRITING for the lowest free slot; None when there is none."""
+        if not self.free_heap:
+            return None
+        slot = heapq.heappop(self.free_heap)
+        self._move(slot, SlotState.WRITING)
+        if slot >= self.num_ever_taken:
+            self.num_ever_taken = slot + 1
+        return slot
+
+    def commit(self, slot: int) -> None:
+        """WRITING -> COMMITTED."""
+        self._check(slot)
+        self._move(slot, SlotState.COMMITTED)
+
+    def free(self, slot: int) -> None:
+        """Any other state -> FREE."""
+        self._check(slot)
+        self._move(slot, SlotState.FREE)
+        heapq.heappush(self.free_heap, slot)
+
+    # -- inside
+
+    def _check(self, slot: int) -> None:
+        if not 0 <= slot < self.num_slots:
+            raise IndexError(f"slot {slot}: there are {self.num_slots}")
+
+    def _move(self, slot: int, to: SlotState) -> int:
+        """Returns: by how much a frame's generation grows."""
+        state = self.states[slot]
+        step = TRANSITIONS[state].get(to)
+        if step is None:
+            raise IntegrityError(f"slot {slot}: {state.value} -> {to.value} is not allowed")
+        self.num_changes += 1
+        self.states[slot] = to
+        self._counts[state] -= 1
+        self._counts[to] += 1
+        return step
+
+
+class FramePool(SlotPool):
+    """The frames of a slab. `published` mirrors their generations for readers; nothing is read back
+    from it, since others can write into that memory."""
+
+    def __init__(self, num_frames: int, published: npt.NDArray[np.uint64] | None = None) -> None:
+        """published: [num_frames], of a slab; written at each change."""
+        if num_frames < 1:
+            raise ValueError(f"num_frames: must be at least 1, got {num_frames}")
+        super().__init__(num_frames)
+        self.generations = [0] * num_frames
+        self._published = np.zeros(num_frames, np.uint64) if published is None else published
+
+    def generation(self, frame: int) -> int:
+        """Raises: IndexError for a frame that does not exist."""
+        self._check(frame)
+        return self.generations[frame]
+
+    def quarantine(self, frame: int) -> None:
+        """WRITING or COMMITTED -> QUARANTINED. A committed frame is stale to every reader from here
+        on."""
+        self._check(frame)
+        self._move(frame, SlotState.QUARANTINED)
+
+    def _move(self, slot: int, to: SlotState) -> int:
+        step = super()._move(slot, to)
+        if step:
+            self.generations[slot] += step
+            self._published[slot] = self.generations[slot]
+        return step

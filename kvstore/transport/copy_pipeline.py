@@ -1,0 +1,327 @@
+"""Copies on a device that can be stopped: `CopyPipeline` queues one piece by piece, `run_copy` runs
+one on an executor's thread for a caller with a deadline.
+
+What a device was given cannot be taken back. So a copy goes in pieces, a few under way at once, and
+a copy that is told to stop ends within a piece. A device that does not end its pieces within
+STALL_S is left alone with them: `Unsettled` says so, and transports turn it into what their
+contract says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
+from kvstore.transport.device import LAST_SPINS, SPINS, CopyQueue, Device, Mark, wait_for
+from process.deadline import Deadline
+from process.errors import DeadlineExceeded
+
+IN_FLIGHT = 3
+"""Pieces, or more short ones that are as much: the last of them are over before a thread that naps
+has seen it."""
+
+Give = Callable[[CopyQueue, slice], None]
+"""Starts the copies of items [start, stop)."""
+
+
+@dataclass(frozen=True)
+class _Flying:
+    """A piece under way, and its end."""
+
+    items: slice
+    mark: Mark
+
+
+class Flight:
+    """All pieces of one copy, in order, IN_FLIGHT at once. Whoever makes one calls `begin` or
+    `begin_early`, once, on a thread that need not be that of `finish`: that waits for it, and for
+    ever if nobody does. What was begun is to be finished."""
+
+    def __init__(self, pipeline: CopyPipeline, num_items: int, give: Give) -> None:
+        self._pipeline = pipeline
+        self._num_items = num_items
+        self._give = give
+        self._queue: CopyQueue | None = None
+        self._problem: Exception | None = None
+        self._num_given = 0
+        self._flying: deque[_Flying] = deque()
+        self._untold: deque[_Flying] = deque()
+        self._has_begun = threading.Event()
+
+    def begin(self) -> None:
+        """Give the device as many pieces as may be under way; waits for none. Raises nothing:
+        `finish` does."""
+        try:
+            self._queue = self._pipeline.take_queue()
+            self._give_more(self._queue)
+        except Exception as error:  # what was given is still to be waited for
+            self._problem = error
+        finally:
+            self._has_begun.set()
+
+    def begin_early(self, is_stopped: IsStopped, num_pieces: int) -> None:
+        """Give the device the first pieces, at most so many, if a queue is free for that and there
+        is time; all else is left to `finish`, also to begin. Raises nothing: `finish` does."""
+        try:
+            if num_pieces > 0 and not is_stopped():
+                self._queue = self._pipeline.take_free_queue()
+            if self._queue is not None:
+                self._give_more(self._queue, num_pieces)
+        except Exception as error:
+            self._problem = error
+        finally:
+            self._has_begun.set()
+
+    def finish(
+        self,
+        is_stopped: IsStopped,
+        landed: Callable[[slice], None] = lambda _: None,
+        given: Callable[[slice, Mark], None] = lambda *_: None,
+    ) -> None:
+        """See CopyPipeline.run."""
+        self._has_begun.wait()
+        if self._queue is None and self._problem is None:  # it was left to us
+            stop_here(is_stopped)
+            self.begin()
+        queue = self._queue
+        if queue is None:
+            assert self._problem is not None
+            raise self._problem
+        self._pipeline.came_to(queue)
+        try:
+            if self._problem is not None:
+                raise self._problem
+            while self._flying or self._num_given < self._num_items:
+                if self._next_end() is not None:
+                    stop_here(is_stopped)
+                    self._give_more(queue)
+                while self._untold:
+                    given(self._untold[0].items, self._untold.popleft().mark)
+                piece = self._flying.popleft()
+                is_last = not self._flying and self._num_given == self._num_items
+                wait_for(piece.mark, num_spins=LAST_SPINS if is_last else SPINS)
+                landed(piece.items)
+        except BaseException:
+            self._pipeline.end_queue(queue)
+            raise
+        self._pipeline.give_back(queue)
+
+    def _next_end(self) -> int | None:
+        """Of the piece to be given next; None: there is none, or no room for it yet."""
+        num_given = self._num_given
+        if num_given == self._num_items:
+            return None
+        end = self._pipeline.piece_end(num_given, self._num_items)
+        num_landed = self._flying[0].items.start if self._flying else num_given
+        return end if end - num_landed <= self._pipeline.most_items else None
+
+    def _give_more(self, queue: CopyQueue, most: int | None = None) -> None:
+        while (end := self._next_end()) is not None and (most is None or len(self._flying) < most):
+            items = slice(self._num_given, end)
+            self._give(queue, items)
+            self._flying.append(_Flying(items, queue.mark()))
+            self._untold.append(self._flying[-1])
+            self._num_given = end
+
+
+class CopyPipeline:
+    """Keeps up to IN_FLIGHT pieces of a copy queued on a device. Knows no blocks: its caller says
+    how a piece is queued.
+
+    Blocks its thread; several threads may use one pipeline, each with a queue of the device for
+    itself. `Flight.begin_early` queues the first pieces on the event loop, before a thread runs;
+    one thread does so, and has one such flight at a time that no thread has taken over yet. So
+    there is at most one queue more than there are threads.
+
+    Args:
+        piece_items: items of one piece.
+        least_items: of the last ones, each of which is half of what is left; None: they are not.
+    """
+
+    def __init__(self, device: Device, piece_items: int, least_items: int | None = None) -> None:
+        self.most_items = IN_FLIGHT * piece_items
+        """Of one flight under way at once."""
+        self._piece_items = piece_items
+        self._least_items = least_items or piece_items
+        self._device = device
+        self._queues: list[CopyQueue] = []  # those that nobody uses now
+        self._early: CopyQueue | None = None  # of a flight that no thread has come to yet
+
+    def piece_end(self, start: int, num_items: int) -> int:
+        """Of the piece of `num_items` that begins at `start`."""
+        return piece_end(start, num_items, self._piece_items, self._least_items)
+
+    def run(
+        self,
+        num_items: int,
+        give: Give,
+        is_stopped: IsStopped,
+        landed: Callable[[slice], None] = lambda _: None,
+        given: Callable[[slice, Mark], None] = lambda *_: None,
+    ) -> None:
+        """All pieces in order, IN_FLIGHT at once. When it returns or raises, none is under way.
+
+        Args: landed: told of each piece that is over. given: told of each that is under way, with
+            the mark behind it; not before all are given that may be.
+        Raises: DeadlineExceeded when `is_stopped`; TransferFailed; what `give` raises.
+        """
+        stop_here(is_stopped)
+        flight = Flight(self, num_items, give)
+        flight.begin()
+        flight.finish(is_stopped, landed, given)
+
+    def take_queue(self) -> CopyQueue:
+        """For one flight. Raises: TransferFailed."""
+        try:
+            return self._queues.pop()  # whether there is one may change until it is taken
+        except IndexError:
+            return self._device.new_queue()
+
+    def take_free_queue(self) -> CopyQueue | None:
+        """For a flight that is begun early: one that is there. None: there is none, or the last
+        such flight still waits for its thread."""
+        if self._early is None:
+            with contextlib.suppress(IndexError):
+                self._early = self._queues.pop()
+                return self._early
+        return None
+
+    def came_to(self, queue: CopyQueue) -> None:
+        """A thread sees to the flight of this one."""
+        if self._early is queue:
+            self._early = None
+
+    def give_back(self, queue: CopyQueue) -> None:
+        """Nothing of it is under way."""
+        self._queues.append(queue)
+
+    def end_queue(self, queue: CopyQueue) -> None:
+        """Wait for what may be under way, and give it back. Raises: TransferFailed when the device
+        failed: nothing of it moves any more."""
+        try:
+            wait_for(queue.mark())
+        except TransferFailed:
+            queue.close()
+            raise
+        self._queues.append(queue)
+
+    def close(self) -> None:
+        """Nothing may be under way."""
+        for queue in self._queues:
+            queue.close()
+        self._queues.clear()
+
+
+def piece_end(start: int, num_items: int, piece_items: int, least_items: int) -> int:
+    """Where the piece that begins at `start` ends: `piece_items` on, but at most half of what is
+    left, in whole `least_items`: so what follows the last piece, its checksums, is short, and that
+    of each before it is done while the next one is copied, if it takes less than half as long.
+
+    Pure. Source: ours.
+    """
+    half = -(-(num_items - start) // (2 * least_items)) * least_items
+    return min(start + min(piece_items, half), num_items)
+
+
+def stop_here(is_stopped: IsStopped) -> None:
+    """Raises: DeadlineExceeded when that says so."""
+    if is_stopped():
+        raise DeadlineExceeded("copy: the time for it ran out")
+
+
+STALL_S = 1.0
+"""A copy that was told to stop ends within a piece, which takes under 1 ms, unless the device
+hangs."""
+
+IsStopped = Callable[[], bool]
+Result = TypeVar("Result")
+
+
+class Unsettled(Exception):
+    """The waiter's time is over (`cause`), the copy is not until `settled` is done."""
+
+    def __init__(self, cause: BaseException, settled: asyncio.Future[None]) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.settled = settled
+
+    def with_quarantine(self, block_ids: Sequence[int]) -> TransferTimeout | TransferCancelled:
+        """What `get` raises: the blocks may still be written into."""
+        quarantine = Quarantine(tuple(block_ids), self.settled)
+        message = f"the device may still write: {self.cause}"
+        if isinstance(self.cause, asyncio.CancelledError):
+            return TransferCancelled(message, quarantine)
+        return TransferTimeout(message, quarantine)
+
+
+async def run_copy(
+    copy: Callable[[IsStopped], Result],
+    deadline: Deadline,
+    begin: Callable[[IsStopped], None] | None = None,
+) -> Result:
+    """Run `copy`, which looks at its argument between pieces and raises DeadlineExceeded when that
+    says so.
+
+    Args: begin: called here, with the same, before `copy`, whose thread may take its time: for what
+        need not wait for it. Raises nothing.
+    Raises: what `copy` raises; Unsettled.
+    """
+    told = threading.Event()
+
+    def is_stopped() -> bool:
+        return told.is_set() or deadline.expired
+
+    if begin is not None:
+        begin(is_stopped)
+    try:
+        job = asyncio.get_running_loop().run_in_executor(None, copy, is_stopped)
+    except RuntimeError:  # no thread to be had: what was begun must end all the same
+        told.set()
+        with contextlib.suppress(Exception):
+            copy(is_stopped)
+        raise
+    cause: BaseException | None = None
+    try:
+        await asyncio.wait([job], timeout=deadline.left_s() + STALL_S)
+    except asyncio.CancelledError as error:
+        cause = error
+        told.set()
+        await _wait_bounded(job, Deadline.after(STALL_S))
+    if not job.done():
+        told.set()
+        if cause is None:
+            cause = DeadlineExceeded("copy: the device did not answer in time")
+        raise Unsettled(cause, _settled(job)) from cause
+    if cause is not None:
+        job.exception()  # it ended because we told it to
+        raise cause
+    return job.result()
+
+
+async def _wait_bounded(job: asyncio.Future[Result], patience: Deadline) -> None:
+    """A second cancellation does not end this wait: the first one is on its way out already."""
+    while not job.done() and not patience.expired:
+        try:
+            await asyncio.wait([job], timeout=patience.left_s())
+        except asyncio.CancelledError:
+            continue
+
+
+def _settled(job: asyncio.Future[Result]) -> asyncio.Future[None]:
+    """Done when the job is, whatever came of it."""
+    settled: asyncio.Future[None] = job.get_loop().create_future()
+
+    def over(job: asyncio.Future[Result]) -> None:
+        if not job.cancelled():
+            job.exception()
+        if not settled.done():
+            settled.set_result(None)
+
+    job.add_done_callback(over)
+    return settled

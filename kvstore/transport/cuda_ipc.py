@@ -1,0 +1,305 @@
+"""CudaIpcTransport (`cuda_ipc`): blocks out of a lender's cache on a device, which is mapped here,
+by copies between the devices: over NVLink where there is one. For readers on the lender's host
+that it trusts; the lender moves no byte.
+
+A mapping lets its reader into the whole cache, so a lender gives one only where it was told to
+(`lend_mapped`), after the handshake, to its own host. It is given back when the transport closes;
+until then the memory stays, also should its owner die.
+
+How it is verified. Checksums are computed over what arrived, by the reader's device: given to it
+while the copies run, each piece's behind its copy. When the last byte is here, the lender is asked
+which of the blocks are still lent at the generation that the handle says (Confirm). Generations
+only grow, and a lent block does not change: what is lent now as it was then was never anything else
+in between. So one look after the copy says what a look before and one after would. A lender that is
+gone, or another life of it, confirms nothing. Nobody is asked about blocks that the lender has
+promised to keep in place until a time at which the last byte was here (`GetItems.held_until_s`):
+they were lent at that generation when it promised, and could not be given back since. A copy that
+takes as long as an answer (`ask_early_bytes`) is not asked about behind it, but while it runs, for
+such a promise: what names them at their generations, and keeps them until the last byte was here,
+says as much as a look then. Where it names another, or came to an end before, they are asked about
+as ever.
+
+A copy goes in pieces (copy_pipeline.py); deadline and cancellation as in `DeviceShmTransport`. Only
+reads: a lender takes no bytes. One asyncio loop; copies are queued and waited for on threads. But
+the first pieces are queued at once where they are few copies (`max_copies_at_once`) and a queue of
+the device is free: that takes 0.1 ms (0.3 where the driver has no batches), and a thread takes
+twice as long to begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import answer_checks
+from kvstore.connection import StoreConnection, StoreInfo
+from kvstore.errors import GENERATION, MISSING, LeaseLapsed
+from kvstore.transport.base import (
+    CUDA_IPC,
+    BlockMemory,
+    Generations,
+    GetItems,
+    GetResult,
+    Ids,
+    PutItem,
+    UnsettledTransfers,
+)
+from kvstore.transport.copy_pipeline import CopyPipeline, Flight, IsStopped, Unsettled, run_copy
+from kvstore.transport.device import Copies, CopyQueue, Device, Mark, PendingChecksums, Shared
+from process.deadline import Deadline
+from process.errors import BatonError, FailedPrecondition
+from protos import kvstore_pb2
+
+Breaks = npt.NDArray[np.bool_]
+
+
+class CudaIpcTransport:
+    """See the module."""
+
+    name = CUDA_IPC
+    counts_own_reads = False
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        device: Device,
+        connection: StoreConnection,
+        store: StoreInfo,
+        shared: Shared,
+        address: int,
+    ) -> None:
+        """address: where `shared` is mapped; owned by the transport from here on."""
+        self._memory = memory
+        self._device = device
+        self._connection = connection
+        self._store = store
+        self._shared = shared
+        self._address = address
+        self._copies = device.peer_copies
+        sizes = (self._copies.piece_bytes, self._copies.least_piece_bytes)
+        self._pipeline = CopyPipeline(
+            device, *(max(1, size // memory.block_bytes) for size in sizes)
+        )
+        self._unsettled = UnsettledTransfers()
+
+    @classmethod
+    async def connect(
+        cls, memory: BlockMemory, connection: StoreConnection, store: StoreInfo
+    ) -> CudaIpcTransport:
+        """Map the lender's cache. Raises: FailedPrecondition when that cannot be done here."""
+        device, shared = memory.device, store.shared
+        if device is None:
+            raise FailedPrecondition(
+                "transport cuda_ipc: this worker's cache lies in host memory; set "
+                "direct_transport to nixl or grpc"
+            )
+        if shared is None:
+            raise FailedPrecondition("transport cuda_ipc: the lender gave nothing to map")
+        mapping = asyncio.ensure_future(asyncio.to_thread(_map, device, shared))
+        try:
+            address = await asyncio.shield(mapping)
+        except asyncio.CancelledError:
+            mapping.add_done_callback(lambda done: _give_back(done, device, shared))
+            raise
+        return cls(memory, device, connection, store, shared, address)
+
+    async def put(
+        self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
+    ) -> Sequence[int]:
+        """See Transport; nothing is ever written here. Raises: FailedPrecondition."""
+        raise FailedPrecondition("transport cuda_ipc: a lender takes no bytes")
+
+    async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
+        """See Transport."""
+        frames, blocks, generations = items.columns()
+        held_until_s, here_s = items.held_until_s, math.inf
+        exists = frames < self._store.num_frames
+        wanted = np.flatnonzero(exists)
+        failed: dict[int, str] = {}
+        if len(wanted) < len(frames):
+            failed = dict.fromkeys(np.flatnonzero(~exists).tolist(), MISSING)
+            frames, blocks, generations = frames[wanted], blocks[wanted], generations[wanted]
+        if len(wanted) == 0:
+            return GetResult(0, failed)
+        self._connection.check()
+        loop, is_here = asyncio.get_running_loop(), asyncio.Event()
+
+        def is_held() -> bool:
+            """The lender has said that they are what they were, and stay it until they are here."""
+            return here_s < held_until_s
+
+        def here() -> None:
+            nonlocal here_s
+            here_s = time.monotonic()
+            if not is_held():  # else this loop is not woken for that
+                loop.call_soon_threadsafe(is_here.set)
+
+        is_break = _breaks(frames, blocks)
+
+        def give(queue: CopyQueue, part: slice) -> None:
+            edges = np.flatnonzero(is_break[part.start : part.stop - 1])
+            queue.between(self._copies_between(edges, frames[part], blocks[part]))
+
+        flight = Flight(self._pipeline, len(frames), give)
+
+        def copy(is_stopped: IsStopped) -> list[int]:
+            return self._copy_in(flight, blocks, is_stopped, here)
+
+        async def vouch() -> set[int]:
+            nonlocal held_until_s
+            if time.monotonic() >= held_until_s and self._asks_early(len(frames)):
+                asked_for_s = await self._ask_to_keep(lease_id, frames, generations, deadline)
+                # One that was kept stays so: whoever saw that wakes nobody (`here`).
+                held_until_s = max(held_until_s, asked_for_s)
+            await is_here.wait()  # whoever awaits this one ends it with the copy
+            if is_held():
+                return set()
+            return await self._confirm(lease_id, frames, generations, deadline)
+
+        vouching = asyncio.create_task(vouch())
+        vouching.add_done_callback(lambda done: done.cancelled() or done.exception())
+        stale: set[int] = set()
+        try:
+            num_early = self._num_early_pieces(is_break)
+            begin = partial(flight.begin_early, num_pieces=num_early)
+            checksums = await run_copy(copy, deadline, begin)
+            if not is_held():
+                stale = await vouching
+        except Unsettled as error:
+            self._unsettled.add(error.settled)
+            raise error.with_quarantine(blocks.tolist()) from error
+        finally:
+            vouching.cancel()
+        found = dict(zip(wanted.tolist(), checksums, strict=True))
+        for at in stale:
+            index = int(wanted[at])
+            failed[index] = GENERATION
+            del found[index]
+        num_bytes = len(found) * self._memory.block_bytes
+        return GetResult(num_bytes, failed, found, num_bytes if is_held() else 0)
+
+    async def close(self) -> None:
+        """Waits for whatever still moves, however long: the caller bounds its own patience."""
+        await self._unsettled.wait()
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._pipeline.close()
+        self._device.unmap_shared(self._shared, self._address)
+
+    def _copy_in(
+        self, flight: Flight, blocks: Ids, is_stopped: IsStopped, on_here: Callable[[], object]
+    ) -> list[int]:
+        """On the executor's thread: the end of a flight. Each piece's checksums follow it on the
+        device: to give it that work takes as long as a piece, and would be waited for behind the
+        last one.
+
+        Args: on_here: called when the last byte has come.
+        """
+        hasher = self._memory.device_checksums
+        pending: list[PendingChecksums] = []
+
+        def given(part: slice, mark: Mark) -> None:
+            if hasher is not None:
+                pending.append(hasher.begin(blocks[part].tolist(), mark))
+
+        flight.finish(is_stopped, given=given)
+        on_here()
+        if hasher is None:
+            return self._memory.checksums(blocks.tolist())
+        return [checksum for part in pending for checksum in part.result()]
+
+    def _asks_early(self, num_blocks: int) -> bool:
+        is_long = num_blocks * self._memory.block_bytes >= self._copies.ask_early_bytes
+        return is_long and self._store.tells_when_lent
+
+    async def _ask_to_keep(
+        self, lease_id: str, frames: Ids, generations: Generations, deadline: Deadline
+    ) -> float:
+        """Have a lease's blocks kept in place, these with them. Returns: until when they are, on
+        this process' monotonic clock; 0: nobody said so. Raises: LeaseLapsed."""
+        try:
+            told, word = await self._connection.await_lent(
+                self._store.attachment_id, lease_id, 0, 1, 0.0, self._copies.hold_s, deadline
+            )
+        except LeaseLapsed:
+            raise
+        except BatonError:
+            return 0.0  # they are asked about when they are here
+        return word.held_until_s if told.blocks.has_all(frames, generations) else 0.0
+
+    async def _confirm(
+        self, lease_id: str, frames: Ids, generations: Generations, deadline: Deadline
+    ) -> set[int]:
+        """Which of the frames, which are here, are not lent any more. Raises: LeaseLapsed,
+        Unavailable, DeadlineExceeded."""
+        request = kvstore_pb2.ConfirmRequest(
+            attachment_id=self._store.attachment_id,
+            lease_id=lease_id,
+            frames=frames.tolist(),
+            generations=generations.tolist(),
+            num_bytes_read=len(frames) * self._memory.block_bytes,
+        )
+        reply = await self._connection.call(self._connection.stub.Confirm, request, deadline)
+        with self._connection.checking_reply():
+            answer_checks.check_confirmed(reply, request)
+        return set(reply.stale)
+
+    def _num_early_pieces(self, is_break: Breaks) -> int:
+        """Leading pieces that are `max_copies_at_once` copies at most, as far as may be under
+        way."""
+        num_items, end, num_pieces = len(is_break) + 1, 0, 0
+        while end < num_items:
+            end = self._pipeline.piece_end(end, num_items)
+            num_copies = np.count_nonzero(is_break[: end - 1]) + 1
+            if end > self._pipeline.most_items or num_copies > self._copies.max_copies_at_once:
+                break
+            num_pieces += 1
+        return num_pieces
+
+    def _copies_between(self, edges: Ids, frames: Ids, blocks: Ids) -> Copies:
+        """The copies of a piece; neighbours that continue one another on both sides are one.
+
+        Args:
+            edges: the last items of all copies but the last.
+        """
+        num_bytes = self._memory.block_bytes
+        copies: Copies = np.empty((len(edges) + 1, 3), dtype=np.uint64)
+        copies[0] = blocks[0], frames[0], len(frames)
+        if len(edges):
+            starts = edges + 1
+            copies[1:, 0], copies[1:, 1] = blocks[starts], frames[starts]
+            copies[1:, 2] = len(frames) - starts
+            copies[:-1, 2] -= copies[1:, 2]
+        copies *= np.uint64(num_bytes)
+        copies[:, 0] += np.uint64(self._memory.address)
+        copies[:, 1] += np.uint64(self._address)
+        return copies
+
+
+def _breaks(frames: Ids, blocks: Ids) -> Breaks:
+    """Of each but the first: whether another copy begins with it."""
+    is_break: Breaks = (np.diff(frames) != 1) | (np.diff(blocks) != 1)
+    return is_break
+
+
+def _map(device: Device, shared: Shared) -> int:
+    try:
+        return device.map_shared(shared)
+    except FailedPrecondition as error:
+        raise FailedPrecondition(
+            f"transport cuda_ipc: the lender's cache cannot be mapped here ({error}): both devices "
+            "must be of this host and reach each other; set direct_transport to nixl or grpc"
+        ) from error
+
+
+def _give_back(done: asyncio.Future[int], device: Device, shared: Shared) -> None:
+    """Of an attempt that nobody waits for any more."""
+    if not done.cancelled() and done.exception() is None:
+        done.get_loop().run_in_executor(None, device.unmap_shared, shared, done.result())

@@ -1,0 +1,181 @@
+"""ShardedDevice: blocks whose bytes are dealt out over several devices, as one device that holds
+them whole: for engines of several ranks, each of which keeps its heads and layers of every block.
+
+Whole blocks have addresses of no memory, [BASE, BASE + num_blocks * block_bytes); a copy from or to
+them becomes copies from or to the devices that have the bytes, on a queue for each. Knows no ranks
+and no CUDA. Invariant: every byte of a block is on exactly one device. Any thread, as Device.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.errors import TransferFailed
+from kvstore.transport.device import PEER_COPIES, Copies, CopyQueue, Device, Mark, Shared
+from process.errors import FailedPrecondition
+
+BASE = 1 << 52
+"""Beyond what any device maps."""
+
+_NOT_SHARED = (
+    "blocks of several ranks lie on several devices: no other process can map them, nor they map "
+    "another's"
+)
+
+NOWHERE = ""
+"""What NIXL would call such memory: it has no name, since NIXL cannot reach it."""
+
+
+class Run(NamedTuple):
+    """Bytes that lie together in a whole block and in a part's record of it."""
+
+    block_offset: int
+    record_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one device has of every block: block b's record begins at address + b * record_bytes."""
+
+    device: Device
+    address: int
+    record_bytes: int
+    runs: tuple[Run, ...]
+
+
+class _Piece(NamedTuple):
+    run: Run
+    part: int
+
+
+class ShardedDevice:
+    """See the module. `kvstore.transport.device.Device`.
+
+    Args:
+        parts: the engine's own device first: its kernels are those that are waited for, and host
+            memory is locked through it, for all.
+    Raises: ValueError where parts do not make up a block.
+    """
+
+    memory = NOWHERE
+    peer_copies = PEER_COPIES
+
+    def __init__(self, parts: Sequence[Part], block_bytes: int) -> None:
+        self.parts = tuple(parts)
+        self.block_bytes = block_bytes
+        self.device_id = self.parts[0].device.device_id
+        self._pieces = sorted(
+            _Piece(run, number) for number, part in enumerate(self.parts) for run in part.runs
+        )
+        self._starts = [piece.run.block_offset for piece in self._pieces]
+        end = 0
+        for run, _ in self._pieces:
+            if run.block_offset != end or run.num_bytes < 1:
+                at = min(end, run.block_offset)
+                raise ValueError(f"parts: byte {at} of a block is not on one device")
+            end += run.num_bytes
+        if end != block_bytes:
+            raise ValueError(f"parts: {end} bytes of blocks of {block_bytes}")
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """See Device."""
+        self.parts[0].device.register(address, num_bytes)
+
+    def unregister(self, address: int) -> None:
+        """See Device."""
+        self.parts[0].device.unregister(address)
+
+    def compute_mark(self) -> Mark:
+        """See Device. Other ranks' kernels are over when the engine's own are: it needs what they
+        compute."""
+        return self.parts[0].device.compute_mark()
+
+    def new_queue(self) -> CopyQueue:
+        """See Device."""
+        return _SpreadQueue(self)
+
+    def use_in_this_thread(self) -> None:
+        """See Device."""
+        self.parts[0].device.use_in_this_thread()
+
+    def share(self, address: int) -> Shared:
+        """See Device: nobody is let in, for no block lies in one place."""
+        raise FailedPrecondition(_NOT_SHARED)
+
+    def map_shared(self, shared: Shared) -> int:
+        """See Device."""
+        raise FailedPrecondition(_NOT_SHARED)
+
+    def unmap_shared(self, shared: Shared, address: int) -> None:
+        """See Device: nothing is ever mapped."""
+
+    def deal(self, copies: Copies) -> list[Copies]:
+        """The same copies by part, between host memory and the part's device."""
+        dealt: list[list[tuple[int, int, int]]] = [[] for _ in self.parts]
+        for address, host, num_bytes in copies.tolist():
+            at, end = address - BASE, address - BASE + num_bytes
+            while at < end:
+                block_id, offset = divmod(at, self.block_bytes)
+                run, number = self._pieces[bisect.bisect_right(self._starts, offset) - 1]
+                skipped = offset - run.block_offset
+                length = min(run.num_bytes - skipped, end - at)
+                part = self.parts[number]
+                place = part.address + block_id * part.record_bytes + run.record_offset + skipped
+                dealt[number].append((place, host, length))
+                at, host = at + length, host + length
+        return [np.array(rows, dtype=np.uint64).reshape(-1, 3) for rows in dealt]
+
+
+class _SpreadQueue:
+    """A queue on each device."""
+
+    def __init__(self, device: ShardedDevice) -> None:
+        self._device = device
+        self._queues = [part.device.new_queue() for part in device.parts]
+
+    def to_host(self, copies: Copies) -> None:
+        """See CopyQueue."""
+        for queue, own in zip(self._queues, self._device.deal(copies), strict=True):
+            if len(own):
+                queue.to_host(own)
+
+    def to_device(self, copies: Copies) -> None:
+        """See CopyQueue."""
+        for queue, own in zip(self._queues, self._device.deal(copies), strict=True):
+            if len(own):
+                queue.to_device(own)
+
+    def between(self, copies: Copies) -> None:
+        """See CopyQueue: never asked for, as nothing is mapped."""
+        raise TransferFailed(_NOT_SHARED)
+
+    def mark(self) -> Mark:
+        """See CopyQueue."""
+        return _AllMarks([queue.mark() for queue in self._queues])
+
+    def close(self) -> None:
+        """See CopyQueue."""
+        for queue in self._queues:
+            queue.close()
+
+
+class _AllMarks:
+    """Over when all are."""
+
+    def __init__(self, marks: Sequence[Mark]) -> None:
+        self._marks = marks
+
+    def is_over(self) -> bool:
+        """See Mark."""
+        return all(mark.is_over() for mark in self._marks)
+
+    def before(self, stream: int) -> None:
+        """See Mark."""
+        for mark in self._marks:
+            mark.before(stream)

@@ -1,0 +1,73 @@
+"""The store recomputes its laws in slices: calls are served between them, a change in the middle
+costs a check and no false alarm, and a broken law is found all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvstore.invariants import SlicedCheck
+from tests.unit.kvstore.test_block_store import _Bench as Bench
+
+NUM_BLOCKS = 300
+
+
+def full_bench() -> Bench:
+    """A store with `NUM_BLOCKS` committed blocks, as one chain."""
+    bench = Bench(num_frames=NUM_BLOCKS)
+    bench.put([index.to_bytes(16, "big") for index in range(1, NUM_BLOCKS + 1)])
+    return bench
+
+
+def check_of(bench: Bench) -> SlicedCheck:
+    # A turn of the loop after each 64 steps, however fast the machine is.
+    return SlicedCheck(bench.store, lambda: 0.0, slice_s=0.0)
+
+
+async def test_calls_are_served_in_the_middle_of_a_check() -> None:
+    bench = full_bench()
+    made = check_of(bench)
+    check = asyncio.ensure_future(made.check(budget_s=60.0))
+    num_turns = 0
+    while not check.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert check.result() == ""
+    # About ten passes over all blocks, 64 steps a slice.
+    assert num_turns > 5 * NUM_BLOCKS // 64
+
+
+async def test_a_change_in_the_middle_begins_the_check_again() -> None:
+    bench = full_bench()
+    made = check_of(bench)
+    check = asyncio.ensure_future(made.check(budget_s=60.0))
+    for index in range(20):
+        await asyncio.sleep(0)
+        made.num_calls += 1
+        lease = bench.store.match([(1).to_bytes(16, "big")], pin=True, ttl_s=9.0, now_s=0.0)
+        if index % 2:
+            bench.store.release([lease.lease_id], now_s=0.0)
+    assert await check == ""
+
+
+async def test_a_broken_law_is_found_and_a_later_check_finds_it_mended() -> None:
+    bench = full_bench()
+    made = check_of(bench)
+    node = bench.store.tree.find((7).to_bytes(16, "big"))
+    assert node is not None
+    node.num_hits += 1  # no law
+    node.num_pins += 1
+    assert "pins kept" in await made.check(budget_s=60.0)
+    node.num_pins -= 1
+    assert await made.check(budget_s=60.0) == ""
+
+
+async def test_without_time_the_result_of_the_last_check_is_given() -> None:
+    bench = full_bench()
+    made = check_of(bench)
+    node = bench.store.tree.find((7).to_bytes(16, "big"))
+    assert node is not None
+    node.num_pins += 1
+    assert await made.check(budget_s=0.0) == ""
+    assert "pins kept" in await made.check(budget_s=60.0)
+    assert "pins kept" in await made.check(budget_s=0.0)
