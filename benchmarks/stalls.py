@@ -643,7 +643,7 @@ def _calls(seen: dict[str, Any], span: Span) -> dict[str, Any]:
 @click.option("--prompt-tokens", default=8192)
 @click.option("--step-ms", default=5.0)
 @click.option("--seconds", default=8.0, help="of each of the two times")
-@click.option("--plain-interpreter", is_flag=True, help="without process/interpreter.py")
+@click.option("--plain-interpreter", is_flag=True, help="without process/entrypoint.py")
 def admission(**options: Any) -> dict[str, Any]:
     """What letting long prompts in costs a decode worker that is decoding: quiet against storm.
 
