@@ -8,7 +8,7 @@ that its transfer is over.
 
 Two writers of one block each write a frame of their own; the first to commit wins, the other's
 frame is freed and its lease pins the winner. A block that lies in the file tier only counts as
-absent to a writer, who has its bytes at hand: that is faster than reading them.
+absent to a writer: it has the bytes at hand, and writing them is faster than reading them.
 
 Knows nothing of bytes, sockets, hashing or fingerprints: a chain hash is an opaque key. The clock
 is an argument (`now_s`), so that time is a value in tests. Plain and synchronous, one thread. Its
