@@ -14,12 +14,11 @@ bookkeeping. Cells, in turn in each round:
 
 The last line printed is one JSON object; `ratio` is served prompts against `none`.
 
-    python -m benchmarks.write_path --rounds 3
+    python -m benchmarks.write_path cells --rounds 3
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -32,19 +31,21 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import uvloop
 
 from benchmarks import harness
-from benchmarks.harness import KeyedStream, context, publish
+from benchmarks.harness import KeyedStream, Several
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.paced import DevicePace, PacedModel
 from process import entrypoint, rpc, signing_keys
-from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
+from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.prefill.role import PrefillRole
 from services.worker import main as worker_main
 from services.worker.config import WorkerSettings
@@ -62,6 +63,17 @@ TIMEOUT_S = 60.0
 SAMPLING = common_pb2.SamplingParams(max_tokens=1, temperature=0.0, top_p=1.0, seed=7)
 
 
+@dataclass(frozen=True)
+class Load:
+    """What each cell serves, and how often."""
+
+    seconds: float
+    rounds: int
+    prompt_tokens: int
+    outstanding: int
+    cells: tuple[str, ...]
+
+
 async def _work(ask: dict[str, Any]) -> None:
     """The prefill worker: says its address and fingerprint, serves until stdin ends, and says what
     it counted."""
@@ -74,6 +86,7 @@ async def _work(ask: dict[str, Any]) -> None:
     settings = WorkerSettings(
         worker_id="prefill-0",
         redis_url="",
+        engine=config,
         store_address=ask["store_address"],
         transport="shm",
         handle_keys_file=ask["key_file"],
@@ -104,7 +117,7 @@ async def _worker(store_address: str, folder: Path) -> AsyncIterator[tuple[dict[
     """A worker process, and what it said first."""
     ask = {"store_address": store_address, "key_file": str(folder / "handle.keys")}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.write_path", "--worker", json.dumps(ask)),
+        *(sys.executable, "-m", "benchmarks.write_path", "worker", json.dumps(ask)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -126,9 +139,7 @@ async def _line(process: asyncio.subprocess.Process) -> dict[str, Any]:
     return found
 
 
-async def _serve(
-    address: str, fingerprint: str, arguments: argparse.Namespace
-) -> tuple[int, float]:
+async def _serve(address: str, fingerprint: str, load: Load) -> tuple[int, float]:
     """Prompts, so many at once. Returns: how many were served after the first second, and for how
     many seconds."""
     draw = random.Random(f"write path {time.monotonic_ns()}")
@@ -137,7 +148,7 @@ async def _serve(
             prefill_pb2_grpc.PrefillStub(channel).Stream(), prefill_pb2.PrefillCommand
         )
         begun_s = time.monotonic()
-        warm_s, end_s = begun_s + 1.0, begun_s + 1.0 + arguments.seconds
+        warm_s, end_s = begun_s + 1.0, begun_s + 1.0 + load.seconds
         served: list[float] = []
 
         async def one() -> None:
@@ -146,9 +157,7 @@ async def _serve(
                     request_id=f"r{draw.getrandbits(64):x}",
                     tenant="default",
                     tenant_salt=b"salt",
-                    prompt_token_ids=[
-                        draw.randrange(VOCAB) for _ in range(arguments.prompt_tokens)
-                    ],
+                    prompt_token_ids=[draw.randrange(VOCAB) for _ in range(load.prompt_tokens)],
                     sampling=SAMPLING,
                     model_fingerprint=fingerprint,
                 )
@@ -164,17 +173,17 @@ async def _serve(
                 stream.close(key)
                 served.append(time.monotonic())
 
-        await asyncio.gather(*(one() for _ in range(arguments.outstanding)))
+        await asyncio.gather(*(one() for _ in range(load.outstanding)))
         await stream.end()
         return sum(warm_s <= at_s < end_s for at_s in served), end_s - warm_s, len(served)
 
 
-async def _cell(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+async def _cell(name: str, folder: Path, load: Load) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         address, pid = "", 0
         if name != "none":
-            num_prompts = 2 * arguments.seconds * 50
-            large = int(num_prompts) * (arguments.prompt_tokens // BLOCK_SIZE)
+            num_prompts = 2 * load.seconds * 50
+            large = int(num_prompts) * (load.prompt_tokens // BLOCK_SIZE)
             num_frames = large if name == "large" else DEFAULT_FRAMES
             pid, ready = stack.enter_context(
                 harness.store(capacity_bytes=num_frames * FRAME_BYTES, slab_dir="/dev/shm")
@@ -184,14 +193,14 @@ async def _cell(name: str, folder: Path, arguments: argparse.Namespace) -> dict[
             if name == "stopped":
                 stack.callback(os.kill, pid, signal.SIGCONT)
                 asyncio.get_running_loop().call_later(
-                    1.0 + arguments.seconds / 4, os.kill, pid, signal.SIGSTOP
+                    1.0 + load.seconds / 4, os.kill, pid, signal.SIGSTOP
                 )
-            num, seconds, num_all = await _serve(said["address"], said["fingerprint"], arguments)
+            num, seconds, num_all = await _serve(said["address"], said["fingerprint"], load)
             found: dict[str, Any] = {"served_per_s": num / seconds}
             if name == "large":
                 await asyncio.sleep(2.0)
                 num_there = await _num_committed(address)
-                num_asked = num_all * (arguments.prompt_tokens // BLOCK_SIZE)
+                num_asked = num_all * (load.prompt_tokens // BLOCK_SIZE)
                 found |= {"all_stored": num_there == num_asked, "num_blocks": num_there}
             process.stdin.write_eof()
             end = await _line(process)
@@ -203,29 +212,27 @@ async def _cell(name: str, folder: Path, arguments: argparse.Namespace) -> dict[
 
 
 async def _num_committed(address: str) -> int:
-    from protos import kvstore_pb2, kvstore_pb2_grpc
-
     async with rpc.channel(address) as channel:
         stub = kvstore_pb2_grpc.KvStoreStub(channel)
         status = await stub.GetStatus(kvstore_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
         return int(status.num_committed)
 
 
-async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.cells}
+async def _measure(load: Load) -> dict[str, Any]:
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in load.cells}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         signing_keys.create(folder / "handle.keys")
-        for number in range(arguments.rounds):
-            for cell in arguments.cells:
-                result = await _cell(cell, folder, arguments)
+        for number in range(load.rounds):
+            for cell in load.cells:
+                result = await _cell(cell, folder, load)
                 found[cell].append(result)
                 sys.stderr.write(f"round {number} {cell}: {json.dumps(result)}\n")
     rates = {
         cell: statistics.median(each["served_per_s"] for each in results)
         for cell, results in found.items()
     }
-    ceiling = 1 / (PACE.token_s * arguments.prompt_tokens + PACE.step_s / 8)
+    ceiling = 1 / (PACE.token_s * load.prompt_tokens + PACE.step_s / 8)
     return {
         "ceiling_per_s": round(ceiling, 2),
         "served_per_s": {cell: round(rate, 2) for cell, rate in rates.items()},
@@ -234,23 +241,25 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of load in each cell")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompt-tokens", type=int, default=1024)
-    parser.add_argument("--outstanding", type=int, default=24)
-    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        uvloop.run(_work(json.loads(arguments.worker)))
-        return
-    result = uvloop.run(_measure(arguments))
-    publish(context() | result, arguments.out)
+@harness.case
+@click.option("--seconds", default=10.0, help="of load in each cell")
+@click.option("--rounds", default=3)
+@click.option("--prompt-tokens", default=1024)
+@click.option("--outstanding", default=24, help="prompts at once")
+@click.option("--cells", type=Several(click.Choice(CELLS)), default=",".join(CELLS))
+def cells(**options: Any) -> dict[str, Any]:
+    """Prompts served with and without a store, in each of the cells."""
+    return options | uvloop.run(_measure(Load(**options)))
 
+
+@click.command("worker", hidden=True)
+@click.argument("ask", type=json.loads)
+def worker(ask: dict[str, Any]) -> None:
+    """The prefill worker of `cells`."""
+    uvloop.run(_work(ask))
+
+
+main = harness.program(__doc__, cells, worker)
 
 if __name__ == "__main__":
     main()

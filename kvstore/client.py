@@ -37,6 +37,7 @@ from kvstore.block_lender import own_host_id
 from kvstore.blocks import Block, PackedBlocks
 from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection, StoreInfo
 from kvstore.errors import (
+    CANCELLED,
     CHECKSUM,
     DEADLINE,
     GENERATION,
@@ -392,11 +393,13 @@ class KvStoreClient:
         Commit, for all of them. Chains may begin alike, or one behind another.
 
         Returns: one result for each chain, also where the store lacks its parent.
-        Raises: Unavailable; DeadlineExceeded; TransferFailed. Nothing stays reserved then. As
+        Raises: FailedPrecondition when the store lost a parent after the Reserve; LeaseLapsed;
+            Unavailable; DeadlineExceeded; TransferFailed. Nothing stays reserved then. As
             `put_blocks` while its Reserve is under way.
         """
         num_blocks = sum(chain.num_blocks for chain in chains)
         with self._transferring(), self._recorded("write", num_blocks) as record:
+            record.puts_again = True
             puts = await self._put(chains, ttl_s, deadline, ends_lease=True)
             for chain, put in zip(chains, puts, strict=True):
                 record.num_bytes += put.num_bytes
@@ -503,7 +506,7 @@ class KvStoreClient:
                 yield record
             except BaseException as error:
                 reason = reason_of(error)
-                if record.puts_again and reason == MISSING:
+                if record.puts_again and reason in (MISSING, CANCELLED):
                     record.num_put_again = num_blocks
                 else:
                     record.failed = Counter({reason: num_blocks})

@@ -98,12 +98,14 @@ class LruOrder:
     def offer(self, node: TreeNode) -> None:
         """Let `first` find the node if it is a candidate now. Must be called after each change by
         which a node may have become one."""
-        if node.in_orders & self._bit:
-            for _ in range(2):
-                if not self.heap or self.heap[0][0] == self.heap[0][3].last_used:
-                    break
-                self._refile()
-        elif self.is_candidate(node):
+        for _ in range(2):
+            if not self.heap:
+                break
+            last_used, _, _, first = self.heap[0]
+            if last_used == first.last_used and self.is_candidate(first):
+                break
+            self._refile()
+        if not node.in_orders & self._bit and self.is_candidate(node):
             node.in_orders |= self._bit
             self._serial += 1
             heapq.heappush(self.heap, (node.last_used, -node.depth, self._serial, node))

@@ -231,6 +231,7 @@ class StoreConnector:
         if client is not self._client:
             return await matching
         call, stalled = asyncio.create_task(matching), None
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
         try:
             await asyncio.wait([call], timeout=DOUBT_S)
             if not call.done():

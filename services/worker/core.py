@@ -54,7 +54,7 @@ from services.worker.step_log import StepLog
 from services.worker.store_target import target_of
 from services.worker.stores import RemoteStores
 from services.worker.transfer_metrics import TransferMetrics
-from services.worker.write_behind import WriteBehind
+from services.worker.write_behind import HELD_STEPS, WriteBehind
 
 INTEGRITY_BUDGET_S = 5.0
 
@@ -177,7 +177,7 @@ class WorkerCore:
             self.counts,
             block_size=self.model.block_size,
             max_held_blocks=max(
-                1, settings.engine.max_num_tokens_per_step // self.model.block_size
+                1, HELD_STEPS * settings.engine.max_num_tokens_per_step // self.model.block_size
             ),
             on_room=lambda: self.on_room(),
         )

@@ -11,12 +11,12 @@ counted by its reason: another worker will compute what is missing.
 
 Blocks are found by their chain hash in the engine's prefix cache and quarantined until a put has
 read them. So it does not matter whether their request is live, preempted or over, and a block that
-was evicted is not stored. The engine can be asked between two steps only, so a turn takes what one
-step fills, of several chains. A put carries blocks of as many chains as are held, since its two
-calls cost a worker's interpreter more than the blocks in them: on 2 shared cores 1.3 ms, and 6 us a
-block. One put is under way to each store. How much it carries follows from how long the last one
-took, at most `max_put_bytes`; blocks are held for at most `put_budget_s`. A store that is slow
-keeps the chains of no other store waiting.
+was evicted is not stored. The engine can be asked between two steps only, so a turn takes what two
+steps fill, of several chains: a turn that is late is made up for by the next. A put carries blocks
+of as many chains as are held, since its two calls cost a worker's interpreter more than the blocks
+in them: on 2 shared cores 1.3 ms, and 6 us a block. One put is under way to each store. How much it
+carries follows from how long the last one took, at most `max_put_bytes`; blocks are held for at
+most `put_budget_s`. A store that is slow keeps the chains of no other store waiting.
 
 Presence in the store stays closed under prefixes: a put names the block before its first. The chain
 takes the blocks before `num_stored` to be in the store. Where they are not (evicted, or in another
@@ -43,11 +43,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.step_output import FilledBlock
+from kvstore.blocks import PackedBlocks
 from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
 from process import spans
 from process.deadline import Deadline
-from process.errors import BatonError
+from process.errors import BatonError, FailedPrecondition
 from process.spans import Span
 from process.tasks import end_tasks
 from services.worker.block_writer import NO_ROOM
@@ -56,6 +57,10 @@ from services.worker.connector import StoreConnector, reason_of
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 from services.worker.provenance import Leg, WorkerCounts
+
+HELD_STEPS = 2
+"""Blocks of so many full steps may be held at once. With those of one step, and prompts that fill
+every step, a chain waited longer behind each one before it."""
 
 BATCH_BLOCKS = 4
 """A running request's blocks are stored so many at a time: each put is two calls. Guessed."""
@@ -148,6 +153,22 @@ class _Piece(NamedTuple):
     put: PutChain
 
 
+def _num_blocks(piece: _Piece) -> int:
+    return len(piece.block_ids)
+
+
+def next_put_bytes(num_bytes: int, share: float, *, is_whole: bool, least: int, most: int) -> int:
+    """How much the put after one of `num_bytes` carries.
+
+    Args:
+        share: of `put_budget_s` that the put took; 1 for one that gave way.
+        is_whole: it carried as much as it could, and did not fail.
+    """
+    if share > 4 * PUT_SHARE:
+        return max(least, num_bytes // 2)
+    return min(most, num_bytes * 2) if is_whole and share < PUT_SHARE else num_bytes
+
+
 class WriteBehind:
     """The chains of one worker, and what of them is being put."""
 
@@ -166,7 +187,7 @@ class WriteBehind:
     ) -> None:
         """
         Args:
-            max_held_blocks: of one turn; what an engine step fills.
+            max_held_blocks: of one turn; more than an engine step fills.
             on_room: called when blocks have been given back.
         """
         self._connector = connector
@@ -321,7 +342,7 @@ class WriteBehind:
             try:
                 await self._hold(turns)
                 while any(turn.num_left for turn in turns) and num_asked_for == self._num_asked_for:
-                    await self._put_next(to, turns)
+                    await self._put_next(to, turns, num_asked_for)
                 self._go_on(turns)
             finally:
                 self._current.difference_update(turn.chain for turn in turns)
@@ -376,9 +397,13 @@ class WriteBehind:
             lambda engine: engine.unquarantine(tuple(turn.held[first:end])), self._on_room
         )
 
-    async def _put_next(self, to: KvStoreClient | None, turns: Sequence[_Turn]) -> None:
-        """One put, of what is held of the first turns."""
+    async def _put_next(
+        self, to: KvStoreClient | None, turns: Sequence[_Turn], num_asked_for: int
+    ) -> None:
+        """One put, of what is held of the first turns, unless a request has asked for it."""
         await self._wait_for_quiet()
+        if num_asked_for != self._num_asked_for:
+            return
         client = to or self._connector.client
         for turn in turns:
             ends_by = turn.chain.ends_by
@@ -405,12 +430,15 @@ class WriteBehind:
             await end_tasks([putting])
             for piece in pieces:
                 self._give_back(piece.turn, len(piece.block_ids))
+        is_whole = bool(puts) and sum(map(_num_blocks, pieces)) == max_blocks
         share = (time.monotonic() - began_s) / self._limits.put_budget_s
-        is_full = sum(len(piece.block_ids) for piece in pieces) == max_blocks
-        if share > 4 * PUT_SHARE:
-            self._put_bytes[client.address] = max(client.frame_bytes, num_bytes // 2)
-        elif share < PUT_SHARE and is_full:
-            self._put_bytes[client.address] = min(self._max_put_bytes, num_bytes * 2)
+        self._put_bytes[client.address] = next_put_bytes(
+            num_bytes,
+            1.0 if putting.cancelled() else share,
+            is_whole=is_whole,
+            least=client.frame_bytes,
+            most=self._max_put_bytes,
+        )
         for piece, put in zip(pieces, puts, strict=False):
             self._book(piece, put, client.frame_bytes)
 
@@ -447,6 +475,8 @@ class WriteBehind:
                     return await client.put_chains(
                         [piece.put for piece in pieces], self._limits.lease_ttl_s, deadline
                     )
+        except FailedPrecondition:  # the store lost what one of them follows, since the Reserve
+            return [PutResult("", PackedBlocks(), None, 0, 0, lacks_parent=True)] * len(pieces)
         except BatonError as error:
             self._connector.suspect(client, error)
             for piece in pieces:

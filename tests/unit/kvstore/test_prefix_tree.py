@@ -188,3 +188,19 @@ def test_the_heap_stays_small_under_use() -> None:
     assert len(build.order.heap) <= 100
     build.check()
     assert build.evict_all() == [f"c{i}" for i in reversed(range(100))]
+
+
+def test_blocks_that_left_stay_in_no_order() -> None:
+    """Each was a leaf that could be evicted once, then lay in a page only, then left."""
+    tree = _tree()
+    tree.has_pages = True
+    for index in range(1000):
+        node = _add(tree, f"b{index}", None)
+        tree.pin(node)
+        tree.unpin(node)
+        tree.set_page(node, Page(0, 0, 16))
+        tree.set_block(node, None)
+        tree.set_page(node, None)
+        tree.remove(node)
+    orders = [tree.clean_order, tree.leaf_order, tree.page_order, tree.demotion_order]
+    assert max(len(order.heap) for each in orders for order in each.values()) <= 4

@@ -24,14 +24,14 @@ from kvstore.blocks import Block, PackedBlocks
 from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import TransferFailed
 from process.deadline import Deadline
-from process.errors import BatonError, DeadlineExceeded, Unavailable
+from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.tasks import end_tasks
 from services.worker import write_behind
 from services.worker.config import WorkerLimits
 from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
 from services.worker.provenance import Leg, WorkerCounts
-from services.worker.write_behind import WriteBehind, WriteChain
+from services.worker.write_behind import WriteBehind, WriteChain, next_put_bytes
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, fake_engine, prompt_of, request, running
 from tests.harness.waiting import WAIT_S, settled, until
 
@@ -52,6 +52,7 @@ class FakeStore:
         self.stored: dict[bytes, bytes] = {}
         self.num_puts: list[int] = []
         """Blocks that each call has written."""
+        self.num_cancelled = 0
         self.num_chains: list[int] = []
         """Chains of each call."""
         self.puts_again: list[bool] = []
@@ -67,7 +68,11 @@ class FakeStore:
         self.entered.set()
         if self.error is not None:
             raise self.error
-        await self.gate.wait()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
         self.num_puts.append(0)
         self.num_chains.append(len(chains))
         return list(map(self._put, chains))
@@ -122,6 +127,11 @@ class Bench:
         self.done = asyncio.Event()
         self.root = block_hash.root_key(SALT, engine.model_info.fingerprint)
         self.writes: WriteBehind
+        self.num_times_room = 0
+        """How often blocks were given back."""
+
+    def on_room(self) -> None:
+        self.num_times_room += 1
 
     def on_step(self, output: StepOutput) -> None:
         self.events += output.events
@@ -207,7 +217,7 @@ async def bench(
             made.counts,
             block_size=BLOCK_SIZE,
             max_held_blocks=max_held_blocks,
-            on_room=lambda: None,
+            on_room=made.on_room,
             **options,
         )
         try:
@@ -356,16 +366,78 @@ async def test_one_chain_that_lacks_its_parent_costs_the_others_nothing() -> Non
         assert lacking.num_restarts == 1 and not b.counts.not_written_back
 
 
-async def test_puts_grow_while_they_are_quick_and_shrink_when_they_are_slow() -> None:
-    async with bench(put_budget_s=WAIT_S) as b:
+@pytest.mark.parametrize(
+    ("share", "is_whole", "expected"),
+    [(0.01, True, 128), (0.01, False, 64), (0.1, True, 64), (0.3, True, 32), (1.0, False, 32)],
+)
+def test_puts_grow_while_they_are_quick_and_shrink_when_they_are_slow(
+    share: float, is_whole: bool, expected: int
+) -> None:
+    assert next_put_bytes(64, share, is_whole=is_whole, least=8, most=512) == expected
+    assert next_put_bytes(512, 0.01, is_whole=True, least=8, most=512) == 512
+    assert next_put_bytes(8, 1.0, is_whole=False, least=8, most=512) == 8
+
+
+async def test_the_first_put_to_a_store_is_no_larger_than_its_turn_allows() -> None:
+    async with bench(put_budget_s=3600.0) as b:
         b.writes._put_bytes["store:1"] = FRAME_BYTES
         chain = b.begin(PROMPT, num_known=0)
         await answered(b, chain)
         b.writes.end(chain)
         await b.settle()
         assert b.store.num_puts == [1, 2, 4, 5]
-        b.writes._limits = replace(b.writes._limits, put_budget_s=1e-9)
-        b.writes._put_bytes["store:1"] = 8 * FRAME_BYTES
+
+
+async def test_a_put_that_gave_way_is_followed_by_a_smaller_one() -> None:
+    async with bench(max_put_bytes=8 * FRAME_BYTES) as b:
+        b.store.gate.clear()
+        chain = b.begin(PROMPT, num_known=0)
+        await answered(b, chain)
+        b.writes.end(chain)
+        await b.store.entered.wait()
+        b.writes.give_way()
+        await until(lambda: b.store.num_cancelled == 1)
+        await until(lambda: b.writes._put_bytes == {"store:1": 4 * FRAME_BYTES})
+        b.store.gate.set()
+        await b.settle()
+        assert sum(b.store.num_puts) == 12
+
+
+async def test_a_request_that_asks_while_a_load_is_under_way_gets_the_blocks_too() -> None:
+    """The put that waits for the load does not begin."""
+    async with bench() as b:
+        chain = b.begin(PROMPT, num_known=0)
+        await answered(b, chain, num_tokens=2)
+        with b.writes.standing_back():
+            b.writes.end(chain)
+            await until(lambda: b.thread.stats.num_quarantined_blocks > 0)
+            b.writes.give_way()
+            num_before = b.num_times_room
+            await until(lambda: b.num_times_room > num_before)
+            assert not b.store.entered.is_set()
+        await b.settle()
+        assert sum(b.store.num_puts) == 4
+
+
+async def test_a_parent_that_is_lost_before_the_commit_has_the_chain_put_from_its_beginning() -> (
+    None
+):
+    async with bench() as b:
+        b.store.stored = dict.fromkeys(b.hashes(PROMPT), b"")
+        real = b.store.put_chains
+
+        async def loses_it(*asked: Any) -> list[PutResult]:
+            b.store.put_chains = real  # type: ignore[method-assign]
+            b.store.stored.clear()
+            raise FailedPrecondition("its parent was never committed")
+
+        b.store.put_chains = loses_it  # type: ignore[method-assign, assignment]
+        chain = b.begin(PROMPT)
+        tokens = await answered(b, chain)
+        b.writes.end(chain)
+        await b.settle()
+        b.assert_stored(tokens, 12)
+        assert chain.num_restarts == 1 and not b.connector.suspected
 
 
 async def test_a_turn_holds_no_more_than_it_may() -> None:
@@ -590,8 +662,9 @@ async def test_a_request_without_room_gets_what_is_held_and_the_chain_is_put_aga
         await b.store.entered.wait()
         await b.thread.call(lambda engine: None)
         assert b.thread.stats.num_quarantined_blocks > 0
+        num_before = b.num_times_room
         b.writes.give_way()
-        await until(lambda: b.thread.stats.num_quarantined_blocks == 0)
+        await until(lambda: b.num_times_room > num_before and b.store.num_cancelled == 1)
         assert not b.store.num_puts, "no put was waited for"
         b.store.gate.set()
         await b.settle()
