@@ -255,7 +255,7 @@ def write_secrets(
     Args:
         hosts, days, servers, flips: as `write`.
         api: a `kubernetes.client.CoreV1Api`; None: by the pod's service account, or a kubeconfig.
-        namespace_file: has the namespace where `place` names none.
+        namespace_file: has the namespace where neither `place` nor the connection names one.
     Returns: the names of the Secrets.
     Raises: CertsError, one line.
     """
@@ -268,7 +268,15 @@ def write_secrets(
             f"--secrets: {error}; the client of Kubernetes comes with `pip install "
             "'baton[kubernetes]'`"
         ) from error
-    store = _Secrets(api or client.CoreV1Api(_connect()), place, namespace_file)
+    namespace = place.namespace
+    if api is None:
+        connection, own_namespace = _connect()
+        api, namespace = client.CoreV1Api(connection), namespace or own_namespace
+    try:
+        namespace = namespace or namespace_file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise CertsError("--namespace: needed outside of a pod") from error
+    store = _Secrets(api, place, namespace)
     try:
         return store.renew(hosts, days, servers, flips)
     except ApiException as error:
@@ -280,26 +288,24 @@ def write_secrets(
         raise CertsError(f"the API server cannot be reached: {error}") from error
 
 
-def _connect() -> Any:
+def _connect() -> tuple[Any, str]:
+    """Returns: the connection, and its namespace, which may be empty."""
     from kubernetes import client
 
     try:
-        configuration, _ = kubernetes_config.load()
+        configuration, namespace = kubernetes_config.load()
     except SettingsError as error:
         raise CertsError(f"--secrets: {error}") from error
-    return client.ApiClient(configuration)
+    return client.ApiClient(configuration), namespace
 
 
 class _Secrets:
     """Reads and writes the Secrets of one set."""
 
-    def __init__(self, api: Any, place: SecretsPlace, namespace_file: Path) -> None:
+    def __init__(self, api: Any, place: SecretsPlace, namespace: str) -> None:
         self._api = api
         self._place = place
-        try:
-            self._namespace = place.namespace or namespace_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise CertsError("--namespace: needed outside of a pod") from error
+        self._namespace = namespace
 
     def renew(
         self, hosts: Sequence[str], days: int, servers: Mapping[str, str], flips: bool

@@ -52,5 +52,9 @@ def _replace(path: Path, text: str) -> None:
     """Readers see the old file or the new one, never a part."""
     try:
         replace_file(path, text)
+    except PermissionError as error:
+        raise KeyFileError(
+            f"{path}: {error.strerror}; change it as its owner, or as root"
+        ) from error
     except OSError as error:
         raise KeyFileError(f"{path}: {error.strerror}") from error

@@ -14,14 +14,25 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _MAX_CHARS = 200
 
 
+def own_namespace() -> str:
+    """The namespace of this pod; empty outside of one."""
+    try:
+        return NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 def load(context: str = "") -> tuple[Any, str]:
-    """As the user's kubeconfig says or, inside a pod without one, its ServiceAccount.
+    """As the ServiceAccount of this pod or, where there is none, the user's kubeconfig. A context,
+    or KUBECONFIG in the environment, means the kubeconfig in any case.
 
     Args: context: of the kubeconfig; empty: its current one.
-    Returns: a `kubernetes.client.Configuration` that retries nothing, and the namespace.
+    Returns: a `kubernetes.client.Configuration` that retries nothing, and the namespace, empty
+        where the pod does not say its own.
     Raises: SettingsError for a missing package or configuration.
     """
     try:
+        import yaml
         from kubernetes import client
         from kubernetes import config as untyped_config
     except ModuleNotFoundError:
@@ -31,12 +42,12 @@ def load(context: str = "") -> tuple[Any, str]:
     config: Any = untyped_config
     found = client.Configuration()
     # Looked up here: the client reads the environment only when it is imported.
-    file = os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
-    has_file = "KUBECONFIG" in os.environ or Path(file).exists()
+    named = os.environ.get("KUBECONFIG", "")
+    file = named or os.path.expanduser("~/.kube/config")
     try:
-        if "KUBERNETES_SERVICE_HOST" in os.environ and not (context or has_file):
+        if "KUBERNETES_SERVICE_HOST" in os.environ and not (context or named):
             config.load_incluster_config(client_configuration=found)
-            namespace = NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+            namespace = own_namespace()
         else:
             config.load_kube_config(
                 config_file=file, context=context or None, client_configuration=found
@@ -44,7 +55,7 @@ def load(context: str = "") -> tuple[Any, str]:
             contexts, active = config.list_kube_config_contexts(config_file=file)
             chosen = next((each for each in contexts if each["name"] == context), active)
             namespace = str(chosen["context"].get("namespace", "default"))
-    except (config.ConfigException, OSError) as error:
+    except (config.ConfigException, OSError, yaml.YAMLError) as error:
         words = " ".join(str(error).split())[:_MAX_CHARS]
         raise SettingsError(
             "neither in a pod with a service account, nor is there a kubeconfig that works: "

@@ -4,6 +4,7 @@ whole. Blocking; any thread.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -70,11 +71,19 @@ def replace_file(path: Path, content: str | bytes, *, mode: int | None = None) -
             new file.
     Raises: OSError; PermissionError where the file is another user's and would not stay so.
     """
-    path = path.resolve()
+    try:
+        path = path.resolve()
+    except RuntimeError as error:  # links in a circle
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
     found = path.stat() if mode is None and path.exists() else None
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    handle = os.open(scratch, flags, 0o600 if mode is None else mode)
+    try:
+        handle = os.open(scratch, flags, 0o600 if mode is None else mode)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -92,6 +92,10 @@ class TracingSettings:
     """How long a stopping process tries to send what waits."""
 
     def __post_init__(self) -> None:
+        if self.max_followed_per_s == 0:
+            raise SettingsError(
+                "max_followed_per_s: must be above 0; follow_callers=false follows no caller"
+            )
         check_ranges(self)
         check_host_port("endpoint", self.endpoint)
         if self.ca_file and not self.endpoint:

@@ -303,4 +303,4 @@ def connect(context: str, namespace: str) -> Reader:
         raise PreflightError(f"no cluster is configured: {error}") from None
     from kubernetes import client
 
-    return Reader(client.ApiClient(settings), namespace or own_namespace)
+    return Reader(client.ApiClient(settings), namespace or own_namespace or "default")

@@ -174,7 +174,10 @@ def _connection(settings: KubernetesSettings) -> tuple[Any, str]:
             found, namespace = kubernetes_config.load()
         except SettingsError as error:
             raise SettingsError(f"scaler=kubernetes: {error}") from error
-        return found, settings.namespace or namespace
+        namespace = settings.namespace or namespace
+        if not namespace:
+            raise SettingsError("kubernetes.namespace: needed; this pod does not say its own")
+        return found, namespace
     from kubernetes import client
 
     found = client.Configuration()

@@ -195,13 +195,13 @@ class Priors:
     """What each further stream adds to a step. 8B, 1,024 tokens of context: 19.3 ms of 256 streams
     less 6.7 of one, each."""
 
-    num_prompt_tokens: int = 1024
+    num_prompt_tokens: PositiveInt = 1024
     """Of a request. Guessed: between chats and retrieval."""
 
-    num_output_tokens: int = 256
+    num_output_tokens: PositiveInt = 256
     """Of a request; the router's own default."""
 
-    max_num_running: int = 64
+    max_num_running: PositiveInt = 64
     """Streams that one decode worker takes; the engine's own default. Never learned."""
 
     max_utilisation: Annotated[float, Meta(gt=0, lt=1)] = 0.8

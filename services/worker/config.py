@@ -108,6 +108,10 @@ class WorkerLimits:
     remote_transport pulls from none."""
 
     def __post_init__(self) -> None:
+        if self.max_remote_stores == 0:
+            raise SettingsError(
+                "max_remote_stores: must be at least 1; an empty remote_transport pulls from none"
+            )
         check_ranges(self)
 
 

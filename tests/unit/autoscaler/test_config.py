@@ -26,6 +26,9 @@ from services.autoscaler.config import AutoscalerSettings
         (["plan.limits.prefill.max_workers=0"], "max_workers: must be at least 1"),
         (["plan.pace.dwon_s=3"], "unknown key 'dwon_s', nearest is 'down_s'"),
         (["num_decisions_kept=0"], "num_decisions_kept: must be at least 1"),
+        (["plan.priors.num_prompt_tokens=0"], "num_prompt_tokens: must be at least 1"),
+        (["plan.priors.num_output_tokens=0"], "num_output_tokens: must be at least 1"),
+        (["plan.priors.max_num_running=-3"], "max_num_running: must be at least 1"),
     ],
 )
 def test_a_wrong_setting_is_named(overrides: list[str], says: str) -> None:

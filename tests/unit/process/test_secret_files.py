@@ -98,3 +98,20 @@ def test_a_file_that_cannot_be_replaced_stays_and_nothing_is_left_beside_it(
     with pytest.raises(OSError, match="No space left"):
         replace_file(path, "two")
     assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    pipe, circle = tmp_path / "pipe", tmp_path / "circle"
+    os.mkfifo(pipe)
+    circle.symlink_to(circle)
+    with pytest.raises(OSError, match=r"no regular file.*pipe"):
+        replace_file(pipe, "one")
+    with pytest.raises(OSError, match="circle"):
+        replace_file(circle, "one")
+    assert sorted(tmp_path.iterdir()) == [circle, pipe]
+
+
+def test_the_error_for_a_folder_that_is_missing_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        replace_file(tmp_path / "no" / "file", "one")
+    assert caught.value.filename == str(tmp_path / "no" / "file")
