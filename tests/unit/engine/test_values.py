@@ -39,9 +39,9 @@ def test_whoever_makes_a_request_knows_the_range_of_its_tokens() -> None:
     [
         ({"device": "tpu"}, "device: 'tpu'"),
         ({"dtype": "float16"}, "dtype: 'float16'"),
-        ({"block_size": 0}, "block_size: 0"),
-        ({"num_blocks": -1}, "num_blocks: -1"),
-        ({"num_threads": -2}, "num_threads: -2"),
+        ({"block_size": 0}, "block_size: .* 0"),
+        ({"num_blocks": -1}, "num_blocks: .*-1"),
+        ({"num_threads": -2}, "num_threads: .*-2"),
         ({"max_num_running": 65, "max_num_tokens_per_step": 64}, "max_num_running: 65"),
     ],
 )

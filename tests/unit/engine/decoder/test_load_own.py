@@ -99,7 +99,7 @@ def test_what_our_own_does_not_do_is_refused_where_it_is_asked_for(gpt2: Path, l
         EngineConfig(weight_dtype="fp4")
     with pytest.raises(SettingsError, match="decoder: 'ours' is none of"):
         EngineConfig(decoder="ours")
-    with pytest.raises(SettingsError, match=r"memory_share: 1\.2 is not in"):
+    with pytest.raises(SettingsError, match=r"memory_share: .*1\.2"):
         EngineConfig(memory_share=1.2)
 
 
