@@ -67,7 +67,8 @@ async def generate(p: Pair, prompt: Sequence[int], spoil: Spoil | None = None) -
 
 
 async def forget(p: Pair) -> None:
-    """Push everything out of decode's device cache; its store keeps it."""
+    """Push everything out of decode's device cache; its store keeps it, once it has it."""
+    await p.check()
     for _ in range(5):
         async with p.reserved(p.new_prompt(200), name="filler", max_tokens=40) as (stream, key):
             await stream.compute(key)
