@@ -42,7 +42,7 @@ def server() -> Iterator[Server]:
                 if "Ctrl-C" in line:
                     break
             url = re.search(r"OpenAI's API: (\S+)", said)
-            keys = re.search(r"Keys are kept, as digests, in (\S+)", said)
+            keys = re.search(r"The digests of the keys are in (\S+)", said)
             assert url is not None and keys is not None, said
             file = Path(keys[1])
             key, limited_key = (_new_key(file, tenant) for tenant in ("any", "limited"))
