@@ -16,14 +16,11 @@ changes what they say and not what it costs. Nothing is written unless --out say
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import json
 import random
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +29,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-import checkpoints
 from baton import ClusterConfig, LocalCluster
 from baton.client import SyncClient
 from baton.messages import End
+from benchmarks.cluster import with_window
 from benchmarks.harness import context, publish
 
 SHARES = (0.0, 0.5, 0.95)
@@ -61,23 +58,6 @@ class Answer:
     ttft_s: float
     exposed_s: float
     stages: dict[str, float]
-
-
-@contextlib.contextmanager
-def with_window(model: str, num_tokens: int) -> Iterator[str]:
-    """The model, if its window suffices; else a copy whose configuration says a longer one."""
-    source = checkpoints.resolve(model, files="all").path
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if config["max_position_embeddings"] >= num_tokens:
-        yield model
-        return
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
-        for path in source.iterdir():
-            if path.name != "config.json":
-                (Path(folder) / path.name).symlink_to(path.resolve())
-        config["max_position_embeddings"] = num_tokens
-        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        yield folder
 
 
 def asks_of(rng: random.Random, num_tokens: int, count: int, block_size: int) -> list[Ask]:

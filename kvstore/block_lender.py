@@ -70,7 +70,7 @@ class LenderLimits:
 
     max_hold_s: float = 1.0
     """How long a promise lasts. Guessed: a hundred times what the copy of a chunk takes, and no
-    long time to do without blocks that nobody reads."""
+    long time to do without blocks that are not read."""
 
 
 LENDER_LIMITS = LenderLimits()
@@ -213,7 +213,7 @@ class ReadPins:
         limits: LenderLimits = LENDER_LIMITS,
         clock: Clock = time.monotonic,
     ) -> None:
-        """on_begin, on_end: told of each. clock: seconds, by which a hold is over."""
+        """on_begin, on_end: called for each hold. clock: seconds, by which a hold is over."""
         self.limits = limits
         self._loans = loans
         self._on_begin = on_begin
@@ -304,8 +304,8 @@ PROBE_TTL_S = 10.0
 """A reader gives back what it measures with; one that does not has it no longer."""
 
 FindFree = Callable[[int, float], Awaitable[Sequence[int]]]
-"""(at most so many, within so many seconds): blocks that nobody uses, kept in place until they are
-free again (`ExportedBlocks`'s `on_free`); none where there is no room."""
+"""(at most so many, within so many seconds): blocks that are not in use, kept in place until they
+are free again (`ExportedBlocks`'s `on_free`); none where there is no room."""
 
 Seal = Callable[[str], Awaitable[PackedBlocks]]
 """`BlockLender.seal`."""
@@ -329,7 +329,7 @@ class ProbeBlocks:
         self._clock = clock
         self._leases: dict[str, str] = {}  # attachment -> what it may measure with
         self.unsealed: set[str] = set()
-        """Leases that nobody was told of yet: they have no end until their blocks are sealed."""
+        """Leases that no reader knows yet: they have no end until their blocks are sealed."""
 
     async def lend(
         self, attachment_id: str, num_blocks: int, budget_s: float
@@ -443,7 +443,7 @@ class BlockLender:
     ) -> str:
         """Lend blocks whose bytes are complete and do not change; those without a checksum can be
         read from now on, and are to be sealed. is_computed: False: their bytes are still to come,
-        and nobody can read them until `ExportedBlocks.computed` says that they have.
+        and no reader gets them until `ExportedBlocks.computed` says that they have.
 
         Returns: the lease. Raises: LeaseLapsed; NotFound when the lender has stopped: nothing was
             lent then.

@@ -62,7 +62,7 @@ class ExportCounters:
 
 @dataclass(slots=True)
 class ExportedBlock:
-    """One block. is_computed: its bytes are complete; until then nobody can read it."""
+    """One block. is_computed: its bytes are complete; until then no reader gets it."""
 
     chain_hash: bytes
     is_computed: bool = False
@@ -76,7 +76,7 @@ class ExportLease:
 
     expires_at_s: float
     blocks: dict[int, bytes] = field(default_factory=dict)
-    """By block id, in the order in which they were lent, as readers are told of them: packed."""
+    """By block id, in the order in which they were lent, packed as readers get them."""
     unsealed: dict[int, None] = field(default_factory=dict)
     """Of them those that wait for a checksum; theirs is 0."""
     ahead: dict[int, bytes] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class ExportLease:
         return None if row is None or block_id in self.unsealed else block_of(row).checksum
 
     def computed(self, block_ids: Sequence[int]) -> None:
-        """See ExportedBlocks.computed, which tells whoever watches."""
+        """See ExportedBlocks.computed, which wakes the readers that wait."""
         if list(islice(self.ahead, len(block_ids))) != list(block_ids):
             raise IntegrityError(f"blocks {list(block_ids)} are not the next that it was to lend")
         for block_id in block_ids:
@@ -174,8 +174,8 @@ class LeaseUpdate:
     waited_s: float = 0.0
 
     def word(self, asked_s: float) -> LenderPromise:
-        """As whoever asked at `asked_s` may rely on it: the question came later than it was asked,
-        so the promise ends no sooner than this."""
+        """The promise to a reader that asked at `asked_s`: the question came later than that, so
+        the promise ends no sooner than this."""
         held_until_s = asked_s + self.waited_s + self.held_s if self.held_s else 0.0
         return LenderPromise(self.num_unsealed, held_until_s)
 

@@ -240,7 +240,7 @@ class PushPeers:
         adding = asyncio.ensure_future(self._agent.add_peer(peer.metadata))
         try:
             await complete_despite_cancel(adding)
-        except asyncio.CancelledError:  # whoever asked has left, and nobody else knows of the peer
+        except asyncio.CancelledError:  # the caller has left, and no other knows the peer
             if adding.exception() is None:
                 self._forget_later(adding.result())
             raise

@@ -119,7 +119,7 @@ def histogram(
 
 
 class HealthProbes:
-    """What probes are told of one process.
+    """What one process answers to probes.
 
     Alive: until its event loop has not turned for STUCK_S, far longer than any work holds it, so
     that a process which is merely busy is not restarted. It depends on no load and no peer. Ready:

@@ -266,7 +266,7 @@ class PinnedStaging:
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         """Of blocks as they lie on the device. Raises: TransferFailed."""
         found: list[int] = []
-        with self._lock:  # whoever holds it is bounded by `stall_s`
+        with self._lock:  # its holder is bounded by `stall_s`
             for start in range(0, len(block_ids), self.num_rows):
                 batch = block_ids[start : start + self.num_rows]
                 self.fetch(batch)

@@ -288,5 +288,5 @@ class _Turn:
             settled.add_done_callback(lambda _: self._lock.release())
 
     async def quiet(self) -> None:
-        """Wait until nobody uses them; nobody may from then on."""
+        """Wait until they are not in use; they may not be used from then on."""
         await self._lock.acquire()

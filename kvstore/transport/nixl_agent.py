@@ -445,7 +445,7 @@ def _load() -> tuple[Any, Any]:
 PIECE_BYTES = 16 * 1024 * 1024
 """Most bytes that one `transfer()` call may copy: 16 MiB take about 8 ms by CMA (measured)."""
 DEVICE_PIECE_BYTES = 256 * 1024 * 1024
-"""Between devices `transfer()` only starts the copy, so large pieces block nobody; 16 MiB ones
+"""Between devices `transfer()` only starts the copy, so large pieces block no thread; 16 MiB ones
 reached half the rate (measured)."""
 
 Run = tuple[int, int, int]

@@ -398,7 +398,7 @@ class DeviceShmTransport:
 
         self._pipeline.run(len(frames), give, is_stopped, landed)
         found = [checksum for part in checksums for checksum in part.result()]
-        # The checksums vouch for the bytes only while nobody else may write there.
+        # The checksums vouch for the bytes only while no other worker may write there.
         if not np.array_equal(self._slab.generations[frames], expected):
             raise LeaseLapsed("put: the reservation is over")
         return found

@@ -15,8 +15,9 @@ was evicted is not stored. The engine can be asked between two steps only, so a 
 steps fill, of several chains: a turn that is late is made up for by the next. A put carries blocks
 of as many chains as are held, since its two calls cost a worker's interpreter more than the blocks
 in them: on 2 shared cores 1.3 ms, and 6 us a block. One put is under way to each store. How much it
-carries follows from how long the last one took, at most `max_put_bytes`; blocks are held for at
-most `put_budget_s`. A store that is slow keeps the chains of no other store waiting.
+carries follows from how long the last one took, at most `max_put_bytes`; it takes at most
+`put_budget_s`, and blocks are held until their put is over. A store that is slow keeps the chains
+of no other store waiting.
 
 Presence in the store stays closed under prefixes: a put names the block before its first. The chain
 takes the blocks before `num_stored` to be in the store. Where they are not (evicted, or in another
@@ -59,21 +60,22 @@ from services.worker.engine_thread import EngineThread
 from services.worker.provenance import Leg, WorkerCounts
 
 HELD_STEPS = 2
-"""Blocks of so many full steps may be held at once. With those of one step, and prompts that fill
-every step, a chain waited longer behind each one before it."""
+"""Blocks of so many full steps may be held at once: those of one step, and as many that a late turn
+has left. Guessed."""
 
 BATCH_BLOCKS = 4
 """A running request's blocks are stored so many at a time: each put is two calls. Guessed."""
 
 MIN_PUT_BYTES = 64 * 1024 * 1024
-"""Of the first put to a store."""
+"""Of the first put to a store. Guessed: far above what a call costs."""
 
 MAX_PUT_BYTES = 512 * 1024 * 1024
-"""One step of 8 prompts of 1,024 tokens fills 1 GiB of a model of 8 B parameters."""
+"""Of any put. Guessed: a step of 8 prompts of 1,024 tokens, which fills 1 GiB of a model of 8 B
+parameters, takes two."""
 
 PUT_SHARE = 0.05
 """Of `put_budget_s`: a put that takes less is followed by one twice as large, one that takes four
-times as long by one of half the size."""
+times as long by one of half the size. Guessed."""
 
 MAX_CHAINS = 1024
 """Chains that wait for their turn; more are given up."""

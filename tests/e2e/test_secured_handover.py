@@ -174,7 +174,7 @@ async def test_a_prefill_worker_that_dies_with_what_it_lent_changes_no_answer(
             decode = leg(completion, "decode")
             if decode.recomputed:
                 break
-            # Decode had all of it before it could be stopped, or nobody saw that it ran.
+            # Decode had all of it before it could be stopped, or it was not seen to run.
             assert decode.num_tokens_direct == len(lost)
         assert leg(completion, "prefill").handover == "direct"
         num_lost = -(-len(lost) // BLOCK_SIZE) - decode.num_tokens_direct // BLOCK_SIZE

@@ -378,7 +378,7 @@ def test_puts_grow_while_they_are_quick_and_shrink_when_they_are_slow(
     assert next_put_bytes(8, 1.0, is_whole=False, least=8, most=512) == 8
 
 
-async def test_the_first_put_to_a_store_is_no_larger_than_its_turn_allows() -> None:
+async def test_puts_that_are_quick_grow_until_they_carry_all_that_is_held() -> None:
     async with bench(put_budget_s=3600.0) as b:
         b.writes._put_bytes["store:1"] = FRAME_BYTES
         chain = b.begin(PROMPT, num_known=0)
