@@ -30,7 +30,6 @@ import uvloop
 
 from benchmarks import harness
 from benchmarks.harness import KeyedStream
-from benchmarks.step_times import Span
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.fake import FakeModel
@@ -47,6 +46,7 @@ from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
 from services.worker import main as worker_main
 from services.worker.config import WorkerSettings
+from tools.step_log import Span
 
 BLOCK_SIZE = 16
 

@@ -27,9 +27,9 @@ from baton import ClusterConfig, LocalCluster
 from baton.client import Client
 from benchmarks import harness, random_checkpoint
 from benchmarks.random_checkpoint import SHAPES
-from benchmarks.step_times import Span, cuts, explain
 from process import entrypoint
 from services.worker import step_log
+from tools.step_log import Span, cuts, explain
 
 MAX_TOKENS = {"llama-8b": 8000, "qwen3-0.6b": 30000}
 """Of each stream, which must outlive the whole benchmark."""
@@ -367,7 +367,7 @@ def main(**given: Any) -> dict[str, Any]:
     prefill but the handover should not show it. `seen`: what the streams' clients saw between two
     messages (and `pauses_of_the_watcher`, which are their own); `steps`: from one step of the
     decode worker's engine to the next, by its step log, the longest with what went on beside
-    (benchmarks/step_times.py). Needs two CUDA devices, or one for both with --device cuda:0.
+    (tools/step_log.py). Needs two CUDA devices, or one for both with --device cuda:0.
     """
     given["max_tokens"] = given["max_tokens"] or MAX_TOKENS[given["shape"]]
     options = StormOptions(**given)
