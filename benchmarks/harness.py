@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import inspect
 import itertools
 import json
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -319,6 +321,14 @@ def device_ceilings() -> dict[str, float]:
         "read_gb_per_s": num_bytes / read_s / 1e9,
         "matmul_tflop_per_s": 2 * 8192**3 / matmul_s / 1e12,
     }
+
+
+# -- requests of an engine without a store
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Chain hash of a block, by its parent's."""
+    return hashlib.blake2b(array("I", token_ids).tobytes(), key=parent, digest_size=16).digest()
 
 
 # -- ceilings of a host

@@ -31,8 +31,7 @@ import transformers
 from rich.progress import track
 
 from benchmarks import harness
-from benchmarks.engine_gpu import chain_hash
-from benchmarks.harness import Several
+from benchmarks.harness import Several, block_hash
 from benchmarks.random_checkpoint import SHAPES
 from checkpoints.resolve import resolve
 from engine.batch import Batch, Span
@@ -52,7 +51,7 @@ from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Drafter, Task
 from engine.speculation.load import load_drafters
 from engine.speculation.tree import TokenTree
-from kvstore import block_hash
+from kvstore import block_hash as chains
 from process.entrypoint import begin_serving
 from tokens.tokenizer import Tokenizer
 
@@ -524,7 +523,7 @@ class _Run:
             sampling = Sampling(
                 max_tokens=num_tokens, temperature=temperature, seed=index, ignore_eos=True
             )
-            request = Request(f"r{index}", tuple(prompt), sampling, chain_hash)
+            request = Request(f"r{index}", tuple(prompt), sampling, block_hash)
             self._answers[request.request_id] = []
             self._engine.submit(request)
 
@@ -866,7 +865,7 @@ SWEEP_PROMPT, SWEEP_OUTPUT = 512, 97
 SETTLING_STEPS = 400
 """Tokens of a sequence before its batch is measured: batches above four are tried after 200 steps
 (engine/speculation/worth.py), and a server's load lasts longer."""
-_ROOT = block_hash.root_key(b"benchmark", "00")
+_ROOT = chains.root_key(b"benchmark", "00")
 
 
 class GpuBench:
@@ -888,7 +887,7 @@ class GpuBench:
             )
             names.append(f"r{self._num_requests}")
             self.engine.submit(
-                Request(names[-1], token_ids, sampling, partial(block_hash.extend, _ROOT))
+                Request(names[-1], token_ids, sampling, partial(chains.extend, _ROOT))
             )
         return names
 

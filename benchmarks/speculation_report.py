@@ -33,8 +33,7 @@ from rich.progress import track
 from tokenizers import Tokenizer
 
 from benchmarks import harness
-from benchmarks.harness import Several
-from benchmarks.stalls import block_hash
+from benchmarks.harness import Several, block_hash
 from engine import noise
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
