@@ -45,7 +45,7 @@ COMMIT = "BATON_BENCHMARK_COMMIT"
 """Environment variable: the commit of a tree that was copied here without its history, as `git
 describe --always --dirty` says it where the history is."""
 
-_UNTOLD = ("--out", "--plot", "--resume", "--timeline")
+_UNTOLD = ("--out", "--plot", "--timeline")
 """Options that name files: where a result lies says nothing of it."""
 
 
