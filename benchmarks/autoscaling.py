@@ -35,11 +35,9 @@ from benchmarks import harness
 from benchmarks.harness import Several
 from engine.paced import DevicePace
 from protos import autoscaler_pb2, autoscaler_pb2_grpc
-from services.autoscaler.capacity import Capacity
 from services.autoscaler.decision import Flip
 from services.autoscaler.limits import Pace, PlanSettings, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.plan import PlanState, plan
-from services.autoscaler.rates import rates_of
 from services.autoscaler.signals import ByRole, Observations, Role
 from services.autoscaler.simulated import Machines, Request
 from services.autoscaler.simulator import Cluster
@@ -326,40 +324,8 @@ def by_bin(requests: Sequence[Request], seconds: float) -> list[list[Request]]:
     return bins
 
 
-def oracle(requests: Sequence[Request], seconds: float) -> list[ByRole[int]]:
-    """Fewest workers for each bin, by the machines' own numbers and the bin's own means."""
-    limits = replace(SETTINGS.limits, budget_devices=0)
-    truth = Priors(
-        prefill_tokens_per_s=1 / MACHINES.token_s,
-        decode_step_s=MACHINES.step_s,
-        decode_stream_s=MACHINES.stream_s,
-        max_num_running=MACHINES.max_streams,
-    )
-    found = []
-    for there in by_bin(requests, seconds):
-        if not there:
-            found.append(limits.least)
-            continue
-        num = len(there)
-        means = replace(
-            truth,
-            num_prompt_tokens=max(1, sum(r.num_uncached_tokens for r in there) // num),
-            num_output_tokens=max(1, sum(r.num_output_tokens for r in there) // num),
-        )
-        rates = rates_of(Capacity.believed(means), SETTINGS.targets, limits, means)
-        needed = ByRole(Role.PREFILL, Role.DECODE).map(
-            lambda _, role, rates=rates, num=num: min(
-                limits.of(role).max_workers, rates.needed(role, num / BIN_S)
-            )
-        )
-        found.append(needed)
-    return found
-
-
 def simulated_summary(run: SimulatedRun, seconds: float) -> dict[str, Any]:
     """One row."""
-    limits, bins = SETTINGS.limits, by_bin(run.requests, seconds)
-    least = sum(limits.devices(pair) * BIN_S for pair in oracle(run.requests, seconds))
     took = sum(
         n * EVERY_S for at_s, n in zip(run.at_s, run.devices, strict=True) if at_s <= seconds
     )
@@ -367,8 +333,8 @@ def simulated_summary(run: SimulatedRun, seconds: float) -> dict[str, Any]:
         "rule": run.rule,
         "num_requests": len(run.requests),
         "met_share": round(sum(map(is_met, run.requests)) / len(run.requests), 4),
-        "reaction_s": _reaction_s(bins),
-        "device_time_over_oracle": round(took / least, 3),
+        "reaction_s": _reaction_s(by_bin(run.requests, seconds)),
+        "device_s": round(took),
         "most_devices": max(run.devices),
         "num_turns": sum(_num_turns([pair.of(role) for pair in run.wanted]) for role in Role),
         "num_flips": run.num_flips,
@@ -394,9 +360,8 @@ def simulated(loads: Sequence[str], seed: int) -> dict[str, Any]:
     peers' rules: loads that step, ramp, burst, or change their mixture.
 
     Of each: requests that met both targets (one that was not served met none), the time after the
-    load's highest jump until 9 of 10 that arrive meet them again, device time over what an oracle
-    takes that has the fewest workers that carry each half minute's load and starts them at once,
-    how often the number of a pool's workers turned round, and the most devices taken at once.
+    load's highest jump until 9 of 10 that arrive meet them again, device time, how often the number
+    of a pool's workers turned round, and the most devices taken at once.
     Nothing here is measured on a machine: rates are those of `Machines`.
     """
     rows = []

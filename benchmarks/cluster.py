@@ -506,7 +506,8 @@ class Sink(trace_service_pb2_grpc.TraceServiceServicer):
 def collecting() -> Iterator[tuple[Sink, str]]:
     """A sink and its address, until the body ends."""
     sink, server = Sink(), grpc.server(futures.ThreadPoolExecutor(max_workers=4))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(sink, server)
+    add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add(sink, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

@@ -109,7 +109,7 @@ class Bench:
     def captured_decode(self, batch: int) -> Callable[[], object]:
         """A replay of one step."""
         inputs = self.decode_inputs(batch)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
@@ -199,6 +199,10 @@ def _replaced(changes: Sequence[Replaced]) -> Iterator[None]:
         yield
 
 
+def _error_row(bench: Bench) -> dict[str, Any]:
+    return {"error": bench.error_of_decode(8)}
+
+
 def _step_row(bench: Bench, batch: int, ceilings: dict[str, float]) -> dict[str, Any]:
     seconds = event_s(bench.captured_decode(batch), 20, 3)
     num_bytes = bench.decode_bytes(batch)
@@ -248,7 +252,7 @@ def step(
     with torch.inference_mode():
         for name in shapes:
             bench = Bench(shape_of(name), max([*batches, 8]), is_exact=exact)
-            rows = [attempt("decode b8", lambda b=bench: {"error": b.error_of_decode(8)})]
+            rows = [attempt("decode b8", partial(_error_row, bench))]
             for batch in batches:
                 one = partial(_step_row, bench, batch, ceilings)
                 rows.append(attempt(f"decode b{batch}", one))
@@ -294,7 +298,7 @@ def attention_ways() -> list[Way]:
     """Other cuts of tree attention."""
     from baton_kernels.gpu import attention_plan as plan
 
-    def config(*sizes: int) -> Replaced:
+    def config(sizes: tuple[int, int, int, int]) -> Replaced:
         return plan, "config_for", lambda *_, **__: plan.Config(*sizes)
 
     def splits(factor: float) -> Replaced:
@@ -302,7 +306,7 @@ def attention_ways() -> list[Way]:
         return plan, "plan_splits", lambda *its: max(1, round(chosen(*its) * factor))
 
     sizes = ((32, 32, 4, 3), (32, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3))
-    found = [Way(f"attention {one}", (config(*one),)) for one in sizes]
+    found = [Way(f"attention {one}", (config(one),)) for one in sizes]
     return [*found, *(Way(f"attention: splits x {by}", (splits(by),)) for by in (0.5, 0.75, 2.0))]
 
 
@@ -581,8 +585,9 @@ class Rank:
         rows.append(attempt(f"prefill 1 x {PREFILL}", partial(self._prefill, model, shape)))
         torch.cuda.synchronize()
         if self.rank == 0:
+            nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
             title = f"{self.grid.num_shares} shares, {self.grid.num_stages} stages"
-            harness.show(f"{title}, NCCL {torch.cuda.nccl.version()}", rows)
+            harness.show(f"{title}, NCCL {nccl}", rows)
             known = {"benchmark": "decoder parallel", **harness.context(), "command": command}
             harness.publish({**known, **harness.device_context(), "rows": rows}, out)
         os._exit(0)  # process groups are not taken down in order
@@ -642,7 +647,7 @@ class Rank:
 
 
 def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         run()
         stream.synchronize()

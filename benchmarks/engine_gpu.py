@@ -113,7 +113,7 @@ class Floors:
         head = 2 * self.shape["hidden_size"] * self.shape["vocab_size"]
         weights = self.weight_bytes * self._layer_parameters + head
         num_bytes = weights + batch * context * self._token_bytes
-        return num_bytes / (self.ceilings["read_gb_per_s"] * 1e9)
+        return float(num_bytes / (self.ceilings["read_gb_per_s"] * 1e9))
 
     def prefill_s(self, num_prompts: int, num_tokens: int) -> float:
         """Products and causal attention."""
@@ -121,7 +121,7 @@ class Floors:
         pairs = num_tokens * num_tokens / 2
         flops = 2.0 * self._layer_parameters * num_tokens
         flops += 4.0 * self.shape["num_hidden_layers"] * heads * pairs
-        return num_prompts * flops / (self.ceilings["matmul_tflop_per_s"] * 1e12)
+        return float(num_prompts * flops / (self.ceilings["matmul_tflop_per_s"] * 1e12))
 
     def throughput_s(self, num_requests: int, num_prompt: int, num_output: int) -> float:
         """All prompts, then all steps."""
@@ -233,7 +233,7 @@ class Bench:
             for _ in range(num_steps):
                 self.engine.step()
             torch.cuda.synchronize()
-        kind = torch.autograd.DeviceType.CUDA
+        kind = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
         return [
             (one.time_range.start, one.time_range.end)
             for one in profile.events()

@@ -20,14 +20,14 @@ import click
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.harness import Several, TcpStream, timed
+from benchmarks.harness import Several, tcp_stream, timed
 from kvstore import block_hash
 from kvstore.blocks import PackedBlocks
 from kvstore.client import KvStoreClient
 from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 
-KIB, MIB = 1024, 1024 * 1024
+MIB = 1 << 20
 TRANSPORTS = ("shm", "nixl", "grpc")
 FINGERPRINT = "ab" * 32
 BLOCK_SIZE = 16
@@ -196,10 +196,10 @@ def host(
     A real store in a process of its own, a client as workers have it. Each figure is the median of
     rounds in which memcpy, TCP and store alternate.
     """
-    figures = []
-    with TcpStream() as stream:
+    figures, num_bytes = [], _batch(batch_mib, block_bytes)
+    with tcp_stream(num_bytes) as send:
         for size in block_bytes:
-            num_blocks = max(1, batch_mib * MIB // size)
+            num_blocks = num_bytes // size
             view = np.empty((2 * num_blocks, size), dtype=np.uint8)
             view[:] = np.frombuffer(secrets.token_bytes(size), dtype=np.uint8)
             view[:, :8] = np.arange(2 * num_blocks, dtype=np.uint64).view(np.uint8).reshape(-1, 8)
@@ -207,8 +207,7 @@ def host(
             ceilings: Ceilings = {
                 "memcpy": timed(partial(np.copyto, target, source)),
                 "checksum": timed(partial(_checksums, source)),
-                "tcp_write": partial(stream.write, source),
-                "tcp_read": partial(stream.read, target),
+                "tcp": send,
             }
             places = (range(num_blocks), range(num_blocks, 2 * num_blocks))
             for transport in transports:
@@ -220,9 +219,16 @@ def host(
                 if not np.array_equal(view[:num_blocks], view[num_blocks:]):
                     raise RuntimeError("other bytes arrived than were sent")
                 about = {"transport": transport, "block_bytes": size, "num_blocks": num_blocks}
-                figures.append(about | _figures(seconds, num_blocks * size, ceilings))
+                figures.append(about | _figures(seconds, num_bytes, ceilings))
     _show(figures)
     return {"batch_mib": batch_mib, "rounds": rounds, "figures": figures}
+
+
+def _batch(batch_mib: int, block_bytes: Sequence[int]) -> int:
+    """Bytes of it. Raises: click.BadParameter where it is not of whole blocks."""
+    if any(batch_mib * MIB % size for size in block_bytes):
+        raise click.BadParameter("not of whole blocks", param_hint="--batch-mib")
+    return batch_mib * MIB
 
 
 def _checksums(blocks: Any) -> None:
@@ -257,9 +263,9 @@ def gpu(
     from services.worker.device_checksums import DeviceChecksums
 
     torch.cuda.set_device(device_id)
-    figures = []
+    figures, num_bytes = [], _batch(batch_mib, block_bytes)
     for size in block_bytes:
-        num_blocks = max(1, batch_mib * MIB // size)
+        num_blocks = num_bytes // size
         shape = (2 * num_blocks, size)
         cache = torch.randint(0, 256, shape, dtype=torch.uint8, device=f"cuda:{device_id}")
         pinned = torch.empty(shape[0] // 2, size, dtype=torch.uint8, pin_memory=True)
@@ -289,7 +295,7 @@ def gpu(
                 if not torch.equal(cache[sources], cache[targets]):
                     raise RuntimeError(f"{transport}: other bytes arrived than were sent")
                 about = {"transport": transport, "block_bytes": size, "blocks": place}
-                figures.append(about | _figures(seconds, num_blocks * size, ceilings))
+                figures.append(about | _figures(seconds, num_bytes, ceilings))
     _show(figures)
     return {
         **harness.device_context(),

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -117,6 +118,10 @@ def _ask(num_workers: int, turn: int, rng: random.Random) -> Ask:
     )
 
 
+def _apply(choose: Callable[[Ask], Any], asks: Sequence[Ask], number: int) -> None:
+    choose(asks[number])
+
+
 def _timed(work: Callable[[int], Any], count: int) -> dict[str, float]:
     """Microseconds of this thread's CPU at the median and at 99 %."""
     times = []
@@ -156,8 +161,8 @@ def _decisions(num_workers: int, count: int, rng: random.Random) -> dict[str, di
     candidates.check_integrity()
     pools = candidates.pools()
     for name in NAMES:
-        choose = policies.make(name, costs).choose
-        found[name] = _timed(lambda number, choose=choose: choose(pools, asks[number]), count)
+        choose = partial(policies.make(name, costs).choose, pools)
+        found[name] = _timed(partial(_apply, choose, asks), count)
     return found
 
 
@@ -267,10 +272,8 @@ class Replay:
             f"store of {p.name}": StoreView(f"store of {p.name}", "", "") for p in self._prefill
         }
         self._conversations = Conversations(65_536)
-        self._num_blocks = {
-            f"life of {worker.name}": hardware.device_blocks
-            for worker in (*self._prefill, *self._decode)
-        }
+        names = [p.name for p in self._prefill] + [d.name for d in self._decode]
+        self._num_blocks = {f"life of {name}": hardware.device_blocks for name in names}
         self._links = LinkCosts((), costs)
 
     def run(self, trace: Sequence[TraceLine]) -> Outcome:

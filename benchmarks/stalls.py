@@ -44,8 +44,8 @@ from process import entrypoint, rpc, signing_keys
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
-from services.worker import main as worker_main
 from services.worker.config import WorkerSettings
+from services.worker.worker import start as start_worker
 from tools.step_log import Span
 
 BLOCK_SIZE = 16
@@ -301,7 +301,7 @@ async def _run_worker(options: dict[str, Any]) -> None:
     """A real decode worker, over gRPC, whose device is paced, in a process of its own. It prints
     its address as one JSON line, and when stdin ends what it saw as another."""
     seen = Seen()
-    paced = _model()
+    paced: Any = _model()
     paced.ahead = PacedDevice(options["step_s"], seen)
     config = EngineConfig(block_size=BLOCK_SIZE, num_blocks=12288, max_num_running=MAX_ROWS)
     engine: Any = TimedEngine(Engine(config, paced), seen)
@@ -313,7 +313,7 @@ async def _run_worker(options: dict[str, Any]) -> None:
         remote_transport=options["transport"],
         handle_keys_file=options["key_file"],
     )
-    worker = await worker_main.start(engine, settings, "decode", DecodeRole)
+    worker = await start_worker(engine, settings, "decode", DecodeRole)
     entrypoint.begin_serving()
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
@@ -454,7 +454,7 @@ async def _admitted(folder: Path, options: Storm) -> dict[str, Any]:
             serve.running(KvStoreSettings(capacity_bytes=1 << 15 << 12, stop_timeout_s=0.0))
         )
         config = EngineConfig(block_size=BLOCK_SIZE, num_blocks=8192, max_num_tokens_per_step=CHUNK)
-        prefill = await worker_main.start(
+        prefill = await start_worker(
             Engine(config, _model()),
             WorkerSettings(
                 worker_id="prefill-0",
