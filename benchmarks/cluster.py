@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -42,10 +41,6 @@ from baton.messages import Chunk, End, completions_from
 from benchmarks import harness, random_checkpoint
 from benchmarks.harness import Several
 from benchmarks.random_checkpoint import SHAPES
-from engine.config import EngineConfig
-from engine.loop import Engine, load_engine
-from engine.request import Request, Sampling
-from kvstore import block_hash
 from process.spans import RecordingSpan, TraceContext, current_span
 from process.tracing import OtlpExporter, Tracing, TracingSettings
 from protos import inference_pb2, inference_pb2_grpc
@@ -93,26 +88,6 @@ def ask(client: SyncClient, prompt: Sequence[int], num_tokens: int) -> tuple[lis
     if end is None or end.provenance is None:
         raise RuntimeError("the answer has no end")
     return times, end
-
-
-def through_engine(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[float]:
-    """One request through the in-process engine, with a prefix cache of its own. Returns: when it
-    began and each token came."""
-    times = [time.perf_counter()]
-    root = block_hash.root_key(os.urandom(16), engine.model_info.fingerprint)
-    request = Request(
-        request_id="0",
-        prompt_token_ids=tuple(prompt),
-        sampling=Sampling(max_tokens=num_tokens, ignore_eos=True),
-        block_hasher=partial(block_hash.extend, root),
-        cache_root=root,
-    )
-    engine.reserve(request)
-    engine.start("0")
-    while engine.has_work():
-        for event in engine.step().events:
-            times += [time.perf_counter()] * len(event.token_ids)
-    return times
 
 
 @dataclass
@@ -212,40 +187,29 @@ def watch_one(client: SyncClient, prompt: list[int]) -> Callable[[Path], None]:
 
 def measured(
     clients: Mapping[str, SyncClient],
-    engine: Engine | None,
     rng: random.Random,
     num_tokens: int,
     count: int,
 ) -> dict[str, Series]:
     """`count` prompts of so many tokens each way, in turns; no two share a prefix."""
-    found = {name: Series() for name in (*(("engine",) if engine else ()), *clients)}
+    found = {name: Series() for name in clients}
     indices = range(-_NUM_WARM_UPS, count)
     for index in track(indices, f"{num_tokens} tokens", console=harness.CONSOLE):
         for name, series in found.items():
             prompt = [rng.randrange(100, 2000) for _ in range(num_tokens)]
             into = series if index >= 0 else Series()
-            if name in clients:
-                through_cluster(clients[name], name, prompt, into)
-            elif engine is not None:
-                into.add(through_engine(engine, prompt, OUTPUT_TOKENS))
+            through_cluster(clients[name], name, prompt, into)
             time.sleep(_SETTLE_S)  # what the last one stores and frees in the background
     return found
 
 
 def figures_of(transport: str, num_tokens: int, found: Mapping[str, Series]) -> dict[str, Any]:
-    """All medians of one transport and length, and what the bytes alone cost."""
+    """All medians of one transport and length."""
     paths = [path for path in PATHS if path in found]
-    num_bytes = int(statistics.median(found[paths[0]].num_bytes))
-    exposed = {path: statistics.median(found[path].exposed_s) for path in paths}
-    share = {}
-    if all(exposed.get(path) for path in PATHS):
-        share = {"exposed_direct_of_store": round(exposed["direct"] / exposed["store"], 3)}
     return {
         "transport": transport,
         "num_prompt_tokens": num_tokens,
-        "num_kv_bytes": num_bytes,
-        "copy_ms": round(harness.host_copy_s(num_bytes) * 1e3, 3),
-        **share,
+        "num_kv_bytes": int(statistics.median(found[paths[0]].num_bytes)),
         **{name: series.figures() for name, series in found.items()},
     }
 
@@ -253,17 +217,16 @@ def figures_of(transport: str, num_tokens: int, found: Mapping[str, Series]) -> 
 def rows_of(figures: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """A row for each length and way."""
     for figure in figures:
-        for name in [name for name in ("engine", *PATHS) if name in figure]:
+        for name in [name for name in PATHS if name in figure]:
             row = figure[name]
             over = figure["direct_transport"] if name == "direct" else figure["transport"]
             yield {
                 "KV over": over,
                 "prompt": figure["num_prompt_tokens"],
-                "": "engine (ceiling)" if name == "engine" else name,
+                "": name,
                 "TTFT ms": f"{row['ttft_p50_ms']:.1f}",
                 **_with_share(row, "exposed", "exposed"),
                 **_with_share(row, "KV", "exposed_transfer"),
-                "copy ms": f"{figure['copy_ms']:.2f}",
             }
 
 
@@ -316,14 +279,11 @@ def handover(
     the store, and directly out of the prefill worker's own cache.
 
     One cluster for each transport, with two routers over the same workers. The same number of fresh
-    prompts goes through each, in turns, and through one engine in this process that does both
-    roles: the ceiling, for which nothing moves. `exposed` is the time between the first and the
-    second token beyond what later tokens take; `exposed_transfer` the part of it in which the
-    request waits for its KV (`prefill_store` and `decode_fetch`). As what the bytes alone would
-    cost, a plain copy of as many in memory stands beside them. Each answer's provenance is checked
-    for the way that it went. --timeline draws one more request of each way, the way's name behind
-    the file's. With --shape there is no engine beside the cluster: a GPU has no room for it. The
-    bundled model's window is lengthened where it is shorter than the prompts.
+    prompts goes through each, in turns. `exposed` is the time between the first and the second
+    token beyond what later tokens take; `exposed_transfer` the part of it in which the request
+    waits for its KV (`prefill_store` and `decode_fetch`). Each answer's provenance is checked for
+    the way that it went. --timeline draws one more request of each way, the way's name behind the
+    file's. The bundled model's window is lengthened where it is shorter than the prompts.
     """
     if drawing:
         plots.check("--timeline", drawing)
@@ -331,10 +291,6 @@ def handover(
     figures = []
     drawings: dict[str, Callable[[Path], None]] = {}
     with model_of(model, shape, device, max(prompt_tokens) + OUTPUT_TOKENS) as path_of_model:
-        engine = None
-        if not shape:
-            first = device.split(",")[0]
-            engine = load_engine(EngineConfig(model=path_of_model, device=first, num_threads=1))
         entrypoint.begin_serving()  # a look at all that is loaded here would count as exposed
         for transport, direct in itertools.product(transports, directs or ("",)):
             config = ClusterConfig(
@@ -349,7 +305,7 @@ def handover(
             with LocalCluster(config) as cluster, routers(cluster) as every:
                 clients = {path: every[path] for path in paths}
                 for num_tokens in prompt_tokens:
-                    found = measured(clients, engine, rng, num_tokens, requests)
+                    found = measured(clients, rng, num_tokens, requests)
                     figures.append(
                         {"direct_transport": direct, **figures_of(transport, num_tokens, found)}
                     )

@@ -89,8 +89,6 @@ class Floors:
 
     shape: Mapping[str, Any]
     ceilings: Mapping[str, float]
-    weight_bytes: int
-    """Of one number of a layer's matrices."""
 
     @property
     def _layer_parameters(self) -> int:
@@ -110,9 +108,8 @@ class Floors:
 
     def decode_s(self, batch: int, context: float) -> float:
         """One step."""
-        head = 2 * self.shape["hidden_size"] * self.shape["vocab_size"]
-        weights = self.weight_bytes * self._layer_parameters + head
-        num_bytes = weights + batch * context * self._token_bytes
+        head = self.shape["hidden_size"] * self.shape["vocab_size"]
+        num_bytes = 2 * (self._layer_parameters + head) + batch * context * self._token_bytes
         return float(num_bytes / (self.ceilings["read_gb_per_s"] * 1e9))
 
     def prefill_s(self, num_prompts: int, num_tokens: int) -> float:
@@ -136,17 +133,21 @@ class Bench:
         self.engine = engine
         self._num_requests = 0
 
-    def submit(self, num_requests: int, num_prompt: int, num_output: int) -> None:
+    def submit(self, num_requests: int, num_prompt: int, num_output: int) -> list[str]:
+        """Returns: their names."""
+        names = []
         for _ in range(num_requests):
             self._num_requests += 1
+            names.append(f"r{self._num_requests}")
             self.engine.submit(
                 Request(
-                    f"r{self._num_requests}",
+                    names[-1],
                     numbered_prompt(self._num_requests, num_prompt, self.engine),
                     Sampling(max_tokens=num_output, ignore_eos=True),
                     partial(chains.extend, _ROOT),
                 )
             )
+        return names
 
     def run(self) -> tuple[float, float, list[float], float]:
         """Until nothing is left. Returns: seconds until every request has its first token, seconds
@@ -320,16 +321,8 @@ def _rows(shape: str, found: dict[str, Any]) -> list[dict[str, Any]]:
 @harness.case
 @click.option("--shapes", type=Several(click.Choice(list(SHAPES))), default=",".join(SHAPES))
 @click.option("--batches", type=Several(int), default="1,8,64,256")
-@click.option("--plain", is_flag=True, help="wait for each step's tokens before the next")
 @click.option("--exact", is_flag=True, help="batch-invariant, see EngineConfig")
-@click.option("--weights", type=click.Choice(("auto", "fp8_e4m3")), default="auto")
-def whole(
-    shapes: Sequence[str],
-    batches: Sequence[int],
-    plain: bool,
-    exact: bool,
-    weights: str,
-) -> dict[str, Any]:
+def whole(shapes: Sequence[str], batches: Sequence[int], exact: bool) -> dict[str, Any]:
     """Decode steps, prompts and 256 requests of (1024 in, 256 out), beside vLLM's figures and the
     floor that the ceilings of the run set.
 
@@ -344,9 +337,8 @@ def whole(
     result: dict[str, Any] = {**harness.device_context(), "ceilings": ceilings}
     limits: dict[str, Any] = {"max_num_tokens_per_step": 8192, "max_num_running": 256}
     for shape in shapes:
-        floors = Floors(SHAPES[shape], ceilings, 1 if weights == "fp8_e4m3" else 2)
-        options = {"overlap": not plain, "exact": exact, "weight_dtype": weights}
-        with random_engine(shape, **limits, **options) as (engine, ready_s):
+        floors = Floors(SHAPES[shape], ceilings)
+        with random_engine(shape, exact=exact, **limits) as (engine, ready_s):
             bench, compiles = Bench(engine), Compiles()
             bench.decode_ms(1, floors)  # what is made on the first use is not counted
             compiles.take()
@@ -619,7 +611,6 @@ class _Way:
     streamed_bytes: int
     """That a pass copies."""
     answers: dict[float, list[tuple[int, ...]]] = field(default_factory=dict)
-    seconds: dict[float, float] = field(default_factory=dict)
     passes: dict[float, float] = field(default_factory=dict)
 
     @classmethod
@@ -630,30 +621,27 @@ class _Way:
         stream = model.stream if isinstance(model, HuggingFaceModel) else None
         return cls(engine, stream.plan.host_bytes if stream else 0)
 
-    def answer(self, temperature: float, num_tokens: int, name: str) -> None:
+    def answer(self, temperature: float, num_tokens: int) -> None:
         """All prompts, one after the other."""
         tokenizer = Tokenizer.load(resolve(TARGET, files="tokenizer").path)
         answers: list[tuple[int, ...]] = []
-        before, took_s = self.engine.metrics().step_s.count, 0.0
+        before = self.engine.metrics().step_s.count
         for index, prompt in enumerate(STORIES):
             sampling = Sampling(num_tokens, temperature=temperature, seed=index, ignore_eos=True)
             ids = tuple(tokenizer.encode(prompt))
             token_ids: list[int] = []
-            self.engine.submit(Request(f"{name}-{index}", ids, sampling, block_hash))
-            began = time.perf_counter()
+            self.engine.submit(Request(f"{temperature}-{index}", ids, sampling, block_hash))
             while self.engine.has_work():
                 for event in self.engine.step().events:
                     token_ids += event.token_ids
-            took_s += time.perf_counter() - began
             answers.append(tuple(token_ids))
         num_steps = self.engine.metrics().step_s.count - before
         self.answers[temperature] = answers
         self.passes[temperature] = num_steps / (len(STORIES) * num_tokens)
-        self.seconds[temperature] = min(took_s, self.seconds.get(temperature, took_s))
 
 
 def _streamed(
-    device: str, share: float, temperatures: Sequence[float], num_tokens: int, num_rounds: int
+    device: str, share: float, temperatures: Sequence[float], num_tokens: int
 ) -> dict[str, Any]:
     dtype = "float32" if device == "cpu" else "bfloat16"
     folder = resolve(TARGET, files="all").path
@@ -666,16 +654,15 @@ def _streamed(
         num_blocks=4 * WINDOW // 16,
         weights_device_bytes=int(share * weight_bytes),
     )
-    configs = {"resident": replace(plain, weights_device_bytes=0), "streamed": plain}
+    configs = {"streamed": plain}
     for name, expansion in EXPANSIONS.items():
         guessing = SpeculationConfig(
             draft_models=(DRAFT,), expansion=expansion, max_num_nodes=NUM_TREE_NODES, always=True
         )
         configs[f"streamed, {name}"] = replace(plain, speculation=guessing)
     ways = {name: _Way.load(config) for name, config in configs.items()}
-    for index, temperature in itertools.product(range(num_rounds), temperatures):
-        for way in ways.values():
-            way.answer(temperature, num_tokens, f"{temperature}-{index}")
+    for temperature, way in itertools.product(temperatures, ways.values()):
+        way.answer(temperature, num_tokens)
     given = {"weight_bytes": weight_bytes, "given_bytes": plain.weights_device_bytes}
     found: dict[str, Any] = {**given, "dtype": dtype}
     for temperature in temperatures:
@@ -683,14 +670,11 @@ def _streamed(
         for name, way in ways.items():
             pairs = zip(way.answers[temperature], expected, strict=True)
             num_equal = sum(one == other for one, other in pairs)
-            if device == "cpu" and name != "resident" and num_equal < len(expected):
+            if device == "cpu" and num_equal < len(expected):
                 raise RuntimeError(f"{name}: an answer differs from the one without trees")
-            seconds = way.seconds[temperature]
             rows[name] = {
                 "passes": round(way.passes[temperature], 3),
                 "copied_bytes": round(way.passes[temperature] * way.streamed_bytes),
-                "tokens_per_s": round(len(STORIES) * num_tokens / seconds, 1),
-                "speed": round(ways["streamed"].seconds[temperature] / seconds, 3),
                 "answers_equal": num_equal / len(expected),
             }
         found[f"temperature {temperature:g}"] = rows
@@ -706,23 +690,17 @@ def _streamed(
 @click.option("--share", default=0.6, help="of the bundled model's weights on the device")
 @click.option("--temperatures", type=Several(float), default="0,0.8")
 @click.option("--tokens", default=96)
-@click.option("--rounds", default=3)
 def offload(
-    device: str,
-    share: float,
-    temperatures: Sequence[float],
-    tokens: int,
-    rounds: int,
+    device: str, share: float, temperatures: Sequence[float], tokens: int
 ) -> dict[str, Any]:
     """A model larger than the device memory given to it: passes of the target per output token with
     a draft model's token trees and without.
 
-    The bundled model, one request at a time, the same prompts and seeds every way, best of rounds:
-    `passes` is steps of the target per output token (prompts included), `copied_bytes` what they
-    copied, `speed` tokens per second over streaming without trees. On a CPU not one token may
-    differ. `resident` is the same model wholly on the device.
+    The bundled model, one request at a time, the same prompts and seeds every way: `passes` is
+    steps of the target per output token (prompts included), `copied_bytes` what they copied. On a
+    CPU not one token may differ.
     """
-    trees = _streamed(device, share, temperatures, tokens, rounds)
+    trees = _streamed(device, share, temperatures, tokens)
     return {**harness.device_context(device), "trees": trees}
 
 

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -341,12 +340,6 @@ def host_read_gb_per_s() -> float:
         data.sum()
         best = max(best, data.numel() * 8 / (time.perf_counter() - began) / 1e9)
     return best
-
-
-def host_copy_s(num_bytes: int) -> float:
-    """Seconds that a plain copy of so many bytes takes, the median of five."""
-    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
-    return median_s(lambda: np.copyto(target, source), 5, num_warm_ups=0)
 
 
 _TCP_S = 60.0

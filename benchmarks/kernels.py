@@ -102,7 +102,6 @@ class Attention:
     num_nodes: int = 0
     """0: decode."""
     exact: bool = False
-    window: int | None = None
     rotates: bool = False
     """With rotation and write, in the same launch."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -110,15 +109,13 @@ class Attention:
     @property
     def bytes_per_layer(self) -> int:
         numbers = self.head_dim + (0 if self.is_latent else self.v_head_dim)
-        seen = min(self.context, self.window or self.context)
         per_position = numbers * (1 if self.dtype else 2)
         if self.dtype:
             per_position += 8 if self.scales > 1 else 8 // BLOCK
-        return self.batch * seen * self.num_kv_heads * per_position
+        return self.batch * self.context * self.num_kv_heads * per_position
 
 
 def _attention_cases() -> Iterator[Attention]:
-    yield Attention("8B short", 1, 32)
     for batch in (1, 8, 64, 256):
         yield Attention("8B", batch, 1024)
         yield Attention("0.6B", batch, 1024, num_heads=16)
@@ -126,14 +123,10 @@ def _attention_cases() -> Iterator[Attention]:
     for batch in (1, 8):
         yield Attention("0.6B rotated", batch, 1024, num_heads=16, rotates=True)
         yield Attention("8B exact", 8 * batch, 1024, exact=True)
-    yield Attention("8B", 1, 16384)
-    yield Attention("8B", 48, 3000)
     yield Attention("8B int8/block", 64, 1024, dtype="int8")
     yield Attention("8B fp8/token", 64, 1024, dtype="fp8_e4m3", scales=BLOCK)
     mla = Attention("MLA", 1, 4096, 16, 1, 576, 512, is_latent=True)
     yield from (mla, replace(mla, batch=64, context=1024))
-    yield replace(mla, name="MLA h128", batch=64, context=1024, num_heads=128)
-    yield Attention("gpt-oss", 64, 4096, num_heads=64, head_dim=64, v_head_dim=64, window=128)
     yield Attention("8B tree 32", 1, 1024, num_nodes=32)
     yield Attention("8B tree 8", 16, 1024, num_nodes=8)
 
@@ -174,7 +167,7 @@ def _prepare(one: Attention, num_layers: int) -> Prepared:
     num_rows = one.batch * max(1, one.num_nodes)
     query = torch.randn(num_rows, one.num_heads, one.head_dim, device="cuda").bfloat16()
     out = query.new_full((num_rows, one.num_heads, one.v_head_dim), float("nan"))
-    common: dict[str, Any] = {"scaling": one.head_dim**-0.5, "window": one.window}
+    common: dict[str, Any] = {"scaling": one.head_dim**-0.5}
     given: dict[str, Any] = {"out": out, "exact": one.exact} | common | one.options
     tails = None
     if one.num_nodes:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import click
@@ -29,6 +28,7 @@ import transformers
 from rich.progress import track
 
 from benchmarks import harness
+from benchmarks.engine_gpu import Bench
 from benchmarks.harness import Several, block_hash
 from benchmarks.random_checkpoint import SHAPES
 from checkpoints.resolve import resolve
@@ -48,7 +48,6 @@ from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Drafter, Task
 from engine.speculation.load import load_drafters
 from engine.speculation.tree import TokenTree
-from kvstore import block_hash as chains
 from process.entrypoint import begin_serving
 from tokens.tokenizer import Tokenizer
 
@@ -754,31 +753,14 @@ SWEEP_PROMPT, SWEEP_OUTPUT = 512, 97
 SETTLING_STEPS = 400
 """Tokens of a sequence before its batch is measured: batches above four are tried after 200 steps
 (engine/speculation/worth.py), and a server's load lasts longer."""
-_ROOT = chains.root_key(b"benchmark", "00")
 
 
-class GpuBench:
-    """One engine, and requests that differ from all before."""
+class GpuBench(Bench):
+    """Batches that decode, and the tokens of each step."""
 
     def __init__(self, engine: Engine, shape: DecoderShape) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self._shape = shape
-        self._num_requests = 0
-
-    def submit(self, batch: int, num_prompt: int, num_output: int) -> list[str]:
-        vocab_size = self.engine.model_info.vocab_size
-        sampling = Sampling(max_tokens=num_output, ignore_eos=True)
-        names = []
-        for _ in range(batch):
-            self._num_requests += 1
-            token_ids = tuple(
-                (self._num_requests * 7919 + at * 104_729) % vocab_size for at in range(num_prompt)
-            )
-            names.append(f"r{self._num_requests}")
-            self.engine.submit(
-                Request(names[-1], token_ids, sampling, partial(chains.extend, _ROOT))
-            )
-        return names
 
     def steps(self, names: Sequence[str]) -> Iterator[tuple[float, dict[str, tuple[int, ...]]]]:
         """(milliseconds, new tokens by request) of each step after all have drawn."""
