@@ -263,6 +263,7 @@ def gpu(
     from services.worker.device_checksums import DeviceChecksums
 
     torch.cuda.set_device(device_id)
+    device = CudaDevice.open(device_id)
     figures, num_bytes = [], _batch(batch_mib, block_bytes)
     for size in block_bytes:
         num_blocks = num_bytes // size
@@ -279,14 +280,13 @@ def gpu(
             "pinned_write": timed(partial(copy, pinned, staged)),
             "pinned_read": timed(partial(copy, staged, pinned)),
         }
-        device = CudaDevice.open(device_id)
+        memory = BlockMemory.on_device(
+            device, cache.data_ptr(), size, len(cache), DeviceChecksums(cache)
+        )
         for transport in transports:
             for place, (sources, targets) in _places(num_blocks):
                 cache[targets] = 0
                 torch.cuda.synchronize()
-                memory = BlockMemory.on_device(
-                    device, cache.data_ptr(), size, len(cache), DeviceChecksums(cache)
-                )
                 with harness.store(capacity_bytes=3 * num_blocks * size) as (_, ready):
                     measured = _measured(
                         ready["address"], transport, memory, (sources, targets), ceilings, rounds
