@@ -567,11 +567,6 @@ def cpu(
         for name, found in by_batch.items()
     }
     by_verdict, controlled = verdicts(may_rest, LEAST_SPEED), control(by_batch)
-    title = "tokens per step; speed (interval of 95 %); lost by resting and by guessing, %"
-    rows = [
-        {"": name} | {way: _shown(found[way]) for way in chosen} for name, found in by_batch.items()
-    ]
-    harness.show(title, rows)
     sys.stdout.write(markdown(by_batch, [way for way in chosen if way != PLAIN]) + "\n")
     for verdict, those in by_verdict.items():
         sys.stdout.write(f"at least {LEAST_SPEED}, {verdict}: {len(those)}\n")
@@ -589,15 +584,6 @@ def cpu(
         **by_verdict,
         "control": controlled,
     }
-
-
-def _shown(one: Mapping[str, Any]) -> str:
-    low, high = one["interval"] or (float("nan"), float("nan"))
-    losses = (f"{100.0 * one[loss]:+.1f}" for loss in ("resting_loss", "guessing_loss"))
-    return (
-        f"{one['tokens_per_step']:.2f}; {one['speed']:.3f} ({low:.3f} to {high:.3f}); "
-        f"{', '.join(losses)}"
-    )
 
 
 # -- on a GPU: a model whose next token is known, and a drafter that knows it and is right as often
