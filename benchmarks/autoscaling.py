@@ -662,7 +662,7 @@ PACED_TARGETS = Limits(ttft_ms=3000.0, tpot_ms=1000.0)
 """Well above what a request takes where no request waits: 0.56 and 0.5 s."""
 
 MAX_ROUNDS = 25
-"""Of a load that lasts until workers came: so many, and the result says that they did not."""
+"""Most rounds of a load that lasts until workers came; then the result says that none did."""
 
 JUDGED_S = 40.0
 """A paced load goes on for so long after what had piled up is cleared: 100 requests."""
@@ -692,7 +692,7 @@ class Met:
     num_requests: int
     ttft_share: float
     tpot_share: float
-    """Of them; 0 without any. One that failed met nothing."""
+    """Share of the requests; 0 without any. A request that failed met no target."""
 
     def reaches(self, share: float) -> bool:
         """Whether so many met each."""
@@ -704,10 +704,10 @@ class Drive:
     """One load, and what was seen while it ran."""
 
     outcomes: list[Outcome]
-    """Of each request."""
+    """One for each request."""
 
     course: Course
-    """Of the workers, from before the load until all is as it was, or time is up."""
+    """The workers from before the load until all is as it was, or time is up."""
 
     @property
     def reaction_s(self) -> float | None:
@@ -715,7 +715,7 @@ class Drive:
         return reaction_s(self.course)
 
     def met(self, targets: Limits, from_s: float, to_s: float) -> Met:
-        """Of the requests that were sent in that time."""
+        """How many of the requests that were sent in that time met the targets."""
         sent = [each for each in self.outcomes if from_s <= each.sent_s < to_s]
 
         def share(of: Limits) -> float:
@@ -819,7 +819,7 @@ def paced_stretch(
     seed: int,
     enough: Callable[[Course], bool] | None = None,
 ) -> Stretch:
-    """Of a load for paced workers, an open loop whose requests come evenly. Every prompt is
+    """A part of a load for paced workers: an open loop, requests come evenly. Every prompt is
     another: what is found somewhere takes no time.
 
     Args:
@@ -867,7 +867,7 @@ def _is_least(config_of: ClusterConfig, moment: Moment) -> bool:
 
 
 def summary(driven: Drive) -> dict[str, Any]:
-    """Of one load."""
+    """The figures of one load."""
     seen = driven.course
     return {
         "requests": asdict(report(driven.outcomes, Limits())),

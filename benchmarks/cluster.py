@@ -52,7 +52,7 @@ from services.router.times import StageTimes
 TRANSPORTS = ("shm", "nixl", "grpc")
 PATHS = ("store", "direct")
 TRANSFER_STAGES = ("prefill_store", "decode_fetch")
-"""Of the account of a request: the waits for its KV that no prefill hides."""
+"""Stages of a request that are waits for its KV which no prefill hides."""
 OUTPUT_TOKENS = 16
 _START_S = 60.0
 _SETTLE_S = 0.5
@@ -100,14 +100,14 @@ class Series:
     num_bytes: list[int] = field(default_factory=list)
 
     def add(self, times_s: Sequence[float]) -> None:
-        """Of one request: when it began and each token came."""
+        """One request, by when it began and each token came."""
         gaps = [after - before for before, after in itertools.pairwise(times_s[1:])]
         self.ttft_s.append(times_s[1] - times_s[0])
         self.exposed_s.append(max(0.0, gaps[0] - statistics.median(gaps[1:])))
 
     @property
     def transfer_s(self) -> list[float]:
-        """Of each request with an account: what it waited for its KV behind the first token."""
+        """What each request with stages waited for its KV after the first token."""
         return [sum(stages.get(name, 0.0) for name in TRANSFER_STAGES) for stages in self.stages]
 
     def figures(self) -> dict[str, Any]:
@@ -329,7 +329,7 @@ def handover(
 # -- what a prefix hit is worth
 
 SHARES = (0.0, 0.5, 0.95)
-"""Of a prompt, in the store."""
+"""Parts of a prompt that are in the store."""
 _READY_S = 120.0
 
 Hit = tuple[list[int], float, int]
@@ -432,7 +432,7 @@ RATIO = 0.01
 _SENT_S = 1.5
 """Above `tracing.send_interval_s`: by then the spans of a round are sent."""
 _CALLS_UNTRACED = 64
-"""Of one request in all processes, counted from above: spans that a traced one would have."""
+"""Spans of one request in all processes if it were traced, counted from above."""
 
 
 class Sink(trace_service_pb2_grpc.TraceServiceServicer):
@@ -578,8 +578,8 @@ class _Nowhere:
 
 
 def residues(cluster: TracedCluster, sink: Sink, num_requests: int) -> list[tuple[float, float]]:
-    """Of requests one after the other, seconds: the client's time to the first token, and what of
-    it the stages leave open."""
+    """Seconds to the first token as the client sees it, and what of it the stages leave open, by
+    request, one after the other."""
     asked = [cluster.serve(is_traced=True) for _ in range(num_requests)]
     time.sleep(_SENT_S)
     return [

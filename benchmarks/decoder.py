@@ -62,7 +62,7 @@ TINY = SHAPES["llama-8b"] | {
 
 
 def shape_of(name: str) -> DecoderShape:
-    """Of a shape of random_checkpoint, or the tiny one."""
+    """A shape of random_checkpoint by its name, or the tiny one."""
     fields = TINY if name == "tiny" else SHAPES[name]
     its = {key: value for key, value in fields.items() if key != "architectures"}
     return read_shape(transformers.AutoConfig.for_model(**its))
@@ -379,7 +379,7 @@ class VerifyBench:
         self.decoder.attach([block_rows(view, layout) for view in self.memory.layer_views()])
 
     def plain_ms(self) -> float:
-        """Of a decode's forward, back to back."""
+        """Milliseconds of a decode's forward, back to back."""
         num_blocks = -(-(self.context_len + 1) // BLOCK_SIZE)
         tables = torch.zeros(1, WINDOW // BLOCK_SIZE, dtype=torch.int32, device=self.device)
         tables[0, :num_blocks] = torch.arange(num_blocks)
@@ -394,7 +394,7 @@ class VerifyBench:
         return self._back_to_back(lambda: graphs.run(1))
 
     def graphs_for(self, batch: Batch) -> tuple[TreeGraphs, TreeShape]:
-        """Of the step's shape alone."""
+        """Graphs of the step's shape alone, and that shape."""
         graphs = TreeGraphs(
             self.decoder.forward,
             max_sequences=1,
@@ -410,15 +410,15 @@ class VerifyBench:
         return graphs, graphs.shapes[0]
 
     def step_ms(self, batch: Batch) -> float:
-        """Of the tree's forward, back to back."""
+        """Milliseconds of the tree's forward, back to back."""
         graphs, shape = self.graphs_for(batch)
         graphs.run(shape, batch)
         its = graphs._graphs  # noqa: SLF001  what the step is without its inputs is what is asked
         return self._back_to_back(lambda: its.run(shape))
 
     def calls(self, batch: Batch) -> dict[str, float]:
-        """Of the forward from an idle device to its end; and what of that the host took: its
-        inputs, the launch of its graph, and all until it was free again."""
+        """Milliseconds of the forward from an idle device to its end; and what of that the host
+        took: its inputs, the launch of its graph, and all until it was free again."""
         graphs, shape = self.graphs_for(batch)
         its = graphs._graphs  # noqa: SLF001  as above
         whole: list[float] = []
@@ -440,8 +440,8 @@ class VerifyBench:
         return {"from idle to its end": _median_ms(whole), **found}
 
     def draws(self, batch: Batch) -> dict[str, float]:
-        """Of the draw at each node, read back, and of the move of a path, with nothing queued
-        before them."""
+        """Milliseconds of sampling at each node, read back, and of the move of a path, with nothing
+        queued before them."""
         num_rows = len(batch.draw_indices)
         logits = torch.randn(num_rows, self.shape.vocab_size, device=self.device)
         logits = logits.to(self.decoder.weights.layers[0].norm.dtype)
@@ -455,7 +455,7 @@ class VerifyBench:
         }
 
     def account(self, num_nodes: int) -> dict[str, float]:
-        """Of one step by part: what a part adds, since kernels overlap."""
+        """Milliseconds of one step by part: what a part adds, since kernels overlap."""
         batch = tree_batch(self.context_len, num_nodes)
         whole = self.step_ms(batch)
         with going(NO_TREES):
@@ -472,7 +472,7 @@ class VerifyBench:
         }
 
     def way_ms(self, way: Way, num_nodes: int) -> dict[str, float]:
-        """Of the forward, cut otherwise."""
+        """Milliseconds of the forward, cut otherwise."""
         with going(way):
             return {"ms": self.step_ms(tree_batch(self.context_len, num_nodes))}
 

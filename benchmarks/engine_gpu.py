@@ -267,7 +267,7 @@ def numbered_prompt(number: int, num_tokens: int, engine: Engine) -> tuple[int, 
 
 
 def idle_share(busy: list[tuple[float, float]]) -> float:
-    """Of the time from the first start to the last end; intervals may overlap."""
+    """Idle part of the time from the first start to the last end; intervals may overlap."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(busy):
         covered += max(0.0, end - max(start, reached))
@@ -609,7 +609,7 @@ class _Way:
 
     engine: Engine
     streamed_bytes: int
-    """That a pass copies."""
+    """Bytes that a pass copies."""
     answers: dict[float, list[tuple[int, ...]]] = field(default_factory=dict)
     passes: dict[float, float] = field(default_factory=dict)
 

@@ -233,7 +233,7 @@ class ReadParts:
 
 
 def copies_of(transport: CudaIpcTransport, sources: Any, targets: Any) -> Any:
-    """As the transport gives them."""
+    """Copies as the transport gives them to its device."""
     edges = np.flatnonzero(cuda_ipc._breaks(sources, targets))  # noqa: SLF001
     return transport._copies_between(edges, sources, targets)  # noqa: SLF001
 

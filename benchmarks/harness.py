@@ -330,7 +330,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def host_read_gb_per_s() -> float:
-    """Of reading 1 GiB with torch, best of a second."""
+    """Rate of reading 1 GiB with torch, best of a second."""
     import torch
 
     data = torch.ones(1 << 27, dtype=torch.int64)

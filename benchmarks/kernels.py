@@ -46,7 +46,7 @@ BF16 = torch.bfloat16
 
 
 def relative_error(out: torch.Tensor, truth: torch.Tensor) -> float:
-    """Of the norm of the truth."""
+    """Norm of the difference by the norm of the truth."""
     return float((out.double() - truth.double()).norm() / truth.double().norm())
 
 
@@ -103,7 +103,7 @@ class Attention:
     """0: decode."""
     exact: bool = False
     rotates: bool = False
-    """With rotation and write, in the same launch."""
+    """Whether the launch rotates queries and keys, and writes keys and values, too."""
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -241,7 +241,7 @@ def _chains(one: Attention, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def _cache(one: Attention, num_blocks: int, num_layers: int) -> list[BlockRows]:
-    """As the engine lays it out: [blocks, kv heads, layers, keys and values, P, D]."""
+    """A cache as the engine lays it out: [blocks, kv heads, layers, keys and values, P, D]."""
     dims = [one.head_dim] if one.is_latent else [one.head_dim, one.v_head_dim]
     count = num_blocks * one.num_kv_heads * num_layers
     rows_per_block, views, scales = one.num_kv_heads * num_layers, [], []
@@ -353,7 +353,7 @@ class PromptStep:
 
     @property
     def flop(self) -> float:
-        """Of the products that causality asks for, no more."""
+        """Operations of the products that causality asks for, no more."""
         pairs = sum(count * start + count * (count + 1) // 2 for start, count in self.spans)
         return 4.0 * self.num_heads * DIM * pairs
 
@@ -712,7 +712,7 @@ class Chain:
         return halves
 
     def seconds(self, replaced: Linear | None, way: Way | None, *, halves: bool = True) -> float:
-        """Of one layer, with `replaced` done that way and the others as `linear` does them."""
+        """Seconds of one layer, with `replaced` done that way, the others as `linear` does them."""
         ways = {shape: self.default_way(shape) for shape in self.shapes}
         if replaced is not None and way is not None:
             ways[replaced] = way

@@ -1,4 +1,4 @@
-"""Load over the OpenAI API with Locust, for those who know Locust better than `baton bench serve`.
+"""Load over the OpenAI API with Locust, for users of Locust.
 
     pip install locust
     locust -f benchmarks/locustfile.py --headless --users 16 --spawn-rate 2 --run-time 60s \\
@@ -27,13 +27,13 @@ _WORDS = "time girl dog tree house river small old red friend walked saw found h
 
 
 class Reader(HttpUser):
-    """Somebody who asks, reads the stream to its end, and asks again."""
+    """A user that asks, reads the stream to its end, and asks again."""
 
     wait_time = between(0.5, 2.0)
 
     @task
     def ask(self) -> None:
-        """One streamed completion of a prompt that nobody asked before."""
+        """One streamed completion of a prompt that is in no cache."""
         prompt = "Once upon a time " + " ".join(random.choices(_WORDS, k=48))
         body = {
             "model": MODEL,

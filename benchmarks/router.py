@@ -40,9 +40,9 @@ SERVICE = "baton.v1.Inference"
 CLOCK_S = 8.0
 """Send times are sent modulo this: a float32 then resolves half a microsecond."""
 TOKENS_PER_S = 2_000
-"""Of the paced runs, of all streams together: far below what any target can do."""
+"""Tokens of all streams of a paced run: far below what any target can do."""
 MOST_TOKENS_PER_S = 40_000
-"""Of the saturated runs: more than any target takes."""
+"""Tokens of a saturated run: more than any target takes."""
 PROMPT_TOKENS = 64
 _FEW = 3
 
@@ -266,7 +266,7 @@ def relay(decode_address: str) -> None:
 # -- clients: each way yields how many tokens a message had, and how long ago the worker sent it
 
 Messages = AsyncIterator[tuple[int, float]]
-"""Of one stream: (tokens, seconds from the worker's send to here; NaN where it is not known)."""
+"""Messages of one stream: (tokens, seconds from the worker's send to here; NaN: not known)."""
 Ask = Callable[[int, float, bool, int], Messages]
 """(tokens, seconds of a step, whether send times are wanted, how many begin together)."""
 
@@ -374,7 +374,7 @@ class Run:
             self.transits_s.append(transit_s)
 
     def figures(self, *, is_paced: bool) -> dict[str, float]:
-        """As published."""
+        """The figures that are published."""
         figures = {
             "tokens_per_s": round(self.num_tokens / self.wall_s),
             "tokens_per_message": round(self.num_tokens / self.num_messages, 2),

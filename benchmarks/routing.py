@@ -66,8 +66,8 @@ class _Standing:
 
     def set_queued(self, worker_id: str, num_tokens: int) -> None:
         self.queued[worker_id] = num_tokens
-        for tell in self.on_change:
-            tell(worker_id)
+        for notify in self.on_change:
+            notify(worker_id)
 
 
 def _views(num_workers: int, rng: random.Random) -> list[WorkerView]:
@@ -196,12 +196,12 @@ class Hardware:
 
 @dataclass
 class Outcome:
-    """Of one replay."""
+    """What came of one replay."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_pulled_tokens: int = 0
-    """Of the cached ones, those that another node's store had."""
+    """Cached tokens that another node's store had."""
     first_token_s: list[float] = field(default_factory=list)
 
     @property

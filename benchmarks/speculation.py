@@ -64,9 +64,9 @@ class Round:
     num_tokens: int
     """Answered."""
     num_kept: int
-    """Of them, guessed."""
+    """Answered tokens that were guessed."""
     answers_s: float
-    """Of all answers, from the round's beginning to each one's last token."""
+    """Sum over answers: from the round's beginning to the answer's last token."""
 
 
 def turns(ways: Sequence[str], seed: str) -> Iterator[list[str]]:
@@ -118,7 +118,7 @@ def answers(rounds: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, float]
 
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14,
             2.13, 2.12, 2.11, 2.10, 2.09, 2.09)  # fmt: skip
-"""Of 95 %, on both sides, for 1, 2, ... degrees of freedom; the last for more, too."""
+"""Student's t of 95 %, both sides, for 1, 2, ... degrees of freedom; the last for more, too."""
 
 _DIGITS = 4
 
@@ -128,7 +128,7 @@ class Step(NamedTuple):
 
     seconds: float
     num_tokens: int
-    """That it computed and kept: rows, where nothing was guessed."""
+    """Tokens that it computed and kept: rows, where nothing was guessed."""
     is_asked: bool
     """A drafter was."""
 
@@ -138,7 +138,7 @@ class Held(NamedTuple):
 
     plain_s: float
     resting_plain_s: float
-    """Of the plain steps that resting ones stand beside."""
+    """Seconds of the plain steps that resting ones stand beside."""
     resting: float
     """Median of resting steps' seconds by those; 1.0 where there are none."""
     guessing_s: float
@@ -147,18 +147,18 @@ class Held(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Of all rounds, with its interval of 95 %."""
+    """Speed over all rounds, with its interval of 95 %."""
 
     speed: float
     low: float | None
     high: float | None
-    """Of the interval; None: one round has none."""
+    """Ends of the interval; None: one round has none."""
     resting_loss: float
     guessing_loss: float
 
 
 def held(plain: Sequence[Step], own: Sequence[Step]) -> Held:
-    """Of one round.
+    """One round of a way beside plain decoding's.
 
     Args:
         plain, own: steps in their order, without those of prompts; the way's n-th was taken beside
@@ -182,7 +182,7 @@ def held(plain: Sequence[Step], own: Sequence[Step]) -> Held:
 
 
 def speed(rounds: Sequence[Held]) -> Speed:
-    """Of all rounds."""
+    """The speed and its interval, of all rounds."""
     plain_s = math.fsum(one.plain_s for one in rounds)
     rested_s = math.fsum(one.resting_plain_s for one in rounds)
     guessing_s = math.fsum(one.guessing_s for one in rounds)
@@ -209,7 +209,7 @@ def speed(rounds: Sequence[Held]) -> Speed:
 
 
 def figures(plain: Sequence[Sequence[Step]], own: Sequence[Sequence[Step]]) -> dict[str, Any]:
-    """Of one way: `speed`, its `interval`, `resting_loss`, `guessing_loss`, and `held`: each round,
+    """One way's `speed`, its `interval`, `resting_loss`, `guessing_loss`, and `held`: each round,
     as fields of Held."""
     by_round = [held(one, beside) for one, beside in zip(plain, own, strict=True)]
     found = speed(by_round)
@@ -673,7 +673,7 @@ class Scripted:
         self._shape = shape
 
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:
-        """Of Drafter."""
+        """Guesses for each sequence; the drafter's own time is noted."""
         began = time.perf_counter()
         make = self._wrong if self.num_nodes else self._path
         drafts = [Draft(make(task), {}) for task in tasks]
@@ -681,10 +681,10 @@ class Scripted:
         return drafts
 
     def forget(self, key: Key) -> None:
-        """Of Drafter."""
+        """Nothing is kept of a sequence."""
 
     def check_integrity(self) -> None:
-        """Of Drafter."""
+        """There is no state to check."""
 
     def _wrong(self, task: Task) -> TokenTree:
         num_nodes = min(self.num_nodes, task.num_nodes)
@@ -720,7 +720,7 @@ def _tree(token_ids: list[int], parents: list[int], chances: list[float]) -> Tok
 
 
 def chance_for(tokens_per_step: float, depth: int) -> float:
-    """Of each token of a path to be right, for so many tokens a step: 1 + p + p^2 + ..."""
+    """Chance p of each token of a path to be right, for 1 + p + p^2 + ... tokens a step."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -43,7 +43,7 @@ Table = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one report."""
+    """What one report is made of."""
 
     target: str = "baton-5m"
     """Bundled name or folder."""
@@ -62,16 +62,16 @@ class Settings:
     """Beside greedy answers."""
 
     num_trials: int = 2
-    """Of each rule of acceptance at each token."""
+    """Trials of each rule of acceptance at each token."""
 
     seed: int = 5
-    """Of prompts and draws; the prompts are of the held-out part of the corpus."""
+    """Seed of prompts and draws; the prompts are of the held-out part of the corpus."""
 
     widths: tuple[int, ...] = WIDTHS
-    """Of the trees whose tokens per step are counted, ascending."""
+    """Widths of the trees for which tokens per step are counted, ascending."""
 
     rules: tuple[str, ...] = RULES
-    """Of acceptance, for the same."""
+    """Rules of acceptance for the same trees."""
 
 
 class ScoredAnswer(NamedTuple):
@@ -79,7 +79,7 @@ class ScoredAnswer(NamedTuple):
 
     answer: Answer
     seed: int
-    """Of the request."""
+    """The request's."""
     logits: tuple[torch.Tensor, ...]
     """[answered tokens, V] float32 of the target, then of each draft model."""
 
@@ -155,7 +155,7 @@ def score(models: Sequence[Any], answers: Sequence[Answer]) -> list[ScoredAnswer
     """What each model thought along each answer.
 
     Args:
-        answers: to requests whose seeds were 0, 1, 2, ...
+        answers: to requests of the seeds 0, 1, 2, ...
     """
     found = []
     for seed, one in enumerate(answers):

@@ -94,7 +94,7 @@ class _ZeroCostAhead:
         return [Drawn(1)] * len(rows)
 
     def launch_mixed(self, rows: Sequence[MixedRow]) -> Launch:
-        """As `launch`."""
+        """Any token will do for each row that samples."""
         return [Drawn(1) for row in rows if row.draw is not None]
 
     def read(self, launch: Any) -> list[Drawn]:
@@ -212,7 +212,7 @@ TIMED = ("step", "reserve", "start", "abort")
 
 
 def _model() -> FakeModel:
-    """As both workers have it: their fingerprints must be the same."""
+    """The model of both workers: their fingerprints must be the same."""
     return FakeModel(vocab_size=VOCAB, context_window=WINDOW, block_size=BLOCK_SIZE)
 
 

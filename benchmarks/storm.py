@@ -32,9 +32,9 @@ from services.worker import step_log
 from tools.step_log import Span, cuts, explain
 
 MAX_TOKENS = {"llama-8b": 8000, "qwen3-0.6b": 30000}
-"""Of each stream, which must outlive the whole benchmark."""
+"""Tokens of each stream, which must outlive the whole benchmark."""
 _NUM_PROMPTS = 400
-"""Of all storms, at most."""
+"""Most prompts of all storms."""
 _ROOM = 64
 _REST_S = 0.5
 """Between the end of a storm and the quiet after it, and after the streams began."""
@@ -122,7 +122,7 @@ class Streams:
 
 
 class _Pauses:
-    """Of the garbage collector, from here on."""
+    """Pauses by the garbage collector, from here on."""
 
     def __init__(self) -> None:
         self.found: list[tuple[float, float]] = []
@@ -191,7 +191,7 @@ def _check(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 @dataclass(frozen=True)
 class StormOptions:
-    """Of the command."""
+    """Options of the command."""
 
     shape: str
     device: str

@@ -136,7 +136,7 @@ class BatonOutput:
 
 
 class Baton:
-    """As the engine uses it."""
+    """Grammars as the engine uses them."""
 
     def __init__(self, folder: Path) -> None:
         self.limits = GrammarLimits()
@@ -179,7 +179,7 @@ class XgrammarOutput:
 
 
 class Xgrammar:
-    """As a server would use it."""
+    """Grammars as a server would use xgrammar."""
 
     def __init__(self, folder: Path) -> None:
         self.token_bytes: Sequence[bytes] = Vocabulary.load(folder, VOCAB_SIZE).token_bytes
@@ -272,7 +272,7 @@ def follow(output: Output, draws: Draws, num_tokens: int, costs: Costs) -> tuple
 
 
 def validator(schema: Any) -> Any:
-    """With OpenAPI's `nullable`, and patterns as ECMA 262 has them: \\w and \\d are ASCII."""
+    """A validator with OpenAPI's `nullable`, and ECMA 262's patterns: \\w and \\d are ASCII."""
     written = _with_null(_read(json.dumps(schema)))
     made = jsonschema.validators.validator_for(written, jsonschema.Draft202012Validator)
     own = jsonschema.validators.extend(made, {"pattern": _pattern})
@@ -367,7 +367,7 @@ def measure(engine: Engine, num_tokens: int) -> dict[str, Any]:
 
 
 def quantiles(seconds: Sequence[float], scale: float) -> dict[str, float]:
-    """Of so many values; the mean too."""
+    """Quantiles, the longest and the mean."""
     values = np.asarray(seconds) * scale
     found = {f"p{share}": np.quantile(values, share / 100) for share in (50, 90, 99)}
     found |= {"max": values.max(), "mean": values.mean()}

@@ -65,7 +65,7 @@ def step_periods(entries: Entries, spans: Iterable[Span]) -> list[tuple[float, f
 
 
 def excess(entries: Entries, spans: Iterable[Span]) -> dict[str, Any]:
-    """How much longer than their neighbours' median steps were, ms, by what went on: somebody
+    """How much longer than their neighbours' median steps were, ms, by what went on: a request
     joined (more tokens than usual), blocks came meanwhile, or neither."""
     steps = [
         (begun_s, begun_s + took_s, num_tokens)
