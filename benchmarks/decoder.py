@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -252,16 +251,14 @@ def step(
     with torch.inference_mode():
         for name in shapes:
             bench = Bench(shape_of(name), max([*batches, 8]), is_exact=exact)
-            rows = [attempt("decode b8", partial(_error_row, bench))]
+            rows = [attempt("decode b8", _error_row, bench)]
             for batch in batches:
-                one = partial(_step_row, bench, batch, ceilings)
-                rows.append(attempt(f"decode b{batch}", one))
+                rows.append(attempt(f"decode b{batch}", _step_row, bench, batch, ceilings))
                 for what, changes in ABLATIONS.items() if ablate else ():
-                    run = partial(_ablated_row, bench, batch, changes)
-                    rows.append(attempt(f"  b{batch} {what}", run))
+                    rows.append(attempt(f"  b{batch} {what}", _ablated_row, bench, batch, changes))
             for count, length in PROMPTS:
-                one = partial(_prefill_row, bench, count, length, ceilings)
-                rows.append(attempt(f"prefill {count} x {length}", one))
+                name_of = f"prefill {count} x {length}"
+                rows.append(attempt(name_of, _prefill_row, bench, count, length, ceilings))
             harness.show(f"{name}: {ceilings}", rows)
             result[name] = rows
             del bench
@@ -547,7 +544,7 @@ def verify(
         found: dict[str, Any] = {}
         for count in ways if bench.is_cuda else ():
             every = [*attention_ways(), *product_ways()]
-            rows = [attempt(way.name, partial(bench.way_ms, way, count)) for way in every]
+            rows = [attempt(way.name, bench.way_ms, way, count) for way in every]
             harness.show(f"{count} nodes, otherwise", rows)
             found[f"{count} nodes"] = rows
     context = harness.device_context(device)
@@ -576,13 +573,13 @@ class Rank:
         torch.cuda.synchronize()
         if self.grid.num_shares > 1:
             for num_rows in (1, 8, 64, 256, 2048, PREFILL):
-                rows.append(attempt(f"sum of {num_rows} x 4096", partial(self._sum, num_rows)))
+                rows.append(attempt(f"sum of {num_rows} x 4096", self._sum, num_rows))
         shape = shape_of("llama-8b")
         model, num_blocks = self._model(shape)
         for num_rows in (1, 8, 64, 256):
-            row = partial(self._decode, model, num_rows, num_blocks)
-            rows.append(attempt(f"decode b{num_rows} ctx {CONTEXT}", row))
-        rows.append(attempt(f"prefill 1 x {PREFILL}", partial(self._prefill, model, shape)))
+            case = f"decode b{num_rows} ctx {CONTEXT}"
+            rows.append(attempt(case, self._decode, model, num_rows, num_blocks))
+        rows.append(attempt(f"prefill 1 x {PREFILL}", self._prefill, model, shape))
         torch.cuda.synchronize()
         if self.rank == 0:
             nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]

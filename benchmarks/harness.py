@@ -182,10 +182,12 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def attempt(name: str, row: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+def attempt(
+    name: str, row: Callable[..., Mapping[str, Any]], *arguments: Any, **options: Any
+) -> dict[str, Any]:
     """One row of a table. One that fails says why, and hides no other."""
     try:
-        return {"case": name, **row()}
+        return {"case": name, **row(*arguments, **options)}
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return {"case": name, "failed": f"{type(error).__name__}: {lines[0][:200]}"}

@@ -299,7 +299,9 @@ def attention(sweep: bool) -> dict[str, Any]:
     rows = [
         attempt(
             f"{one.name} b{one.batch} c{one.context}",
-            partial(_measure_attention, one, ceilings["copy_gb_per_s"]),
+            _measure_attention,
+            one,
+            ceilings["copy_gb_per_s"],
         )
         for one in cases
     ]
@@ -438,8 +440,8 @@ def prefill_attention(versions: Sequence[str]) -> dict[str, Any]:
     for (num_heads, num_kv_heads), name in itertools.product(((32, 8), (16, 8)), PROMPTS):
         step = PromptStep(PROMPTS[name], num_heads, num_kv_heads)
         for version in versions:
-            measure = partial(step.timed, getattr(step, version), ceilings["matmul_tflop_per_s"])
-            rows.append(attempt(f"{num_heads} heads, {name}, {version}", measure))
+            case, run = f"{num_heads} heads, {name}, {version}", getattr(step, version)
+            rows.append(attempt(case, step.timed, run, ceilings["matmul_tflop_per_s"]))
     return _end("prefill attention", ceilings, rows)
 
 
@@ -536,6 +538,10 @@ def _block_moves(
     yield "clear_blocks", lambda _: block_ops.clear_blocks(cache, ids), num_bytes
 
 
+def _moved(move: Callable[[int], object], num_bytes: int, ceiling: float) -> dict[str, Any]:
+    return rate(graph_s(move, 10), num_bytes, ceiling)
+
+
 @harness.case
 def layers() -> dict[str, Any]:
     """Norms, SwiGLU, rotate-and-write, and moves of whole blocks of 2 MB; ceiling: a large copy."""
@@ -556,8 +562,7 @@ def layers() -> dict[str, Any]:
     for count in (8, 64, 512):
         ids = torch.randperm(512, device="cuda")[:count].to(torch.int32)
         for what, move, num_bytes in _block_moves(cache, ids):
-            row = partial(lambda run, size: rate(graph_s(run, 10), size, copy), move, num_bytes)
-            rows.append(attempt(f"{what} {count} of 2 MB", row))
+            rows.append(attempt(f"{what} {count} of 2 MB", _moved, move, num_bytes, copy))
     return _end("layers", ceilings, rows)
 
 
@@ -731,6 +736,10 @@ class Chain:
 
         return graph_s(chain, 1, 5) / self.num_layers
 
+    def row(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """`seconds` as a row of a table."""
+        return {"us a layer": self.seconds(*arguments, **options) * 1e6}
+
 
 def _launch(
     x: torch.Tensor,
@@ -784,17 +793,16 @@ def linear() -> dict[str, Any]:
     for model, num_rows in itertools.product(MODELS, (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048)):
         for name, run in ours.items():
             case = f"step {model} M={num_rows} {name}"
-            rows.append(attempt(case, partial(step, model, num_rows, run)))
+            rows.append(attempt(case, step, model, num_rows, run))
     for model, num_rows in itertools.product(MODELS, (2, 8, 16, 32, 64)):
         chain = Chain(pool, model, num_rows, num_layers=16)
         for name, halves in (("norms half done", True), ("norms by themselves", False)):
-            run = partial(chain.seconds, None, None, halves=halves)
-            row = partial(lambda run: {"us a layer": run() * 1e6}, run)
-            rows.append(attempt(f"layer {model} M={num_rows} {name}", row))
+            case = f"layer {model} M={num_rows} {name}"
+            rows.append(attempt(case, chain.row, None, None, halves=halves))
     for model, num_rows in itertools.product(MODELS, (1, 8, 16, 32, 64)):
         for shape in MODELS[model][1][:-1]:
             case = f"{shape.name} {model} M={num_rows}"
-            rows.append(attempt(case, partial(step, model, num_rows, linear_op, shape)))
+            rows.append(attempt(case, step, model, num_rows, linear_op, shape))
     rows += _fp8_rows(pool, read)
     rows += _lora_rows(pool)
     return _end("linear", ceilings, rows)
@@ -814,7 +822,7 @@ def _fp8_rows(pool: Pool, read: float) -> Iterator[dict[str, Any]]:
         return rate(seconds, num_bytes / 2, read)
 
     for num_rows in (1, 8):
-        yield attempt(f"step 8B M={num_rows} fp8", partial(row, num_rows))
+        yield attempt(f"step 8B M={num_rows} fp8", row, num_rows)
 
 
 def _lora_rows(pool: Pool) -> Iterator[dict[str, Any]]:
@@ -836,9 +844,8 @@ def _lora_rows(pool: Pool) -> Iterator[dict[str, Any]]:
 
     sizes = ((6144, 4096), (4096, 14336))
     for num_rows, (width, depth) in itertools.product((1, 8, 64, 512), sizes):
-        yield attempt(
-            f"adapters M={num_rows} {width}x{depth}", partial(row, num_rows, width, depth)
-        )
+        case = f"adapters M={num_rows} {width}x{depth}"
+        yield attempt(case, row, num_rows, width, depth)
 
 
 def _ways(shape: Linear, num_rows: int) -> Iterator[Way]:
@@ -888,15 +895,10 @@ def linear_tiles(rows: Sequence[int], num_best: int) -> dict[str, Any]:
     for num_rows, model in itertools.product(rows, MODELS):
         chain = Chain(pool, model, num_rows, num_layers=8)
         name = f"{model} M={num_rows}"
-        found.append({"case": f"{name} as it is", "us a layer": chain.seconds(None, None) * 1e6})
+        found.append(attempt(f"{name} as it is", chain.row, None, None))
         for shape in chain.shapes:
             swept = [
-                attempt(
-                    f"{name} {shape.name} {way.tile or 'library'}",
-                    partial(
-                        lambda c, s, w: {"us a layer": c.seconds(s, w) * 1e6}, chain, shape, way
-                    ),
-                )
+                attempt(f"{name} {shape.name} {way.tile or 'library'}", chain.row, shape, way)
                 for way in _ways(shape, num_rows)
             ]
             swept.sort(key=lambda row: row.get("us a layer", math.inf))
@@ -931,7 +933,7 @@ def _gated_rows(name: str, num_rows: int, tflop_per_s: float) -> Iterator[dict[s
         return flop_rate(seconds, flop, tflop_per_s) | {"error": relative_error(out, truth)}
 
     for what, run in (("library, then silu_mul", library), ("ours", ours)):
-        yield attempt(f"{name} M={num_rows} {what}", partial(row, run))
+        yield attempt(f"{name} M={num_rows} {what}", row, run)
 
 
 @harness.case
@@ -1018,8 +1020,8 @@ def sampling() -> dict[str, Any]:
         ((1.0, "flat"), (4.0, "peaked")), (128_256, 151_936), (1, 8, 64, 256)
     ):
         for kind in KINDS:
-            run = partial(_sampling, count, tokens, spread, kind)
-            rows.append(attempt(f"{name} {count} x {tokens} {kind.name}", run))
+            case = f"{name} {count} x {tokens} {kind.name}"
+            rows.append(attempt(case, _sampling, count, tokens, spread, kind))
     return _end("sampling", ceilings, rows)
 
 
@@ -1059,10 +1061,8 @@ def logits() -> dict[str, Any]:
 
     for count in (1, 8, 64, 256):
         for what, tokens in itertools.product(("penalise", "add_bias"), (64, 1024)):
-            rows.append(
-                attempt(f"{what} {count} rows, {tokens} tokens", partial(row, what, count, tokens))
-            )
-        rows.append(attempt(f"apply_bitmask {count} rows", partial(row, "apply_bitmask", count, 1)))
+            rows.append(attempt(f"{what} {count} rows, {tokens} tokens", row, what, count, tokens))
+        rows.append(attempt(f"apply_bitmask {count} rows", row, "apply_bitmask", count, 1))
     return _end("logits", ceilings, rows)
 
 

@@ -26,12 +26,12 @@ NUM_OUTPUT_TOKENS = int(os.environ.get("BATON_OUTPUT_LEN", "64"))
 _WORDS = "time girl dog tree house river small old red friend walked saw found happy rain".split()
 
 
-class Reader(HttpUser):
+class Reader(HttpUser):  # type: ignore[misc]
     """A user that asks, reads the stream to its end, and asks again."""
 
     wait_time = between(0.5, 2.0)
 
-    @task
+    @task  # type: ignore[untyped-decorator]
     def ask(self) -> None:
         """One streamed completion of a prompt that is in no cache."""
         prompt = "Once upon a time " + " ".join(random.choices(_WORDS, k=48))
