@@ -164,10 +164,9 @@ class Bench:
         return 2.0 * layers * num_tokens + attention
 
 
-def _unattended(
-    decoder: Decoder, _index: int, _layer: object, qkv: torch.Tensor, *_: object
-) -> torch.Tensor:
-    return qkv[:, : decoder.shape.num_heads * decoder.shape.head_dim]
+def _unattended(self: LayerAttention, _index: int, _layer: Any, qkv: Any, *_: Any) -> Any:
+    """Nothing is rotated, written or attended: the queries as they are."""
+    return qkv[:, : self._shape.num_heads * self._shape.head_dim]
 
 
 def _unnormed(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -177,7 +176,7 @@ def _unnormed(*args: Any, **kwargs: Any) -> torch.Tensor:
 Replaced = tuple[Any, str, Any]
 """(module or class, name, what stands there meanwhile)."""
 
-_NO_ATTENTION: Replaced = (Decoder, "_attend_each", _unattended)
+_NO_ATTENTION: Replaced = (LayerAttention, "each", _unattended)
 _NO_NORM: Replaced = (projection, "linear", _unnormed)
 _WHOLE_NORMS: Replaced = (Decoder, "_room", lambda *_: None)
 ABLATIONS: dict[str, tuple[Replaced, ...]] = {
@@ -191,7 +190,7 @@ ABLATIONS: dict[str, tuple[Replaced, ...]] = {
 
 
 @contextlib.contextmanager
-def _replaced(changes: Sequence[Replaced]) -> Iterator[None]:
+def replaced(changes: Sequence[Replaced]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for target, name, stand_in in changes:
             stack.enter_context(mock.patch.object(target, name, stand_in))
@@ -213,7 +212,7 @@ def _step_row(bench: Bench, batch: int, ceilings: dict[str, float]) -> dict[str,
 
 
 def _ablated_row(bench: Bench, batch: int, changes: Sequence[Replaced]) -> dict[str, Any]:
-    with _replaced(changes):
+    with replaced(changes):
         return {"ms": event_s(bench.captured_decode(batch), 20, 3) * 1e3}
 
 
@@ -282,13 +281,8 @@ class Way:
     replaced: tuple[Replaced, ...]
 
 
-def _attended(self: LayerAttention, _index: int, _layer: Any, qkv: Any, *_: Any) -> Any:
-    """Nothing is turned, written or attended: the queries as they are."""
-    return qkv[:, : self._shape.num_heads * self._shape.head_dim]
-
-
 NO_TREES = Way("without attention", ((LayerAttention, "_trees", lambda *_: None),))
-NO_MIXED = Way("without attention, rotation and KV", ((LayerAttention, "mixed", _attended),))
+NO_MIXED = Way("without attention, rotation and KV", ((LayerAttention, "mixed", _unattended),))
 
 
 def attention_ways() -> list[Way]:
@@ -324,7 +318,7 @@ def going(way: Way) -> Iterator[None]:
     """What is chosen by shapes is chosen anew, before and after."""
     with contextlib.ExitStack() as stack:
         stack.callback(_forget_choices)
-        stack.enter_context(_replaced(way.replaced))
+        stack.enter_context(replaced(way.replaced))
         _forget_choices()
         yield
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from benchmarks.decoder import (
+    ABLATIONS,
     NO_MIXED,
     NO_TREES,
     attention_ways,
     going,
     product_ways,
+    replaced,
     tree_batch,
     verify,
 )
@@ -60,3 +62,10 @@ def test_ways_hold_while_they_are_gone_and_no_longer() -> None:
         assert tiles.choose_tile(product, exact=False, forced=False) != chosen
         raise RuntimeError
     assert tiles.choose_tile(product, exact=False, forced=False) == chosen
+
+
+def test_every_ablation_replaces_what_there_is() -> None:
+    for changes in ABLATIONS.values():
+        with replaced(changes):
+            for target, name, stand_in in changes:
+                assert getattr(target, name) is stand_in
