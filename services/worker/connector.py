@@ -59,6 +59,10 @@ DOUBT_S = 0.05
 """A store that has not answered a lookup for so long is looked at. Guessed; a lookup takes 1 ms on
 a quiet machine."""
 
+MAX_DOUBTING = 4
+"""Lookups that wait longer than DOUBT_S for a store to answer or to be found stalled; the others
+are given up, since many that wait would leave the engine without prompts. Guessed."""
+
 FAIR_PART = 0.5
 """Of the operator's budgets, where they are shorter: the whole of one is never left when a call
 begins."""
@@ -105,6 +109,7 @@ class StoreConnector:
         """Called for failed calls of clients that are not this connector's: other nodes' stores."""
         self._client: KvStoreClient | None = None
         self._stalled = asyncio.Event()
+        self._num_doubting = 0
         self._refusal: FailedPrecondition | None = None
         self._last_problem = ""
         self._attached = asyncio.Event()
@@ -222,8 +227,8 @@ class StoreConnector:
         ttl_s: float,
         deadline: Deadline,
     ) -> MatchResult:
-        """`KvStoreClient.match`, given up as soon as this node's store counts as stalled: one that
-        does not answer within DOUBT_S is looked at.
+        """`KvStoreClient.match`, given up as soon as this node's store counts as stalled. One that
+        does not answer within DOUBT_S is looked at, and only MAX_DOUBTING lookups wait for that.
 
         Raises: as `KvStoreClient.match`.
         """
@@ -236,11 +241,18 @@ class StoreConnector:
             await asyncio.wait([call], timeout=DOUBT_S)
             if not call.done():
                 self._suspect.set()
-                stalled = asyncio.create_task(self._stalled.wait())
-                await asyncio.wait([call, stalled], return_when=asyncio.FIRST_COMPLETED)
+                if self._num_doubting < MAX_DOUBTING:
+                    stalled = asyncio.create_task(self._stalled.wait())
+                    self._num_doubting += 1
+                    try:
+                        await asyncio.wait([call, stalled], return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        self._num_doubting -= 1
             if call.done():
                 return call.result()
-            raise DeadlineExceeded(f"store {client.address} has stalled")
+            if self._stalled.is_set():
+                raise DeadlineExceeded(f"store {client.address} has stalled")
+            raise Unavailable(f"store {client.address} has not answered within {DOUBT_S} s")
         finally:
             await end_tasks([call, stalled])
 

@@ -77,6 +77,46 @@ async def test_memory_that_cannot_be_locked_is_refused_not_copied_slowly(
     assert (await other.status()).num_attachments == 1  # the refused one said goodbye
 
 
+async def test_a_large_slab_is_locked_in_parts_and_no_copy_crosses_two(
+    store: serve.RunningStore, chain: Chain, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "LOCKED_BYTES", 3 * 4096)
+    worker = Worker(SHM, 4096, 48, seed)  # frames without a gap between them: copies are merged
+    await worker.attach(store.address)
+    parts = dict(worker.device.registered)
+    assert len(parts) > 3
+    assert set(list(parts.values())[:-1]) == {3 * 4096}
+    moved: list[tuple[int, int]] = []
+    worker.device.on_move = lambda target, _, num_bytes: moved.append((target, num_bytes))
+    put = await worker.put(chain("a", 8), range(8))
+    assert put.not_stored == 0
+    for target, num_bytes in moved:
+        start = max(part for part in parts if part <= target)
+        assert target + num_bytes <= start + parts[start]
+    assert max(num_bytes for _, num_bytes in moved) == 3 * 4096
+    assert await worker.get(put.lease_id, put.refs, list(range(10, 18))) == {}
+    await worker.client.close()
+
+
+async def test_a_part_that_cannot_be_locked_leaves_none_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "LOCKED_BYTES", 4096)
+    created = Slab.create(tmp_path, "n", bytes(16), SlabLayout(4096, 3))
+    device = FakeDevice()
+    register = device.register
+
+    def only_one(address: int, num_bytes: int) -> None:
+        device.refusal = "no more" if device.registered else ""
+        register(address, num_bytes)
+
+    device.register = only_one  # type: ignore[method-assign]
+    with pytest.raises(FailedPrecondition, match="no more"):
+        await open_for_a_moment(device, created.path)
+    assert not device.registered
+    created.close()
+
+
 async def test_locking_that_outlasts_an_attempt_is_not_begun_again(
     store: serve.RunningStore, chain: Chain, seed: int
 ) -> None:
