@@ -437,6 +437,12 @@ class BlockStore:
             self.table.quarantine_damaged(node)
         return num_lost + num_tails
 
+    def drop_below(self, bad: Sequence[Block], max_blocks: int) -> int:
+        """Remove blocks below these, at most so many: `drop` removes what is left in one go.
+        Returns: how many went."""
+        found = dict.fromkeys(self._node_of(block) for block in bad)
+        return self.table.remove_below([node for node in found if node is not None], max_blocks)
+
     # -- history
 
     def note_read(self, what: str, blocks: Sequence[Block], worker_id: str) -> None:

@@ -3,7 +3,8 @@
     baton:stores                          HASH node id -> StoreStatus as JSON
     baton:store:{node}:beat               the incarnation (hex), expiring: that life is alive
     baton:index:{node}:{incarnation hex}  HASH 16-byte chain hash -> sequence; `sequence` -> the
-    last one; `loading` -> that of the full publication under way
+    last one
+    baton:index-loading:{node}:{incarnation hex}  the same, of a full publication under way
 
 Index entries are hints: a store checks under its own lease. One HASH per (node, incarnation), so
 that a dead life goes by one UNLINK and is never asked; presence is prefix-closed, so that the
@@ -54,6 +55,11 @@ return found
 def index_key(node_id: str, incarnation: str) -> str:
     """incarnation: hex."""
     return f"baton:index:{node_id}:{incarnation}"
+
+
+def loading_key(node_id: str, incarnation: str) -> str:
+    """Of a full publication that is under way; not one of the keys that `index_key` can make."""
+    return f"baton:index-loading:{node_id}:{incarnation}"
 
 
 def beat_key(node_id: str) -> str:

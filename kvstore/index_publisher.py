@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import redis.asyncio
@@ -53,29 +53,19 @@ redis.call('HSET', KEYS[1], 'sequence', ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 return 1
 """
-# A full publication: begin, load in pieces, finish. `loading` names the one under way (by its
-# sequence, which no other ever has), so that pieces of an earlier one that arrive late, and those
-# on top of a Redis that was emptied meanwhile, are refused. A beginning that arrives late takes the
-# sequence away, which the next heartbeat sees.
+# A full publication is loaded beside the index (KEYS[2]) and takes its place at the end. Its pieces
+# are batches, too: those of an earlier one that arrive late, and those on top of a Redis that was
+# emptied meanwhile, are refused. Dropping a million entries takes a thread of Redis, not its loop.
 _BEGIN = """
 redis.call('UNLINK', KEYS[1])
-redis.call('HSET', KEYS[1], 'loading', ARGV[1])
+redis.call('HSET', KEYS[1], 'sequence', ARGV[1])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
-return 1
-"""
-_LOAD = """
-if redis.call('HGET', KEYS[1], 'loading') ~= ARGV[2] then return 0 end
-for at = 1, #ARGV[1], 16 do
-  redis.call('HSET', KEYS[1], string.sub(ARGV[1], at, at + 15), ARGV[2])
-end
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1
 """
 _FINISH = """
-if redis.call('HGET', KEYS[1], 'loading') ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[1], 'sequence', ARGV[1])
-redis.call('HDEL', KEYS[1], 'loading')
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
+if redis.call('HGET', KEYS[1], 'sequence') ~= ARGV[1] then return 0 end
+redis.call('UNLINK', KEYS[2])
+redis.call('RENAME', KEYS[1], KEYS[2])
 return 1
 """
 # Only our own life may be taken out: another one may have registered since.
@@ -84,7 +74,7 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1])
   redis.call('HDEL', KEYS[2], ARGV[2])
 end
-redis.call('UNLINK', KEYS[3])
+redis.call('UNLINK', KEYS[3], KEYS[4])
 return 1
 """
 
@@ -100,19 +90,20 @@ class PrefixIndexPublisher:
         incarnation: bytes,
         status: Callable[[], inference_pb2.StoreStatus],
         changes: ChangeLog,
-        snapshot: Callable[[], Sequence[bytes]],
+        snapshot: Callable[[int], Iterable[list[bytes]]],
         heartbeat_s: float,
         heartbeat_ttl_s: float,
         timeout_s: float,
         batch_size: int = BATCH,
     ) -> None:
         """client: its owner closes it after `stop`. status: what to register. snapshot: every chain
-        hash that is present, parents before children; clears `changes` in the same turn.
-        batch_size: most changes per script call."""
+        hash that is present, in lists of so many; clears `changes` when it is called. batch_size:
+        most changes per script call."""
         self._client = client
         self._node_id = node_id
         self._incarnation = incarnation.hex()
         self._key = index.index_key(node_id, self._incarnation)
+        self._loading_key = index.loading_key(node_id, self._incarnation)
         self._status = status
         self._changes = changes
         self._snapshot = snapshot
@@ -122,7 +113,6 @@ class PrefixIndexPublisher:
         self._batch_size = batch_size
         self._apply = client.register_script(_APPLY)
         self._begin = client.register_script(_BEGIN)
-        self._load = client.register_script(_LOAD)
         self._finish = client.register_script(_FINISH)
         self._goodbye = client.register_script(_GOODBYE)
         self._batch: list[BlockChange] = []  # taken from the log, not confirmed yet
@@ -174,7 +164,7 @@ class PrefixIndexPublisher:
     async def stop(self) -> None:
         """Stop publishing and take this life out of Redis, if Redis is there."""
         await end_tasks([self._task])
-        keys = [index.beat_key(self._node_id), index.STORES_KEY, self._key]
+        keys = [index.beat_key(self._node_id), index.STORES_KEY, self._key, self._loading_key]
         try:
             async with asyncio.timeout(_GOODBYE_S):
                 await self._goodbye(keys=keys, args=[self._incarnation, self._node_id])
@@ -254,48 +244,53 @@ class PrefixIndexPublisher:
         return cast(bytes | None, stored)
 
     async def _publish_all(self) -> None:
-        """Drop what is there, then everything, parents first, so that it is prefix-closed at each
-        moment; the sequence comes last, so that half a publication is not taken for a whole one.
+        """Load everything beside the index, a piece at a time, then what changed meanwhile, and put
+        it in the index's place: it is right for one moment, and so prefix-closed, when it appears.
 
         Raises: what the calls raise; RedisError when Redis lost what came before."""
         if self._is_first:
             await self._drop_earlier_lives()
             self._is_first = False
         self._need_full()
-        hashes = self._snapshot()
+        pieces = self._snapshot(self._batch_size)
         self._batch.clear()
         self._is_filling, self._filling_since_s = True, self._full_since_s
-        self._needs_full = False  # from here on changes come on top of `hashes`
-        self.sequence += 1
-        done = False
+        self._needs_full = False  # from here on changes come on top of `pieces`
+        num_blocks, done = 0, False
         try:
-            ttl_ms = int(_INDEX_TTL_S * 1000)
-            await self._step(self._begin, self.sequence, ttl_ms)
-            for at in range(0, len(hashes), self._batch_size):
+            self.sequence += 1
+            await self._step(self._begin, self.sequence, int(_INDEX_TTL_S * 1000))
+            for piece in filter(None, pieces):
                 await self._beat_if_due(is_publishing=True)
-                await self._step(
-                    self._load,
-                    b"".join(hashes[at : at + self._batch_size]),
-                    self.sequence,
-                    ttl_ms,
-                )
-            await self._step(self._finish, self.sequence, ttl_ms)
+                await self._load(dict.fromkeys(piece, True))
+                num_blocks += len(piece)
+            num_left = len(self._changes)  # those that come from here on do not have to be in it
+            while num_left > 0 and (late := self._changes.take(min(num_left, self._batch_size))):
+                await self._load({one.chain_hash: one.is_present for one in late})
+                num_left -= len(late)
+            if num_left > 0:  # they were too many, and were dropped
+                return
+            await self._step(self._finish, self.sequence)
             done = True
         finally:
             self._is_filling = False
             if not done:
                 self._needs_full, self._full_since_s = True, self._filling_since_s
         self.num_full_publications += 1
-        logs.event(logger, "index_published", num_blocks=len(hashes), sequence=self.sequence)
+        logs.event(logger, "index_published", num_blocks=num_blocks, sequence=self.sequence)
+
+    async def _load(self, final: Mapping[bytes, bool]) -> None:
+        """The next piece of a full publication. Raises: as `_step`."""
+        numbers = (self.sequence, self.sequence + 1)
+        await self._step(self._apply, *numbers, *_apply_args(final))
+        self.sequence += 1
 
     async def _publish_batch(self) -> None:
         if not self._batch:
             self._batch = self._changes.take(self._batch_size)
         final = {one.chain_hash: one.is_present for one in self._batch}
-        came = b"".join(chain_hash for chain_hash, present in final.items() if present)
-        went = b"".join(chain_hash for chain_hash, present in final.items() if not present)
         numbers = (self.sequence, self.sequence + 1)
-        args: list[bytes | int] = [*numbers, came, went, int(_INDEX_TTL_S * 1000)]
+        args: list[bytes | int] = [*numbers, *_apply_args(final)]
         applied = await self._bounded(self._apply(keys=[self._key], args=args))
         if applied != 1 or self._changes.overflowed:
             self._need_full()  # while the batch still counts for the lag
@@ -306,8 +301,10 @@ class PrefixIndexPublisher:
         self._batch = []
 
     async def _step(self, script: AsyncScript, *args: bytes | int) -> None:
-        """Raises: RedisError when what came before it is not there any more."""
-        if await self._bounded(script(keys=[self._key], args=args)) != 1:
+        """One of a full publication. Raises: RedisError when what came before it is not there any
+        more."""
+        keys = [self._loading_key, self._key]
+        if await self._bounded(script(keys=keys, args=args)) != 1:
             raise RedisError("what was published so far is gone")
 
     async def _drop_earlier_lives(self) -> None:
@@ -336,3 +333,10 @@ class PrefixIndexPublisher:
             level = logging.INFO if reached else logging.WARNING
             logs.event(logger, name, level=level, error=repr(error) if error else "")
         self._reached = reached
+
+
+def _apply_args(final: Mapping[bytes, bool]) -> tuple[bytes, bytes, int]:
+    """Of _APPLY, behind the sequences. final: chain hash -> whether it is present."""
+    came = b"".join(chain_hash for chain_hash, present in final.items() if present)
+    went = b"".join(chain_hash for chain_hash, present in final.items() if not present)
+    return came, went, int(_INDEX_TTL_S * 1000)

@@ -319,14 +319,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def List(
         self, request: kvstore_pb2.ListRequest, context: Context
     ) -> AsyncIterator[kvstore_pb2.ListReply]:
-        # Hashes and sequence of one moment; the answer goes out while they change.
-        present = self._node.present()
         sequence, _ = self._index_state()
-        for at in range(0, max(1, len(present)), self._list_chunk):
+        for chain_hashes in self._node.present(self._list_chunk):
             yield kvstore_pb2.ListReply(
                 incarnation=self._node.incarnation,
                 index_sequence=sequence,
-                chain_hashes=present[at : at + self._list_chunk],
+                chain_hashes=chain_hashes,
             )
 
     @rpc.unary

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvstore import index, index_publisher
 from kvstore.change_log import ChangeLog
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import BATCH, PrefixIndexPublisher
+from kvstore.sharded_dict import ShardedDict
 from process import registry
 from process.errors import Unavailable
 from protos import inference_pb2
@@ -31,7 +32,7 @@ def _chain(name: str, length: int) -> list[bytes]:
 
 
 class _Store:
-    """What a store would publish; parents before children, as its tree keeps them."""
+    """What a store would publish."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class _Store:
         changes: ChangeLog | None = None,
         **options: Any,
     ) -> None:
-        self.present: dict[bytes, None] = {}
+        self.present: ShardedDict[bytes, None] = ShardedDict()
         self.changes = ChangeLog() if changes is None else changes
         self.node = node
         self.life = life
@@ -62,18 +63,19 @@ class _Store:
             **options,
         )
 
-    def snapshot(self) -> list[bytes]:
+    def snapshot(self, num_hashes: int) -> Iterator[list[bytes]]:
+        """As a store's: each list is of the moment in which it is asked for."""
         self.changes.clear()
-        return list(self.present)
+        return self.present.keys_in_pieces(num_hashes)
 
     def add(self, *hashes: bytes) -> None:
         for chain_hash in hashes:
-            self.present[chain_hash] = None
+            self.present.add(chain_hash, None)
             self.changes.append(True, chain_hash)
 
     def drop(self, *hashes: bytes) -> None:
         for chain_hash in hashes:
-            del self.present[chain_hash]
+            self.present.remove(chain_hash)
             self.changes.append(False, chain_hash)
 
 
@@ -96,7 +98,7 @@ async def _same(client: redis.asyncio.Redis, store: _Store) -> None:
     await until(lambda: store.publisher.synced)
     fields = await client.hgetall(index.index_key(store.node, store.life.hex()))
     assert fields.pop(b"sequence") == b"%d" % store.publisher.sequence
-    assert set(fields) == set(store.present)
+    assert set(fields) == {chain_hash for chain_hash, _ in store.present.items()}
 
 
 async def test_what_was_there_before_and_what_comes_later(
@@ -283,6 +285,7 @@ async def test_changes_that_a_full_publication_is_to_bring_wait_as_long_as_befor
     apply, finish = publisher._apply, publisher._finish
 
     async def late(**told: Any) -> Any:
+        publisher._apply = apply
         clock[0] += 5.0
         if not is_refused:
             store.add(*_chain("c", 2))
@@ -311,24 +314,61 @@ async def test_a_redis_that_is_emptied_during_a_full_publication_gets_all_of_it(
 ) -> None:
     """Half a publication is never taken for a whole one, not even when its first half is lost."""
     store = _Store(client, batch_size=10)
-    load, num_loads = store.publisher._load, itertools.count()
+    load, num_loads = store.publisher._apply, itertools.count()
 
     async def emptied(**told: Any) -> Any:
         if next(num_loads) == 2:
             await client.flushall()
         return await load(**told)
 
-    store.publisher._load = emptied  # type: ignore[assignment]
+    store.publisher._apply = emptied  # type: ignore[assignment]
     store.add(*_chain("a", 50))
     store.publisher.start()
     await _same(client, store)
+
+
+async def test_what_changes_during_a_full_publication_is_in_it(
+    client: redis.asyncio.Redis, seed: int
+) -> None:
+    """The store comes and goes between its pieces; the index shows what was there before until all
+    of it is replaced, and is never a mixture."""
+    draw = random.Random(seed)
+    store = _Store(client, heartbeat_s=1000.0, batch_size=7)
+    publisher, key = store.publisher, index.index_key("n1", LIFE.hex())
+    chain = _chain("a", 60)
+    store.add(*chain)
+    publisher.start()
+    await _same(client, store)
+    step, finish, num_present = publisher._apply, publisher._finish, 60
+    await client.hset(key, "sequence", 0)  # the next batch is refused
+
+    async def changing(**told: Any) -> Any:
+        nonlocal num_present
+        before, num_present = num_present, draw.randrange(60)
+        store.drop(*reversed(chain[num_present:before]))
+        store.add(*chain[before:num_present])
+        if publisher._is_filling:
+            assert await client.hlen(key) == 61
+        return await step(**told)
+
+    async def finishing(**told: Any) -> Any:
+        publisher._apply = step
+        return await finish(**told)
+
+    publisher._apply, publisher._finish = changing, finishing  # type: ignore[assignment]
+    num_present = 59
+    store.drop(chain[59])
+    await until(lambda: publisher.num_full_publications == 2)
+    await _same(client, store)
+    assert num_present == len(store.present)
+    await publisher.stop()
 
 
 async def test_what_arrives_late_of_an_earlier_publication_is_refused(
     client: redis.asyncio.Redis, store: _Store
 ) -> None:
     """A call that we gave up may still lie in a socket, and be read after all that came later."""
-    load, late = store.publisher._load, []
+    load, late = store.publisher._apply, []
 
     async def stuck(**told: Any) -> Any:
         if not late:
@@ -336,7 +376,7 @@ async def test_what_arrives_late_of_an_earlier_publication_is_refused(
             raise TimeoutError
         return await load(**told)
 
-    store.publisher._load = stuck  # type: ignore[assignment]
+    store.publisher._apply = stuck  # type: ignore[assignment]
     chain = _chain("a", 20)
     store.add(*chain)
     store.publisher.start()
@@ -352,14 +392,14 @@ async def test_a_store_stays_reachable_while_it_publishes_everything(
 ) -> None:
     """Millions of blocks take longer than a heartbeat counts."""
     store = _Store(client, batch_size=10)
-    load, found = store.publisher._load, []
+    load, found = store.publisher._apply, []
 
     async def slow(**told: Any) -> Any:
         found.append(await client.getdel(index.beat_key("n1")))
         await asyncio.sleep(store.publisher._heartbeat_s)
         return await load(**told)
 
-    store.publisher._load = slow  # type: ignore[assignment]
+    store.publisher._apply = slow  # type: ignore[assignment]
     store.add(*_chain("a", 50))
     store.publisher.start()
     await _same(client, store)
