@@ -24,14 +24,16 @@ from typing import Any
 import redis.asyncio
 from google.protobuf import json_format
 
-from process import logs
+from process import logs, registry
 from process.errors import Unavailable
 from process.registry import REDIS_FAILURES
 from protos import inference_pb2
 
 logger = logging.getLogger(__name__)
 
-STORES_KEY = "baton:stores"
+KIND = "store"
+"""Of the registry's entries."""
+STORES_KEY = registry.entries_key(KIND)
 SEQUENCE_FIELD = b"sequence"  # 8 bytes: never a chain hash
 
 _LONGEST_PREFIX = """
@@ -63,7 +65,7 @@ def loading_key(node_id: str, incarnation: str) -> str:
 
 
 def beat_key(node_id: str) -> str:
-    return f"baton:store:{node_id}:beat"
+    return registry.beat_key(KIND, node_id)
 
 
 class PrefixIndex:
