@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -120,11 +120,10 @@ class PrefixMatch:
         return [self._block(node) for node in self.nodes]
 
     def _block(self, node: TreeNode) -> Block:
-        tier = Tier.FILE if node in self.in_file else Tier.HOST
         held, page = node.block, node.page
         if held is not None:
-            numbers = (held.frame, held.generation, held.checksum, held.num_tokens)
-            return Block(node.chain_hash, *numbers, tier)
+            return held if node not in self.in_file else replace(held, tier=Tier.FILE)
+        tier = Tier.FILE if node in self.in_file else Tier.HOST
         if page is not None:
             return Block(node.chain_hash, 0, 0, page.checksum, page.num_tokens, tier)
         return Block(node.chain_hash, 0, 0, 0, 0, tier)

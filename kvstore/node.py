@@ -37,7 +37,7 @@ from kvstore.history import PULLED, REFUSED, BlockHistory
 from kvstore.invariants import SlicedCheck
 from kvstore.leases import Lease
 from kvstore.push import Frames, PeerBlocks, PushOutcome, PushPeers, Target
-from kvstore.slab import Slab, check_room, free_bytes, remove_stale
+from kvstore.slab import MAX_DEFAULT_FRAMES, Slab, check_room, free_bytes, remove_stale
 from kvstore.tenancy import TenantShares
 from kvstore.transport.base import TRANSPORTS
 from kvstore.transport.nixl_agent import Region
@@ -489,7 +489,8 @@ class StoreNode:
         )
         # In a thread, for a million frames take 0.2 s.
         store = await asyncio.to_thread(self._make_store, slab)
-        gc.freeze()  # before the garbage collector looks at lists of a million frames
+        if slab.layout.num_frames > MAX_DEFAULT_FRAMES:
+            gc.freeze()  # a look of the garbage collector at lists of a million frames takes 30 ms
         logs.event(
             logger,
             "slab",

@@ -115,11 +115,11 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             budget_s=MATCH_S if left_s is None else min(MATCH_S, MATCH_PART * left_s),
         )
         reply = kvstore_pb2.MatchReply(
-            blocks=[wire.block_to_proto(block) for block in match.blocks],
             lease_id=match.lease_id,
             incarnation=self._node.incarnation,
             num_hits=match.num_hits,
         )
+        wire.add_blocks(reply.blocks, match.blocks)
         span = spans.current_span()
         if span.is_recording and self._node.store is not None:
             hashes = [block.chain_hash for block in match.blocks]
