@@ -115,11 +115,11 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             budget_s=MATCH_S if left_s is None else min(MATCH_S, MATCH_PART * left_s),
         )
         reply = kvstore_pb2.MatchReply(
-            blocks=[wire.block_to_proto(block) for block in match.blocks],
             lease_id=match.lease_id,
             incarnation=self._node.incarnation,
             num_hits=match.num_hits,
         )
+        wire.add_blocks(reply.blocks, match.blocks)
         span = spans.current_span()
         if span.is_recording and self._node.store is not None:
             hashes = [block.chain_hash for block in match.blocks]
@@ -319,14 +319,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def List(
         self, request: kvstore_pb2.ListRequest, context: Context
     ) -> AsyncIterator[kvstore_pb2.ListReply]:
-        # Hashes and sequence of one moment; the answer goes out while they change.
-        present = self._node.present()
         sequence, _ = self._index_state()
-        for at in range(0, max(1, len(present)), self._list_chunk):
+        for chain_hashes in self._node.present(self._list_chunk):
             yield kvstore_pb2.ListReply(
                 incarnation=self._node.incarnation,
                 index_sequence=sequence,
-                chain_hashes=present[at : at + self._list_chunk],
+                chain_hashes=chain_hashes,
             )
 
     @rpc.unary

