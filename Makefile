@@ -97,7 +97,7 @@ kind: $(READY)
 	BATON_KIND=1 TORCH_INDEX_URL=$(TORCH_INDEX_URL) $(TEST_ENVIRONMENT) $(BIN)/pytest -v tests/kind
 
 bench: $(READY)
-	for benchmark in engine_cpu "stalls joining" "structured_output both" "accuracy kv" kv_transfer "cluster handover"; do \
+	for benchmark in engine_cpu "stalls joining" "structured_output both" "accuracy kv" "kv_transfer host" "cluster handover"; do \
 		$(BIN)/python -m benchmarks.$$benchmark; done
 
 clean:

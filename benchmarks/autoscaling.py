@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import math
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import click
 import grpc.aio
 
 from baton import Client, ClusterConfig, LocalCluster
-from baton.load import course, workload
-from baton.load.course import ROLES, Course, Moment, PoolSize
+from baton.cluster import plan as cluster_plan
+from baton.load import workload
 from baton.load.report import Limits, report
 from baton.load.runner import Outcome
 from baton.load.runner import run as run_load
@@ -32,14 +33,11 @@ from baton.load.senders import GrpcSender
 from baton.load.workload import Planned
 from benchmarks import harness
 from benchmarks.harness import Several
-from benchmarks.paced_worker import paced
 from engine.paced import DevicePace
 from protos import autoscaler_pb2, autoscaler_pb2_grpc
-from services.autoscaler.capacity import Capacity
 from services.autoscaler.decision import Flip
 from services.autoscaler.limits import Pace, PlanSettings, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.plan import PlanState, plan
-from services.autoscaler.rates import rates_of
 from services.autoscaler.signals import ByRole, Observations, Role
 from services.autoscaler.simulated import Machines, Request
 from services.autoscaler.simulator import Cluster
@@ -264,7 +262,6 @@ class SimulatedRun:
     rule: str
     requests: list[Request]
     at_s: list[float] = field(default_factory=list)
-    serving: list[ByRole[int]] = field(default_factory=list)
     wanted: list[ByRole[int]] = field(default_factory=list)
     devices: list[int] = field(default_factory=list)
     num_flips: int = 0
@@ -282,21 +279,6 @@ def requests_of(load: Load, seed: int) -> list[Request]:
         num_prompt = 1 + int(rng.expovariate(1 / prompt))
         found.append(Request(at_s, num_prompt, 0, 2 + int(rng.expovariate(1 / output))))
     return found
-
-
-def trace_requests(file: Path) -> list[Request]:
-    """A trace in Mooncake's format, without its prefixes: what hits is the cluster's affair."""
-    trace = workload.read_trace(file)
-    first_ms = trace[0].timestamp_ms
-    return [
-        Request(
-            (line.timestamp_ms - first_ms) / 1000,
-            line.num_input_tokens,
-            0,
-            max(2, line.num_output_tokens),
-        )
-        for line in trace
-    ]
 
 
 def simulate(rule: Rule, requests: Sequence[Request], seconds: float) -> SimulatedRun:
@@ -317,7 +299,6 @@ def simulate(rule: Rule, requests: Sequence[Request], seconds: float) -> Simulat
         cluster.set(wanted)
         run.num_flips += len(flips)
         run.at_s.append(cluster.now_s)
-        run.serving.append(cluster.serving())
         run.wanted.append(wanted)
         run.devices.append(SETTINGS.limits.devices(cluster.present()))
     cluster.check_integrity()
@@ -343,61 +324,19 @@ def by_bin(requests: Sequence[Request], seconds: float) -> list[list[Request]]:
     return bins
 
 
-def oracle(requests: Sequence[Request], seconds: float) -> list[ByRole[int]]:
-    """Fewest workers for each bin, by the machines' own numbers and the bin's own means."""
-    limits = replace(SETTINGS.limits, budget_devices=0)
-    truth = Priors(
-        prefill_tokens_per_s=1 / MACHINES.token_s,
-        decode_step_s=MACHINES.step_s,
-        decode_stream_s=MACHINES.stream_s,
-        max_num_running=MACHINES.max_streams,
-    )
-    found = []
-    for there in by_bin(requests, seconds):
-        if not there:
-            found.append(limits.least)
-            continue
-        num = len(there)
-        means = replace(
-            truth,
-            num_prompt_tokens=max(1, sum(r.num_uncached_tokens for r in there) // num),
-            num_output_tokens=max(1, sum(r.num_output_tokens for r in there) // num),
-        )
-        rates = rates_of(Capacity.believed(means), SETTINGS.targets, limits, means)
-        needed = ByRole(Role.PREFILL, Role.DECODE).map(
-            lambda _, role, rates=rates, num=num: min(
-                limits.of(role).max_workers, rates.needed(role, num / BIN_S)
-            )
-        )
-        found.append(needed)
-    return found
-
-
 def simulated_summary(run: SimulatedRun, seconds: float) -> dict[str, Any]:
     """One row."""
-    limits, bins = SETTINGS.limits, by_bin(run.requests, seconds)
-    least = sum(limits.devices(pair) * BIN_S for pair in oracle(run.requests, seconds))
     took = sum(
         n * EVERY_S for at_s, n in zip(run.at_s, run.devices, strict=True) if at_s <= seconds
     )
-    served = sorted(r.ttft_s for r in run.requests if r.ttft_s is not None)
-    turns = 0
-    for role in Role:
-        counts = [pair.of(role) for pair in run.wanted]
-        moves = [b > a for a, b in itertools.pairwise(counts) if a != b]
-        turns += sum(a != b for a, b in itertools.pairwise(moves))
     return {
         "rule": run.rule,
         "num_requests": len(run.requests),
         "met_share": round(sum(map(is_met, run.requests)) / len(run.requests), 4),
-        "ttft_p50_s": round(served[len(served) // 2], 3),
-        "ttft_p99_s": round(served[int(len(served) * 0.99)], 3),
-        "reaction_s": _reaction_s(bins),
+        "reaction_s": _reaction_s(by_bin(run.requests, seconds)),
         "device_s": round(took),
-        "device_time_over_oracle": round(took / least, 3),
         "most_devices": max(run.devices),
-        "num_changes": sum(a != b for a, b in itertools.pairwise(run.wanted)),
-        "num_turns": turns,
+        "num_turns": sum(_num_turns([pair.of(role) for pair in run.wanted]) for role in Role),
         "num_flips": run.num_flips,
     }
 
@@ -415,28 +354,24 @@ def _reaction_s(bins: Sequence[Sequence[Request]]) -> float | None:
 
 @harness.case
 @click.option("--loads", type=Several(str), default=",".join(load.name for load in LOADS))
-@click.option("--trace", type=click.Path(path_type=Path), help="in Mooncake's format, beside them")
 @click.option("--seed", default=1)
-def simulated(loads: Sequence[str], trace: Path | None, seed: int) -> dict[str, Any]:
+def simulated(loads: Sequence[str], seed: int) -> dict[str, Any]:
     """The autoscaler's plan on a modelled cluster (services/autoscaler/simulator.py), beside two
-    peers' rules: loads that step, ramp, burst, change their mixture, or follow a trace.
+    peers' rules: loads that step, ramp, burst, or change their mixture.
 
     Of each: requests that met both targets (one that was not served met none), the time after the
-    load's highest jump until 9 of 10 that arrive meet them again, device time over what an oracle
-    takes that has the fewest workers that carry each half minute's load and starts them at once,
-    how often the number of a pool's workers turned round, and the most devices taken at once.
+    load's highest jump until 9 of 10 that arrive meet them again, device time, how often the number
+    of a pool's workers turned round, and the most devices taken at once.
     Nothing here is measured on a machine: rates are those of `Machines`.
     """
-    cases = [(load.name, requests_of(load, seed)) for load in LOADS if load.name in loads]
-    if trace:
-        cases.append(("trace", trace_requests(trace)))
     rows = []
-    for name, requests in cases:
+    for load in (load for load in LOADS if load.name in loads):
+        requests = requests_of(load, seed)
         seconds = requests[-1].at_s
         rules: list[Rule] = [OurPlan(SETTINGS), RatioLaw(SETTINGS), LoadMode(SETTINGS, MACHINES)]
         for rule in rules:
             run = simulate(rule, requests, seconds)
-            rows.append({"load": name, **simulated_summary(run, seconds)})
+            rows.append({"load": load.name, **simulated_summary(run, seconds)})
     harness.show("simulated", rows)
     return {
         "simulated": True,
@@ -444,6 +379,115 @@ def simulated(loads: Sequence[str], trace: Path | None, seed: int) -> dict[str, 
         "targets": {"ttft_s": SETTINGS.targets.ttft_s, "tpot_s": SETTINGS.targets.tpot_s},
         "runs": rows,
     }
+
+
+# -- what workers there were while a load ran, and one picture of load, workers and waiting
+
+PoolRole = Literal["prefill", "decode"]
+ROLES: tuple[PoolRole, ...] = ("prefill", "decode")
+_COLOURS = {"prefill": "#c9a227", "decode": "#2a6f97"}
+_FAILED = "#b23a48"
+_WINDOW_S = 2.0
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """Workers of one role at one moment: that the autoscaler has asked for, and that serve."""
+
+    num_wanted: int
+    num_ready: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """All pools at `at_s` seconds since the load began; below 0 before it."""
+
+    at_s: float
+    pools: dict[PoolRole, PoolSize]
+
+
+@dataclass(frozen=True)
+class Course:
+    """The pools while a load ran, in the order of time."""
+
+    moments: tuple[Moment, ...]
+
+    def most_ready(self, role: PoolRole) -> int:
+        """Most workers that served at once."""
+        return max(moment.pools[role].num_ready for moment in self.moments)
+
+    def last_wanted(self, role: PoolRole) -> int:
+        """How many the autoscaler asked for in the end."""
+        return self.moments[-1].pools[role].num_wanted
+
+    def num_turns(self, role: PoolRole) -> int:
+        """How often more were asked for after fewer, or fewer after more. A load that comes and
+        goes once needs one; each turn beyond what the load itself does is oscillation."""
+        return _num_turns([moment.pools[role].num_wanted for moment in self.moments])
+
+    def reaction_s(self, role: PoolRole) -> float | None:
+        """From the load's beginning until more workers served than before; None: never."""
+        first = self.moments[0].pools[role].num_ready
+        for moment in self.moments:
+            if moment.at_s >= 0 and moment.pools[role].num_ready > first:
+                return moment.at_s
+        return None
+
+
+def _num_turns(wanted: Sequence[int]) -> int:
+    ups = [after > before for before, after in itertools.pairwise(wanted) if after != before]
+    return sum(after != before for before, after in itertools.pairwise(ups))
+
+
+def offered(outcomes: Sequence[Outcome], window_s: float = _WINDOW_S) -> list[tuple[float, float]]:
+    """(middle of a window, requests a second sent in it), windows without any included."""
+    if not outcomes:
+        return []
+    counts = [0] * (int(max(outcome.sent_s for outcome in outcomes) // window_s) + 1)
+    for outcome in outcomes:
+        counts[int(outcome.sent_s // window_s)] += 1
+    return [((i + 0.5) * window_s, count / window_s) for i, count in enumerate(counts)]
+
+
+def draw(runs: Mapping[str, tuple[Sequence[Outcome], Course]], file: Path) -> None:
+    """Load, workers and waiting over the same seconds, of each load by its title; needs
+    matplotlib. Raises: OSError."""
+    from matplotlib.figure import Figure
+
+    width = 10 if len(runs) == 1 else 5.5 * len(runs)
+    figure = Figure(figsize=(width, 8), layout="constrained")
+    axes: Any = figure.subplots(3, len(runs), sharex="col", sharey="row", squeeze=False)
+    for column, (title, (outcomes, course)) in zip(axes.T, runs.items(), strict=True):
+        column[0].set_title(title)
+        _draw(column, outcomes, course)
+    labels = ("requests a second", "workers", "seconds to the first token")
+    for row, label in zip(axes, labels, strict=True):
+        row[0].set_ylabel(label)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def _draw(axes: Any, outcomes: Sequence[Outcome], course: Course) -> None:
+    """One load."""
+    axes[0].step(*zip(*offered(outcomes), strict=True), where="mid", color="#444444")
+    times = [moment.at_s for moment in course.moments]
+    for role, (kind, style) in itertools.product(ROLES, (("ready", "-"), ("wanted", ":"))):
+        nums = [getattr(moment.pools[role], f"num_{kind}") for moment in course.moments]
+        label = f"{role}, {kind}"
+        axes[1].step(times, nums, style, where="post", color=_COLOURS[role], label=label)
+    axes[1].set_ylim(bottom=0)
+    axes[1].legend(frameon=False, ncols=2)
+    served = [each for each in outcomes if each.ttft_s is not None and each.is_served]
+    waits_s = [(each.sent_s, each.ttft_s) for each in served]
+    if waits_s:
+        axes[2].plot(*zip(*waits_s, strict=True), ".", color=_COLOURS["prefill"], label="served")
+    failed = [(each.sent_s, each.end_s - each.sent_s) for each in outcomes if not each.is_served]
+    if failed:
+        axes[2].plot(*zip(*failed, strict=True), "x", color=_FAILED, label="failed")
+    axes[2].set_xlabel("seconds since the load began")
+    axes[2].set_yscale("log")
+    for each in axes:
+        each.grid(alpha=0.25)
 
 
 # -- a load whose length is not known beforehand: stretches one after another, each sent again and
@@ -527,6 +571,33 @@ def _later(outcome: Outcome, by_s: float) -> Outcome:
 # -- on a local cluster
 
 LOOK_S = 0.5
+PACED_WORKER = "services.worker.testing.paced_worker"
+
+
+@contextlib.contextmanager
+def paced(paces: Mapping[str, DevicePace]) -> Iterator[None]:
+    """While this lasts, workers of clusters with `autoscale` are started at these paces, by role;
+    those of other roles as they are."""
+    plain = cluster_plan.numbered_worker
+
+    @functools.wraps(plain)
+    def numbered_worker(
+        config: ClusterConfig, role: str, index: int, parts: cluster_plan.WorkerSpec
+    ) -> cluster_plan.ProcessSpec:
+        spec = plain(config, role, index, parts)
+        if role not in paces:
+            return spec
+        interpreter, safe, *module = spec.argv
+        if module[:2] != ["-m", f"services.{role}"]:
+            raise ValueError(f"{spec.name} is started in a way that is not known here: {spec.argv}")
+        pace = (role, repr(paces[role].step_s), repr(paces[role].token_s))
+        return replace(spec, argv=(interpreter, safe, "-m", PACED_WORKER, *pace, *module[2:]))
+
+    cluster_plan.numbered_worker = numbered_worker
+    try:
+        yield
+    finally:
+        cluster_plan.numbered_worker = plain
 
 
 @contextlib.asynccontextmanager
@@ -838,44 +909,25 @@ def _drive_shape(shape: str, high: float, seed: int) -> Drive:
 
 @harness.case
 @click.option("--shapes", type=Several(click.Choice(sorted(SHAPES))), default=",".join(SHAPES))
-@click.option("--trace", type=click.Path(path_type=Path), help="Mooncake's format; for shapes")
-@click.option("--shrink", default=32, help="of a trace: lengths divided by N")
-@click.option("--speed", default=10.0, help="of a trace")
-@click.option("--requests", default=600, help="of a trace, at most")
 @click.option("--high", default=HIGH_PER_S, help="requests a second")
 @click.option("--seed", default=0)
 @click.option("--plot", type=click.Path(path_type=Path), help="all loads, one picture")
 def local(
     shapes: Sequence[str],
-    trace: Path | None,
-    shrink: int,
-    speed: float,
-    requests: int,
     high: float,
     seed: int,
     plot: Path | None,
 ) -> dict[str, Any]:
-    """Load that steps, climbs, bursts or follows a trace, on a local cluster that scales itself:
+    """Load that steps, climbs or bursts, on a local cluster that scales itself:
     what became of the requests, and how many workers there were; two to five minutes each.
 
     The plan, the router's heartbeats and the workers are the real ones; only pods are processes. On
     few cores more workers do not compute more: there one sees that workers come and go in time and
     cost no request, not that they help. That they help is the shape "paced": its workers' devices
-    take a set time for a step (benchmarks/paced_worker.py), so that their slots bind, not the
-    cores.
+    take a set time for a step (services/worker/testing/paced_worker.py), so that their slots bind,
+    not the cores.
     """
-    if trace is not None:
-
-        def load_of(vocab_size: int) -> Stretch:
-            lines = workload.read_trace(trace, limit=requests)
-            load = workload.replay_trace(
-                lines, vocab_size=vocab_size, seed=seed, speed=speed, shrink=shrink
-            )
-            return Stretch([load])
-
-        driven = {"trace": _one(config(), load_of)}
-    else:
-        driven = {shape: _drive_shape(shape, high, seed) for shape in shapes}
+    driven = {shape: _drive_shape(shape, high, seed) for shape in shapes}
     results = {shape: summary(each) for shape, each in driven.items()}
     if "paced" in driven:
         spans = driven["paced"].met_before_and_after(PACED_TARGETS)
@@ -884,8 +936,7 @@ def local(
             zip(("before", "after"), map(asdict, spans), strict=True)
         )
     if plot is not None:
-        runs = {shape: (each.outcomes, each.course) for shape, each in driven.items()}
-        course.draw_all(runs, plot)
+        draw({shape: (each.outcomes, each.course) for shape, each in driven.items()}, plot)
     rows = []
     for shape, result in results.items():
         found, ttft = result["requests"], result["requests"]["ttft"] or {}

@@ -1,16 +1,14 @@
-"""A whole local cluster: what of the KV's way is left to see, what tracing costs, and how long a
-quiet tenant waits beside a noisy one.
+"""A whole local cluster: what of the KV's way is left to see, what a prefix hit is worth, and what
+tracing costs.
 
     python -m benchmarks.cluster handover --requests 5 --prompt-tokens 1024,8192
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -18,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,22 +34,16 @@ from rich.progress import track
 import checkpoints
 from baton import ClusterConfig, LocalCluster
 from baton.cli import plots
-from baton.client import Client, SyncClient
+from baton.client import SyncClient
 from baton.cluster import plan as cluster_plan
 from baton.cluster.supervisor import Supervisor
-from baton.errors import BatonError
 from baton.messages import Chunk, End, completions_from
 from benchmarks import harness, random_checkpoint
 from benchmarks.harness import Several
 from benchmarks.random_checkpoint import SHAPES
-from engine.config import EngineConfig
-from engine.loop import Engine, load_engine
-from engine.request import Request, Sampling
-from kvstore import block_hash
 from process.spans import RecordingSpan, TraceContext, current_span
 from process.tracing import OtlpExporter, Tracing, TracingSettings
 from protos import inference_pb2, inference_pb2_grpc
-from services.router.admission_settings import AdmissionSettings
 from services.router.request_trace import STAGE, TO_FIRST_TOKEN, Call, RequestTrace
 from services.router.times import StageTimes
 
@@ -97,26 +88,6 @@ def ask(client: SyncClient, prompt: Sequence[int], num_tokens: int) -> tuple[lis
     if end is None or end.provenance is None:
         raise RuntimeError("the answer has no end")
     return times, end
-
-
-def through_engine(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[float]:
-    """One request through the in-process engine, with a prefix cache of its own. Returns: when it
-    began and each token came."""
-    times = [time.perf_counter()]
-    root = block_hash.root_key(os.urandom(16), engine.model_info.fingerprint)
-    request = Request(
-        request_id="0",
-        prompt_token_ids=tuple(prompt),
-        sampling=Sampling(max_tokens=num_tokens, ignore_eos=True),
-        block_hasher=partial(block_hash.extend, root),
-        cache_root=root,
-    )
-    engine.reserve(request)
-    engine.start("0")
-    while engine.has_work():
-        for event in engine.step().events:
-            times += [time.perf_counter()] * len(event.token_ids)
-    return times
 
 
 @dataclass
@@ -216,40 +187,29 @@ def watch_one(client: SyncClient, prompt: list[int]) -> Callable[[Path], None]:
 
 def measured(
     clients: Mapping[str, SyncClient],
-    engine: Engine | None,
     rng: random.Random,
     num_tokens: int,
     count: int,
 ) -> dict[str, Series]:
     """`count` prompts of so many tokens each way, in turns; no two share a prefix."""
-    found = {name: Series() for name in (*(("engine",) if engine else ()), *clients)}
+    found = {name: Series() for name in clients}
     indices = range(-_NUM_WARM_UPS, count)
     for index in track(indices, f"{num_tokens} tokens", console=harness.CONSOLE):
         for name, series in found.items():
             prompt = [rng.randrange(100, 2000) for _ in range(num_tokens)]
             into = series if index >= 0 else Series()
-            if name in clients:
-                through_cluster(clients[name], name, prompt, into)
-            elif engine is not None:
-                into.add(through_engine(engine, prompt, OUTPUT_TOKENS))
+            through_cluster(clients[name], name, prompt, into)
             time.sleep(_SETTLE_S)  # what the last one stores and frees in the background
     return found
 
 
 def figures_of(transport: str, num_tokens: int, found: Mapping[str, Series]) -> dict[str, Any]:
-    """All medians of one transport and length, and what the bytes alone cost."""
+    """All medians of one transport and length."""
     paths = [path for path in PATHS if path in found]
-    num_bytes = int(statistics.median(found[paths[0]].num_bytes))
-    exposed = {path: statistics.median(found[path].exposed_s) for path in paths}
-    share = {}
-    if all(exposed.get(path) for path in PATHS):
-        share = {"exposed_direct_of_store": round(exposed["direct"] / exposed["store"], 3)}
     return {
         "transport": transport,
         "num_prompt_tokens": num_tokens,
-        "num_kv_bytes": num_bytes,
-        "copy_ms": round(harness.host_copy_s(num_bytes) * 1e3, 3),
-        **share,
+        "num_kv_bytes": int(statistics.median(found[paths[0]].num_bytes)),
         **{name: series.figures() for name, series in found.items()},
     }
 
@@ -257,17 +217,16 @@ def figures_of(transport: str, num_tokens: int, found: Mapping[str, Series]) -> 
 def rows_of(figures: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """A row for each length and way."""
     for figure in figures:
-        for name in [name for name in ("engine", *PATHS) if name in figure]:
+        for name in [name for name in PATHS if name in figure]:
             row = figure[name]
             over = figure["direct_transport"] if name == "direct" else figure["transport"]
             yield {
                 "KV over": over,
                 "prompt": figure["num_prompt_tokens"],
-                "": "engine (ceiling)" if name == "engine" else name,
+                "": name,
                 "TTFT ms": f"{row['ttft_p50_ms']:.1f}",
                 **_with_share(row, "exposed", "exposed"),
                 **_with_share(row, "KV", "exposed_transfer"),
-                "copy ms": f"{figure['copy_ms']:.2f}",
             }
 
 
@@ -320,14 +279,11 @@ def handover(
     the store, and directly out of the prefill worker's own cache.
 
     One cluster for each transport, with two routers over the same workers. The same number of fresh
-    prompts goes through each, in turns, and through one engine in this process that does both
-    roles: the ceiling, for which nothing moves. `exposed` is the time between the first and the
-    second token beyond what later tokens take; `exposed_transfer` the part of it in which the
-    request waits for its KV (`prefill_store` and `decode_fetch`). As what the bytes alone would
-    cost, a plain copy of as many in memory stands beside them. Each answer's provenance is checked
-    for the way that it went. --timeline draws one more request of each way, the way's name behind
-    the file's. With --shape there is no engine beside the cluster: a GPU has no room for it. The
-    bundled model's window is lengthened where it is shorter than the prompts.
+    prompts goes through each, in turns. `exposed` is the time between the first and the second
+    token beyond what later tokens take; `exposed_transfer` the part of it in which the request
+    waits for its KV (`prefill_store` and `decode_fetch`). Each answer's provenance is checked for
+    the way that it went. --timeline draws one more request of each way, the way's name behind the
+    file's. The bundled model's window is lengthened where it is shorter than the prompts.
     """
     if drawing:
         plots.check("--timeline", drawing)
@@ -335,10 +291,6 @@ def handover(
     figures = []
     drawings: dict[str, Callable[[Path], None]] = {}
     with model_of(model, shape, device, max(prompt_tokens) + OUTPUT_TOKENS) as path_of_model:
-        engine = None
-        if not shape:
-            first = device.split(",")[0]
-            engine = load_engine(EngineConfig(model=path_of_model, device=first, num_threads=1))
         entrypoint.begin_serving()  # a look at all that is loaded here would count as exposed
         for transport, direct in itertools.product(transports, directs or ("",)):
             config = ClusterConfig(
@@ -353,7 +305,7 @@ def handover(
             with LocalCluster(config) as cluster, routers(cluster) as every:
                 clients = {path: every[path] for path in paths}
                 for num_tokens in prompt_tokens:
-                    found = measured(clients, engine, rng, num_tokens, requests)
+                    found = measured(clients, rng, num_tokens, requests)
                     figures.append(
                         {"direct_transport": direct, **figures_of(transport, num_tokens, found)}
                     )
@@ -372,6 +324,106 @@ def handover(
         "num_output_tokens": OUTPUT_TOKENS,
         "figures": figures,
     }
+
+
+# -- what a prefix hit is worth
+
+SHARES = (0.0, 0.5, 0.95)
+"""Of a prompt, in the store."""
+_READY_S = 120.0
+
+Hit = tuple[list[int], float, int]
+"""(prompt, share, tokens of it that are stored)."""
+
+
+def hits(rng: random.Random, num_tokens: int, count: int, block_size: int) -> list[Hit]:
+    """`count` prompts for each share, in turns; no two share a prefix."""
+    return [
+        (
+            [rng.randrange(100, 2000) for _ in range(num_tokens)],
+            share,
+            int(share * num_tokens) // block_size * block_size,
+        )
+        for _, share in itertools.product(range(count), SHARES)
+    ]
+
+
+def by_share(cluster: LocalCluster, asked: Sequence[Hit]) -> dict[float, Series]:
+    """Store the prefixes, forget them in the workers, then ask for the prompts.
+
+    Raises: RuntimeError when a hit was another than meant.
+    """
+    found = {share: Series() for share in SHARES}
+    with SyncClient(cluster.address) as client:
+        for prompt, _, num_stored in track(asked, "storing", console=harness.CONSOLE):
+            if num_stored:
+                # One token more: a prompt's last token is never taken from a cache.
+                ask(client, prompt[: num_stored + 1], 2)
+        for name, info in cluster.processes.items():
+            if info.kind in ("prefill", "decode"):
+                cluster.restart(name)
+        cluster.wait_ready(_READY_S)
+        warm_up = random.Random(-1)
+        for _ in range(_NUM_WARM_UPS):
+            ask(client, [warm_up.randrange(100, 2000) for _ in asked[0][0]], OUTPUT_TOKENS)
+        for prompt, share, num_stored in track(asked, "asking", console=harness.CONSOLE):
+            times_s, end = ask(client, prompt, OUTPUT_TOKENS)
+            assert end.provenance is not None
+            (leg,) = (leg for leg in end.provenance.legs if leg.role == "prefill")
+            if (leg.num_tokens_from_store, leg.num_tokens_local) != (num_stored, 0):
+                raise RuntimeError(f"{num_stored} tokens from the store were meant: {leg}")
+            found[share].add(times_s)
+            found[share].stages.append(end.times)
+            time.sleep(_SETTLE_S)  # what the last one stores and frees in the background
+    return found
+
+
+@harness.case
+@click.option("--requests", default=5, help="of each length and share")
+@click.option("--prompt-tokens", type=Several(int), default="1024,8192")
+@click.option("--model", default=ClusterConfig().model)
+@click.option("--transport", type=click.Choice(TRANSPORTS), default="shm")
+@click.option("--block-size", default=16)
+@click.option("--store-mib", default=2048, help="room for every prefix")
+@click.option("--seed", default=0)
+def prefix_hit(
+    requests: int,
+    prompt_tokens: Sequence[int],
+    model: str,
+    transport: str,
+    block_size: int,
+    store_mib: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Milliseconds to the first token without a hit, and with 50 and 95 % of the prompt in the
+    store.
+
+    Workers are restarted after the prefixes were stored, so that every hit comes from the store and
+    none from a worker's own cache; each answer's provenance is checked for that. The ceiling of a
+    hit is the cold time without the share that hit.
+    """
+    rng, rows = random.Random(seed), []
+    with with_window(model, max(prompt_tokens) + OUTPUT_TOKENS) as path_of_model:
+        overrides = (
+            f"worker.engine.block_size={block_size}",
+            f"store.capacity_bytes={store_mib << 20}",
+        )
+        config = ClusterConfig(
+            model=path_of_model, port=0, transport=transport, overrides=overrides
+        )
+        with LocalCluster(config) as cluster:
+            for num_tokens in prompt_tokens:
+                found = by_share(cluster, hits(rng, num_tokens, requests, block_size))
+                cold_s = statistics.median(found[0.0].ttft_s)
+                for share, series in found.items():
+                    of_cold = round(statistics.median(series.ttft_s) / cold_s, 3)
+                    row = {"num_prompt_tokens": num_tokens, "hit_share": share}
+                    row |= {"ttft_of_cold": of_cold, "ceiling_of_cold": round(1 - share, 3)}
+                    rows.append(row | series.figures())
+    shown = [{name: one for name, one in row.items() if name != "stage_p50_ms"} for row in rows]
+    harness.show("medians", shown)
+    about = {"model": model, "transport": transport, "num_requests": requests}
+    return {**about, "num_output_tokens": OUTPUT_TOKENS, "figures": rows}
 
 
 # -- what tracing costs
@@ -406,11 +458,12 @@ class Sink(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
-@contextmanager
+@contextlib.contextmanager
 def collecting() -> Iterator[tuple[Sink, str]]:
     """A sink and its address, until the body ends."""
     sink, server = Sink(), grpc.server(futures.ThreadPoolExecutor(max_workers=4))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(sink, server)
+    add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add(sink, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -524,22 +577,15 @@ class _Nowhere:
         raise AssertionError("a request is traced")
 
 
-def residues(
-    cluster: TracedCluster, sink: Sink, num_requests: int
-) -> tuple[list[tuple[float, float]], dict[str, float]]:
-    """Of requests one after the other: how much of the client's time to the first token the stages
-    leave open, as a share and in seconds; and the mean share of each stage."""
+def residues(cluster: TracedCluster, sink: Sink, num_requests: int) -> list[tuple[float, float]]:
+    """Of requests one after the other, seconds: the client's time to the first token, and what of
+    it the stages leave open."""
     asked = [cluster.serve(is_traced=True) for _ in range(num_requests)]
     time.sleep(_SENT_S)
-    left: list[tuple[float, float]] = []
-    shares: dict[str, float] = {}
-    for ttft_s, trace_id in asked:
-        stages = sink.stages_ns[trace_id]
-        open_s = ttft_s - sum(stages.values()) / 1e9
-        left.append((open_s / ttft_s, open_s))
-        for stage, took_ns in stages.items():
-            shares[stage] = shares.get(stage, 0.0) + took_ns / 1e9 / ttft_s / num_requests
-    return left, shares
+    return [
+        (ttft_s, ttft_s - sum(sink.stages_ns[trace_id].values()) / 1e9)
+        for ttft_s, trace_id in asked
+    ]
 
 
 def _tracing_figures(
@@ -547,7 +593,6 @@ def _tracing_figures(
     num_spans: float,
     not_traced_s: float,
     left: Sequence[tuple[float, float]],
-    shares: dict[str, float],
 ) -> dict[str, Any]:
     plain_s, traced_s = statistics.mean(cpu_s[False]), statistics.mean(cpu_s[True])
     extra = [traced - plain for plain, traced in zip(cpu_s[False], cpu_s[True], strict=True)]
@@ -568,12 +613,11 @@ def _tracing_figures(
         "cost_at_ratio_percent_by_parts": round(100 * by_parts_s / plain_s, 4),
         "cost_at_ratio_percent_at_most": round(100 * at_most_s / plain_s, 4),
         "cost_when_all_are_traced_percent": round(100 * (traced_s - plain_s) / plain_s, 2),
-        "residue_percent_p50": round(100 * statistics.median(share for share, _ in left), 3),
-        "residue_ms_p50": round(1e3 * statistics.median(left_s for _, left_s in left), 3),
-        "ttft_ms_p50": round(
-            1e3 * statistics.median(left_s / share for share, left_s in left if share), 3
+        "residue_percent_p50": round(
+            100 * statistics.median(open_s / ttft_s for ttft_s, open_s in left), 3
         ),
-        "share_of_ttft_percent": {stage: round(100 * share, 2) for stage, share in shares.items()},
+        "residue_ms_p50": round(1e3 * statistics.median(open_s for _, open_s in left), 3),
+        "ttft_ms_p50": round(1e3 * statistics.median(ttft_s for ttft_s, _ in left), 3),
     }
 
 
@@ -626,196 +670,15 @@ def tracing(
             }
             by_name = harness.interleaved({str(way): run for way, run in ways.items()}, rounds)
             num_spans = sink.num_spans / (rounds * requests)
-            left, shares = residues(cluster, sink, requests)
+            left = residues(cluster, sink, requests)
             cluster.close()
     cpu_s = {way: by_name[str(way)] for way in ways}
-    figures = _tracing_figures(cpu_s, num_spans, untraced_s(), left, shares)
+    figures = _tracing_figures(cpu_s, num_spans, untraced_s(), left)
     harness.show("tracing", [{"figure": name, "": value} for name, value in figures.items()])
     return {"grpc": entrypoint.grpc_experiments(), **figures}
 
 
-# -- a noisy tenant against a quiet one
-
-EVERYTHING = (
-    "router.admission.num_steps_ahead=1000000",
-    "router.admission.max_active_requests=1000000",
-)
-"""Without a queue of the router's own."""
-
-_WARM_UP_S = 4.0
-"""Until the workers have what they take."""
-
-
-@dataclass(frozen=True)
-class FairnessOptions:
-    """Of `fairness`."""
-
-    rounds: int
-    seconds: float
-    noisy: int
-    quiet_per_s: float
-    prompt_tokens: int
-    output_tokens: int
-    steps_ahead: int
-    model: str
-    seed: int
-
-
-@dataclass
-class Seen:
-    """One tenant in one kind of phase, over all of its rounds. Seconds."""
-
-    ttft_s: list[float] = field(default_factory=list)
-    num_failed: int = 0
-    seconds: float = 0.0
-    """That were measured."""
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "num_requests": len(self.ttft_s),
-            "num_failed": self.num_failed,
-            "requests_per_s": round(len(self.ttft_s) / self.seconds, 2),
-            **_quantiles(self.ttft_s),
-        }
-
-
-class Tenants:
-    """Two tenants' requests at one cluster."""
-
-    def __init__(self, client: Client, options: FairnessOptions) -> None:
-        self._client = client
-        self._options = options
-        self._rng = random.Random(options.seed)
-
-    async def one(self, tenant: str, into: Seen) -> None:
-        """A request with a prompt of its own."""
-        prompt = [self._rng.randrange(100, 2000) for _ in range(self._options.prompt_tokens)]
-        began_s, first_s = time.perf_counter(), 0.0
-        try:
-            async for _ in self._client.generate(
-                prompt,
-                tenant=tenant,
-                max_tokens=self._options.output_tokens,
-                ignore_eos=True,
-                timeout_s=300.0,
-            ):
-                first_s = first_s or time.perf_counter() - began_s
-        except BatonError:
-            into.num_failed += 1
-            return
-        into.ttft_s.append(first_s)
-
-    async def quiet(self, into: Seen) -> list[asyncio.Task[None]]:
-        """The quiet tenant for a while. Returns: its requests, of which some are still to end."""
-        end_s, calls = time.perf_counter() + self._options.seconds, list[asyncio.Task[None]]()
-        while time.perf_counter() < end_s:
-            calls.append(asyncio.create_task(self.one("quiet", into)))
-            await asyncio.sleep(self._rng.expovariate(self._options.quiet_per_s))
-        into.seconds += self._options.seconds
-        return calls
-
-    async def beside_noise(self, quiet: Seen, noisy: Seen) -> None:
-        """Both tenants; the noisy one's first requests have arrived before."""
-        now = Seen()
-
-        async def keep_on() -> None:
-            while True:
-                await self.one("noisy", now)
-
-        crowd = [asyncio.create_task(keep_on()) for _ in range(self._options.noisy)]
-        await asyncio.sleep(_WARM_UP_S)
-        num_before = len(now.ttft_s)
-        calls = await self.quiet(quiet)
-        # Those that ended within the phase, whenever they began.
-        noisy.ttft_s += now.ttft_s[num_before:]
-        noisy.num_failed += now.num_failed
-        noisy.seconds += self._options.seconds
-        await asyncio.gather(*calls)
-        for task in crowd:
-            task.cancel()
-        await asyncio.gather(*crowd, return_exceptions=True)
-
-
-class Side:
-    """One cluster and what was seen of it."""
-
-    def __init__(self, client: Client, options: FairnessOptions) -> None:
-        self.load = Tenants(client, options)
-        self.alone, self.quiet, self.noisy = Seen(), Seen(), Seen()
-
-    def summary(self) -> dict[str, Any]:
-        quiet, alone = self.quiet.summary(), self.alone.summary()
-        quiet["waited_p99_ms"] = round(quiet["ttft_p99_ms"] - alone["ttft_p50_ms"], 1)
-        return {"alone": alone, "quiet": quiet, "noisy": self.noisy.summary()}
-
-
-async def rounds(addresses: Sequence[str], options: FairnessOptions) -> list[dict[str, Any]]:
-    """Each cluster in its turn, again and again, so that drift of the machine hits both."""
-    async with contextlib.AsyncExitStack() as stack:
-        sides = [
-            Side(await stack.enter_async_context(Client(address)), options) for address in addresses
-        ]
-        for side in sides:
-            for _ in range(3):
-                await side.load.one("warm-up", Seen())
-        for _ in track(range(options.rounds), "rounds", console=harness.CONSOLE):
-            for side in sides:
-                await asyncio.gather(*await side.load.quiet(side.alone))
-                await side.load.beside_noise(side.quiet, side.noisy)
-        return [side.summary() for side in sides]
-
-
-def _fairness_config(options: FairnessOptions, *overrides: str) -> ClusterConfig:
-    overrides = (*overrides, "worker.limits.max_waiting_requests=1024")
-    return ClusterConfig(port=0, model=options.model, overrides=overrides)
-
-
-def _quantiles(values: Sequence[float]) -> dict[str, float]:
-    found = harness.cuts(values)
-    return {f"ttft_{name}": found[name] for name in ("p50_ms", "p99_ms") if name in found}
-
-
-@harness.case
-@click.option("--rounds", default=3)
-@click.option("--seconds", default=8.0, help="of each phase")
-@click.option("--noisy", default=64, help="requests under way")
-@click.option("--quiet-per-s", default=2.0)
-@click.option("--prompt-tokens", default=256)
-@click.option("--output-tokens", default=8)
-@click.option("--steps-ahead", default=AdmissionSettings().num_steps_ahead)
-@click.option("--model", default=ClusterConfig().model)
-@click.option("--seed", default=0)
-def fairness(**given: Any) -> dict[str, Any]:
-    """Milliseconds to the first token of a quiet tenant: alone, beside a noisy one with the
-    router's fair queue, and without it.
-
-    Two whole clusters, in turns. The noisy tenant keeps --noisy requests under way all the time,
-    the quiet one sends one now and then (Poisson). "Without" lets every request through to the
-    workers at once, whose own queues know no tenants. `waited` is how far the time to the first
-    token is above the median of the quiet tenant alone.
-    """
-    options = FairnessOptions(**given)
-    ahead = f"router.admission.num_steps_ahead={options.steps_ahead}"
-    with (
-        LocalCluster(_fairness_config(options, ahead)) as fair,
-        LocalCluster(_fairness_config(options, *EVERYTHING)) as open_to_all,
-    ):
-        addresses = (fair.address, open_to_all.address)
-        with_queue, without = asyncio.run(rounds(addresses, options))
-    rows = []
-    for what in ("ttft_p50_ms", "ttft_p99_ms", "waited_p99_ms", "requests_per_s"):
-        found = (with_queue["alone"], with_queue["quiet"], without["quiet"])
-        columns = ("quiet alone", "quiet, fair queue", "quiet, without")
-        values = [each.get(what, "-") for each in found]
-        rows.append({"": what, **dict(zip(columns, values, strict=True))})
-    noisy = (with_queue["noisy"], without["noisy"])
-    rows.append({"": "noisy requests/s"})
-    rows[-1] |= dict(zip(columns[1:], [each["requests_per_s"] for each in noisy], strict=True))
-    harness.show("fairness", rows)
-    return {**given, "with_fair_queue": with_queue, "without": without}
-
-
-main = harness.program(__doc__, handover, tracing, fairness)
+main = harness.program(__doc__, handover, prefix_hit, tracing)
 
 if __name__ == "__main__":
     main()

@@ -70,20 +70,13 @@ def shape_of(name: str) -> DecoderShape:
 
 # -- a step and a prompt
 
-_NUM_PROFILED_STEPS = 4
-_NUM_TOP = 12
-
 
 class Bench:
     """A decoder with random weights and a cache of random numbers."""
 
-    def __init__(
-        self, shape: DecoderShape, max_batch: int, weight_dtype: str, *, is_exact: bool
-    ) -> None:
+    def __init__(self, shape: DecoderShape, max_batch: int, *, is_exact: bool) -> None:
         self.shape, self.device = shape, torch.device("cuda")
-        weights = random_weights(
-            shape, dtype=torch.bfloat16, device=self.device, seed=1, weight_dtype=weight_dtype
-        )
+        weights = random_weights(shape, dtype=torch.bfloat16, device=self.device, seed=1)
         self.decoder = Decoder(weights, rope_table(shape, 16384, self.device), is_exact=is_exact)
         layout = kv_layout(shape, block_size=BLOCK_SIZE, dtype="bfloat16")
         num_tokens = max(max_batch * CONTEXT, max(count * length for count, length in PROMPTS))
@@ -113,25 +106,20 @@ class Bench:
         self.decoder.use_backend("auto")
         return float((actual - expected).norm() / expected.norm())
 
-    def captured_decode(self, batch: int) -> tuple[Callable[[], object], float]:
-        """(a replay of one step, seconds of one step that is not captured)."""
+    def captured_decode(self, batch: int) -> Callable[[], object]:
+        """A replay of one step."""
         inputs = self.decode_inputs(batch)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
                 self.decoder.decode(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        begun = time.monotonic()
-        for _ in range(3):
-            self.decoder.decode(inputs)
-        torch.cuda.synchronize()
-        eager_s = (time.monotonic() - begun) / 3
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.decoder.decode(inputs)
-        return graph.replay, eager_s
+        return graph.replay
 
     def prefill(self, num_prompts: int, length: int) -> Callable[[], object]:
         size = length // BLOCK_SIZE
@@ -211,37 +199,32 @@ def _replaced(changes: Sequence[Replaced]) -> Iterator[None]:
         yield
 
 
-def _step_row(bench: Bench, batch: int, ceilings: dict[str, float], profiles: bool) -> Any:
-    begun = time.monotonic()
-    replay, eager_s = bench.captured_decode(batch)
-    first_s = time.monotonic() - begun
-    seconds = event_s(replay, 20, 3)
+def _error_row(bench: Bench) -> dict[str, Any]:
+    return {"error": bench.error_of_decode(8)}
+
+
+def _step_row(bench: Bench, batch: int, ceilings: dict[str, float]) -> dict[str, Any]:
+    seconds = event_s(bench.captured_decode(batch), 20, 3)
     num_bytes = bench.decode_bytes(batch)
-    if profiles:
-        _print_kernels(replay, seconds)
     return {
         "ms": seconds * 1e3,
         "TB/s": num_bytes / seconds / 1e12,
         "of ceiling": f"{num_bytes / seconds / ceilings['copy_gb_per_s'] / 1e9:.1%}",
-        "not captured ms": eager_s * 1e3,
-        "first s": first_s,
     }
 
 
 def _ablated_row(bench: Bench, batch: int, changes: Sequence[Replaced]) -> dict[str, Any]:
     with _replaced(changes):
-        return {"ms": event_s(bench.captured_decode(batch)[0], 20, 3) * 1e3}
+        return {"ms": event_s(bench.captured_decode(batch), 20, 3) * 1e3}
 
 
 def _prefill_row(
-    bench: Bench, count: int, length: int, ceilings: dict[str, float], profiles: bool
+    bench: Bench, count: int, length: int, ceilings: dict[str, float]
 ) -> dict[str, Any]:
     run = bench.prefill(count, length)
     run()
     seconds = event_s(run, 5, 3)
     flop = bench.prefill_flop(count, length)
-    if profiles:
-        _print_kernels(run, seconds)
     return {
         "ms": seconds * 1e3,
         "TFLOP/s": flop / seconds / 1e12,
@@ -251,47 +234,14 @@ def _prefill_row(
     }
 
 
-def _print_kernels(replay: Callable[[], object], step_s: float) -> None:
-    """The kernels of one step by time, and what no kernel explains (below 0: they overlap)."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        for _ in range(_NUM_PROFILED_STEPS):
-            replay()
-        torch.cuda.synchronize()
-    rows = [
-        (entry.self_device_time_total / _NUM_PROFILED_STEPS, entry.count, entry.key)
-        for entry in profile.key_averages()
-        if getattr(entry, "self_device_time_total", 0.0) > 0
-    ]
-    rows.sort(reverse=True)
-    for time_us, count, name in rows[:_NUM_TOP]:
-        harness.CONSOLE.print(
-            f"    {time_us:8.1f} us {count / _NUM_PROFILED_STEPS:5.0f} x {name[:90]}"
-        )
-    total_us = sum(time_us for time_us, _, _ in rows)
-    rest_us = sum(time_us for time_us, _, _ in rows[_NUM_TOP:])
-    harness.CONSOLE.print(
-        f"    {rest_us:8.1f} us others; {total_us:.0f} us in all, "
-        f"{step_s * 1e6 - total_us:.0f} us between them"
-    )
-
-
 @harness.case
 @click.option("--shapes", type=Several(click.Choice(list(SHAPES))), default=",".join(SHAPES))
 @click.option("--batches", type=Several(int), default=BATCHES)
-@click.option("--profile", type=Several(int), default="", help="batches whose kernels are listed")
-@click.option("--profile-prefill", is_flag=True, help="list the kernels of prompts")
-@click.option("--prefill/--no-prefill", default=True, help="prompts, too")
-@click.option("--fp8", is_flag=True, help="layers' matrices in fp8")
 @click.option("--exact", is_flag=True, help="bits that do not depend on the batch")
 @click.option("--ablate", is_flag=True, help="a step without some of its parts")
 def step(
     shapes: Sequence[str],
     batches: Sequence[int],
-    profile: Sequence[int],
-    profile_prefill: bool,
-    prefill: bool,
-    fp8: bool,
     exact: bool,
     ablate: bool,
 ) -> dict[str, Any]:
@@ -301,17 +251,16 @@ def step(
     result: dict[str, Any] = {**harness.device_context(), "ceilings": ceilings}
     with torch.inference_mode():
         for name in shapes:
-            weights, max_batch = "fp8_e4m3" if fp8 else "", max([*batches, 8])
-            bench = Bench(shape_of(name), max_batch, weights, is_exact=exact)
-            rows = [attempt("decode b8", lambda b=bench: {"error": b.error_of_decode(8)})]
+            bench = Bench(shape_of(name), max([*batches, 8]), is_exact=exact)
+            rows = [attempt("decode b8", partial(_error_row, bench))]
             for batch in batches:
-                one = partial(_step_row, bench, batch, ceilings, batch in profile)
+                one = partial(_step_row, bench, batch, ceilings)
                 rows.append(attempt(f"decode b{batch}", one))
                 for what, changes in ABLATIONS.items() if ablate else ():
                     run = partial(_ablated_row, bench, batch, changes)
                     rows.append(attempt(f"  b{batch} {what}", run))
-            for count, length in PROMPTS if prefill else ():
-                one = partial(_prefill_row, bench, count, length, ceilings, profile_prefill)
+            for count, length in PROMPTS:
+                one = partial(_prefill_row, bench, count, length, ceilings)
                 rows.append(attempt(f"prefill {count} x {length}", one))
             harness.show(f"{name}: {ceilings}", rows)
             result[name] = rows
@@ -349,7 +298,7 @@ def attention_ways() -> list[Way]:
     """Other cuts of tree attention."""
     from baton_kernels.gpu import attention_plan as plan
 
-    def config(*sizes: int) -> Replaced:
+    def config(sizes: tuple[int, int, int, int]) -> Replaced:
         return plan, "config_for", lambda *_, **__: plan.Config(*sizes)
 
     def splits(factor: float) -> Replaced:
@@ -357,40 +306,20 @@ def attention_ways() -> list[Way]:
         return plan, "plan_splits", lambda *its: max(1, round(chosen(*its) * factor))
 
     sizes = ((32, 32, 4, 3), (32, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3))
-    found = [Way(f"attention {one}", (config(*one),)) for one in sizes]
+    found = [Way(f"attention {one}", (config(one),)) for one in sizes]
     return [*found, *(Way(f"attention: splits x {by}", (splits(by),)) for by in (0.5, 0.75, 2.0))]
 
 
 def product_ways() -> list[Way]:
-    """Other cuts of products of few rows."""
+    """Products of few rows in tiles of 64."""
     from baton_kernels.gpu import tiles
 
     chosen = tiles.skinny_tile
 
-    def tile(block_n: int, stages: int, num_programs: int, most: int) -> Callable[..., Any]:
-        def choose(num_rows: int, width: int, depth: int, is_gated: bool) -> Any:
-            if num_rows <= 16:
-                return chosen(num_rows, width, depth, is_gated)
-            split = tiles.split_for(
-                width, block_n, depth, 128, num_programs=num_programs, most=most
-            )
-            return tiles.Tile(32 if num_rows <= 32 else 64, block_n, 128, split, num_stages=stages)
-
-        return choose
-
     def of_64_rows(num_rows: int, *its: Any) -> Any:
         return chosen(max(num_rows, 33) if num_rows > 16 else num_rows, *its)
 
-    all_ours: Replaced = (tiles, "max_rows", lambda _: 64)
-    found = [
-        Way("products: small weights by Triton, too", (all_ours,)),
-        Way("products: tiles of 64 rows", ((tiles, "skinny_tile", of_64_rows),)),
-    ]
-    for cut in ((64, 3, 264, 8), (128, 2, 128, 4)):
-        ours: Replaced = (tiles, "skinny_tile", tile(*cut))
-        found.append(Way(f"products {cut}", (ours,)))
-        found.append(Way(f"products {cut}, small weights, too", (ours, all_ours)))
-    return found
+    return [Way("products: tiles of 64 rows", ((tiles, "skinny_tile", of_64_rows),))]
 
 
 @contextlib.contextmanager
@@ -656,8 +585,9 @@ class Rank:
         rows.append(attempt(f"prefill 1 x {PREFILL}", partial(self._prefill, model, shape)))
         torch.cuda.synchronize()
         if self.rank == 0:
+            nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
             title = f"{self.grid.num_shares} shares, {self.grid.num_stages} stages"
-            harness.show(f"{title}, NCCL {torch.cuda.nccl.version()}", rows)
+            harness.show(f"{title}, NCCL {nccl}", rows)
             known = {"benchmark": "decoder parallel", **harness.context(), "command": command}
             harness.publish({**known, **harness.device_context(), "rows": rows}, out)
         os._exit(0)  # process groups are not taken down in order
@@ -717,7 +647,7 @@ class Rank:
 
 
 def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         run()
         stream.synchronize()

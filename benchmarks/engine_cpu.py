@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from benchmarks import harness
-from benchmarks.stalls import block_hash
+from benchmarks.harness import block_hash
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling

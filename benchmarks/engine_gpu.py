@@ -7,12 +7,11 @@ bfloat16, greedy.
 from __future__ import annotations
 
 import gc
-import hashlib
 import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,12 +21,10 @@ from typing import Any
 import click
 import torch
 
-from benchmarks import harness, host_stretches, random_checkpoint
-from benchmarks.harness import Several
+from benchmarks import harness, random_checkpoint
+from benchmarks.harness import Several, block_hash
 from benchmarks.random_checkpoint import SHAPES
-from benchmarks.stalls import ZeroCostAhead, ZeroCostModel
 from checkpoints.resolve import resolve
-from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.kv.layout import DTYPE_BYTES
 from engine.loop import Engine, load_engine
@@ -37,11 +34,10 @@ from engine.lora.peft import PeftConfig
 from engine.models import weight_room
 from engine.models.hugging_face import HuggingFaceModel
 from engine.models.load import load_model
-from engine.models.offload_copies import HostMemory
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.load import load_drafters
-from kvstore import block_hash
+from kvstore import block_hash as chains
 from process import entrypoint
 from tokens.tokenizer import Tokenizer
 
@@ -62,7 +58,7 @@ the same definitions. It cannot be brought into the run."""
 
 CONTEXT = 1024
 NUM_DECODED = 128
-_ROOT = block_hash.root_key(b"benchmark", "00")
+_ROOT = chains.root_key(b"benchmark", "00")
 
 
 class Compiles:
@@ -93,8 +89,6 @@ class Floors:
 
     shape: Mapping[str, Any]
     ceilings: Mapping[str, float]
-    weight_bytes: int
-    """Of one number of a layer's matrices."""
 
     @property
     def _layer_parameters(self) -> int:
@@ -114,10 +108,9 @@ class Floors:
 
     def decode_s(self, batch: int, context: float) -> float:
         """One step."""
-        head = 2 * self.shape["hidden_size"] * self.shape["vocab_size"]
-        weights = self.weight_bytes * self._layer_parameters + head
-        num_bytes = weights + batch * context * self._token_bytes
-        return num_bytes / (self.ceilings["read_gb_per_s"] * 1e9)
+        head = self.shape["hidden_size"] * self.shape["vocab_size"]
+        num_bytes = 2 * (self._layer_parameters + head) + batch * context * self._token_bytes
+        return float(num_bytes / (self.ceilings["read_gb_per_s"] * 1e9))
 
     def prefill_s(self, num_prompts: int, num_tokens: int) -> float:
         """Products and causal attention."""
@@ -125,7 +118,7 @@ class Floors:
         pairs = num_tokens * num_tokens / 2
         flops = 2.0 * self._layer_parameters * num_tokens
         flops += 4.0 * self.shape["num_hidden_layers"] * heads * pairs
-        return num_prompts * flops / (self.ceilings["matmul_tflop_per_s"] * 1e12)
+        return float(num_prompts * flops / (self.ceilings["matmul_tflop_per_s"] * 1e12))
 
     def throughput_s(self, num_requests: int, num_prompt: int, num_output: int) -> float:
         """All prompts, then all steps."""
@@ -140,17 +133,21 @@ class Bench:
         self.engine = engine
         self._num_requests = 0
 
-    def submit(self, num_requests: int, num_prompt: int, num_output: int) -> None:
+    def submit(self, num_requests: int, num_prompt: int, num_output: int) -> list[str]:
+        """Returns: their names."""
+        names = []
         for _ in range(num_requests):
             self._num_requests += 1
+            names.append(f"r{self._num_requests}")
             self.engine.submit(
                 Request(
-                    f"r{self._num_requests}",
+                    names[-1],
                     numbered_prompt(self._num_requests, num_prompt, self.engine),
                     Sampling(max_tokens=num_output, ignore_eos=True),
-                    partial(block_hash.extend, _ROOT),
+                    partial(chains.extend, _ROOT),
                 )
             )
+        return names
 
     def run(self) -> tuple[float, float, list[float], float]:
         """Until nothing is left. Returns: seconds until every request has its first token, seconds
@@ -237,7 +234,7 @@ class Bench:
             for _ in range(num_steps):
                 self.engine.step()
             torch.cuda.synchronize()
-        kind = torch.autograd.DeviceType.CUDA
+        kind = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
         return [
             (one.time_range.start, one.time_range.end)
             for one in profile.events()
@@ -261,20 +258,6 @@ class Bench:
         for index in range(num_requests):
             self.engine.abort(f"r{self._num_requests - index}")
         self.run()
-
-    def kernel_table(self, batch: int) -> str:
-        """Time by kernel of ten decode steps."""
-        self.submit(batch, CONTEXT, 40)
-        for _ in range(20):
-            self.engine.step()
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            for _ in range(10):
-                self.engine.step()
-            torch.cuda.synchronize()
-        self.run()
-        table: str = profile.key_averages().table(sort_by="cuda_time_total", row_limit=16)
-        return table
 
 
 def numbered_prompt(number: int, num_tokens: int, engine: Engine) -> tuple[int, ...]:
@@ -338,18 +321,8 @@ def _rows(shape: str, found: dict[str, Any]) -> list[dict[str, Any]]:
 @harness.case
 @click.option("--shapes", type=Several(click.Choice(list(SHAPES))), default=",".join(SHAPES))
 @click.option("--batches", type=Several(int), default="1,8,64,256")
-@click.option("--plain", is_flag=True, help="wait for each step's tokens before the next")
 @click.option("--exact", is_flag=True, help="batch-invariant, see EngineConfig")
-@click.option("--weights", type=click.Choice(("auto", "fp8_e4m3")), default="auto")
-@click.option("--profile", is_flag=True, help="time by kernel, on stderr")
-def whole(
-    shapes: Sequence[str],
-    batches: Sequence[int],
-    plain: bool,
-    exact: bool,
-    weights: str,
-    profile: bool,
-) -> dict[str, Any]:
+def whole(shapes: Sequence[str], batches: Sequence[int], exact: bool) -> dict[str, Any]:
     """Decode steps, prompts and 256 requests of (1024 in, 256 out), beside vLLM's figures and the
     floor that the ceilings of the run set.
 
@@ -364,16 +337,13 @@ def whole(
     result: dict[str, Any] = {**harness.device_context(), "ceilings": ceilings}
     limits: dict[str, Any] = {"max_num_tokens_per_step": 8192, "max_num_running": 256}
     for shape in shapes:
-        floors = Floors(SHAPES[shape], ceilings, 1 if weights == "fp8_e4m3" else 2)
-        options = {"overlap": not plain, "exact": exact, "weight_dtype": weights}
-        with random_engine(shape, **limits, **options) as (engine, ready_s):
+        floors = Floors(SHAPES[shape], ceilings)
+        with random_engine(shape, exact=exact, **limits) as (engine, ready_s):
             bench, compiles = Bench(engine), Compiles()
             bench.decode_ms(1, floors)  # what is made on the first use is not counted
             compiles.take()
             result[shape] = {
                 "time_to_ready_s": ready_s,
-                "seconds_by_phase": dict(engine.model_info.seconds),
-                "num_blocks": engine.model_info.num_blocks,
                 "decode": {
                     batch: bench.decode_ms(batch, floors) | {"compiled": compiles.take()}
                     for batch in batches
@@ -386,8 +356,6 @@ def whole(
                 "idle_share_of_256x1024x256": bench.idle_share(256, 1024, 256),
                 "peer": PEER[shape],
             }
-            for batch in batches if profile else ():
-                harness.CONSOLE.print(f"{shape}, batch {batch}:\n{bench.kernel_table(batch)}")
             del bench
         harness.show(shape, _rows(shape, result[shape]))
     return result
@@ -400,28 +368,13 @@ NUM_SKIPPED = 4
 """Steps at the beginning of each pass."""
 
 
-@contextmanager
-def _mixed_engine(shape: str, *, is_plain: bool) -> Iterator[Engine]:
-    limits: dict[str, Any] = {"max_num_tokens_per_step": 8192, "max_num_running": NUM_REQUESTS}
-    limits["overlap_prompts"] = not is_plain
-    if shape == "none":
-        num_tokens = NUM_PROMPT + NUM_OUTPUT
-        num_blocks = NUM_REQUESTS * (num_tokens // 16 + 1)
-        model = ZeroCostModel(NUM_REQUESTS + 1, num_tokens)
-        model.ahead = ZeroCostAhead()
-        yield Engine(EngineConfig(num_blocks=num_blocks, **limits), model)
-        return
-    with random_engine(shape, **limits) as (engine, _):
-        yield engine
-
-
-def _pass(bench: Bench, step: Callable[[], Any], num_steps: int) -> list[float]:
+def _pass(bench: Bench, num_steps: int) -> list[float]:
     """Seconds of each of so many mixed steps, after the first; then all requests are let go."""
     bench.submit(NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT)
     seconds: list[float] = []
     for _ in range(num_steps):
         began = time.perf_counter()
-        output = step()
+        output = bench.engine.step()
         seconds.append(time.perf_counter() - began)
         if output.num_scheduled_tokens <= NUM_REQUESTS:
             raise RuntimeError(f"step {len(seconds)} had no prompts")
@@ -446,42 +399,36 @@ def _mixed_device(bench: Bench, num_steps: int) -> dict[str, float]:
 
 
 @harness.case
-@click.option("--shapes", type=Several(click.Choice(["none", *SHAPES])), default="none")
+@click.option("--shapes", type=Several(click.Choice(list(SHAPES))), default="qwen3-0.6b")
 @click.option("--steps", default=24, help="of each pass; 32 have prompts")
 @click.option("--plain", is_flag=True, help="launch no step with prompts ahead")
 def mixed(shapes: Sequence[str], steps: int, plain: bool) -> dict[str, Any]:
-    """Steps of 8,192 tokens with prompts and decodes: how long the device computes, how long it has
-    nothing to do, and what the host does meanwhile.
+    """Steps of 8,192 tokens with prompts and decodes: how long one takes, how long the device
+    computes, and how long it has nothing to do.
 
-    256 requests of 1,024 tokens come at once and go on to 256 each. Three passes (other tokens), so
-    that no measurement bears the cost of another: the steps' own times; the host's stretches, by a
-    stopwatch around each; the device's intervals, by torch's profiler. What stands under "hidden"
-    runs while a device would compute. The shape "none" is a model that costs nothing and needs no
-    GPU: its stretches are the host's.
+    256 requests of 1,024 tokens come at once and go on to 256 each. Two passes (other tokens), so
+    that neither measurement bears the cost of the other: the steps' own times, and the device's
+    intervals, by torch's profiler.
     """
-    if set(shapes) - {"none"}:
-        harness.needs_cuda()
-    result: dict[str, Any] = {"requests": [NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT]}
+    harness.needs_cuda()
+    limits: dict[str, Any] = {"max_num_tokens_per_step": 8192, "max_num_running": NUM_REQUESTS}
+    result: dict[str, Any] = {
+        **harness.device_context(),
+        "requests": [NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT],
+    }
     for shape in shapes:
-        with _mixed_engine(shape, is_plain=plain) as engine:
+        with random_engine(shape, overlap_prompts=not plain, **limits) as (engine, _):
             bench = Bench(engine)
-            _pass(bench, engine.step, steps)  # what is made on the first use is not counted
-            seconds = _pass(bench, engine.step, steps)
-            with host_stretches.watched(engine) as watch:
-                _pass(bench, watch.step, steps)
-            us = host_stretches.medians_us(watch.steps[NUM_SKIPPED:])
-            hidden = {name: us.pop(name) for name in host_stretches.HIDDEN if name in us}
-            found: dict[str, Any] = {
+            _pass(bench, steps)  # what is made on the first use is not counted
+            seconds = _pass(bench, steps)
+            result[shape] = {
                 "first_step_ms": seconds[0] * 1e3,
                 "step_ms": statistics.fmean(seconds[NUM_SKIPPED:]) * 1e3,
+                **_mixed_device(bench, steps),
             }
-            found |= {} if shape == "none" else _mixed_device(bench, steps)
-            engine.check_integrity()
-        rows = [{"what": name, "": value} for name, value in found.items()]
-        rows += [{"what": f"waited for: {name}, us", "": value} for name, value in us.items()]
-        rows += [{"what": f"hidden: {name}, us", "": value} for name, value in hidden.items()]
+            del bench
+        rows = [{"what": name, "": value} for name, value in result[shape].items()]
         harness.show(f"a step with prompts, {shape}", rows)
-        result[shape] = found | {"waited_for_us": us, "hidden_us": hidden}
     return result
 
 
@@ -536,13 +483,13 @@ def _lora_step_ms(engine: Engine, first: int, num_rows: int, adapters: tuple[int
     digests, names = ["", *(one.digest for one in infos)], ["", *(one.name for one in infos)]
     for row in range(num_rows):
         which = adapters[row % len(adapters)]
-        root = block_hash.root_key(b"benchmark", "00", digests[which])
+        root = chains.root_key(b"benchmark", "00", digests[which])
         engine.submit(
             Request(
                 f"r{first + row}",
                 numbered_prompt(first + row, LORA_PROMPT, engine),
                 Sampling(max_tokens=LORA_OUTPUT, ignore_eos=True),
-                partial(block_hash.extend, root),
+                partial(chains.extend, root),
                 adapter=names[which],
                 cache_root=root,
             )
@@ -664,7 +611,6 @@ class _Way:
     streamed_bytes: int
     """That a pass copies."""
     answers: dict[float, list[tuple[int, ...]]] = field(default_factory=dict)
-    seconds: dict[float, float] = field(default_factory=dict)
     passes: dict[float, float] = field(default_factory=dict)
 
     @classmethod
@@ -675,36 +621,27 @@ class _Way:
         stream = model.stream if isinstance(model, HuggingFaceModel) else None
         return cls(engine, stream.plan.host_bytes if stream else 0)
 
-    def answer(self, temperature: float, num_tokens: int, name: str) -> None:
+    def answer(self, temperature: float, num_tokens: int) -> None:
         """All prompts, one after the other."""
         tokenizer = Tokenizer.load(resolve(TARGET, files="tokenizer").path)
         answers: list[tuple[int, ...]] = []
-        before, took_s = self.engine.metrics().step_s.count, 0.0
+        before = self.engine.metrics().step_s.count
         for index, prompt in enumerate(STORIES):
             sampling = Sampling(num_tokens, temperature=temperature, seed=index, ignore_eos=True)
             ids = tuple(tokenizer.encode(prompt))
             token_ids: list[int] = []
-            self.engine.submit(Request(f"{name}-{index}", ids, sampling, chain_hash))
-            began = time.perf_counter()
+            self.engine.submit(Request(f"{temperature}-{index}", ids, sampling, block_hash))
             while self.engine.has_work():
                 for event in self.engine.step().events:
                     token_ids += event.token_ids
-            took_s += time.perf_counter() - began
             answers.append(tuple(token_ids))
         num_steps = self.engine.metrics().step_s.count - before
         self.answers[temperature] = answers
         self.passes[temperature] = num_steps / (len(STORIES) * num_tokens)
-        self.seconds[temperature] = min(took_s, self.seconds.get(temperature, took_s))
-
-
-def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Of a block, by its parent's: what an engine without a store needs."""
-    data = b"".join(token.to_bytes(4, "little") for token in token_ids)
-    return hashlib.blake2b(parent + data, digest_size=16).digest()
 
 
 def _streamed(
-    device: str, share: float, temperatures: Sequence[float], num_tokens: int, num_rounds: int
+    device: str, share: float, temperatures: Sequence[float], num_tokens: int
 ) -> dict[str, Any]:
     dtype = "float32" if device == "cpu" else "bfloat16"
     folder = resolve(TARGET, files="all").path
@@ -717,16 +654,15 @@ def _streamed(
         num_blocks=4 * WINDOW // 16,
         weights_device_bytes=int(share * weight_bytes),
     )
-    configs = {"resident": replace(plain, weights_device_bytes=0), "streamed": plain}
+    configs = {"streamed": plain}
     for name, expansion in EXPANSIONS.items():
         guessing = SpeculationConfig(
             draft_models=(DRAFT,), expansion=expansion, max_num_nodes=NUM_TREE_NODES, always=True
         )
         configs[f"streamed, {name}"] = replace(plain, speculation=guessing)
     ways = {name: _Way.load(config) for name, config in configs.items()}
-    for index, temperature in itertools.product(range(num_rounds), temperatures):
-        for way in ways.values():
-            way.answer(temperature, num_tokens, f"{temperature}-{index}")
+    for temperature, way in itertools.product(temperatures, ways.values()):
+        way.answer(temperature, num_tokens)
     given = {"weight_bytes": weight_bytes, "given_bytes": plain.weights_device_bytes}
     found: dict[str, Any] = {**given, "dtype": dtype}
     for temperature in temperatures:
@@ -734,14 +670,11 @@ def _streamed(
         for name, way in ways.items():
             pairs = zip(way.answers[temperature], expected, strict=True)
             num_equal = sum(one == other for one, other in pairs)
-            if device == "cpu" and name != "resident" and num_equal < len(expected):
+            if device == "cpu" and num_equal < len(expected):
                 raise RuntimeError(f"{name}: an answer differs from the one without trees")
-            seconds = way.seconds[temperature]
             rows[name] = {
                 "passes": round(way.passes[temperature], 3),
                 "copied_bytes": round(way.passes[temperature] * way.streamed_bytes),
-                "tokens_per_s": round(len(STORIES) * num_tokens / seconds, 1),
-                "speed": round(ways["streamed"].seconds[temperature] / seconds, 3),
                 "answers_equal": num_equal / len(expected),
             }
         found[f"temperature {temperature:g}"] = rows
@@ -752,98 +685,23 @@ def _streamed(
     return found
 
 
-def _pass_cost(shape: str, given_bytes: int, device_name: str) -> dict[str, Any]:
-    device = torch.device(device_name)
-    with tempfile.TemporaryDirectory() as name:
-        random_checkpoint.save(Path(name), shape, device=device_name)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-        config = EngineConfig(
-            model=name,
-            device=device_name,
-            dtype="bfloat16",
-            context_window=WINDOW,
-            weights_device_bytes=given_bytes,
-        )
-        began = time.perf_counter()
-        model = load_model(config)
-        load_s = time.perf_counter() - began
-    if not isinstance(model, HuggingFaceModel) or model.stream is None:
-        raise RuntimeError(f"{shape} fits in {given_bytes} bytes: nothing is streamed")
-    plan = model.stream.plan
-    found: dict[str, Any] = {
-        "given_bytes": given_bytes,
-        "device_bytes": plan.device_bytes,
-        "host_bytes": plan.host_bytes,
-        "layers_streamed": f"{len(plan.streamed)} of {len(plan.layer_bytes)}",
-        "load_s": round(load_s, 1),
-    }
-    if device.type == "cuda":
-        found["peak_bytes_while_loading"] = torch.cuda.max_memory_allocated(device)
-    memory = model.make_memory(model.layout.num_blocks_for(WINDOW))
-    model.attach(memory)
-
-    def waited(work: Callable[[], object]) -> None:
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    blocks = tuple(range(memory.num_blocks))
-    model.forward(Batch(tuple(range(1, 257)), (Span(0, 256, blocks),), (255,)))
-    for num_rows in (1, 1 + NUM_TREE_NODES):
-        # Chains of 4: four rows follow the root, each of the others the one four before it.
-        branches = tuple(max(node - 4, -1) for node in range(num_rows - 1))
-        span = Span(256, num_rows, blocks, branches=branches)
-        batch = Batch(tuple(range(2, 2 + num_rows)), (span,), tuple(range(num_rows)))
-        seconds = harness.median_s(partial(waited, partial(model.forward, batch)), 9)
-        found[f"pass_ms_of_{num_rows}"] = round(seconds * 1e3, 3)
-    model.check_integrity()
-    size = plan.buffer_bytes
-    source, target = HostMemory(size, device), torch.empty(size, dtype=torch.uint8, device=device)
-    source.bytes.fill_(1)  # pages that were never written are copied from one page of zeros
-    copy = partial(waited, lambda: target.copy_(source.bytes, non_blocking=True))
-    copy_s = harness.median_s(copy, 9)
-    found["copy_gb_per_s"] = round(size / copy_s / 1e9, 2)
-    found["copies_ms"] = round(plan.host_bytes / size * copy_s * 1e3, 3)
-    found["overlap"] = round(found["copies_ms"] / found["pass_ms_of_1"], 3)
-    model.close()
-    source.close()
-    return found
-
-
 @harness.case
 @click.option("--device", default="cpu")
 @click.option("--share", default=0.6, help="of the bundled model's weights on the device")
 @click.option("--temperatures", type=Several(float), default="0,0.8")
 @click.option("--tokens", default=96)
-@click.option("--rounds", default=3)
-@click.option("--shape", type=click.Choice(sorted(SHAPES)), help="measure its passes, too")
-@click.option("--given-gib", default=6.0, help="device memory for that shape's weights")
 def offload(
-    device: str,
-    share: float,
-    temperatures: Sequence[float],
-    tokens: int,
-    rounds: int,
-    shape: str | None,
-    given_gib: float,
+    device: str, share: float, temperatures: Sequence[float], tokens: int
 ) -> dict[str, Any]:
     """A model larger than the device memory given to it: passes of the target per output token with
-    a draft model's token trees and without, and what a pass costs beside what its copies must cost.
+    a draft model's token trees and without.
 
-    First the bundled model, one request at a time, the same prompts and seeds every way, best of
-    rounds: `passes` is steps of the target per output token (prompts included), `copied_bytes` what
-    they copied, `speed` tokens per second over streaming without trees. On a CPU not one token may
-    differ. `resident` is the same model wholly on the device. Then, with --shape, milliseconds a
-    pass of 1 row and of 33 as a tree has; `overlap` is the copy of as many bytes over the pass: 1
-    where all computation is under the copies.
+    The bundled model, one request at a time, the same prompts and seeds every way: `passes` is
+    steps of the target per output token (prompts included), `copied_bytes` what they copied. On a
+    CPU not one token may differ.
     """
-    result = {"trees": _streamed(device, share, temperatures, tokens, rounds)}
-    if shape:
-        result[shape] = _pass_cost(shape, int(given_gib * 2**30), device)
-        harness.CONSOLE.print(result[shape])
-    return {**harness.device_context(device), **result}
+    trees = _streamed(device, share, temperatures, tokens)
+    return {**harness.device_context(device), "trees": trees}
 
 
 main = harness.program(__doc__, whole, mixed, lora, offload)

@@ -95,15 +95,13 @@ async def serve(device_id: int, block_bytes: int) -> None:
     _say({"address": address})
     while line := await asyncio.to_thread(sys.stdin.readline):
         block_ids = json.loads(line)
-        began = time.perf_counter()
         lease_id = lender.enter(
             ExportOffer(block_id, b"%16d" % block_id, None, 16) for block_id in block_ids
         )
         refs = await lender.seal(lease_id)
-        seconds = time.perf_counter() - began
         loans.hand_over(lease_id, TTL_S, lender.now_s())
         found = [[ref.frame, ref.generation, ref.checksum] for ref in refs]
-        _say({"lease_id": lease_id, "refs": found, "seconds": seconds})
+        _say({"lease_id": lease_id, "refs": found})
     await server.stop(0)
     await lender.stop(1.0)
 
@@ -137,8 +135,8 @@ class LenderProcess:
         with harness.child(*argv, **pipes) as process:
             yield cls(process)
 
-    def lend(self, block_ids: Sequence[int]) -> tuple[str, list[Block], float]:
-        """Returns: the lease, the blocks, and how long lending them took."""
+    def lend(self, block_ids: Sequence[int]) -> tuple[str, list[Block]]:
+        """Returns: the lease, and the blocks."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(list(block_ids)) + "\n")
         self._process.stdin.flush()
@@ -147,7 +145,7 @@ class LenderProcess:
             Block(b"%16d" % frame, frame, generation, checksum, 16, Tier.DEVICE)
             for frame, generation, checksum in found["refs"]
         ]
-        return found["lease_id"], refs, found["seconds"]
+        return found["lease_id"], refs
 
     def _line(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -189,8 +187,6 @@ class ReadParts:
     before: list[float] = field(default_factory=list)
     copies: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
-    num_confirmed: int = 0
-    """Reads that were asked about when the last byte was here."""
     _given_s: float = 0.0
     _here_s: float = 0.0
 
@@ -205,14 +201,13 @@ class ReadParts:
     def row(self, first: int) -> dict[str, float]:
         """Medians in ms of all reads from the `first` on."""
         seconds: dict[str, list[float]] = {part: getattr(self, part) for part in PARTS}
-        found = {f"{part}_ms": statistics.median(s[first:]) * 1e3 for part, s in seconds.items()}
-        return found | {"num_confirmed": self.num_confirmed}
+        return {f"{part}_ms": statistics.median(s[first:]) * 1e3 for part, s in seconds.items()}
 
     @contextmanager
     def of(self, transport: CudaIpcTransport) -> Iterator[None]:
         """While this lasts the transport's steps are timed."""
-        names = ("_copies_between", "_copy_in", "_confirm")
-        give, copy_in, confirm = (getattr(transport, name) for name in names)
+        names = ("_copies_between", "_copy_in")
+        give, copy_in = (getattr(transport, name) for name in names)
 
         def given(*arguments: Any) -> Any:
             self._given_s = self._given_s or time.perf_counter()
@@ -225,11 +220,7 @@ class ReadParts:
 
             return copy_in(flight, blocks, is_stopped, here)
 
-        def confirmed(*arguments: Any) -> Any:
-            self.num_confirmed += 1
-            return confirm(*arguments)
-
-        for name, instead in zip(names, (given, copied, confirmed), strict=True):
+        for name, instead in zip(names, (given, copied), strict=True):
             setattr(transport, name, instead)
         try:
             yield
@@ -330,7 +321,7 @@ async def through(
 ) -> dict[str, Any]:
     """bytes/s of whole, verified reads over one transport."""
     sources, targets = where
-    lease_id, refs, lend_s = lender.lend(sources)
+    lease_id, refs = lender.lend(sources)
     transport: Any = client.transport
     parts, is_mapped = ReadParts(), isinstance(transport, CudaIpcTransport)
 
@@ -357,8 +348,6 @@ async def through(
         "verified": len(values) * cache.shape[1] / median,
         "verified_ms": median * 1e3,
         "also_ms": {"by values": statistics.median(by_values) * 1e3} | also,
-        "first_ms": seconds[0] * 1e3,
-        "lend_ms": lend_s * 1e3,
     }
 
 
@@ -376,7 +365,6 @@ async def measured(
     with ExitStack() as stack:
         lender = stack.enter_context(LenderProcess.running(other, block_bytes))
         for name in transports:
-            began = time.perf_counter()
             client = await KvStoreClient.attach(
                 lender.address,
                 worker_id=f"reader-{name}",
@@ -386,7 +374,7 @@ async def measured(
                 transport=name,
                 timeout_s=BUDGET_S,
             )
-            found[name] = {"attach_ms": (time.perf_counter() - began) * 1e3}
+            found[name] = {}
             for place, where in places().items():
                 row = await through(client, lender, cache, where, repeats)
                 transport = client.transport
@@ -408,8 +396,6 @@ def _rows(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"": "checksums", "GB/s": found["checksums"] / 1e9}
     for name in TRANSPORTS:
         for place, row in found.get(name, {}).items():
-            if place == "attach_ms":
-                continue
             for what in ("moved", "verified"):
                 if what in row:
                     share = f"{row[what] / peer:.0%}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import inspect
 import itertools
 import json
@@ -19,20 +20,16 @@ import platform
 import shlex
 import socket
 import statistics
-import struct
 import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import click
-import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -43,14 +40,14 @@ COMMIT = "BATON_BENCHMARK_COMMIT"
 """Environment variable: the commit of a tree that was copied here without its history, as `git
 describe --always --dirty` says it where the history is."""
 
-_UNTOLD = ("--out", "--plot", "--resume", "--timeline")
+_UNTOLD = ("--out", "--plot", "--timeline")
 """Options that name files: where a result lies says nothing of it."""
 
 
 # -- options
 
 
-class Several(click.ParamType):
+class Several(click.ParamType[tuple[Any, ...]]):
     """Values of one type, separated by commas: `--batches 1,8,64`."""
 
     name = "several"
@@ -204,7 +201,7 @@ def interleaved(
     that drift of the machine hits all of them alike."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(num_warm_ups + num_rounds):
-        for name in reversed(ways) if number % 2 else ways:
+        for name in reversed(list(ways)) if number % 2 else ways:
             value = ways[name]()
             if number >= num_warm_ups:
                 found[name].append(value)
@@ -258,9 +255,9 @@ def event_s(work: Callable[[], object], num_rounds: int = 10, num_warm_ups: int 
 
     for _ in range(num_warm_ups):
         work()
-    times = []
+    times: list[float] = []
     for _ in range(num_rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         work()
         end.record()
@@ -273,7 +270,7 @@ def graph_s(launch: Callable[[int], object], num_launches: int = 40, num_replays
     """Seconds of one launch: the median replay of a CUDA graph of launch(0), launch(1), ..."""
     import torch
 
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for index in range(min(2, num_launches)):
@@ -321,6 +318,14 @@ def device_ceilings() -> dict[str, float]:
     }
 
 
+# -- requests of an engine without a store
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Chain hash of a block, by its parent's."""
+    return hashlib.blake2b(array("I", token_ids).tobytes(), key=parent, digest_size=16).digest()
+
+
 # -- ceilings of a host
 
 
@@ -337,95 +342,54 @@ def host_read_gb_per_s() -> float:
     return best
 
 
-def host_copy_s(num_bytes: int) -> float:
-    """Seconds that a plain copy of so many bytes takes, the median of five."""
-    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
-    return median_s(lambda: np.copyto(target, source), 5, num_warm_ups=0)
+_TCP_S = 60.0
 
 
-class TcpStream:
-    """A plain TCP stream over loopback to a process of its own: what a byte costs that crosses
-    sockets. No framing, no checks: a ceiling for whatever moves blocks over a socket."""
-
-    _ORDER = struct.Struct("<cQ")
-    _START_S = 30.0
-    _MOVE_S = 120.0
-
-    def __enter__(self) -> Self:
-        # A fresh interpreter: a fork would share our memory and its page tables.
-        spawning = multiprocessing.get_context("spawn")
-        near, far = spawning.Pipe()
-        self._process = spawning.Process(target=_far_end, args=(far,), daemon=True)
-        self._process.start()
-        if not near.poll(self._START_S):
-            raise RuntimeError("the far end of the TCP stream did not start")
-        self._connection = socket.create_connection(("127.0.0.1", near.recv()), self._START_S)
-        _tune(self._connection)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._connection.close()
-        self._process.join(self._START_S)
-
-    def write(self, data: npt.NDArray[np.uint8]) -> float:
-        """Send all of it. Returns: seconds until the far end has it."""
-        view = data.reshape(-1).data
-        began = time.perf_counter()
-        self._connection.sendall(self._ORDER.pack(b"w", len(view)))
-        self._connection.sendall(view)
-        if self._connection.recv(1) != b"k":
-            raise ConnectionError("the far end has gone")
-        return time.perf_counter() - began
-
-    def read(self, into: npt.NDArray[np.uint8]) -> float:
-        """Receive as much as `into` holds. Returns: seconds until it is there."""
-        view = into.reshape(-1).data
-        began = time.perf_counter()
-        self._connection.sendall(self._ORDER.pack(b"r", len(view)))
-        _receive(self._connection, view)
-        return time.perf_counter() - began
-
-
-def _far_end(port: Connection) -> None:
-    """Serve one connection until it ends."""
+@contextlib.contextmanager
+def tcp_stream(num_bytes: int) -> Iterator[Callable[[], float]]:
+    """Seconds until so many bytes have crossed a plain TCP stream over loopback to a process of its
+    own: what a byte costs that crosses sockets. No framing, no checks: a ceiling for whatever moves
+    blocks over a socket."""
+    data = bytes(num_bytes)
+    # A fresh interpreter: a fork would share our memory and its page tables.
+    spawning = multiprocessing.get_context("spawn")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(TcpStream._START_S)  # noqa: SLF001
-        port.send(server.getsockname()[1])
-        connection, _ = server.accept()
-    order_of = TcpStream._ORDER  # noqa: SLF001
+        server.settimeout(_TCP_S)
+        peer = spawning.Process(target=_receive, args=(server.getsockname(), num_bytes))
+        peer.start()
+        connection = server.accept()[0]
+
+    def send() -> float:
+        began = time.perf_counter()
+        connection.sendall(data)
+        if connection.recv(1) != b"k":
+            raise ConnectionError("the peer of the TCP stream has ended")
+        return time.perf_counter() - began
+
     with connection:
         _tune(connection)
-        buffer = bytearray()
-        while order := connection.recv(order_of.size, socket.MSG_WAITALL):
-            kind, num_bytes = order_of.unpack(order)
-            if len(buffer) < num_bytes:
-                buffer = bytearray(num_bytes)
-            view = memoryview(buffer)[:num_bytes]
-            if kind == b"w":
-                _receive(connection, view)
+        yield send
+    peer.join(_TCP_S)
+
+
+def _receive(address: tuple[str, int], num_bytes: int) -> None:
+    """The peer: answers each transfer with a byte, until the connection ends."""
+    view = memoryview(bytearray(num_bytes))
+    with socket.create_connection(address, _TCP_S) as connection:
+        _tune(connection)
+        left = num_bytes
+        while count := connection.recv_into(view[:left]):
+            left -= count
+            if not left:
                 connection.sendall(b"k")
-            else:
-                connection.sendall(view)
+                left = num_bytes
 
 
 def _tune(connection: socket.socket) -> None:
-    connection.settimeout(TcpStream._MOVE_S)  # noqa: SLF001
+    connection.settimeout(_TCP_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
-
-
-def _receive(connection: socket.socket, view: memoryview) -> None:
-    while view:
-        num_bytes = connection.recv_into(view)
-        if num_bytes == 0:
-            raise ConnectionError("the far end has gone")
-        view = view[num_bytes:]
 
 
 # -- child processes

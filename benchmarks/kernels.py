@@ -102,7 +102,6 @@ class Attention:
     num_nodes: int = 0
     """0: decode."""
     exact: bool = False
-    window: int | None = None
     rotates: bool = False
     """With rotation and write, in the same launch."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -110,15 +109,13 @@ class Attention:
     @property
     def bytes_per_layer(self) -> int:
         numbers = self.head_dim + (0 if self.is_latent else self.v_head_dim)
-        seen = min(self.context, self.window or self.context)
         per_position = numbers * (1 if self.dtype else 2)
         if self.dtype:
             per_position += 8 if self.scales > 1 else 8 // BLOCK
-        return self.batch * seen * self.num_kv_heads * per_position
+        return self.batch * self.context * self.num_kv_heads * per_position
 
 
 def _attention_cases() -> Iterator[Attention]:
-    yield Attention("8B short", 1, 32)
     for batch in (1, 8, 64, 256):
         yield Attention("8B", batch, 1024)
         yield Attention("0.6B", batch, 1024, num_heads=16)
@@ -126,14 +123,10 @@ def _attention_cases() -> Iterator[Attention]:
     for batch in (1, 8):
         yield Attention("0.6B rotated", batch, 1024, num_heads=16, rotates=True)
         yield Attention("8B exact", 8 * batch, 1024, exact=True)
-    yield Attention("8B", 1, 16384)
-    yield Attention("8B", 48, 3000)
     yield Attention("8B int8/block", 64, 1024, dtype="int8")
     yield Attention("8B fp8/token", 64, 1024, dtype="fp8_e4m3", scales=BLOCK)
     mla = Attention("MLA", 1, 4096, 16, 1, 576, 512, is_latent=True)
     yield from (mla, replace(mla, batch=64, context=1024))
-    yield replace(mla, name="MLA h128", batch=64, context=1024, num_heads=128)
-    yield Attention("gpt-oss", 64, 4096, num_heads=64, head_dim=64, v_head_dim=64, window=128)
     yield Attention("8B tree 32", 1, 1024, num_nodes=32)
     yield Attention("8B tree 8", 16, 1024, num_nodes=8)
 
@@ -174,7 +167,7 @@ def _prepare(one: Attention, num_layers: int) -> Prepared:
     num_rows = one.batch * max(1, one.num_nodes)
     query = torch.randn(num_rows, one.num_heads, one.head_dim, device="cuda").bfloat16()
     out = query.new_full((num_rows, one.num_heads, one.v_head_dim), float("nan"))
-    common: dict[str, Any] = {"scaling": one.head_dim**-0.5, "window": one.window}
+    common: dict[str, Any] = {"scaling": one.head_dim**-0.5}
     given: dict[str, Any] = {"out": out, "exact": one.exact} | common | one.options
     tails = None
     if one.num_nodes:
@@ -207,29 +200,17 @@ def _prepare(one: Attention, num_layers: int) -> Prepared:
 
 
 def _measure_attention(one: Attention, copy_gb_per_s: float) -> dict[str, Any]:
-    """`behind`: what the launch adds behind a small kernel, as in a model."""
     # Keys and values that a graph reads before it reads the same again: five times the L2.
     num_layers = max(2, min(32, math.ceil((256 << 20) / one.bytes_per_layer)))
     its = _prepare(one, num_layers)
     count = max(20, num_layers)
     seconds = graph_s(lambda index: its.launch(index % num_layers), count)
-    x = torch.randn(one.batch, 4096, device="cuda").bfloat16()
-    weight = torch.ones(4096, device="cuda").bfloat16()
-
-    def norm(_: int) -> None:
-        layer_ops.rms_norm(x, weight, 1e-6, out=x)
-
-    def both(index: int) -> None:
-        norm(index)
-        its.launch(index % num_layers)
-
-    behind = graph_s(both, count) - graph_s(norm, count)
     its.out.fill_(float("nan"))
     its.launch(0)
     error = _attention_error(one, its)
     found = rate(seconds, one.bytes_per_layer, copy_gb_per_s)
     said = " ".join(str(value) for value in one.options.values())
-    return found | {"behind us": round(behind * 1e6, 2), "error": error, "options": said}
+    return found | {"error": error, "options": said}
 
 
 def _attention_error(one: Attention, its: Prepared) -> float:
@@ -267,7 +248,8 @@ def _cache(one: Attention, num_blocks: int, num_layers: int) -> list[BlockRows]:
     for dim in dims:
         numbers = torch.randn(count, BLOCK, dim, device="cuda", dtype=BF16)
         if one.dtype:
-            parts = [quantize(part, one.dtype, one.scales, None) for part in numbers.split(4096)]
+            pieces: Any = numbers.split(4096)  # type: ignore[no-untyped-call]
+            parts = [quantize(part, one.dtype, one.scales, None) for part in pieces]
             scales.append(torch.cat([part[1] for part in parts]))
             numbers = torch.cat([part[0] for part in parts])
         views.append(numbers)
@@ -310,7 +292,7 @@ def _double(rows: BlockRows) -> BlockRows:
 def attention(sweep: bool) -> dict[str, Any]:
     """Attention of decodes and token trees over the paged cache; ceiling: a large copy.
 
-    `behind us` is what the launch adds behind a small kernel; `error` is relative to float64.
+    `error` is relative to float64.
     """
     ceilings = _begin()
     cases = [*_attention_cases(), *(_attention_sweep() if sweep else ())]
@@ -338,10 +320,6 @@ PROMPTS: dict[str, list[tuple[int, int]]] = {
     "1x2048 after 6144": [(6144, 2048)],
     "1x512 after 7680": [(7680, 512)],
     "ragged 900..4000": [(0, 900), (0, 1500), (0, 3000), (0, 4000), (512, 1024)],
-    "64x128": [(0, 128)] * 64,
-    "32x64 after 1024": [(1024, 64)] * 32,
-    "64x1 after 1023": [(1023, 1)] * 64,
-    "1x1 after 16383": [(16383, 1)],
 }
 """(cached tokens, new tokens) of each sequence of a step."""
 
@@ -399,12 +377,12 @@ class PromptStep:
     def exact(self) -> torch.Tensor:
         return self.auto(exact=True)
 
-    def triton(self, config: Any = None) -> torch.Tensor:
+    def triton(self) -> torch.Tensor:
         from baton_kernels.gpu import prefill_attention as gpu
 
         gpu.prefill_attention(
             self.query, self.rows, self.tables, self.query_starts, self.starts, self.longest,
-            DIM**-0.5, None, None, None, self.out, config=config,
+            DIM**-0.5, None, None, None, self.out,
         )  # fmt: skip
         return self.out
 
@@ -416,16 +394,17 @@ class PromptStep:
             x.view(len(self.spans), -1, *x.shape[1:]).transpose(1, 2)
             for x in (self.query, self.key, self.value)
         )
-        out = ATEN._scaled_dot_product_cudnn_attention(  # noqa: SLF001
+        out: torch.Tensor = ATEN._scaled_dot_product_cudnn_attention(  # noqa: SLF001
             q, k, v, None, False, 0.0, True, False, scale=DIM**-0.5
         )[0]
         return out.transpose(1, 2).reshape(self.query.shape)
 
     def flash(self) -> torch.Tensor:
-        return ATEN._flash_attention_forward(  # noqa: SLF001
+        out: torch.Tensor = ATEN._flash_attention_forward(  # noqa: SLF001
             self.query, self.all_key, self.all_value, self.query_starts, self.all_firsts,
             self.longest, self.end, 0.0, True, False, scale=DIM**-0.5,
         )[0]  # fmt: skip
+        return out
 
     def error(self, out: torch.Tensor) -> float:
         """Against float32, of the last tokens of the first and the last sequence."""
@@ -451,22 +430,15 @@ class PromptStep:
 
 @harness.case
 @click.option("--versions", type=Several(click.Choice(VERSIONS)), default=",".join(VERSIONS))
-@click.option("--sweep", is_flag=True, help="other tiles of our Triton kernel, too")
-def prefill_attention(versions: Sequence[str], sweep: bool) -> dict[str, Any]:
+def prefill_attention(versions: Sequence[str]) -> dict[str, Any]:
     """Attention of prompts over the paged cache: ours, cuDNN's and Flash-Attention 2 through torch
     over dense keys; ceiling: a large product."""
     ceilings = _begin()
     rows = []
     for (num_heads, num_kv_heads), name in itertools.product(((32, 8), (16, 8)), PROMPTS):
         step = PromptStep(PROMPTS[name], num_heads, num_kv_heads)
-        runs: dict[str, Callable[[], torch.Tensor]] = {one: getattr(step, one) for one in versions}
-        if sweep:
-            from baton_kernels.gpu.prefill_attention import TileConfig
-
-            for tile in ((64, 64, 4, 2), (64, 64, 4, 4), (128, 128, 8, 2)):
-                runs[f"triton {tile}"] = partial(step.triton, TileConfig(*tile))
-        for version, run in runs.items():
-            measure = partial(step.timed, run, ceilings["matmul_tflop_per_s"])
+        for version in versions:
+            measure = partial(step.timed, getattr(step, version), ceilings["matmul_tflop_per_s"])
             rows.append(attempt(f"{num_heads} heads, {name}, {version}", measure))
     return _end("prefill attention", ceilings, rows)
 
@@ -498,7 +470,7 @@ def _rotation(name: str, num_tokens: int, ceiling: float) -> dict[str, Any]:
     angles = torch.randn(max(count, 1024), DIM // 2, device="cuda")
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1).contiguous()
     int32: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
-    ids, kv = None, [None, None]
+    ids, kv = None, list[torch.Tensor | None]((None, None))
     if is_prompt:
         positions = torch.arange(num_tokens, **int32)
         ids = torch.zeros(num_tokens, **int32)
@@ -514,8 +486,8 @@ def _rotation(name: str, num_tokens: int, ceiling: float) -> dict[str, Any]:
 
     def launch(index: int) -> None:
         gpu.rotate_and_write(
-            qkv[index % sets], positions, cos_sin, rows, tables, ids, None, *norms, 1e-6, out_q,
-            *kv, config=None,
+            qkv[index % sets], positions, cos_sin, rows, tables, ids, None, norms[0], norms[1],
+            1e-6, out_q, kv[0], kv[1],
         )  # fmt: skip
 
     seconds = graph_s(launch)
@@ -552,6 +524,18 @@ def _silu_mul(width: int, num_tokens: int, ceiling: float) -> dict[str, Any]:
     return rate(seconds, 3 * out[0].nbytes, ceiling)
 
 
+def _block_moves(
+    cache: torch.Tensor, ids: torch.Tensor
+) -> Iterator[tuple[str, Callable[[int], object], int]]:
+    """(name, launch, bytes moved)."""
+    staging = torch.empty(len(ids), cache.shape[1], device="cuda", dtype=BF16)
+    pairs, num_bytes = torch.stack((ids, ids + 512), 1), staging.nbytes
+    yield "gather_blocks", lambda _: block_ops.gather_blocks(cache, ids, out=staging), 2 * num_bytes
+    yield "scatter_blocks", lambda _: block_ops.scatter_blocks(cache, ids, staging), 2 * num_bytes
+    yield "copy_blocks", lambda _: block_ops.copy_blocks(cache, pairs), 2 * num_bytes
+    yield "clear_blocks", lambda _: block_ops.clear_blocks(cache, ids), num_bytes
+
+
 @harness.case
 def layers() -> dict[str, Any]:
     """Norms, SwiGLU, rotate-and-write, and moves of whole blocks of 2 MB; ceiling: a large copy."""
@@ -571,17 +555,8 @@ def layers() -> dict[str, Any]:
     cache = _randn(1024, 8 * 32 * 2 * BLOCK * DIM)
     for count in (8, 64, 512):
         ids = torch.randperm(512, device="cuda")[:count].to(torch.int32)
-        pairs = torch.stack((ids, ids + 512), 1)
-        staging = torch.empty(count, cache.shape[1], device="cuda", dtype=BF16)
-        moves: dict[str, Callable[[int], object]] = {
-            "gather_blocks": lambda _, i=ids, s=staging: block_ops.gather_blocks(cache, i, out=s),
-            "scatter_blocks": lambda _, i=ids, s=staging: block_ops.scatter_blocks(cache, i, s),
-            "copy_blocks": lambda _, p=pairs: block_ops.copy_blocks(cache, p),
-            "clear_blocks": lambda _, i=ids: block_ops.clear_blocks(cache, i),
-        }
-        for what, move in moves.items():
-            moved = staging.nbytes * (1 if what == "clear_blocks" else 2)
-            row = partial(lambda run, size: rate(graph_s(run, 10), size, copy), move, moved)
+        for what, move, num_bytes in _block_moves(cache, ids):
+            row = partial(lambda run, size: rate(graph_s(run, 10), size, copy), move, num_bytes)
             rows.append(attempt(f"{what} {count} of 2 MB", row))
     return _end("layers", ceilings, rows)
 
@@ -638,7 +613,7 @@ class Pool:
 
     def __init__(self, num_bytes: int) -> None:
         self.numbers = torch.empty(num_bytes // 2, dtype=BF16, device="cuda")
-        for part in self.numbers.split(1 << 28):
+        for part in self.numbers.split(1 << 28):  # type: ignore[no-untyped-call]
             part.normal_(std=0.02)
         self._next = 0
 
@@ -718,8 +693,9 @@ class Chain:
 
         product = Product(self._num_rows, shape.weight_shape[0], shape.depth, 2, shape.is_gated)
         tile = choose_tile(product, exact=False, forced=False)
-        fuses = self._num_rows == 1 and shape.has_norm and tile is not None
-        return Way(tile, fuses_norm=bool(fuses and takes_norm(tile, product)))
+        if tile is None or self._num_rows > 1 or not shape.has_norm:
+            return Way(tile)
+        return Way(tile, fuses_norm=takes_norm(tile, product))
 
     def _halves(self, ways: dict[Linear, Way]) -> dict[Linear, HalfNorm]:
         """By the layer that takes it: o's result is gate_up's input, down's is the next qkv's."""

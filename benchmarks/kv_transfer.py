@@ -1,84 +1,68 @@
-"""Bytes per second into and out of a KV store, against a memcpy and a plain TCP stream in the same
-run; the fixed latency of one block; what verification costs.
+"""Bytes per second into and out of a KV store, from host memory and from a GPU's, per transport,
+against plain copies of as many bytes in the same run; the fixed latency of one block.
 
-    python -m benchmarks.kv_transfer --batch-mib 64 --rounds 9
+    python -m benchmarks.kv_transfer host --batch-mib 64 --rounds 9
+    python -m benchmarks.kv_transfer gpu
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import click
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.harness import Several, TcpStream, timed
+from benchmarks.harness import Several, tcp_stream, timed
 from kvstore import block_hash
-from kvstore.blocks import Block
+from kvstore.blocks import PackedBlocks
 from kvstore.client import KvStoreClient
-from kvstore.transport import base, grpc, shm
 from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline
 
-KIB, MIB = 1024, 1024 * 1024
+MIB = 1 << 20
 TRANSPORTS = ("shm", "nixl", "grpc")
 FINGERPRINT = "ab" * 32
 BLOCK_SIZE = 16
 CALL_S = 120.0
 TTL_S = 300.0
-_HASHING: tuple[Any, ...] = (base, grpc, shm)
-"""The modules in which host transports compute checksums."""
+NUM_WARM_UPS = 2
+"""Rounds that touch the memory first."""
 
-Refs = tuple[Block, ...]
-
-
-class _FreeChecksum:
-    """A running checksum that costs nothing and is always the same."""
-
-    value = 0
-
-    def update(self, piece: object) -> None:
-        """Nothing."""
-
-
-@contextmanager
-def unverified() -> Iterator[None]:
-    """Transports of this process compute no checksums inside: what verification costs is the
-    difference."""
-    free = SimpleNamespace(checksum=lambda view: 0, RunningChecksum=_FreeChecksum)
-    for module in _HASHING:
-        module.block_hash = free
-    try:
-        yield
-    finally:
-        for module in _HASHING:
-            module.block_hash = block_hash
+Ceilings = Mapping[str, Callable[[], float]]
+"""Seconds of plain copies of a batch, by name; of each way two: in and out of the store."""
 
 
 class Bench:
-    """One client of one store over one transport; its lower half of blocks is written, its upper
-    half read into."""
+    """One client of one store over one transport.
 
-    def __init__(self, client: KvStoreClient, num_blocks: int) -> None:
+    Args:
+        sources, targets: blocks of its memory that are written, and that are read into.
+    """
+
+    def __init__(
+        self, client: KvStoreClient, sources: Sequence[int], targets: Sequence[int]
+    ) -> None:
         self._client = client
-        self._num_blocks = num_blocks
+        self._sources, self._targets = sources, targets
 
-    async def write(self, num_blocks: int) -> tuple[float, Refs, str]:
-        """Store that many fresh blocks. Returns: seconds, where they lie, their lease."""
-        chain = [secrets.token_bytes(16) for _ in range(num_blocks)]
+    async def write(self, num_blocks: int | None = None) -> tuple[float, PackedBlocks, str]:
+        """Store the sources, or so many of them, under fresh hashes. Returns: seconds, where they
+        lie, their lease."""
+        sources = self._sources[:num_blocks]
+        chain = [secrets.token_bytes(16) for _ in sources]
         began = time.perf_counter()
         put = await self._client.put_blocks(
             None,
             b"",
-            list(zip(chain, range(num_blocks), strict=True)),
+            list(zip(chain, sources, strict=True)),
             None,
             TTL_S,
             Deadline.after(CALL_S),
@@ -89,9 +73,9 @@ class Bench:
             raise RuntimeError(f"{put.not_stored} blocks had no room: the store is too small")
         return seconds, put.refs, put.lease_id
 
-    async def read(self, refs: Refs, lease_id: str) -> float:
+    async def read(self, refs: PackedBlocks, lease_id: str) -> float:
         """Returns: seconds. Raises: RuntimeError when something did not verify."""
-        items = [(ref, self._num_blocks + at) for at, ref in enumerate(refs)]
+        items = list(zip(refs, self._targets, strict=False))
         began = time.perf_counter()
         got = await self._client.get_blocks(lease_id, items, Deadline.after(CALL_S))
         seconds = time.perf_counter() - began
@@ -99,7 +83,14 @@ class Bench:
             raise RuntimeError(f"blocks did not arrive: {got.failed}")
         return seconds
 
-    async def ask(self) -> float:
+    async def both(self, num_blocks: int | None = None) -> tuple[float, float]:
+        """Seconds of one write and one read."""
+        write_s, refs, lease_id = await self.write(num_blocks)
+        read_s = await self.read(refs, lease_id)
+        await self._client.release([lease_id], deadline=Deadline.after(CALL_S))
+        return write_s, read_s
+
+    async def call(self) -> float:
         """One call that moves nothing. Returns: seconds."""
         began = time.perf_counter()
         await self._client.match(
@@ -107,13 +98,16 @@ class Bench:
         )
         return time.perf_counter() - began
 
-    async def release(self, lease_id: str) -> None:
-        await self._client.release([lease_id], deadline=Deadline.after(CALL_S))
 
-
-@asynccontextmanager
-async def attached(address: str, transport: str, memory: BlockMemory) -> AsyncIterator[Bench]:
-    """A client of the store, from its handshake to its goodbye."""
+async def _measured(
+    address: str,
+    transport: str,
+    memory: BlockMemory,
+    places: tuple[Sequence[int], Sequence[int]],
+    ceilings: Ceilings,
+    num_rounds: int,
+) -> dict[str, list[float]]:
+    """Seconds of batches, of plain copies in turns with them, and of one block."""
     client = await KvStoreClient.attach(
         address,
         worker_id=f"bench-{secrets.token_hex(4)}",
@@ -123,170 +117,195 @@ async def attached(address: str, transport: str, memory: BlockMemory) -> AsyncIt
         transport=transport,
         timeout_s=CALL_S,
     )
+    bench, found = Bench(client, *places), dict[str, list[float]]()
+
+    def note(**seconds: float) -> None:
+        for name, value in seconds.items():
+            found.setdefault(name, []).append(value)
+
     try:
-        yield Bench(client, memory.num_blocks // 2)
+        for number in range(num_rounds + NUM_WARM_UPS):
+            copies = {name: copy() for name, copy in ceilings.items()}
+            write_s, read_s = await bench.both()
+            if number >= NUM_WARM_UPS:
+                note(write=write_s, read=read_s, **copies)
+        for _ in range(20 * num_rounds):
+            note(one_call=await bench.call())
+            write_s, read_s = await bench.both(1)
+            note(one_block_write=write_s, one_block_read=read_s)
     finally:
         await client.close()
-
-
-def measure(
-    transport: str, block_bytes: int, num_blocks: int, rounds: int, stream: TcpStream
-) -> dict[str, Any]:
-    """One transport at one block size."""
-    view = np.empty((2 * num_blocks, block_bytes), dtype=np.uint8)
-    view[:] = np.frombuffer(secrets.token_bytes(block_bytes), dtype=np.uint8)
-    view[:, :8] = np.arange(2 * num_blocks, dtype=np.uint64).view(np.uint8).reshape(-1, 8)
-    source, target = view[:num_blocks], np.zeros((num_blocks, block_bytes), dtype=np.uint8)
-    seconds: dict[str, list[float]] = {}
-
-    def note(name: str, value: float) -> None:
-        seconds.setdefault(name, []).append(value)
-
-    ceilings = {
-        "memcpy": timed(lambda: np.copyto(target, source)),
-        "checksum": timed(lambda: [block_hash.checksum(row) for row in source]),
-        "tcp_write": partial(stream.write, source),
-        "tcp_read": partial(stream.read, target),
-    }
-
-    async def rounds_of(bench: Bench) -> None:
-        for at in range(rounds + 2):
-            figures = {name: measure_s() for name, measure_s in ceilings.items()}
-            kinds = [("", nullcontext), ("_unverified", unverified)]
-            for name, kind in reversed(kinds) if at % 2 else kinds:
-                with kind():
-                    figures |= await _moved(bench, num_blocks, name)
-            if at >= 2:  # the first two touch the memory
-                for name, value in figures.items():
-                    note(name, value)
-
-    async def latencies(bench: Bench) -> None:
-        for _ in range(20 * rounds):
-            note("one_call", await bench.ask())
-            one_write, refs, lease_id = await bench.write(1)
-            note("one_write", one_write)
-            note("one_read", await bench.read(refs, lease_id))
-            await bench.release(lease_id)
-
-    async def all_of(address: str) -> None:
-        async with attached(address, transport, BlockMemory.of(view)) as bench:
-            await rounds_of(bench)
-            await latencies(bench)
-
-    capacity_bytes = 3 * num_blocks * block_bytes
-    with harness.store(capacity_bytes=capacity_bytes) as (_, ready):
-        asyncio.run(all_of(ready["address"]))
-    return _figures(transport, block_bytes, num_blocks, seconds)
-
-
-async def _moved(bench: Bench, num_blocks: int, name: str) -> dict[str, float]:
-    """Seconds of one write and one read, and of this process' CPU in them."""
-    began = time.process_time()
-    write_s, refs, lease_id = await bench.write(num_blocks)
-    written = time.process_time()
-    read_s = await bench.read(refs, lease_id)
-    read = time.process_time()
-    await bench.release(lease_id)
-    return {
-        f"write{name}": write_s,
-        f"write{name}_cpu": written - began,
-        f"read{name}": read_s,
-        f"read{name}_cpu": read - written,
-    }
+    return found
 
 
 def _figures(
-    transport: str, block_bytes: int, num_blocks: int, seconds: dict[str, list[float]]
+    seconds: Mapping[str, Sequence[float]], num_bytes: int, ceilings: Ceilings
 ) -> dict[str, Any]:
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    num_bytes = num_blocks * block_bytes
-
-    def rate(name: str) -> float:
-        return round(num_bytes / median[name] / 1e9, 3)
-
-    def over(name: str, ceiling: str) -> float:
-        # Round by round: both met the same state of the machine.
-        pairs = zip(seconds[ceiling], seconds[name], strict=True)
-        return round(statistics.median(top / own for top, own in pairs), 3)
-
-    def cost(name: str, clock: str = "") -> float:
-        """Of the whole transfer, verification included; chance may put it below nothing."""
-        bare = seconds[f"{name}_unverified{clock}"]
-        pairs = zip(seconds[f"{name}{clock}"], bare, strict=True)
-        return round(statistics.median((own - bare) / own for own, bare in pairs), 3)
-
-    def p99(name: str) -> float:
-        return round(statistics.quantiles(seconds[name], n=100)[98] * 1e6, 1)
-
-    return {
-        "transport": transport,
-        "block_bytes": block_bytes,
-        "num_blocks": num_blocks,
-        **{
-            f"{name}_gb_per_s": rate(name)
-            for name in ("memcpy", "tcp_write", "tcp_read", "checksum", "write", "read")
-        },
-        "write_of_memcpy": over("write", "memcpy"),
-        "read_of_memcpy": over("read", "memcpy"),
-        "write_of_tcp": over("write", "tcp_write"),
-        "read_of_tcp": over("read", "tcp_read"),
-        "verification_share_of_write": cost("write"),
-        "verification_share_of_read": cost("read"),
-        "verification_share_of_write_cpu": cost("write", "_cpu"),
-        "verification_share_of_read_cpu": cost("read", "_cpu"),
-        "one_call_p50_us": round(median["one_call"] * 1e6, 1),
-        "one_block_write_p50_us": round(median["one_write"] * 1e6, 1),
-        "one_block_write_p99_us": p99("one_write"),
-        "one_block_read_p50_us": round(median["one_read"] * 1e6, 1),
-        "one_block_read_p99_us": p99("one_read"),
+    """Rates by the median round; shares of a plain copy round by round, since both met the same
+    state of the machine."""
+    figures: dict[str, Any] = {
+        f"{name}_gb_per_s": round(num_bytes / statistics.median(seconds[name]) / 1e9, 3)
+        for name in ("write", "read", *ceilings)
     }
+    for name, copy in ((way, copy) for way in ("write", "read") for copy in ceilings):
+        if copy.partition("_")[2] in ("", name):
+            pairs = zip(seconds[copy], seconds[name], strict=True)
+            share = statistics.median(copied / own for copied, own in pairs)
+            figures[f"{name}_of_{copy.removesuffix(f'_{name}')}"] = round(share, 3)
+    for name in ("one_call", "one_block_write", "one_block_read"):
+        cuts = harness.cuts(seconds[name], "us", 1e6)
+        figures |= {f"{name}_{cut}": cuts[cut] for cut in ("p50_us", "p99_us")}
+    return figures
 
 
-def _row(one: dict[str, Any]) -> dict[str, Any]:
-    def both(name: str) -> str:
-        return f"{one[f'write_of_{name}']:.0%} / {one[f'read_of_{name}']:.0%}"
-
-    wall, cpu = (
-        f"{one[f'verification_share_of_write{clock}']:.0%} / "
-        f"{one[f'verification_share_of_read{clock}']:.0%}"
-        for clock in ("", "_cpu")
+def _show(figures: Sequence[Mapping[str, Any]]) -> None:
+    shown = ("transport", "block_bytes", "blocks", "write_gb_per_s", "read_gb_per_s")
+    harness.show(
+        "put and get",
+        [
+            {name: value for name, value in one.items() if name in shown or "_of_" in name}
+            for one in figures
+        ],
     )
-    return {
-        "": f"{one['transport']}, {one['block_bytes'] // KIB} KiB",
-        "write GB/s": f"{one['write_gb_per_s']:.2f}",
-        "read GB/s": f"{one['read_gb_per_s']:.2f}",
-        "of memcpy": both("memcpy"),
-        "of TCP": both("tcp"),
-        "verification": f"{wall} ({cpu} CPU)",
-        "one block us": f"{one['one_block_write_p50_us']:.0f} / {one['one_block_read_p50_us']:.0f}",
-    }
+
+
+_OPTIONS: tuple[Any, ...] = (
+    click.option("--block-bytes", type=Several(int), default="65536,262144,2097152"),
+    click.option(
+        "--transports", type=Several(click.Choice(TRANSPORTS)), default=",".join(TRANSPORTS)
+    ),
+    click.option("--rounds", default=9),
+)
+
+
+def _options(function: Callable[..., Any]) -> Callable[..., Any]:
+    for option in _OPTIONS:
+        function = option(function)
+    return function
 
 
 @harness.case
+@_options
 @click.option("--batch-mib", default=64, help="moved at once")
-@click.option("--rounds", default=9)
-@click.option("--transports", type=Several(click.Choice(TRANSPORTS)), default=",".join(TRANSPORTS))
-@click.option("--block-bytes", type=Several(int), default="65536,262144,2097152")
-def main(
+def host(
     batch_mib: int, rounds: int, transports: Sequence[str], block_bytes: Sequence[int]
 ) -> dict[str, Any]:
-    """Bytes per second of a whole put (reserve, copy, checksum, commit) and a whole get (copy,
-    generations, checksum), against a memcpy and a plain TCP stream; the latency of one block.
+    """Blocks of host memory: a whole put (reserve, copy, checksum, commit) and a whole get (copy,
+    generations, checksum), against a memcpy and a plain TCP stream.
 
     A real store in a process of its own, a client as workers have it. Each figure is the median of
-    rounds in which memcpy, TCP and store alternate. Verification is the difference to transfers in
-    the same rounds whose checksums cost nothing: of the time until it is over, and of the client's
-    CPU time, which other load disturbs less.
+    rounds in which memcpy, TCP and store alternate.
     """
-    figures = []
-    with TcpStream() as stream:
+    figures, num_bytes = [], _batch(batch_mib, block_bytes)
+    with tcp_stream(num_bytes) as send:
         for size in block_bytes:
+            num_blocks = num_bytes // size
+            view = np.empty((2 * num_blocks, size), dtype=np.uint8)
+            view[:] = np.frombuffer(secrets.token_bytes(size), dtype=np.uint8)
+            view[:, :8] = np.arange(2 * num_blocks, dtype=np.uint64).view(np.uint8).reshape(-1, 8)
+            source, target = view[:num_blocks], np.zeros((num_blocks, size), dtype=np.uint8)
+            ceilings: Ceilings = {
+                "memcpy": timed(partial(np.copyto, target, source)),
+                "checksum": timed(partial(_checksums, source)),
+                "tcp": send,
+            }
+            places = (range(num_blocks), range(num_blocks, 2 * num_blocks))
             for transport in transports:
-                num_blocks = max(1, batch_mib * MIB // size)
-                figures.append(measure(transport, size, num_blocks, rounds, stream))
-    harness.show("write / read", [_row(one) for one in figures])
+                with harness.store(capacity_bytes=3 * num_blocks * size) as (_, ready):
+                    measured = _measured(
+                        ready["address"], transport, BlockMemory.of(view), places, ceilings, rounds
+                    )
+                    seconds = asyncio.run(measured)
+                if not np.array_equal(view[:num_blocks], view[num_blocks:]):
+                    raise RuntimeError("other bytes arrived than were sent")
+                about = {"transport": transport, "block_bytes": size, "num_blocks": num_blocks}
+                figures.append(about | _figures(seconds, num_bytes, ceilings))
+    _show(figures)
     return {"batch_mib": batch_mib, "rounds": rounds, "figures": figures}
 
+
+def _batch(batch_mib: int, block_bytes: Sequence[int]) -> int:
+    """Bytes of it. Raises: click.BadParameter where it is not of whole blocks."""
+    if any(batch_mib * MIB % size for size in block_bytes):
+        raise click.BadParameter("not of whole blocks", param_hint="--batch-mib")
+    return batch_mib * MIB
+
+
+def _checksums(blocks: Any) -> None:
+    for block in blocks:
+        block_hash.checksum(block)
+
+
+def _places(num_blocks: int) -> Iterator[tuple[str, tuple[list[int], list[int]]]]:
+    """Where blocks of the cache's halves come from and go to."""
+    yield "side by side", (list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks)))
+    order = random.Random(7).sample(range(2 * num_blocks), 2 * num_blocks)
+    yield "anywhere", (order[:num_blocks], order[num_blocks:])
+
+
+@harness.case
+@_options
+@click.option("--batch-mib", default=256, help="moved at once")
+@click.option("--device", "device_id", default=0)
+def gpu(
+    batch_mib: int,
+    rounds: int,
+    transports: Sequence[str],
+    block_bytes: Sequence[int],
+    device_id: int,
+) -> dict[str, Any]:
+    """Blocks of a GPU's cache, side by side and anywhere: a whole put and a whole get, against
+    torch's own copies to and from pinned memory. From GPU to GPU: benchmarks.gpu_peers."""
+    harness.needs_cuda(device_id + 1)
+    import torch
+
+    from kvstore.transport.cuda import CudaDevice
+    from services.worker.device_checksums import DeviceChecksums
+
+    torch.cuda.set_device(device_id)
+    device = CudaDevice.open(device_id)
+    figures, num_bytes = [], _batch(batch_mib, block_bytes)
+    for size in block_bytes:
+        num_blocks = num_bytes // size
+        shape = (2 * num_blocks, size)
+        cache = torch.randint(0, 256, shape, dtype=torch.uint8, device=f"cuda:{device_id}")
+        pinned = torch.empty(shape[0] // 2, size, dtype=torch.uint8, pin_memory=True)
+        staged = torch.empty_like(cache[:num_blocks])
+
+        def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+            target.copy_(source)
+            torch.cuda.synchronize()
+
+        ceilings: Ceilings = {
+            "pinned_write": timed(partial(copy, pinned, staged)),
+            "pinned_read": timed(partial(copy, staged, pinned)),
+        }
+        memory = BlockMemory.on_device(
+            device, cache.data_ptr(), size, len(cache), DeviceChecksums(cache)
+        )
+        for transport in transports:
+            for place, (sources, targets) in _places(num_blocks):
+                cache[targets] = 0
+                torch.cuda.synchronize()
+                with harness.store(capacity_bytes=3 * num_blocks * size) as (_, ready):
+                    measured = _measured(
+                        ready["address"], transport, memory, (sources, targets), ceilings, rounds
+                    )
+                    seconds = asyncio.run(measured)
+                if not torch.equal(cache[sources], cache[targets]):
+                    raise RuntimeError(f"{transport}: other bytes arrived than were sent")
+                about = {"transport": transport, "block_bytes": size, "blocks": place}
+                figures.append(about | _figures(seconds, num_bytes, ceilings))
+    _show(figures)
+    return {
+        **harness.device_context(),
+        "batch_mib": batch_mib,
+        "rounds": rounds,
+        "figures": figures,
+    }
+
+
+main = harness.program(__doc__, host, gpu)
 
 if __name__ == "__main__":
     main()

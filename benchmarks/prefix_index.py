@@ -1,22 +1,13 @@
-"""Lookups per second in the prefix index: prompts of 1,024 blocks over several nodes that hold
-3 million blocks together, in a real Redis, by the code that the router runs.
+"""Lookups per second in the prefix index, in a real Redis, by the code that routers and stores run.
 
-The ceiling is the same round trip with a script that does nothing: the same arguments, the same
-connection. The index is filled by the code that stores run. The last line printed is one JSON
-object.
-
-    python -m benchmarks.prefix_index --blocks 3000000 --nodes 8 --lookups 2000
-
-Nothing is written unless --out says where.
+python -m benchmarks.prefix_index --blocks 3000000 --nodes 8 --lookups 2000
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import random
-import statistics
 import subprocess
 import tempfile
 import time
@@ -25,14 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import redis.asyncio
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from baton.cluster.local_cluster import find_redis_server
-from benchmarks.harness import context, publish
-from kvstore import block_hash, index
+from benchmarks import harness
+from kvstore import index
 from kvstore.change_log import ChangeLog
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import PrefixIndexPublisher
@@ -53,24 +43,16 @@ async def running_redis() -> AsyncIterator[tuple[str, redis.asyncio.Redis]]:
     """A Redis of our own on a socket file, without persistence: its URL, and a client of it."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         socket = Path(folder) / "redis.sock"
-        process = subprocess.Popen(
-            [
-                *(str(find_redis_server()), "--port", "0", "--unixsocket", str(socket)),
-                *("--save", "", "--appendonly", "no", "--dir", folder),
-            ],
-            stdout=subprocess.DEVNULL,
-        )
-        url = f"unix://{socket}"
-        client = registry.connect_redis(url, CALL_S)
-        try:
+        argv = (str(find_redis_server()), "--port", "0", "--unixsocket", str(socket))
+        options = ("--save", "", "--appendonly", "no", "--dir", folder)
+        with harness.child(*argv, *options, stdout=subprocess.DEVNULL):
+            url = f"unix://{socket}"
+            client = registry.connect_redis(url, CALL_S)
             async with asyncio.timeout(CALL_S):
                 while not await _pings(client):
                     await asyncio.sleep(0.02)
             yield url, client
-        finally:
             await client.aclose()
-            process.kill()
-            process.wait(CALL_S)
 
 
 async def _pings(client: redis.asyncio.Redis) -> bool:
@@ -107,7 +89,7 @@ async def published(redis_url: str, held: Mapping[str, list[bytes]]) -> AsyncIte
     """Publish every node's hashes as its store would; taken back at the end. Gives: seconds."""
     async with contextlib.AsyncExitStack() as stack:
         began = time.perf_counter()
-        for node, hashes in track(held.items(), "filling", console=Console(stderr=True)):
+        for node, hashes in track(held.items(), "filling", console=harness.CONSOLE):
             publisher = PrefixIndexPublisher(
                 redis_url,
                 node_id=node,
@@ -157,13 +139,20 @@ async def timed(
     return num_calls / (time.perf_counter() - began), latencies
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+async def measure(
+    num_blocks: int,
+    num_nodes: int,
+    num_prompts: int,
+    prompt_blocks: int,
+    num_lookups: int,
+    seed: int,
+) -> dict[str, Any]:
     """All figures."""
-    rng = random.Random(arguments.seed)
-    nodes = [f"node-{at}" for at in range(arguments.nodes)]
+    rng = random.Random(seed)
+    nodes = [f"node-{at}" for at in range(num_nodes)]
     lives = {node: _life(node).hex() for node in nodes}
-    chains = prompts_of(rng, arguments.prompts, arguments.prompt_blocks)
-    held = place(rng, chains, nodes, arguments.blocks)
+    chains = prompts_of(rng, num_prompts, prompt_blocks)
+    held = place(rng, chains, nodes, num_blocks)
     lengths = {node: set(hashes) for node, hashes in held.items()}
     async with running_redis() as (url, client), published(url, held) as fill_s:
         num_bytes = int((await client.info("memory"))["used_memory"])
@@ -182,28 +171,26 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         rows = []
         for concurrency in CONCURRENCY:
             await timed(lookup, chains, 50, concurrency)  # warm
-            ceiling, bare = await timed(round_trip, chains, arguments.lookups, concurrency)
-            rate, latencies = await timed(lookup, chains, arguments.lookups, concurrency)
+            ceiling, bare = await timed(round_trip, chains, num_lookups, concurrency)
+            rate, latencies = await timed(lookup, chains, num_lookups, concurrency)
             rows.append(
                 {
                     "concurrency": concurrency,
                     "lookups_per_s": round(rate),
                     "round_trips_per_s": round(ceiling),
                     "share_of_round_trip": round(rate / ceiling, 3),
-                    "p50_us": _us(latencies, 50),
-                    "p99_us": _us(latencies, 99),
-                    "round_trip_p50_us": _us(bare, 50),
+                    **harness.cuts(latencies, "us", 1e6),
+                    "round_trip_p50_us": harness.cuts(bare, "us", 1e6)["p50_us"],
                 }
             )
     num_held = sum(len(hashes) for hashes in held.values())
     return {
         "num_blocks": num_held,
-        "num_nodes": arguments.nodes,
-        "prompt_blocks": arguments.prompt_blocks,
+        "num_nodes": num_nodes,
+        "prompt_blocks": prompt_blocks,
         "fill_s": round(fill_s, 2),
         "published_per_s": round(num_held / fill_s),
         "redis_bytes_per_block": round(num_bytes / num_held, 1),
-        "chain_hash_us": round(_chain_hash_s(arguments.prompt_blocks) * 1e6),
         "figures": rows,
     }
 
@@ -219,46 +206,26 @@ def _check(
             raise RuntimeError(f"{node}: {num_blocks} blocks found, {right} are there")
 
 
-def _chain_hash_s(num_blocks: int) -> float:
-    """Seconds to hash a prompt of so many blocks, which every lookup needs first."""
-    root = block_hash.root_key(b"", FINGERPRINT)
-    token_ids = list(range(num_blocks * BLOCK_SIZE))
-    times = []
-    for _ in range(20):
-        began = time.perf_counter()
-        block_hash.chain(root, token_ids, BLOCK_SIZE)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+@harness.case
+@click.option("--blocks", default=3_000_000, help="over all nodes")
+@click.option("--nodes", default=8)
+@click.option("--prompts", default=200, help="different ones")
+@click.option("--prompt-blocks", default=1024)
+@click.option("--lookups", default=2000)
+@click.option("--seed", default=0)
+def main(
+    blocks: int, nodes: int, prompts: int, prompt_blocks: int, lookups: int, seed: int
+) -> dict[str, Any]:
+    """Lookups per second in the prefix index: prompts over several nodes, 1, 8 and 32 at once, and
+    how many bytes Redis takes for a block.
 
-
-def _us(seconds: Sequence[float], quantile: int) -> float:
-    return round(statistics.quantiles(seconds, n=100)[quantile - 1] * 1e6, 1)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=3_000_000, help="over all nodes")
-    parser.add_argument("--nodes", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=200, help="different ones")
-    parser.add_argument("--prompt-blocks", type=int, default=1024)
-    parser.add_argument("--lookups", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    figures = asyncio.run(measure(arguments))
-    table = Table("at once", "lookups/s", "of an empty round trip", "p50 us", "p99 us")
-    for row in figures["figures"]:
-        table.add_row(
-            str(row["concurrency"]),
-            str(row["lookups_per_s"]),
-            f"{100 * row['share_of_round_trip']:.0f} %",
-            f"{row['p50_us']:.0f}",
-            f"{row['p99_us']:.0f}",
-        )
-    Console(stderr=True).print(table)
-    publish({"benchmark": "prefix_index", **context(), **figures}, arguments.out)
-    return 0
+    The ceiling is the same round trip with a script that does nothing: the same arguments, the same
+    connection.
+    """
+    figures = asyncio.run(measure(blocks, nodes, prompts, prompt_blocks, lookups, seed))
+    harness.show("lookups", figures["figures"])
+    return figures
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

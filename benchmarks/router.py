@@ -1,5 +1,5 @@
-"""What a router adds: CPU and latency per token, tokens a second, time to the first token; beside a
-bare relay of one multiplexed decode stream, in the same run.
+"""What a router adds: CPU and latency per token, tokens a second; beside a bare relay of one
+multiplexed decode stream, in the same run.
 
     python -m benchmarks.router overhead --out benchmarks/results/<date>-router-overhead.json
 """
@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,8 @@ from typing import Any
 from process import entrypoint  # before gRPC; the children inherit what it sets
 
 # isort: split
-import aiohttp
 import click
 import grpc.aio
-import msgspec
 import redis.asyncio
 import uvloop
 
@@ -32,19 +30,10 @@ from baton.cluster.local_cluster import find_redis_server
 from benchmarks import harness
 from benchmarks.harness import KeyedStream, Several, cpu_s
 from process import grpc_server, rpc
-from protos import (
-    common_pb2,
-    decode_pb2,
-    decode_pb2_grpc,
-    inference_pb2,
-    prefill_pb2,
-    prefill_pb2_grpc,
-)
+from protos import common_pb2, decode_pb2, decode_pb2_grpc, inference_pb2
 from services.router.fakes.model import FakeModel
 from services.router.fakes.prefill import FakePrefill
 from services.router.fakes.worker import Context, FakeWorker
-from tokens.text import OutputText
-from tokens.tokenizer import Tokenizer
 
 MODEL = "baton-5m"
 SERVICE = "baton.v1.Inference"
@@ -240,7 +229,7 @@ async def _workers(redis_url: str, name: str) -> None:
         await worker.start()
         await worker.register(client, ttl_ms=3_600_000)
     await client.aclose()
-    _ready(decode.address, prefill.address)
+    _ready(decode.address)
     await asyncio.Event().wait()
 
 
@@ -282,50 +271,18 @@ Ask = Callable[[int, float, bool, int], Messages]
 """(tokens, seconds of a step, whether send times are wanted, how many begin together)."""
 
 
-def over_grpc(address: str, metadata: Sequence[tuple[str, str]] = ()) -> Ask:
+def through(address: str) -> Ask:
     """Generate of a router, or of the relay."""
     channel = rpc.channel(address)
     generate: Any = channel.unary_stream(f"/{SERVICE}/Generate")
 
     async def ask(num_tokens: int, step_s: float, has_times: bool, group: int) -> Messages:
         request = a_request(num_tokens, step_s, has_times, group)
-        call = generate(request.SerializeToString(), metadata=metadata)
+        call = generate(request.SerializeToString())
         while (data := await call.read()) is not grpc.aio.EOF:
-            if has_times:
-                message = inference_pb2.GenerateResponse.FromString(data)
-                sent_s = message.logprobs[0].chosen.logprob if message.logprobs else -1.0
-                yield len(message.token_ids), since(sent_s)
-            else:  # its client's work is not what is measured
-                yield _num_tokens(data), float("nan")
-
-    return ask
-
-
-def over_http(address: str, session: aiohttp.ClientSession) -> Ask:
-    """/v1/completions as events."""
-    decode = msgspec.json.Decoder()
-
-    async def ask(num_tokens: int, step_s: float, has_times: bool, group: int) -> Messages:
-        body = {
-            "prompt": list(range(300, 300 + PROMPT_TOKENS)),
-            "max_tokens": num_tokens,
-            "seed": int(step_s * 1e6),
-            "top_k": group,
-            "stream": True,
-            **({"logprobs": 0} if has_times else {"baton": {"token_ids": True}}),
-        }
-        async with session.post(f"http://{address}/v1/completions", json=body) as response:
-            if response.status != 200:
-                raise RuntimeError(await response.text())
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                (choice,) = decode.decode(line[6:])["choices"]
-                if not has_times:
-                    yield len(choice["token_ids"]), float("nan")
-                    continue
-                sent_s = choice["logprobs"]["token_logprobs"]
-                yield len(sent_s), since(sent_s[0] if sent_s else -1.0)
+            message = inference_pb2.GenerateResponse.FromString(data)
+            sent_s = message.logprobs[0].chosen.logprob if message.logprobs else -1.0
+            yield len(message.token_ids), since(sent_s) if has_times else float("nan")
 
     return ask
 
@@ -356,43 +313,12 @@ def direct(address: str) -> Ask:
     return ask
 
 
-def first_of(address: str, prompt: Sequence[int]) -> Callable[[], Awaitable[float]]:
-    """A prefill worker's own stream, as a router has it. What is returned yields the seconds to a
-    prompt's first token."""
-    call = prefill_pb2_grpc.PrefillStub(rpc.channel(address)).Stream()
-    stream = KeyedStream(call, prefill_pb2.PrefillCommand)
-
-    async def ask() -> float:
-        asked = prefill_pb2.PrefillRequest(prompt_token_ids=prompt)
-        asked.sampling.max_tokens, asked.sampling.n = 2, 1
-        key, events = stream.open()
-        began_s = time.monotonic()
-        await stream.send(key, prefill=asked)
-        _, came_s = await events.get()
-        await events.get()  # the account
-        stream.close(key)
-        return came_s - began_s
-
-    return ask
-
-
-def _num_tokens(data: bytes) -> int:
-    return len(inference_pb2.GenerateResponse.FromString(data).token_ids)
-
-
 def a_request(
-    num_tokens: int,
-    step_s: float,
-    has_times: bool,
-    group: int = 0,
-    prompt: str | Sequence[int] = (),
+    num_tokens: int, step_s: float, has_times: bool, group: int
 ) -> inference_pb2.GenerateRequest:
     """Seed says the step, logprobs that send times are wanted."""
     request = inference_pb2.GenerateRequest()
-    if isinstance(prompt, str):
-        request.text = prompt
-    else:
-        request.token_ids.ids.extend(prompt or range(300, 300 + PROMPT_TOKENS))
+    request.token_ids.ids.extend(range(300, 300 + PROMPT_TOKENS))
     request.sampling.max_tokens = num_tokens
     request.sampling.seed = int(step_s * 1e6)
     request.sampling.top_k = group
@@ -495,105 +421,28 @@ async def run_streams(
     return run
 
 
-async def first_tokens(
-    ask: Callable[[], Awaitable[float]], count: int, pid: int
-) -> dict[str, float]:
-    """Milliseconds to the first token, one request after the other, and the CPU of process `pid`
-    for a whole request.
-    """
-    for _ in range(20):
-        await ask()
-    began_cpu_s = cpu_s(pid)
-    times_ms = [await ask() * 1e3 for _ in range(count)]
-    cuts = statistics.quantiles(times_ms, n=100)
-    return {
-        "p50_ms": round(cuts[49], 3),
-        "p99_ms": round(cuts[98], 3),
-        "cpu_ms_per_request": round((cpu_s(pid) - began_cpu_s) / count * 1e3, 3),
-    }
-
-
-async def measure_first_tokens(
-    router: str, prefill: str, text: str, ids: Sequence[int], count: int, pids: tuple[int, int]
-) -> dict[str, dict[str, float]]:
-    """Through the router with and without tokenizing, and from the prefill worker itself; `pids`:
-    the workers' and the router's.
-    """
-    generate: Any = rpc.channel(router).unary_stream(f"/{SERVICE}/Generate")
-
-    def through(prompt: str | Sequence[int]) -> Callable[[], Awaitable[float]]:
-        data = a_request(2, 0.0, False, prompt=prompt).SerializeToString()
-
-        async def ask() -> float:
-            began_s = time.perf_counter()
-            call = generate(data)
-            await call.read()
-            first_s = time.perf_counter() - began_s
-            while await call.read() is not grpc.aio.EOF:
-                pass
-            return first_s
-
-        return ask
-
-    return {
-        "worker": await first_tokens(first_of(prefill, ids), count, pids[0]),
-        "router_ids": await first_tokens(through(ids), count, pids[1]),
-        "router_text": await first_tokens(through(text), count, pids[1]),
-    }
-
-
-def text_cost_us(tokenizer: Tokenizer) -> float:
-    """Microseconds of detokenizing and stop matching per token, part of the router's."""
-    ids = [300 + number % 600 for number in range(20_000)]
-    output = OutputText(tokenizer, stop=("zzz",))
-    began_s = time.process_time()
-    for token_id in ids:
-        output.feed((token_id,))
-    return round((time.process_time() - began_s) / len(ids) * 1e6, 1)
-
-
 async def measure(
-    stack: ExitStack, redis_url: str, streams: Sequence[int], seconds: float, requests: int
+    stack: ExitStack, redis_url: str, streams: Sequence[int], seconds: float
 ) -> dict[str, Any]:
     """All runs."""
-    checkpoint = checkpoints.resolve(MODEL, files="tokenizer")
-    tokenizer = Tokenizer.load(checkpoint.path)
-    text = "Once upon a time there was a little dog who liked to run. " * 4
-    result: dict[str, Any] = {
-        "grpc": entrypoint.grpc_experiments(),
-        "text_us_per_token": text_cost_us(tokenizer),
-    }
-    of_workers, (decode, prefill) = _peer(stack, "workers", redis_url, MODEL)
+    of_workers, (decode,) = _peer(stack, "workers", redis_url, MODEL)
     of_relay, (relay_address,) = _peer(stack, "relay", decode)
     settings: dict[str, Any] = {
         "redis_url": redis_url,
         "model": MODEL,
         "listen": "127.0.0.1:0",
-        "http_listen": "127.0.0.1:0",
         "admission__max_queued_requests": 4096,
         "admission__max_queued_per_tenant": 4096,
     }
     of_router, ready = stack.enter_context(harness.service("services.router", **settings))
-    router = ready["address"]
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        await _until_served(router)
-        ids = tokenizer.encode(text)
-        pids = (of_workers, of_router)
-        result["first_token"] = await measure_first_tokens(
-            router, prefill, text, ids, requests, pids
-        )
-        targets: dict[str, tuple[Ask, int]] = {
-            "direct": (direct(decode), of_workers),
-            "relay": (over_grpc(relay_address), of_relay),
-            "router": (over_grpc(router), of_router),
-            "router_http": (over_http(ready["http"], session), of_router),
-        }
-        for num_streams in streams:
-            found = await measure_streams(targets, num_streams, seconds)
-            result[f"streams_{num_streams}"] = found
-    return result
+    await _until_served(ready["address"])
+    targets: dict[str, tuple[Ask, int]] = {
+        "direct": (direct(decode), of_workers),
+        "relay": (through(relay_address), of_relay),
+        "router": (through(ready["address"]), of_router),
+    }
+    found = {f"streams_{num}": await measure_streams(targets, num, seconds) for num in streams}
+    return {"grpc": entrypoint.grpc_experiments(), **found}
 
 
 def _peer(stack: ExitStack, *arguments: str) -> tuple[int, list[str]]:
@@ -637,20 +486,19 @@ async def measure_streams(
             has_times=False,
         )
         found[name]["saturated"] = full.figures(is_paced=False)
-    for name in ("relay", "router", "router_http"):
+    for name in ("relay", "router"):
         mine, base = found[name]["paced"], found["direct"]["paced"]
         for quantile in ("p50", "p99"):
             key = f"transit_{quantile}_ms"
             found[name][f"added_{quantile}_ms"] = round(mine[key] - base[key], 3)
-    relay = found["relay"]["saturated"]["tokens_per_s"]
-    for name in ("router", "router_http"):
-        found[name]["of_relay"] = round(found[name]["saturated"]["tokens_per_s"] / relay, 3)
+    of_both = [found[name]["saturated"]["tokens_per_s"] for name in ("router", "relay")]
+    found["router"]["of_relay"] = round(of_both[0] / of_both[1], 3)
     return found
 
 
 async def _until_served(router: str) -> None:
     """The router has seen the workers and is connected to them."""
-    ask = over_grpc(router)
+    ask = through(router)
     for _ in range(100):
         try:
             async for _message in ask(3, 0.0, False, 0):
@@ -665,7 +513,7 @@ async def _until_served(router: str) -> None:
 def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for key, runs in result.items():
-        for name in ("relay", "router", "router_http") if key.startswith("streams_") else ():
+        for name in ("relay", "router") if key.startswith("streams_") else ():
             run, full = runs[name], runs[name]["saturated"]
             rows.append(
                 {
@@ -684,9 +532,8 @@ def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
 @harness.case
 @click.option("--streams", type=Several(int), default="32,256")
 @click.option("--seconds", default=3.0, help="about, of each run")
-@click.option("--requests", default=200, help="for the time to the first token")
-def overhead(streams: Sequence[int], seconds: float, requests: int) -> dict[str, Any]:
-    """Microseconds of CPU and added latency per token, tokens a second, time to the first token.
+def overhead(streams: Sequence[int], seconds: float) -> dict[str, Any]:
+    """Microseconds of CPU and added latency per token, and tokens a second.
 
     Workers are fakes that answer at once over the real wire; the router is the real process with
     the bundled model's tokenizer. For each number of streams there are two runs: *paced* (steps of
@@ -704,9 +551,8 @@ def overhead(streams: Sequence[int], seconds: float, requests: int) -> dict[str,
         stack.enter_context(harness.child(*argv, stdout=subprocess.DEVNULL))
         while not path.exists():
             time.sleep(0.01)
-        result = uvloop.run(measure(stack, f"unix://{path}", streams, seconds, requests))
+        result: dict[str, Any] = uvloop.run(measure(stack, f"unix://{path}", streams, seconds))
     harness.show("what a router adds", _rows(result))
-    harness.show("first token", [{"": name} | one for name, one in result["first_token"].items()])
     return result
 
 

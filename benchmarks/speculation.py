@@ -11,7 +11,6 @@ import copy
 import functools
 import gc
 import itertools
-import json
 import math
 import os
 import random
@@ -21,8 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -31,11 +28,10 @@ import transformers
 from rich.progress import track
 
 from benchmarks import harness
-from benchmarks.engine_gpu import chain_hash
-from benchmarks.harness import Several
+from benchmarks.engine_gpu import Bench
+from benchmarks.harness import Several, block_hash
 from benchmarks.random_checkpoint import SHAPES
 from checkpoints.resolve import resolve
-from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.decoder.ahead import make_ahead
 from engine.decoder.decoder import Decoder
@@ -52,31 +48,24 @@ from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Drafter, Task
 from engine.speculation.load import load_drafters
 from engine.speculation.tree import TokenTree
-from kvstore import block_hash
 from process.entrypoint import begin_serving
 from tokens.tokenizer import Tokenizer
-
-# -- whole rounds: in which order ways take their turns, each way against plain decoding in the same
-# round, and a file with a line for each cell that is done
 
 PLAIN, AGAIN = "plain", "plain again"
 """The latter does the very same: how far its speed is from 1 is noise."""
 
-_ROUNDED = 3
+# -- whole rounds: in which order ways take their turns, and what came of their answers
 
 
 @dataclass(frozen=True)
 class Round:
     """One way's answers to all prompts of a cell, once."""
 
-    wall_s: float
-    cpu_s: float
-    """That the engine's thread computed."""
     num_tokens: int
     """Answered."""
     num_kept: int
     """Of them, guessed."""
-    answers_s: float = 0.0
+    answers_s: float
     """Of all answers, from the round's beginning to each one's last token."""
 
 
@@ -89,88 +78,20 @@ def turns(ways: Sequence[str], seed: str) -> Iterator[list[str]]:
         yield list(order)
 
 
-def summary(rounds: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, Any]]:
-    """By way, against plain decoding: `wall_speed` and `cpu_speed`, medians over rounds, each with
-    its least and its greatest (`_range`) and with that of all rounds together (`_total`), in which
-    what an engine tries for the first time counts; `wall_speeds` of each round;
-    `tokens_per_step`: tokens per row of logits that the target drew from; and `answers_speed`, by
-    the mean time of an answer: a batch is over when its slowest answer is, and whose guesses are
-    right more often than the others' has his answer before.
-
-    Args:
-        rounds: of each way equally many, its n-th beside the others' n-th; "plain" among them.
-    """
-    plain = rounds[PLAIN]
-    found: dict[str, dict[str, Any]] = {}
+def answers(rounds: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, float]]:
+    """By way: `tokens_per_step`, tokens per row of logits that the target sampled from; and
+    `answers_speed`, plain decoding's mean time of an answer by the way's: a batch is over when its
+    slowest answer is, and an answer with more right guesses than the others is there before."""
+    plain_s = sum(each.answers_s for each in rounds[PLAIN])
+    found = {}
     for way, own in rounds.items():
-        one: dict[str, Any] = {}
-        for clock in ("wall", "cpu"):
-            seconds = [getattr(each, f"{clock}_s") for each in own]
-            of_plain = [getattr(each, f"{clock}_s") for each in plain]
-            speeds = [base / taken for base, taken in zip(of_plain, seconds, strict=True)]
-            one[f"{clock}_speed"] = round(statistics.median(speeds), _ROUNDED)
-            one[f"{clock}_speed_range"] = [round(pick(speeds), _ROUNDED) for pick in (min, max)]
-            one[f"{clock}_speed_total"] = round(sum(of_plain) / sum(seconds), _ROUNDED)
-            if clock == "wall":
-                one["wall_speeds"] = [round(speed, _ROUNDED) for speed in speeds]
-        num_tokens, num_kept = (sum(getattr(each, key) for each in own)
-                                for key in ("num_tokens", "num_kept"))  # fmt: skip
-        answers_s = sum(each.answers_s for each in own)
-        if answers_s > 0.0:
-            one["answers_speed"] = round(
-                sum(each.answers_s for each in plain) / answers_s, _ROUNDED
-            )
-        one["tokens_per_s"] = round(num_tokens / sum(each.wall_s for each in own), 1)
-        one["tokens_per_step"] = round(num_tokens / (num_tokens - num_kept), _ROUNDED)
-        found[way] = one
+        num_tokens = sum(each.num_tokens for each in own)
+        num_rows = num_tokens - sum(each.num_kept for each in own)
+        found[way] = {
+            "tokens_per_step": round(num_tokens / num_rows, 3),
+            "answers_speed": round(plain_s / sum(each.answers_s for each in own), 3),
+        }
     return found
-
-
-class Kept:
-    """Cells that are done, in a file that an interrupted run goes on from.
-
-    Args:
-        file: None: nothing is kept.
-        run: what the figures belong to; a file of another run is refused.
-    Raises: SystemExit for such a file, or one that is none of these.
-    """
-
-    def __init__(self, file: Path | None, run: Mapping[str, Any]) -> None:
-        self._file = file
-        self.by_batch: dict[str, dict[str, Any]] = {}
-        self._run = json.loads(json.dumps(run))
-        if file is None:
-            return
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(self._run) + "\n", encoding="utf-8")
-            return
-        # What an end in the middle of a line left is of no cell.
-        lines = file.read_text(encoding="utf-8").split("\n")[:-1]
-        try:
-            first, *rest = [json.loads(line) for line in lines]
-            for one in rest:
-                self.by_batch[one["cell"]] = one["found"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"{file}: is no file of this benchmark: {error}") from error
-        if first != self._run:
-            raise SystemExit(f"{file}: is of another run ({first}); name another file")
-        self._write()
-
-    def add(self, cell: str, found: dict[str, Any]) -> None:
-        """This cell is done."""
-        self.by_batch[cell] = found
-        if self._file is not None:
-            self._write()
-
-    def _write(self) -> None:
-        assert self._file is not None
-        lines = [self._run]
-        lines += [{"cell": cell, "found": found} for cell, found in self.by_batch.items()]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        beside = self._file.with_name(self._file.name + ".new")
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(self._file)
 
 
 # -- single steps: a way's speed against plain decoding, with an interval, split into what resting
@@ -205,9 +126,7 @@ _DIGITS = 4
 class Step(NamedTuple):
     """One step of an engine."""
 
-    wall_s: float
-    cpu_s: float
-    """That the engine's thread computed."""
+    seconds: float
     num_tokens: int
     """That it computed and kept: rows, where nothing was guessed."""
     is_asked: bool
@@ -238,30 +157,28 @@ class Speed(NamedTuple):
     guessing_loss: float
 
 
-def held(plain: Sequence[Step], own: Sequence[Step], clock: str) -> Held:
+def held(plain: Sequence[Step], own: Sequence[Step]) -> Held:
     """Of one round.
 
     Args:
         plain, own: steps in their order, without those of prompts; the way's n-th was taken beside
             the plain n-th, and it has no more of them.
-        clock: field of Step.
     """
     if len(own) > len(plain):
         raise ValueError(f"{len(own)} steps where plain decoding took {len(plain)}")
-    plain_s = [float(getattr(step, clock)) for step in plain]
     quotients: list[float] = []
     resting_plain_s = guessing_s = 0.0
-    for step, beside, beside_s in zip(own, plain, plain_s, strict=False):
-        seconds = getattr(step, clock)
+    for step, beside in zip(own, plain, strict=False):
         if step.is_asked or step.num_tokens != beside.num_tokens:
-            guessing_s += seconds
+            guessing_s += step.seconds
         else:
-            quotients.append(seconds / beside_s)
-            resting_plain_s += beside_s
+            quotients.append(step.seconds / beside.seconds)
+            resting_plain_s += beside.seconds
     num_resting = len(quotients)
     resting = statistics.median(quotients) if quotients else 1.0
     num_guessing = len(own) - num_resting
-    return Held(sum(plain_s), resting_plain_s, resting, guessing_s, num_resting, num_guessing)
+    plain_s = sum(step.seconds for step in plain)
+    return Held(plain_s, resting_plain_s, resting, guessing_s, num_resting, num_guessing)
 
 
 def speed(rounds: Sequence[Held]) -> Speed:
@@ -292,28 +209,19 @@ def speed(rounds: Sequence[Held]) -> Speed:
 
 
 def figures(plain: Sequence[Sequence[Step]], own: Sequence[Sequence[Step]]) -> dict[str, Any]:
-    """Of one way: `speed`, its `interval`, `resting_loss` and `guessing_loss` by the wall clock,
-    the same `by_cpu`, by the time that the engine's thread computed, and `held`: each round, by the
-    wall clock, as fields of Held."""
-    by_clock = {
-        clock: [held(one, beside, clock) for one, beside in zip(plain, own, strict=True)]
-        for clock in ("wall_s", "cpu_s")
-    }
-    found = _rounded(speed(by_clock["wall_s"]))
-    found["by_cpu"] = _rounded(speed(by_clock["cpu_s"]))
-    found["held"] = [[round(number, 6) for number in one] for one in by_clock["wall_s"]]
-    return found
-
-
-def _rounded(one: Speed) -> dict[str, Any]:
+    """Of one way: `speed`, its `interval`, `resting_loss`, `guessing_loss`, and `held`: each round,
+    as fields of Held."""
+    by_round = [held(one, beside) for one, beside in zip(plain, own, strict=True)]
+    found = speed(by_round)
     interval = None
-    if one.low is not None and one.high is not None:
-        interval = [round(one.low, _DIGITS), round(one.high, _DIGITS)]
+    if found.low is not None and found.high is not None:
+        interval = [round(found.low, _DIGITS), round(found.high, _DIGITS)]
     return {
-        "speed": round(one.speed, _DIGITS),
+        "speed": round(found.speed, _DIGITS),
         "interval": interval,
-        "resting_loss": round(one.resting_loss, _DIGITS),
-        "guessing_loss": round(one.guessing_loss, _DIGITS),
+        "resting_loss": round(found.resting_loss, _DIGITS),
+        "guessing_loss": round(found.guessing_loss, _DIGITS),
+        "held": [[round(number, 6) for number in one] for one in by_round],
     }
 
 
@@ -431,13 +339,13 @@ class Way:
         return self._thread.submit(self._step, answers).result()
 
     def _step(self, answers: dict[str, list[int]]) -> Step:
-        num_asked, began_s, cpu_began_s = self._num_asked, time.perf_counter(), time.thread_time()
+        num_asked, began_s = self._num_asked, time.perf_counter()
         output = self.engine.step()
-        cpu_s, wall_s = time.thread_time() - cpu_began_s, time.perf_counter() - began_s
+        seconds = time.perf_counter() - began_s
         for event in output.events:
             answers[event.request_id] += event.token_ids
         is_asked = self._num_asked > num_asked
-        return Step(wall_s, cpu_s, output.num_scheduled_tokens, is_asked)
+        return Step(seconds, output.num_scheduled_tokens, is_asked)
 
     def close(self) -> None:
         """Engine and thread end."""
@@ -524,7 +432,7 @@ class _Run:
             sampling = Sampling(
                 max_tokens=num_tokens, temperature=temperature, seed=index, ignore_eos=True
             )
-            request = Request(f"r{index}", tuple(prompt), sampling, chain_hash)
+            request = Request(f"r{index}", tuple(prompt), sampling, block_hash)
             self._answers[request.request_id] = []
             self._engine.submit(request)
 
@@ -542,7 +450,7 @@ class _Run:
             return
         self.steps.append(self._way.step(self._answers))
         ended = [name for name, one in self._answers.items() if len(one) == self._num_tokens]
-        now_s = sum(step.wall_s for step in self.steps)
+        now_s = sum(step.seconds for step in self.steps)
         for name in ended:
             self._ended_s.setdefault(name, now_s)
 
@@ -550,9 +458,7 @@ class _Run:
         """What it was."""
         num_kept = self._num_kept + self._engine.metrics().num_kept_tokens
         num_tokens = sum(len(one) for one in self._answers.values())
-        wall_s, cpu_s = (sum(step[clock] for step in self.steps) for clock in (0, 1))
-        answers_s = sum(self._ended_s.values())
-        return Round(wall_s, cpu_s, num_tokens, num_kept, answers_s)
+        return Round(num_tokens, num_kept, sum(self._ended_s.values()))
 
 
 def _round(
@@ -609,10 +515,8 @@ def _cell(
     finally:
         for one in ways.values():
             one.close()
-    found = summary(rounds)
-    for way in ways:
-        found[way] |= figures(steps[PLAIN], steps[way])
-    return found
+    found = answers(rounds)
+    return {way: found[way] | figures(steps[PLAIN], steps[way]) for way in ways}
 
 
 @harness.case
@@ -622,7 +526,6 @@ def _cell(
 @click.option("--rounds", type=Several(click.IntRange(1)), default="9", help="one, or one a batch")
 @click.option("--ways", type=Several(click.Choice(list(WAYS))), default=",".join(WAYS))
 @click.option("--seed", type=int, help="of the order of turns; drawn if not given")
-@click.option("--resume", type=click.Path(path_type=Path), help="cells that are done")
 def cpu(
     batches: Sequence[int],
     temperatures: Sequence[float],
@@ -630,7 +533,6 @@ def cpu(
     rounds: Sequence[int],
     ways: Sequence[str],
     seed: int | None,
-    resume: Path | None,
 ) -> dict[str, Any]:
     """The bundled model with its draft model on one CPU core: speed against plain decoding, with an
     interval, by batch size and temperature.
@@ -642,8 +544,8 @@ def cpu(
     `refuted` list the ways that may rest by whether they are at least 0.98 times as fast as plain
     decoding: the whole interval says so, or a part of it, or nothing of it. "plain again" is a
     second engine without guesses: its interval tells what intervals are worth (`control`). Engines
-    are made anew for each round. --resume keeps each cell when it is done, and goes on from there.
-    The ways that may rest take some 15 minutes on a quiet machine of two cores.
+    are made anew for each round. The ways that may rest take some 15 minutes on a quiet machine of
+    two cores.
     """
     if len(rounds) not in (1, len(batches)):
         raise click.BadParameter("one number, or one for each batch size", param_hint="--rounds")
@@ -651,39 +553,20 @@ def cpu(
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     chosen = [way for way in WAYS if way in (PLAIN, AGAIN, *ways)]
     torch.set_num_threads(1)
-    run = {
-        "commit": harness.context()["commit"],
-        "ways": chosen,
-        "tokens": tokens,
-        "rounds": {str(size): number for size, number in num_rounds.items()},
-    }
-    kept = Kept(resume, run)
     model = load_model(_CONFIG)
-    harness.CONSOLE.print(f"seed {seed}")
     cells = {
         f"temperature {temperature:g}, batch {size}": (temperature, size)
         for temperature, size in itertools.product(temperatures, batches)
     }
+    by_batch: dict[str, dict[str, dict[str, Any]]] = {}
     for name, (temperature, size) in track(cells.items(), "answering", console=harness.CONSOLE):
-        if name in kept.by_batch:
-            continue
-        busy = [os.getloadavg()[0]]
         order = f"{seed} {name}"
-        found = _cell(model, chosen, order, temperature, size, tokens, num_rounds[size])
-        busy = [round(one, 2) for one in (*busy, os.getloadavg()[0])]
-        kept.add(name, {"ways": found, "load_average": busy, "seed": seed})
-    done = {name: kept.by_batch[name] for name in cells}
-    by_batch = {name: cell["ways"] for name, cell in done.items()}
+        by_batch[name] = _cell(model, chosen, order, temperature, size, tokens, num_rounds[size])
     may_rest = {
         name: {way: one for way, one in found.items() if not WAYS[way].always}
         for name, found in by_batch.items()
     }
     by_verdict, controlled = verdicts(may_rest, LEAST_SPEED), control(by_batch)
-    title = "tokens per step; speed (interval of 95 %); lost by resting and by guessing, %; by CPU"
-    rows = [
-        {"": name} | {way: _shown(found[way]) for way in chosen} for name, found in by_batch.items()
-    ]
-    harness.show(title, rows)
     sys.stdout.write(markdown(by_batch, [way for way in chosen if way != PLAIN]) + "\n")
     for verdict, those in by_verdict.items():
         sys.stdout.write(f"at least {LEAST_SPEED}, {verdict}: {len(those)}\n")
@@ -694,23 +577,13 @@ def cpu(
     sys.stdout.write(f"cells (19 of 20 are expected); not in: {'; '.join(off) or 'none'}\n")
     return {
         "tokens": tokens,
-        "rounds": run["rounds"],
+        "rounds": num_rounds,
+        "seed": seed,
         "by_batch": by_batch,
         "least": LEAST_SPEED,
         **by_verdict,
         "control": controlled,
-        "load_averages": {name: cell["load_average"] for name, cell in done.items()},
-        "seeds": {name: cell["seed"] for name, cell in done.items()},
     }
-
-
-def _shown(one: Mapping[str, Any]) -> str:
-    low, high = one["interval"] or (float("nan"), float("nan"))
-    losses = (f"{100.0 * one[loss]:+.1f}" for loss in ("resting_loss", "guessing_loss"))
-    return (
-        f"{one['tokens_per_step']:.2f}; {one['speed']:.3f} ({low:.3f} to {high:.3f}); "
-        f"{', '.join(losses)}; {one['by_cpu']['speed']:.3f}"
-    )
 
 
 # -- on a GPU: a model whose next token is known, and a drafter that knows it and is right as often
@@ -866,31 +739,14 @@ SWEEP_PROMPT, SWEEP_OUTPUT = 512, 97
 SETTLING_STEPS = 400
 """Tokens of a sequence before its batch is measured: batches above four are tried after 200 steps
 (engine/speculation/worth.py), and a server's load lasts longer."""
-_ROOT = block_hash.root_key(b"benchmark", "00")
 
 
-class GpuBench:
-    """One engine, and requests that differ from all before."""
+class GpuBench(Bench):
+    """Batches that decode, and the tokens of each step."""
 
     def __init__(self, engine: Engine, shape: DecoderShape) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self._shape = shape
-        self._num_requests = 0
-
-    def submit(self, batch: int, num_prompt: int, num_output: int) -> list[str]:
-        vocab_size = self.engine.model_info.vocab_size
-        sampling = Sampling(max_tokens=num_output, ignore_eos=True)
-        names = []
-        for _ in range(batch):
-            self._num_requests += 1
-            token_ids = tuple(
-                (self._num_requests * 7919 + at * 104_729) % vocab_size for at in range(num_prompt)
-            )
-            names.append(f"r{self._num_requests}")
-            self.engine.submit(
-                Request(names[-1], token_ids, sampling, partial(block_hash.extend, _ROOT))
-            )
-        return names
 
     def steps(self, names: Sequence[str]) -> Iterator[tuple[float, dict[str, tuple[int, ...]]]]:
         """(milliseconds, new tokens by request) of each step after all have drawn."""
@@ -944,45 +800,6 @@ class GpuBench:
         return num_tokens / took_s, num_tokens / num_events
 
 
-def device_times(model: DecoderModel, batch: int, num_nodes: int) -> dict[str, float]:
-    """One forward pass: median milliseconds on the device, and until the host had launched it. What
-    lies in the cache is spoiled."""
-    each = -(-(CONTEXT + 1 + num_nodes) // BLOCK_SIZE)
-    parents = [
-        -1 if place == num_nodes * branch // NUM_BRANCHES else place - 1
-        for branch in range(NUM_BRANCHES)
-        for place in range(
-            num_nodes * branch // NUM_BRANCHES, num_nodes * (branch + 1) // NUM_BRANCHES
-        )
-    ]
-    spans = tuple(
-        Span(
-            CONTEXT,
-            1 + num_nodes,
-            tuple(range(index * each, (index + 1) * each)),
-            branches=tuple(parents),
-        )
-        for index in range(batch)
-    )
-    num_rows = batch * (1 + num_nodes)
-    step = Batch((1,) * num_rows, spans, tuple(range(num_rows)))
-    device_ms, host_ms = [], []
-    for _ in range(15):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        start.record()
-        model.forward(step)
-        end.record()
-        host_ms.append((time.perf_counter() - began) * 1e3)
-        end.synchronize()
-        device_ms.append(start.elapsed_time(end))
-    return {
-        "device_ms": round(statistics.median(device_ms[5:]), 3),
-        "host_ms": round(statistics.median(host_ms[5:]), 3),
-    }
-
-
 def _config(num_nodes: int, *, always: bool) -> EngineConfig:
     return EngineConfig(
         device=DEVICE,
@@ -995,14 +812,12 @@ def _config(num_nodes: int, *, always: bool) -> EngineConfig:
 
 def _engine(
     weights: DecoderWeights, num_nodes: int, drafter: Scripted | None, *, always: bool = False
-) -> tuple[Engine, DecoderModel, float]:
-    """And the seconds that its graphs and kernels took."""
+) -> Engine:
     config = _config(num_nodes, always=always)
     model = make_model(weights, config, num_nodes=num_nodes)
     engine = Engine(config, model, drafters=[drafter] if drafter else [])
-    began = time.perf_counter()
     engine.warm_up()
-    return engine, model, time.perf_counter() - began
+    return engine
 
 
 def _close(engine: Engine) -> None:
@@ -1012,9 +827,9 @@ def _close(engine: Engine) -> None:
     torch.cuda.empty_cache()
 
 
-def _sweep(plain: GpuBench, own: GpuBench, batches: Sequence[int]) -> dict[str, Any]:
+def _sweep(plain: GpuBench, own: GpuBench, batches: Sequence[int]) -> list[dict[str, Any]]:
     """Turn about, the better of two."""
-    found: dict[str, Any] = {}
+    found: list[dict[str, Any]] = []
     plain.answers(1)  # what is made on the first use is not counted
     own.answers(1)
     for batch in batches:
@@ -1024,12 +839,10 @@ def _sweep(plain: GpuBench, own: GpuBench, batches: Sequence[int]) -> dict[str, 
         ways["plain"].append(plain.answers(batch))
         ways["guessing"].append(own.answers(batch))
         plain_per_s, own_per_s = (max(rate for rate, _ in one) for one in ways.values())
-        found[f"batch {batch}"] = {
-            "plain_tokens_per_s": round(plain_per_s, 1),
-            "tokens_per_s": round(own_per_s, 1),
-            "speed": round(own_per_s / plain_per_s, 3),
-            "tokens_per_step": round(statistics.mean(kept for _, kept in ways["guessing"]), 3),
-        }
+        kept = round(statistics.mean(kept for _, kept in ways["guessing"]), 3)
+        row = {"batch": batch, "plain_tokens_per_s": round(plain_per_s, 1)}
+        row |= {"tokens_per_s": round(own_per_s, 1), "speed": round(own_per_s / plain_per_s, 3)}
+        found.append(row | {"tokens_per_step": kept})
     return found
 
 
@@ -1050,68 +863,41 @@ def gpu(
 
     1. A step by number of guessed tokens, a tree of four branches for each sequence, with 1,024
     tokens of context: milliseconds of the engine's whole step, without the drafter's time, beside a
-    plain step's; and of the forward alone on the device, and its launch on the host. 2. Speed by
-    batch size, with guesses of up to four tokens of which each is right with the chance that gives
-    --tokens-per-step where all are computed; the engine chooses how many it computes, and has
-    served that batch for a while. The drafter itself costs nothing here. Needs one CUDA device with
-    80 GB; takes about two minutes.
+    plain step's. 2. Speed by batch size, with guesses of up to four tokens of which each is right
+    with the chance that gives --tokens-per-step where all are computed; the engine chooses how many
+    it computes, and has served that batch for a while. The drafter itself costs nothing here. Needs
+    one CUDA device with 80 GB; takes about two minutes.
     """
     harness.needs_cuda()
     fields = {name: value for name, value in SHAPES[shape].items() if name != "architectures"}
     decoder_shape = read_shape(transformers.AutoConfig.for_model(**fields))
     weights, drafter = make_weights(decoder_shape), Scripted(decoder_shape)
-    plain_engine, _, plain_ready_s = _engine(weights, 0, None)
-    engine, model, ready_s = _engine(weights, max(nodes), drafter, always=True)
+    plain_engine = _engine(weights, 0, None)
+    engine = _engine(weights, max(nodes), drafter, always=True)
     begin_serving()
     plain, own = GpuBench(plain_engine, decoder_shape), GpuBench(engine, decoder_shape)
-    result: dict[str, Any] = {
-        "warm_up_s": {"plain": round(plain_ready_s, 1), "guessing": round(ready_s, 1)},
-        "steps": {},
-    }
-    graphs = model.graphs
-    assert graphs is not None
-    result["num_graphs"] = graphs.num_shapes
+    steps: list[dict[str, Any]] = []
     for batch in step_batches:
         plain.step_ms(batch)  # what is made on the first use is not counted
         plain_ms = plain.step_ms(batch)
-        found: dict[str, Any] = {"plain_ms": round(plain_ms, 3)}
         for num_nodes in nodes:
             drafter.num_nodes = num_nodes
-            missed = graphs.num_missed
             took_ms = own.step_ms(batch, drafter)
-            # Prompts that are computed beside guesses may miss, too: once or twice.
-            found[f"{num_nodes} nodes"] = {
-                "ms": round(took_ms, 3),
-                "ratio": round(took_ms / plain_ms, 3),
-                "in_graph": graphs.num_missed - missed < NUM_STEPS,
-            }
-        result["steps"][f"batch {batch}"] = found
-    for batch in step_batches:
-        of_batch = result["steps"][f"batch {batch}"]
-        for num_nodes in nodes:
-            of_batch[f"{num_nodes} nodes"] |= device_times(model, batch, num_nodes)
-        of_batch["plain forward"] = device_times(model, batch, 0)
-    rows = [
-        {"": f"{batch}, {name}", **one}
-        for batch, found in result["steps"].items()
-        for name, one in found.items()
-        if isinstance(one, dict)
-    ]
-    harness.show("a step, ms (ratio to plain)", rows)
+            row = {"batch": batch, "nodes": num_nodes, "plain_ms": round(plain_ms, 3)}
+            row |= {"ms": round(took_ms, 3), "ratio": round(took_ms / plain_ms, 3)}
+            steps.append(row)
+    harness.show("a step", steps)
     _close(engine)
-    del engine, model, own, graphs
+    del engine, own
     drafter.num_nodes = 0
     drafter.chance = chance_for(tokens_per_step, DEPTH)
-    result["chance"] = round(drafter.chance, 3)
-    engine, _, again_s = _engine(weights, 16, drafter)
-    result["warm_up_s"]["guessing, kernels compiled"] = round(again_s, 1)
-    result["sweep"] = _sweep(plain, GpuBench(engine, decoder_shape), batches)
-    title = "speed against plain decoding, launched ahead"
-    harness.show(title, [{"": batch, **one} for batch, one in result["sweep"].items()])
+    engine = _engine(weights, 16, drafter)
+    sweep = _sweep(plain, GpuBench(engine, decoder_shape), batches)
+    harness.show("speed against plain decoding, launched ahead", sweep)
     _close(engine)
     _close(plain_engine)
-    about = {"shape": shape, "tokens_per_step": tokens_per_step}
-    return {**harness.device_context(), **about, **result}
+    about = {"shape": shape, "tokens_per_step": tokens_per_step, "chance": drafter.chance}
+    return {**harness.device_context(), **about, "steps": steps, "sweep": sweep}
 
 
 main = harness.program(__doc__, cpu, gpu)

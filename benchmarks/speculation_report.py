@@ -1,28 +1,15 @@
-"""How good guesses are, SpecInfer's tables (arXiv 2305.09781) for the bundled models: how often the
-target's token is among a draft model's k likeliest, tokens per step of the target by tree width,
-and multi-step speculative sampling against naive sampling.
+"""How good guesses are, SpecInfer's tables (arXiv 2305.09781) for the bundled models, as Markdown.
 
-An engine without guesses answers prompts that training never saw, greedily and sampled. Hit rates
-and the rates of the rules are taken along these answers, token by token; tokens per step come from
-engines that guess by trees <k, 1, 1, 1> and compute all of them. `--further` names draft models
-that were trained on what the first one misses (`python -m tools.bundled_model.boost`): "any" is all
-draft models together, with k tokens of each. Speed by batch size is what `python -m
-benchmarks.speculation cpu --out FILE` measures; `--speed FILE` takes its table over. Prints
-Markdown.
-
-    OMP_NUM_THREADS=1 python -m benchmarks.speculation_report --out benchmarks/results/....json
+OMP_NUM_THREADS=1 python -m benchmarks.speculation_report --out benchmarks/results/....json
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -33,8 +20,7 @@ from rich.progress import track
 from tokenizers import Tokenizer
 
 from benchmarks import harness
-from benchmarks.harness import Several
-from benchmarks.stalls import block_hash
+from benchmarks.harness import Several, block_hash
 from engine import noise
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
@@ -305,7 +291,7 @@ def tokens_per_step(wanted: Settings, asked: Sequence[Sequence[int]]) -> Table:
     return found
 
 
-# -- the tables as Markdown and as a picture; the latter needs matplotlib
+# -- the tables as Markdown
 
 _TITLES = {
     "hit_rate": "The target's token among the draft's k likeliest",
@@ -315,7 +301,7 @@ _TITLES = {
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """The tables of `report`, and of speed if there is one."""
+    """The tables of `report`."""
     lines: list[str] = []
     for key, title in _TITLES.items():
         heads = " | ".join(f"k = {width}" for width in WIDTHS)
@@ -328,48 +314,11 @@ def markdown(found: Mapping[str, Any]) -> str:
                 ]
                 lines.append(f"| {how}: {name} | {' | '.join(shown)} |")
         lines.append("")
-    if speed := found.get("speed"):
-        ways = list(next(iter(speed.values())))
-        title = "Speed against plain decoding by the clock, median (least to greatest round):"
-        lines += [title, "", f"| | {' | '.join(ways)} |"]
-        lines.append("|---|" + "---:|" * len(ways))
-        for name, by_way in speed.items():
-            shown = []
-            for one in (by_way[way] for way in ways):
-                low, high = one["wall_speed_range"]
-                shown.append(f"{one['wall_speed']:.2f} ({low:.2f} to {high:.2f})")
-            lines.append(f"| {name} | {' | '.join(shown)} |")
-        lines.append("")
     return "\n".join(lines)
 
 
-_STYLES = ("-", "--", ":", "-.", (0, (5, 1)))
-_COLOURS = ("#2a6f97", "#b23a48", "#c9a227", "#3a7d44", "#6b4c9a", "#444444")
-
-
-def draw(found: Mapping[str, Any], file: Path) -> None:
-    """The three tables as one picture. Raises: OSError."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 5), layout="constrained")
-    for axes, (key, title) in zip(figure.subplots(1, len(_TITLES)), _TITLES.items(), strict=True):
-        for style, (how, rows) in zip(itertools.cycle(_STYLES), found[key].items(), strict=False):
-            for colour, (name, values) in zip(
-                itertools.cycle(_COLOURS), rows.items(), strict=False
-            ):
-                label = f"{how}: {name}"
-                axes.plot(WIDTHS, values, ls=style, marker=".", lw=1, color=colour, label=label)
-        axes.set_title(title, fontsize=9)
-        axes.set_xlabel("k")
-        axes.set_xticks(WIDTHS)
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=6, frameon=False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120, metadata={"Date": None} if file.suffix == ".svg" else None)
-
-
 def report(wanted: Settings) -> dict[str, Any]:
-    """The tables; see the module."""
+    """The three tables, and how many tokens of answers they are of."""
     loaded = [load(name) for name in (wanted.target, *wanted.drafts)]
     models, names = [model for model, _ in loaded], [folder.name for _, folder in loaded[1:]]
     tokenizer = Tokenizer.from_file(str(loaded[0][1] / "tokenizer.json"))
@@ -408,8 +357,6 @@ def report(wanted: Settings) -> dict[str, Any]:
 @click.option("--temperatures", type=Several(click.FloatRange(0, min_open=True)), default="0.8,1")
 @click.option("--trials", type=click.IntRange(1), default=Settings.num_trials)
 @click.option("--seed", default=Settings.seed)
-@click.option("--speed", type=click.Path(path_type=Path), help="a result of speculation cpu")
-@click.option("--plot", type=click.Path(path_type=Path), help="*.png or *.svg; needs matplotlib")
 def main(
     target: str,
     draft: str,
@@ -419,11 +366,16 @@ def main(
     temperatures: tuple[float, ...],
     trials: int,
     seed: int,
-    speed: Path | None,
-    plot: Path | None,
 ) -> dict[str, Any]:
     """How good guesses are: how often the target's token is among a draft model's k likeliest, how
-    often one of k draws is kept by each rule, and tokens per step of the target by tree width."""
+    often one of k draws is kept by each rule, and tokens per step of the target by tree width.
+
+    An engine without guesses answers prompts that training never saw, greedily and sampled. Hit
+    rates and the rates of the rules are taken along these answers, token by token; tokens per step
+    come from engines that guess by trees <k, 1, 1, 1> and compute all of them. --further names
+    draft models that were trained on what the first one misses (`python -m
+    tools.bundled_model.boost`): "any" is all draft models together, with k tokens of each.
+    """
     wanted = Settings(
         target=target,
         drafts=(draft, *(further or ())),
@@ -433,16 +385,8 @@ def main(
         num_trials=trials,
         seed=seed,
     )
-    if plot is not None:
-        import matplotlib  # noqa: F401  # missed before the work, not after it
-    measured = json.loads(speed.read_text(encoding="utf-8")) if speed else None
     torch.set_num_threads(1)
     found: dict[str, Any] = {"target": wanted.target, "drafts": wanted.drafts, **report(wanted)}
-    if measured is not None:
-        found["speed"] = measured["by_batch"]
-        found["speed_of"] = {name: measured[name] for name in ("commit", "command", "hardware")}
-    if plot is not None:
-        draw(found, plot)
     sys.stdout.write(markdown(found) + "\n")
     return found
 

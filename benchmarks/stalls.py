@@ -2,23 +2,23 @@
 
 python -m benchmarks.stalls admission
 OMP_NUM_THREADS=1 python -m benchmarks.stalls joining --walk-mib 32
+python -m benchmarks.stalls switch-interval
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import hashlib
 import itertools
 import json
 import random
+import select
+import socket
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +29,7 @@ import torch
 import uvloop
 
 from benchmarks import harness
-from benchmarks.harness import KeyedStream
-from benchmarks.step_times import Span
+from benchmarks.harness import KeyedStream, block_hash
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.fake import FakeModel
@@ -45,36 +44,43 @@ from process import entrypoint, rpc, signing_keys
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
-from services.worker import main as worker_main
 from services.worker.config import WorkerSettings
+from services.worker.worker import start as start_worker
+from tools.step_log import Span
 
 BLOCK_SIZE = 16
 
-# -- a model that costs nothing
+# -- one request joins those that decode
 
-ZERO_COST_VOCAB = 4096
+T = TypeVar("T")
+
+NUM_BEFORE = 3
+"""Steps between `reserve` and `start`, while the cache would be on its way."""
+_STREAM_TOKENS = 256
+_VOCAB_SIZE = 4096
 
 
-class ZeroCostModel(FakeModel):
+class _ZeroCostModel(FakeModel):
     """A model whose answer is there already: the same rows of logits for every step."""
 
     def __init__(self, num_rows: int, context_window: int) -> None:
         super().__init__(
-            vocab_size=ZERO_COST_VOCAB, context_window=context_window, block_size=BLOCK_SIZE
+            vocab_size=_VOCAB_SIZE, context_window=context_window, block_size=BLOCK_SIZE
         )
         generator = torch.Generator().manual_seed(0)
-        self.rows = torch.randn(num_rows, ZERO_COST_VOCAB, generator=generator)
+        self.rows = torch.randn(num_rows, _VOCAB_SIZE, generator=generator)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The first rows, as many as are wanted."""
         return self.rows[: len(batch.draw_indices)]
 
 
-class ZeroCostAhead:
-    """Launches whose draws are there already."""
+class _ZeroCostAhead:
+    """Launches whose draws are there already; `read_s` is when the last one was read."""
 
     max_rows = 1 << 16
     takes_prompts = True
+    read_s = 0.0
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Nothing."""
@@ -91,40 +97,14 @@ class ZeroCostAhead:
         """As `launch`."""
         return [Drawn(1) for row in rows if row.draw is not None]
 
-    def read(self, launch: Launch) -> list[Drawn]:
+    def read(self, launch: Any) -> list[Drawn]:
         """What `launch` gave."""
-        if not isinstance(launch, list):
-            raise TypeError("not what launch gave")
-        return launch
+        self.read_s = time.perf_counter()
+        drawn: list[Drawn] = launch
+        return drawn
 
     def drain(self) -> None:
         """Nothing is under way."""
-
-
-def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """A chain hash."""
-    return hashlib.blake2b(array("I", token_ids).tobytes(), key=parent, digest_size=16).digest()
-
-
-# -- one request joins those that decode
-
-T = TypeVar("T")
-
-NUM_BEFORE = 3
-"""Steps between `reserve` and `start`, while the cache would be on its way."""
-_STREAM_TOKENS = 256
-
-
-class _Ahead(ZeroCostAhead):
-    """Knows when it was read last."""
-
-    read_s = 0.0
-
-    def read(self, launch: Launch) -> list[Drawn]:
-        """What `launch` gave."""
-        drawn = super().read(launch)
-        self.read_s = time.perf_counter()
-        return drawn
 
 
 class Joining:
@@ -142,8 +122,8 @@ class Joining:
         num_blocks = streams * (num_tokens // BLOCK_SIZE + 2)
         num_blocks += room * (prompt_tokens // BLOCK_SIZE + 1)
         window = max(num_tokens, prompt_tokens) + BLOCK_SIZE
-        model = ZeroCostModel(streams + 1, window)
-        model.ahead = self._ahead = _Ahead()
+        model = _ZeroCostModel(streams + 1, window)
+        model.ahead = self._ahead = _ZeroCostAhead()
         config = EngineConfig(num_blocks=num_blocks, max_num_tokens_per_step=window)
         self._engine = Engine(config, model)
         for number in range(streams):
@@ -153,7 +133,7 @@ class Joining:
 
     def _request(self, name: str, num_tokens: int, max_tokens: int) -> Request:
         """Its prompt's hashes are known, as a handed-over one's are."""
-        prompt = tuple(self._rng.choices(range(1, ZERO_COST_VOCAB), k=num_tokens))
+        prompt = tuple(self._rng.choices(range(1, _VOCAB_SIZE), k=num_tokens))
         hashes, parent = [], b""
         for first in range(0, num_tokens - BLOCK_SIZE + 1, BLOCK_SIZE):
             parent = block_hash(parent, prompt[first : first + BLOCK_SIZE])
@@ -251,12 +231,8 @@ class Seen:
     """(when the device could have begun, when it did)."""
     late: list[tuple[float, float]] = field(default_factory=list)
     """(when a launch was over, how much later the engine's thread knew)."""
-    calls: list[tuple[str, float, float, float]] = field(default_factory=list)
-    """(method of the engine, begun, how long, CPU time of its thread)."""
-    collections: list[tuple[float, float]] = field(default_factory=list)
-    """(begun, how long): of Python's garbage collector."""
-    held: list[tuple[float, float]] = field(default_factory=list)
-    """(when a timer of the loop was due, how late it was)."""
+    calls: list[tuple[str, float, float]] = field(default_factory=list)
+    """(method of the engine, begun, CPU time of its thread)."""
 
 
 class PacedDevice:
@@ -316,52 +292,16 @@ class TimedEngine:
             try:
                 return call(*arguments, **options)
             finally:
-                took_s, used_s = time.monotonic() - began_s, time.thread_time() - cpu_s
-                self._calls.append((name, began_s, took_s, used_s))
+                self._calls.append((name, began_s, time.thread_time() - cpu_s))
 
         return timed
 
 
-def _watch_collections(seen: Seen) -> None:
-    began_s = 0.0
-
-    def on_collection(phase: str, info: dict[str, int]) -> None:
-        nonlocal began_s
-        if phase == "start":
-            began_s = time.monotonic()
-        else:
-            seen.collections.append((began_s, time.monotonic() - began_s))
-
-    gc.callbacks.append(on_collection)
-
-
-async def _watch_loop(seen: Seen, every_s: float = 0.01) -> None:
-    while True:
-        due_s = time.monotonic() + every_s
-        await asyncio.sleep(every_s)
-        seen.held.append((due_s, time.monotonic() - due_s))
-
-
-async def _cpu(lines: asyncio.Queue[str]) -> list[dict[str, float]]:
-    """CPU seconds of each thread by its name, at each line on stdin; the last is `end`."""
-    found = []
-    while True:
-        line = await lines.get()
-        by_name = {}
-        for thread in threading.enumerate():
-            if thread.ident is not None:
-                clock = time.pthread_getcpuclockid(thread.ident)
-                by_name[thread.name] = time.clock_gettime(clock)
-        found.append(by_name | {"process": time.process_time()})
-        if line == "end":
-            return found
-
-
 async def _run_worker(options: dict[str, Any]) -> None:
     """A real decode worker, over gRPC, whose device is paced, in a process of its own. It prints
-    its address as one JSON line, and after `end` on stdin what it saw as another."""
+    its address as one JSON line, and when stdin ends what it saw as another."""
     seen = Seen()
-    paced = _model()
+    paced: Any = _model()
     paced.ahead = PacedDevice(options["step_s"], seen)
     config = EngineConfig(block_size=BLOCK_SIZE, num_blocks=12288, max_num_running=MAX_ROWS)
     engine: Any = TimedEngine(Engine(config, paced), seen)
@@ -373,23 +313,18 @@ async def _run_worker(options: dict[str, Any]) -> None:
         remote_transport=options["transport"],
         handle_keys_file=options["key_file"],
     )
-    worker = await worker_main.start(engine, settings, "decode", DecodeRole)
-    if options["serves"]:
-        entrypoint.begin_serving()
-    loop = asyncio.get_running_loop()
-    lines: asyncio.Queue[str] = asyncio.Queue()
+    worker = await start_worker(engine, settings, "decode", DecodeRole)
+    entrypoint.begin_serving()
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def listen() -> None:
-        for line in sys.stdin:
-            loop.call_soon_threadsafe(lines.put_nowait, line.strip())
+        sys.stdin.read()
+        loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=listen, name="stdin", daemon=True).start()
-    _watch_collections(seen)
-    watching = asyncio.create_task(_watch_loop(seen))
     print(json.dumps({"address": worker.address}), flush=True)  # noqa: T201
-    cpu = await _cpu(lines)
-    watching.cancel()
-    print(json.dumps(vars(seen) | {"cpu": cpu}), flush=True)  # noqa: T201
+    await ended.wait()
+    print(json.dumps(vars(seen)), flush=True)  # noqa: T201
     await worker.stop()
 
 
@@ -499,12 +434,6 @@ async def _line(process: asyncio.subprocess.Process) -> bytes:
     return line
 
 
-async def _tell(process: asyncio.subprocess.Process, word: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(word.encode() + b"\n")
-    await process.stdin.drain()
-
-
 @dataclass(frozen=True)
 class Storm:
     """Options of `admission`."""
@@ -515,7 +444,6 @@ class Storm:
     prompt_tokens: int
     step_ms: float
     seconds: float
-    plain_interpreter: bool
 
 
 async def _admitted(folder: Path, options: Storm) -> dict[str, Any]:
@@ -526,7 +454,7 @@ async def _admitted(folder: Path, options: Storm) -> dict[str, Any]:
             serve.running(KvStoreSettings(capacity_bytes=1 << 15 << 12, stop_timeout_s=0.0))
         )
         config = EngineConfig(block_size=BLOCK_SIZE, num_blocks=8192, max_num_tokens_per_step=CHUNK)
-        prefill = await worker_main.start(
+        prefill = await start_worker(
             Engine(config, _model()),
             WorkerSettings(
                 worker_id="prefill-0",
@@ -544,7 +472,6 @@ async def _admitted(folder: Path, options: Storm) -> dict[str, Any]:
             "transport": options.transport,
             "key_file": str(key_file),
             "step_s": options.step_ms / 1e3,
-            "serves": not options.plain_interpreter,
         }
         address, process = await stack.enter_async_context(_decode_worker(of_worker))
         channels = [
@@ -575,10 +502,8 @@ async def _phases(
         streams = [group.create_task(stream()) for _ in range(options.streams)]
         await began.wait()
         await asyncio.sleep(2.0)
-        await _tell(process, "quiet")
         quiet_s = time.monotonic()
         await asyncio.sleep(options.seconds)
-        await _tell(process, "storm")
         storm_s, num_prompts = time.monotonic(), 0
 
         async def storm() -> None:
@@ -589,48 +514,33 @@ async def _phases(
 
         await asyncio.gather(*(storm() for _ in range(options.storm)))
         ended_s = time.monotonic()
-        await _tell(process, "end")
+        assert process.stdin is not None
+        process.stdin.close()
         seen = json.loads(await _line(process))
         for task in streams:
             task.cancel()
     quiet, stormy = Span(quiet_s, storm_s), Span(storm_s, ended_s)
-    idle_cpu, begun_cpu, end_cpu = seen["cpu"]
-    share = (ended_s - storm_s) / (storm_s - quiet_s)
-    extra = {
-        name: (end_cpu.get(name, 0.0) - begun_cpu.get(name, 0.0))
-        - share * (begun_cpu.get(name, 0.0) - idle_cpu.get(name, 0.0))
-        for name in sorted({*idle_cpu, *begun_cpu, *end_cpu})
-    }
     return {
         "num_prompts": num_prompts,
         "quiet": _figures(seen, quiet, options.step_ms),
         "storm": _figures(seen, stormy, options.step_ms),
         "calls": _calls(seen, stormy),
-        "cpu_ms_per_prompt": {
-            name: round(spent * 1e3 / num_prompts, 2)
-            for name, spent in extra.items()
-            if spent * 1e3 / num_prompts > 0.05
-        },
     }
 
 
 def _figures(seen: dict[str, Any], span: Span, pace_ms: float) -> dict[str, Any]:
     begun = [at for _, at in seen["launches"] if at in span]
     periods = [(after - before) * 1e3 for before, after in itertools.pairwise(begun)]
-    collections = [took for at, took in seen["collections"] if at in span]
     return {
         "period": harness.cuts(periods, scale=1.0),
         "num_over_1_ms": sum(period > pace_ms + 1.0 for period in periods),
         "late": harness.cuts([late for at, late in seen["late"] if at in span]),
-        "loop_late": harness.cuts([late for at, late in seen["held"] if at in span]),
-        "collections": len(collections),
-        "longest_collection_ms": round(max(collections, default=0.0) * 1e3, 2),
     }
 
 
 def _calls(seen: dict[str, Any], span: Span) -> dict[str, Any]:
     found: dict[str, list[float]] = {}
-    for name, at, _, cpu_s in seen["calls"]:
+    for name, at, cpu_s in seen["calls"]:
         if at in span:
             found.setdefault(name, []).append(cpu_s)
     return {name: harness.cuts(values) for name, values in found.items()}
@@ -643,7 +553,6 @@ def _calls(seen: dict[str, Any], span: Span) -> dict[str, Any]:
 @click.option("--prompt-tokens", default=8192)
 @click.option("--step-ms", default=5.0)
 @click.option("--seconds", default=8.0, help="of each of the two times")
-@click.option("--plain-interpreter", is_flag=True, help="without process/entrypoint.py")
 def admission(**options: Any) -> dict[str, Any]:
     """What letting long prompts in costs a decode worker that is decoding: quiet against storm.
 
@@ -652,8 +561,8 @@ def admission(**options: Any) -> dict[str, Any]:
     prompts of --prompt-tokens are handed over, --storm under way at once, each ended after one
     token. `period`: from one launch to the next, what a stream sees between two tokens; above the
     pace is time in which the device waited for the host. `late`: how much later than the device the
-    engine's thread went on, since others held the interpreter's lock. `calls`,
-    `cpu_ms_per_prompt`: CPU time, which other work on the machine changes little.
+    engine's thread went on, since others held the interpreter's lock. `calls`: CPU time of the
+    engine's thread, which other work on the machine changes little.
     """
     with tempfile.TemporaryDirectory() as name:
         found = asyncio.run(_admitted(Path(name), Storm(**options)))
@@ -668,7 +577,116 @@ def worker(options: dict[str, Any]) -> None:
     uvloop.run(_run_worker(options))
 
 
-main = harness.program(__doc__, admission, joining, worker)
+# -- the interpreter's lock between the engine's thread and the loop
+
+INTERVALS_S = (0.0005, 0.0002, 0.0001, 0.00005)
+_READ_S, _LAUNCH_S, _SEND_S, _TURN_S = 0.00005, 0.00035, 0.0002, 0.0003
+_NUM_TURNS = 6
+_PAUSE_S = (0.001, 0.006)
+"""Between one row of turns and the next."""
+
+
+def _spin(num: int) -> None:
+    total = 0
+    for number in range(num):
+        total += number
+
+
+def _spins_per_s() -> float:
+    begun_s, num = time.thread_time(), 3_000_000
+    _spin(num)
+    return num / (time.thread_time() - begun_s)
+
+
+class _Trial:
+    """Both threads for a while."""
+
+    def __init__(self, step_s: float, spins_per_s: float, *, has_work: bool) -> None:
+        self._step_s, self._rate, self._has_work = step_s, spins_per_s, has_work
+        self._is_over = False
+        self._reader, self._writer = socket.socketpair()
+        self._unsent: list[float] = []  # when each step was over on the device
+        self.s: dict[str, list[float]] = {"woken": [], "launched": [], "sent": [], "turns": []}
+
+    def run(self, seconds: float) -> dict[str, dict[str, float]]:
+        threads = [threading.Thread(target=run) for run in (self._engine, self._loop)]
+        for thread in threads:
+            thread.start()
+        time.sleep(seconds)
+        self._is_over = True
+        for thread in threads:
+            thread.join()
+        self._reader.close()
+        self._writer.close()
+        return {name: harness.cuts(values) for name, values in self.s.items()}
+
+    def _compute(self, seconds: float) -> None:
+        _spin(int(seconds * self._rate))
+
+    def _note(self, name: str, since_s: float) -> None:
+        self.s[name].append(time.perf_counter() - since_s)
+
+    def _engine(self) -> None:
+        while not self._is_over:
+            over_s = time.perf_counter() + self._step_s
+            time.sleep(self._step_s)
+            self._note("woken", over_s)
+            self._compute(_READ_S)
+            self._unsent.append(over_s)
+            self._writer.send(b"x")
+            self._compute(_LAUNCH_S)
+            self._note("launched", over_s)
+
+    def _loop(self) -> None:
+        rng, num_turns, begun_s = random.Random(1), 0, 0.0
+        due_s = time.perf_counter()
+        while not self._is_over:
+            wait_s = max(0.0, due_s - time.perf_counter()) if self._has_work else 0.1
+            if select.select([self._reader], [], [], 0 if num_turns else wait_s)[0]:
+                self._reader.recv(64)
+                while self._unsent:
+                    self._compute(_SEND_S)
+                    self._note("sent", self._unsent.pop(0))
+            if self._has_work and not num_turns and time.perf_counter() >= due_s:
+                num_turns, begun_s = _NUM_TURNS, time.perf_counter()
+            if num_turns:
+                self._compute(_TURN_S)
+                num_turns -= 1
+                if not num_turns:
+                    self._note("turns", begun_s)
+                    due_s = time.perf_counter() + rng.uniform(*_PAUSE_S)
+
+
+@harness.case
+@click.option("--step-ms", default=5.0)
+@click.option("--seconds", default=2.5, help="of each trial")
+def switch_interval(step_ms: float, seconds: float) -> dict[str, Any]:
+    """Milliseconds from the device's end until the engine's thread is awake, has launched, and the
+    loop has sent the tokens, by the length of `entrypoint.SWITCH_INTERVAL_S`: two threads that
+    compute nothing.
+
+    One waits in C for --step-ms, as for a device, needs Python for 0.05 ms to read what was
+    sampled, and 0.35 ms more to launch what comes next. The other one needs 0.2 ms to send it; now
+    and then (`has_work`) it has six turns of 0.3 ms of other work besides, between which it looks
+    whether there is something to send, as asyncio does. Needs two cores of its own, or it measures
+    the machine's other work.
+    """
+    spins_per_s, kept_s = _spins_per_s(), sys.getswitchinterval()
+    trials: list[dict[str, Any]] = []
+    for has_work, interval_s in itertools.product((False, True), INTERVALS_S):
+        sys.setswitchinterval(interval_s)
+        found = _Trial(step_ms / 1e3, spins_per_s, has_work=has_work).run(seconds)
+        trials.append({"switch_ms": interval_s * 1e3, "has_work": has_work, **found})
+    sys.setswitchinterval(kept_s)
+    shown = [
+        {key: one.get("p99_ms", "") if isinstance(one, dict) else one for key, one in each.items()}
+        for each in trials
+    ]
+    harness.show("P99, ms", shown)
+    return {"trials": trials}
+
+
+main = harness.program(__doc__, admission, joining, switch_interval, worker)
 
 if __name__ == "__main__":
     main()

@@ -27,12 +27,14 @@ from baton import ClusterConfig, LocalCluster
 from baton.client import Client
 from benchmarks import harness, random_checkpoint
 from benchmarks.random_checkpoint import SHAPES
-from benchmarks.step_times import Span, cuts, explain
 from process import entrypoint
 from services.worker import step_log
+from tools.step_log import Span, cuts, explain
 
 MAX_TOKENS = {"llama-8b": 8000, "qwen3-0.6b": 30000}
 """Of each stream, which must outlive the whole benchmark."""
+_NUM_PROMPTS = 400
+"""Of all storms, at most."""
 _ROOM = 64
 _REST_S = 0.5
 """Between the end of a storm and the quiet after it, and after the streams began."""
@@ -200,7 +202,6 @@ class StormOptions:
     streams: int
     max_tokens: int
     prompt_tokens: int
-    num_prompts: int
     storm: int
     rounds: int
     seconds: float
@@ -245,32 +246,15 @@ async def _storms(
 
 
 def _seen(times: list[list[tuple[float, int]]], spans: list[Span]) -> dict[str, float]:
-    """What clients saw between messages, and how many of these brought several steps' tokens."""
-    gaps_ms, num_late = [], 0
-    for stream in times:
-        for (before_s, _), (after_s, num_tokens) in itertools.pairwise(stream):
-            if any(before_s in span and after_s in span for span in spans):
-                gaps_ms.append((after_s - before_s) * 1e3)
-                num_late += num_tokens > 1
-    return cuts(gaps_ms) | {"num_of_several_steps": num_late}
-
-
-def _by_time(
-    times: list[list[tuple[float, int]]], quiet: list[Span], stormy: list[Span]
-) -> list[dict[str, Any]]:
-    """Each time on its own, in order, with the streams' tokens when it began: steps grow with
-    these."""
-    found = []
-    for span in sorted([*quiet, *stormy], key=lambda span: span.begun_s):
-        counts = [sum(num for at_s, num in stream if at_s < span.begun_s) for stream in times]
-        found.append(
-            {
-                "kind": "storm" if span in stormy else "quiet",
-                "num_tokens_before": PROMPT_TOKENS + round(statistics.mean(counts)),
-                **_seen(times, [span]),
-            }
-        )
-    return found
+    """What clients saw between messages."""
+    return cuts(
+        [
+            (after_s - before_s) * 1e3
+            for stream in times
+            for (before_s, _), (after_s, _) in itertools.pairwise(stream)
+            if any(before_s in span and after_s in span for span in spans)
+        ]
+    )
 
 
 def _ratio(rounds: list[tuple[dict[str, float], dict[str, float]]]) -> dict[str, Any]:
@@ -286,9 +270,7 @@ def _measured(address: str, folder: Path, options: StormOptions) -> dict[str, An
     """Storms over the same streams; the cluster's step logs are there when it has ended."""
     vocab_size = int(SHAPES[options.shape]["vocab_size"])
     rng = random.Random(options.seed + 1)
-    prompts = [
-        prompt_of(rng, vocab_size, options.prompt_tokens) for _ in range(options.num_prompts)
-    ]
+    prompts = [prompt_of(rng, vocab_size, options.prompt_tokens) for _ in range(_NUM_PROMPTS)]
     entrypoint.begin_serving()
     plan = StreamPlan(address, vocab_size, options.streams, options.max_tokens, options.seed)
     with Streams.running(plan) as streams:
@@ -300,7 +282,6 @@ def _measured(address: str, folder: Path, options: StormOptions) -> dict[str, An
         "quiet": quiet,
         "storm": stormy,
         "seen": {"quiet": _seen(times, quiet), "storm": _seen(times, stormy)},
-        "times": _by_time(times, quiet, stormy),
         "p99_storm_of_quiet": _ratio(
             [(_seen(times, [q]), _seen(times, [s])) for q, s in zip(quiet, stormy, strict=True)]
         ),
@@ -350,7 +331,6 @@ def _save_checkpoint(folder: Path, options: StormOptions) -> None:
 @click.option("--streams", default=16)
 @click.option("--max-tokens", type=int, help="of each stream; default: by shape")
 @click.option("--prompt-tokens", default=8192, help="of the storm's prompts")
-@click.option("--num-prompts", default=400, help="that the storm has")
 @click.option("--storm", default=2, help="prompts under way at once")
 @click.option("--rounds", default=4, help="of a quiet time and a storm")
 @click.option("--seconds", default=3.0, help="of each quiet time, and storm")
@@ -367,7 +347,7 @@ def main(**given: Any) -> dict[str, Any]:
     prefill but the handover should not show it. `seen`: what the streams' clients saw between two
     messages (and `pauses_of_the_watcher`, which are their own); `steps`: from one step of the
     decode worker's engine to the next, by its step log, the longest with what went on beside
-    (benchmarks/step_times.py). Needs two CUDA devices, or one for both with --device cuda:0.
+    (tools/step_log.py). Needs two CUDA devices, or one for both with --device cuda:0.
     """
     given["max_tokens"] = given["max_tokens"] or MAX_TOKENS[given["shape"]]
     options = StormOptions(**given)

@@ -13,6 +13,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal, localcontext
@@ -38,7 +39,6 @@ from engine.request import GrammarKind, GrammarSpec
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT / "tests" / "unit" / "engine" / "grammar" / "json_schemas.jsonl"
 SEED = 1
-NUM_SLOWEST = 20
 VOCAB_SIZE = 128_000
 END = 1
 _MOST_BYTES = {"prose": 40 << 20, "json": 30 << 20, "py": 150 << 20}
@@ -99,7 +99,7 @@ class Output(Protocol):
 
     def mask(self) -> Words: ...
     def accept(self, token_id: int) -> bool: ...
-    def is_forced(self) -> bool: ...
+    def look_ahead(self) -> None: ...
     def is_over(self) -> bool: ...
     def error(self) -> str: ...
 
@@ -125,8 +125,8 @@ class BatonOutput:
     def accept(self, token_id: int) -> bool:
         return self._state.accept(token_id)
 
-    def is_forced(self) -> bool:
-        return bool(self._state.forced())
+    def look_ahead(self) -> None:
+        self._state.forced()
 
     def is_over(self) -> bool:
         return self._state.is_complete
@@ -138,8 +138,8 @@ class BatonOutput:
 class Baton:
     """As the engine uses it."""
 
-    def __init__(self, folder: Path, limits: GrammarLimits) -> None:
-        self.limits = limits
+    def __init__(self, folder: Path) -> None:
+        self.limits = GrammarLimits()
         self.tokenizer = GrammarTokenizer.load(folder, VOCAB_SIZE)
         self.token_bytes: Sequence[bytes] = self.tokenizer.vocabulary.token_bytes
 
@@ -167,8 +167,9 @@ class XgrammarOutput:
     def accept(self, token_id: int) -> bool:
         return bool(self._matcher.accept_token(token_id))
 
-    def is_forced(self) -> bool:
-        return not self._matcher.is_terminated() and bool(self._matcher.find_jump_forward_string())
+    def look_ahead(self) -> None:
+        if not self._matcher.is_terminated():
+            self._matcher.find_jump_forward_string()
 
     def is_over(self) -> bool:
         return bool(self._matcher.is_terminated())
@@ -180,7 +181,7 @@ class XgrammarOutput:
 class Xgrammar:
     """As a server would use it."""
 
-    def __init__(self, folder: Path, _: GrammarLimits) -> None:
+    def __init__(self, folder: Path) -> None:
         self.token_bytes: Sequence[bytes] = Vocabulary.load(folder, VOCAB_SIZE).token_bytes
         try:
             import xgrammar  # a peer: the product does not need it
@@ -200,7 +201,7 @@ class Xgrammar:
         return XgrammarOutput(self._matcher_of(compiled), self._words)
 
 
-ENGINES: dict[str, Callable[[Path, GrammarLimits], Engine]] = {"baton": Baton, "xgrammar": Xgrammar}
+ENGINES: dict[str, Callable[[Path], Engine]] = {"baton": Baton, "xgrammar": Xgrammar}
 
 
 # -- draws
@@ -229,61 +230,36 @@ def _closing(data: bytes) -> float:
     return max(-50.0, 3.0 * closers - 3.0 * openers - 0.5 * len(data) - 9.0 * data.isdigit())
 
 
-ROW = np.dtype(
-    [
-        *(("s", "f8"), ("cpu_s", "f8"), ("follow_s", "f8"), ("forced", "?")),
-        *(("place", "i4"), ("allowed", "i4"), ("schema", "i4"), ("output", "i4")),
-    ]
-)
-"""One token: seconds of its mask and of following it, and which it was."""
-Rows = npt.NDArray[np.void]
-
-
 class Costs:
-    """Rows of all tokens, in memory that is there from the beginning."""
+    """Seconds of each token: of its mask (CPU time), and of following it."""
 
-    def __init__(self, most: int) -> None:
-        self._rows: Rows = np.zeros(most, ROW)
-        self._rows["output"] = -1
-        self.num = 0
-
-    def add(self, *row: float) -> None:
-        """One token, as ROW has it."""
-        self._rows[self.num] = row
-        self.num += 1
-
-    @property
-    def rows(self) -> Rows:
-        """Those that were added."""
-        return self._rows[: self.num]
+    def __init__(self) -> None:
+        self.mask_s = array("d")
+        self.follow_s = array("d")
 
 
 # -- outputs
 
 
-def follow(
-    output: Output, draws: Draws, num_tokens: int, costs: Costs, schema: int = 0, index: int = 0
-) -> tuple[list[int], str]:
+def follow(output: Output, draws: Draws, num_tokens: int, costs: Costs) -> tuple[list[int], str]:
     """Draw an output. Returns its ids, and how it ended: "finished", "cut", or what is wrong."""
-    rng = np.random.default_rng([SEED, index])
+    rng = np.random.default_rng([SEED, 0])
     token_ids: list[int] = []
-    is_forced = output.is_forced()
     while not output.is_over():
         if len(token_ids) >= num_tokens:
             return token_ids, "cut"
-        began, began_cpu = time.perf_counter(), time.thread_time()
+        began = time.thread_time()
         words = output.mask()
-        cpu_s, wall_s = time.thread_time() - began_cpu, time.perf_counter() - began
+        costs.mask_s.append(time.thread_time() - began)
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         if not len(allowed):
             return token_ids, output.error() or "a dead end"
         token_id = draws.draw(allowed, rng, len(token_ids) >= 0.4 * num_tokens)
-        is_one = is_forced or len(allowed) == 1
         began = time.perf_counter()
         is_taken = output.accept(token_id)
-        is_forced = is_taken and output.is_forced()
-        follow_s = time.perf_counter() - began
-        costs.add(wall_s, cpu_s, follow_s, is_one, len(token_ids), len(allowed), schema, index)
+        if is_taken:
+            output.look_ahead()
+        costs.follow_s.append(time.perf_counter() - began)
         if not is_taken:
             return token_ids, output.error() or "an allowed token is refused"
         if token_id == END:
@@ -342,17 +318,16 @@ def is_valid(schema: Any, data: bytes) -> bool:
 # -- one engine
 
 
-def measure(engine: Engine, num_tokens: int, num_outputs: int) -> dict[str, Any]:
+def measure(engine: Engine, num_tokens: int) -> dict[str, Any]:
     """All schemas on one engine, in this process."""
     entries = [json.loads(line) for line in CORPUS.read_text(encoding="utf-8").splitlines()]
-    draws = Draws(engine.token_bytes)
-    costs = Costs(len(entries) * num_outputs * num_tokens)
+    draws, costs = Draws(engine.token_bytes), Costs()
     first = engine.compile('{"type": "object", "properties": {"a": {"type": "string"}}}')
-    follow(engine.begin(first), draws, num_tokens, Costs(num_tokens))
+    follow(engine.begin(first), draws, num_tokens, Costs())
     compiled: dict[str, Any] = {}
     refused: dict[str, str] = {}
     compile_s: list[float] = []
-    resident = [_resident_bytes()]
+    before = _resident_bytes()
     for entry in track(entries, "compiling", console=harness.CONSOLE):
         text = json.dumps(entry["schema"])
         began = time.perf_counter()
@@ -362,66 +337,41 @@ def measure(engine: Engine, num_tokens: int, num_outputs: int) -> dict[str, Any]
             refused[entry["name"]] = str(error).strip()[:200]
         else:
             compile_s.append(time.perf_counter() - began)
-    resident.append(_resident_bytes())
-    outputs = []
-    for place, entry in enumerate(track(entries, "following", console=harness.CONSOLE)):
-        for index in range(num_outputs if entry["name"] in compiled else 0):
-            output = engine.begin(compiled[entry["name"]])
-            outputs.append((entry, *follow(output, draws, num_tokens, costs, place, index)))
-    resident.append(_resident_bytes())
+    grown_mb = round((_resident_bytes() - before) / 1e6, 1)
     endings: Counter[str] = Counter()
     invalid, broken = [], {}
-    for entry, token_ids, ending in outputs:
+    for entry in track(entries, "following", console=harness.CONSOLE):
+        if entry["name"] not in compiled:
+            continue
+        output = engine.begin(compiled[entry["name"]])
+        token_ids, ending = follow(output, draws, num_tokens, costs)
         endings[ending if ending in ("finished", "cut") else "broken"] += 1
         data = b"".join(engine.token_bytes[token_id] for token_id in token_ids)
         if ending == "finished" and not is_valid(entry["schema"], data):
             invalid.append([entry["name"], data.decode(errors="replace")[:300]])
         elif ending not in ("finished", "cut"):
             broken[entry["name"]] = ending
-    megabytes = [round(float(grown) / 1e6, 1) for grown in np.diff(resident)]
-    return (
-        {"accepted": len(compiled), "schemas": len(entries), "refused": refused}
-        | report(compile_s, costs.rows, entries)
-        | {"compile_mb": megabytes[0], "follow_mb": megabytes[1], "outputs": dict(endings)}
-        | {"invalid": invalid, "broken": broken, "valid": endings["finished"] - len(invalid)}
-    )
-
-
-def report(compile_s: list[float], rows: Rows, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was measured, as figures."""
-    ways = {
-        "all": rows,
-        "free": rows[~rows["forced"]],
-        "forced": rows[rows["forced"]],
-        "first_output": rows[rows["output"] == 0],
-        "later_outputs": rows[rows["output"] > 0],
-    }
-    sources = np.array([entry["source"] for entry in entries])[rows["schema"]]
-    slowest = rows[np.argsort(-rows["s"])[:NUM_SLOWEST]]
     return {
-        "compile_ms": quantiles(np.array(compile_s), 1e3),
-        "mask_us": {way: quantiles(some["s"], 1e6) for way, some in ways.items()},
-        "mask_cpu_us": quantiles(rows["cpu_s"], 1e6),
-        "mask_us_of_source": {
-            str(name): quantiles(rows["s"][sources == name], 1e6) for name in np.unique(sources)
-        },
-        "follow_us": quantiles(rows["follow_s"], 1e6),
-        "slowest": [
-            {"schema": entries[row["schema"]]["name"], "place": int(row["place"])}
-            | {"allowed": int(row["allowed"]), "us": round(float(row["s"]) * 1e6)}
-            for row in slowest
-        ],
+        "accepted": len(compiled),
+        "schemas": len(entries),
+        "refused": refused,
+        "compile_ms": quantiles(compile_s, 1e3),
+        "mask_cpu_us": quantiles(costs.mask_s, 1e6),
+        "follow_us": quantiles(costs.follow_s, 1e6),
+        "compile_mb": grown_mb,
+        "outputs": dict(endings),
+        "valid": endings["finished"] - len(invalid),
+        "invalid": invalid,
+        "broken": broken,
     }
 
 
-def quantiles(values: npt.NDArray[np.float64], scale: float) -> dict[str, float]:
+def quantiles(seconds: Sequence[float], scale: float) -> dict[str, float]:
     """Of so many values; the mean too."""
-    if not len(values):
-        return {"num": 0}
-    found = values * scale
-    named = {f"p{share}": float(np.quantile(found, share / 100)) for share in (50, 90, 99)}
-    named |= {"max": float(found.max()), "mean": float(found.mean())}
-    return {"num": len(values)} | {name: round(value, 2) for name, value in named.items()}
+    values = np.asarray(seconds) * scale
+    found = {f"p{share}": np.quantile(values, share / 100) for share in (50, 90, 99)}
+    found |= {"max": values.max(), "mean": values.mean()}
+    return {"num": len(values)} | {name: round(float(one), 2) for name, one in found.items()}
 
 
 def _resident_bytes() -> int:
@@ -436,17 +386,12 @@ def _rows(results: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
         "compile ms": lambda one: _line(one["compile_ms"]),
         "mask us of CPU time": lambda one: _line(one["mask_cpu_us"]),
         "follow us": lambda one: _line(one["follow_us"]),
-        "memory MB": lambda one: f"{one['compile_mb']} compiled, {one['follow_mb']} followed",
+        "memory MB": lambda one: str(one["compile_mb"]),
         "valid": lambda one: f"{one['valid']} of {one['outputs'].get('finished', 0)} finished",
         "broken outputs": lambda one: str(one["outputs"].get("broken", 0)),
     }
     for label, cell in lines.items():
         yield {"": label} | {name: cell(one) for name, one in results.items()}
-    for kind in ("mask_us", "mask_us_of_source"):
-        for part in next(iter(results.values()))[kind]:
-            yield {"": f"{kind}: {part}"} | {
-                name: _line(one[kind].get(part, {"num": 0})) for name, one in results.items()
-            }
 
 
 def _line(found: dict[str, float]) -> str:
@@ -454,41 +399,26 @@ def _line(found: dict[str, float]) -> str:
     return " / ".join(values)
 
 
-_LIMITS = GrammarLimits()
-
-
-def _options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of both commands."""
-    for option in (
-        click.option("--cache", type=click.Path(path_type=Path), help="where tokenizer.json is"),
-        click.option("--tokens", default=60, help="most tokens of an output"),
-        click.option("--outputs", default=1, help="outputs per schema"),
-        click.option("--token-fuel", default=_LIMITS.max_num_token_fuel),
-        click.option("--token-items", default=_LIMITS.max_num_token_items),
-    ):
-        function = option(function)
-    return function
+_CACHE = click.option("--cache", type=click.Path(path_type=Path), help="where tokenizer.json is")
+_TOKENS = click.option("--tokens", default=60, help="most tokens of an output")
 
 
 @harness.case
 @click.argument("name", type=click.Choice(list(ENGINES)))
-@_options
-def one(
-    name: str, cache: Path | None, tokens: int, outputs: int, token_fuel: int, token_items: int
-) -> dict[str, Any]:
+@_CACHE
+@_TOKENS
+def one(name: str, cache: Path | None, tokens: int) -> dict[str, Any]:
     """One engine, in this process."""
-    limits = GrammarLimits(max_num_token_fuel=token_fuel, max_num_token_items=token_items)
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as temporary:
         folder = cache or Path(temporary)
         train(folder)
-        return measure(ENGINES[name](folder, limits), tokens, outputs)
+        return measure(ENGINES[name](folder), tokens)
 
 
 @harness.case
-@_options
-def both(
-    cache: Path | None, tokens: int, outputs: int, token_fuel: int, token_items: int
-) -> dict[str, Any]:
+@_CACHE
+@_TOKENS
+def both(cache: Path | None, tokens: int) -> dict[str, Any]:
     """Milliseconds to compile, microseconds of a mask and of a token accepted, memory, and whether
     outputs satisfy their schemas: Baton's grammars beside xgrammar.
 
@@ -496,19 +426,16 @@ def both(
     library and the installed packages, and kept in --cache, since that takes minutes. It differs a
     little from machine to machine; both engines have the same one. Each engine runs in a process of
     its own, on one thread, with the same schemas, token bytes and seeds. Per schema: compile, then
-    follow outputs of random draws among what is allowed, which favour what closes after two fifths
-    of --tokens. Tokens where the text is forced, which an engine may jump over, are reported apart.
-    "follow" is to accept a token and to look what is forced after it. "memory" is the growth of the
-    resident memory while all compiled grammars are kept. "valid" are the finished outputs that
-    satisfy their schema by jsonschema, formats included.
+    follow an output of random draws among what is allowed, which favour what closes after two
+    fifths of --tokens. "follow" is to accept a token and to look what is forced after it. "memory"
+    is the growth of the resident memory while all compiled grammars are kept. "valid" are the
+    finished outputs that satisfy their schema by jsonschema, formats included.
     """
     results = {}
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as temporary:
         folder = cache or Path(temporary)
         train(folder)
-        options = {"--cache": folder, "--tokens": tokens, "--outputs": outputs}
-        options |= {"--token-fuel": token_fuel, "--token-items": token_items}
-        arguments = [str(each) for pair in options.items() for each in pair]
+        arguments = ["--cache", str(folder), "--tokens", str(tokens)]
         for name in ENGINES:
             argv = harness.module("benchmarks.structured_output", "one", name, *arguments)
             with harness.child(*argv, stdout=subprocess.PIPE) as process:
@@ -519,8 +446,7 @@ def both(
             results[name] = json.loads(last[-1])
     harness.show("p50 / p90 / p99 / max", list(_rows(results)))
     libraries = {name: version(name) for name in ("llguidance", "xgrammar", "tokenizers")}
-    limits = {"max_num_token_fuel": token_fuel, "max_num_token_items": token_items}
-    return {"vocabulary": VOCAB_SIZE, **limits, "engines": results, **libraries}
+    return {"vocabulary": VOCAB_SIZE, "engines": results, **libraries}
 
 
 main = harness.program(__doc__, both, one)

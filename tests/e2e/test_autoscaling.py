@@ -17,12 +17,10 @@ from pathlib import Path
 import pytest
 
 from baton import ClusterConfig, LocalCluster
-from baton.load import course, workload
-from baton.load.course import ROLES, Course
+from baton.load import workload
 from baton.load.workload import TraceLine
 from benchmarks import autoscaling
-from benchmarks.autoscaling import Drive, Stretch
-from benchmarks.paced_worker import paced
+from benchmarks.autoscaling import ROLES, Course, Drive, Stretch, paced
 from tests.harness.cluster import assert_idle
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
@@ -48,7 +46,8 @@ def _run(
         driven = asyncio.run(autoscaling.drive(cluster, stretches, settle_s=_SETTLE_S))
         assert_idle(cluster)
     folder = Path(os.environ.get("BATON_ARTEFACTS", tmp_path))
-    course.draw(driven.outcomes, driven.course, folder / f"autoscaling-{name}.png", name)
+    picture = folder / f"autoscaling-{name}.png"
+    autoscaling.draw({name: (driven.outcomes, driven.course)}, picture)
     return driven
 
 

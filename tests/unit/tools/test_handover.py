@@ -36,15 +36,14 @@ def test_of_all_that_is_exposed_the_waits_for_kv_are_told_apart() -> None:
     }
 
 
-def test_who_moves_nothing_waits_for_nothing_that_could_be_told() -> None:
-    """One engine gives no account; its row is empty there, and says no 0 that nobody measured."""
-    engine = _series({})
-    assert "exposed_transfer_p50_ms" not in engine.figures()
-    direct = _series({"prefill_store": 0.001, "decode_fetch": 0.0005})
-    figure = figures_of("shm", 8192, {"engine": engine, "direct": direct})
+def test_a_request_without_an_account_has_no_waits() -> None:
+    """Its row is empty there, and says no 0 that was not measured."""
+    store, direct = _series({}), _series({"prefill_store": 0.001, "decode_fetch": 0.0005})
+    assert "exposed_transfer_p50_ms" not in store.figures()
+    figure = figures_of("shm", 8192, {"store": store, "direct": direct})
     rows = list(rows_of([{"direct_transport": "cuda_ipc", **figure}]))
-    assert [list(row.values())[:-1] for row in rows] == [
-        ["shm", 8192, "engine (ceiling)", "200.0", "7.00", "3.5 %", "", ""],
+    assert [list(row.values()) for row in rows] == [
+        ["shm", 8192, "store", "200.0", "7.00", "3.5 %", "", ""],
         ["cuda_ipc", 8192, "direct", "200.0", "7.00", "3.5 %", "1.50", "0.8 %"],
     ]
 

@@ -11,16 +11,15 @@ import pytest
 from baton import ClusterConfig
 from baton.cluster import plan as cluster_plan
 from baton.cluster.plan import ProcessSpec, WorkerSpec
-from baton.load.course import Course, Moment, PoolSize
 from baton.load.report import Limits
 from baton.load.runner import Arrival, Outcome
-from benchmarks import autoscaling, paced_worker
-from benchmarks.autoscaling import Drive
-from benchmarks.paced_worker import pace_models, paced
+from benchmarks import autoscaling
+from benchmarks.autoscaling import Course, Drive, Moment, PoolSize, paced
 from engine import load
 from engine.config import EngineConfig
 from engine.loop import load_engine
 from engine.paced import DevicePace, PacedModel
+from services.worker.testing.paced_worker import pace_models
 
 _PARTS = WorkerSpec("redis://x", ("127.0.0.1:1",), "/x/handle.keys", Path("/x"))
 _CONFIG = ClusterConfig(autoscale=True)
@@ -40,7 +39,7 @@ def test_a_paced_worker_is_told_its_pace_and_all_that_any_worker_is() -> None:
     assert given["prefill"] == plain["prefill"], "only roles with a pace"
     before, after = plain["decode"].argv, given["decode"].argv
     assert before[:4] == (sys.executable, "-P", "-m", "services.decode")
-    told = (str(Path(paced_worker.__file__)), "decode", "0.5", "0.001")
+    told = ("-m", "services.worker.testing.paced_worker", "decode", "0.5", "0.001")
     assert after == (*before[:2], *told, *before[4:])
     assert given["decode"].name == plain["decode"].name
     assert _specs() == plain, "it is over with the block"

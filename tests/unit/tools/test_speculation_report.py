@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.speculation import Round, summary
 from benchmarks.speculation_report import (
     WIDTHS,
     ScoredAnswer,
     Settings,
     answered,
-    draw,
     drawn_children,
     engine_for,
     kept_rates,
@@ -145,18 +143,5 @@ def test_markdown_has_every_row_of_every_table() -> None:
     assert "| greedy: one | 12.5 % | 25.0 % | 37.5 % | 50.0 % | 62.5 % |" in plain
     assert "| temperature 0.8: one | 12.5 % |" in plain
     assert "| greedy: exact | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 |" in plain
-    assert "Speed" not in plain
-    rounds = {"plain": [Round(1.0, 1.0, 96, 0)] * 2, "tree": [Round(0.4, 0.4, 96, 72)] * 2}
-    speed = {"temperature 0, batch 1": summary(rounds)}
-    row = "| temperature 0, batch 1 | 1.00 (1.00 to 1.00) | 2.50 (2.50 to 2.50) |"
-    assert row in markdown({**_tables(), "speed": speed})
     for line in plain.splitlines():
         assert line.count("|") in (0, 2 + len(WIDTHS))
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    file = tmp_path / "plots" / "report.svg"
-    draw(_tables(), file)
-    text = file.read_text(encoding="utf-8")
-    for row in ("greedy: one", "temperature 0.8: one", "greedy: exact"):
-        assert f"<!-- {row} -->" in text

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.load.course import Course, Moment, PoolSize
 from baton.load.runner import Arrival, Outcome
 from baton.load.workload import Planned
-from benchmarks.autoscaling import Stretch, rounds_of, send_all
+from benchmarks.autoscaling import Course, Moment, PoolSize, Stretch, rounds_of, send_all
 
 _WAIT_S = 30.0
 

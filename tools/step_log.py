@@ -1,21 +1,20 @@
 """What a worker's step log (services/worker/step_log.py) says of the time between steps, and of
 what went on beside the longest.
 
-    python -m benchmarks.step_times logs/decode-0.steps.jsonl
+    python -m tools.step_log steps/decode-0.steps.jsonl
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 
 from services.worker import step_log
@@ -132,13 +131,13 @@ def _beside(entries: Entries, ended_s: float, period_ms: float) -> dict[str, Any
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("logs", type=Path, nargs="+")
-    for path in parser.parse_args().logs:
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("logs", type=click.Path(path_type=Path, exists=True), nargs=-1, required=True)
+def main(logs: tuple[Path, ...]) -> None:
+    """Time between steps, and what ran beside the longest, of logs of `--set decode.step_log`."""
+    for path in logs:
         Console().print(path.name, explain(step_log.read(path), [Span(-math.inf, math.inf)]))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

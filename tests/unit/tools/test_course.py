@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.load import course
-from baton.load.course import Course, Moment, PoolSize
 from baton.load.runner import Arrival, Outcome
+from benchmarks.autoscaling import Course, Moment, PoolSize, draw, offered
 
 
 def _course(*wanted: int, ready: tuple[int, ...] = ()) -> Course:
@@ -53,14 +52,14 @@ def _outcome(sent_s: float, error: str = "") -> Outcome:
 
 def test_offered_load_has_its_pauses() -> None:
     outcomes = [_outcome(at_s) for at_s in (0.0, 0.5, 1.0, 4.5)]
-    assert course.offered(outcomes, 2.0) == [(1.0, 1.5), (3.0, 0.0), (5.0, 0.5)]
-    assert course.offered([], 2.0) == []
+    assert offered(outcomes, 2.0) == [(1.0, 1.5), (3.0, 0.0), (5.0, 0.5)]
+    assert offered([], 2.0) == []
 
 
 @pytest.mark.parametrize("num_failed", [0, 1, 2])
 def test_the_picture_is_drawn_whatever_failed(tmp_path: Path, num_failed: int) -> None:
     outcomes = [_outcome(i, "NoCapacity" if i < num_failed else "") for i in range(2)]
-    course.draw(outcomes, _course(1, 2, 1), tmp_path / "plots" / "a.png", "a")
+    draw({"a": (outcomes, _course(1, 2, 1))}, tmp_path / "plots" / "a.png")
     assert (tmp_path / "plots" / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -69,7 +68,7 @@ def test_several_loads_are_drawn_beside_one_another(tmp_path: Path) -> None:
     step = {"step": ([_outcome(i) for i in range(4)], _course(1, 2, 1))}
     burst = {"burst": ([_outcome(i, "NoCapacity") for i in range(2)], _course(1, 3, 3, 1))}
     for name, runs in (("both.svg", step | burst), ("alone.svg", step)):
-        course.draw_all(runs, tmp_path / name)
+        draw(runs, tmp_path / name)
     both, alone = ((tmp_path / name).read_text() for name in ("both.svg", "alone.svg"))
     assert "<!-- step -->" in both
     assert "<!-- burst -->" in both
