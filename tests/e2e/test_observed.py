@@ -145,6 +145,7 @@ def test_each_name_is_answered_by_its_own_model(
 ) -> None:
     """Both at once, and the same prompts: an answer of the wrong model, or KV of it, would show."""
     asked = [(model, prompt) for prompt in prompts_for_both(seed, 6) for model in MODELS]
+    right = [oracle(model).greedy(prompt, MAX_TOKENS) for model, prompt in asked]
     status = {worker.worker_id: worker.model for worker in client.status().workers}
     assert sorted(status.values()) == sorted(MODELS * 2)
 
@@ -156,8 +157,8 @@ def test_each_name_is_answered_by_its_own_model(
         answers = list(pool.map(complete, asked * 2))
     fingerprints: dict[str, set[str]] = {model: set() for model in MODELS}
     num_moved = 0
-    for (model, prompt), answer in zip(asked * 2, answers, strict=True):
-        assert list(answer.token_ids) == oracle(model).greedy(prompt, MAX_TOKENS), model
+    for (model, _), tokens, answer in zip(asked * 2, right * 2, answers, strict=True):
+        assert list(answer.token_ids) == tokens, model
         assert answer.provenance.model == model
         fingerprints[model].add(answer.provenance.model_fingerprint)
         legs = answer.provenance.legs
