@@ -2,7 +2,7 @@
 #
 #   make demo        a cluster on this machine, an answer, and where its KV cache came from
 #   make oracle      the tests at public seams alone, for each step of a redesign
-#   make test        all checks and tests, at a twentieth of the stated counts (`make test-long`: all of them)
+#   make test        all checks and tests, at a fortieth of the stated counts (`make test-long`: all of them)
 #   make test-clients  other people's clients of the OpenAI API, unmodified, against `baton up`; in an environment of their own
 #   make images      the three images, with docker (IMAGE_REGISTRY, IMAGE_TAG; TORCH_INDEX_URL must be given)
 #   make kind        the chart on a kind cluster: clients, load, scaling, upgrades, kills; needs docker, kind and helm
