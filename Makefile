@@ -13,7 +13,7 @@
 #   PYTHON            which Python makes the environment: 3.11 or 3.12 (others lack wheels of what we need)
 #   TORCH_INDEX_URL   where torch comes from. The default index has a CUDA build for Linux; without a GPU
 #                     TORCH_INDEX_URL=<the CPU index that PyTorch's install page names> saves 3 GB.
-#   TEST_JOBS         processes that share the tests; 2. Many tests start several of their own.
+#   TEST_JOBS         processes that share the tests, and the types; 2. Many tests start several of their own.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -70,7 +70,7 @@ chaos: $(READY)
 check: $(READY) $(PROTOS_READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/mypy --num-workers $(TEST_JOBS) $(PACKAGES)
 	$(BIN)/lint-imports
 	$(PROTOS_VENV)/bin/python tools/gen_protos.py --check
 
