@@ -30,8 +30,8 @@ from kvstore.block_lender import BlockLender, LenderIdentity
 from kvstore.blocks import Block, PackedBlocks, PackedItems, Tier
 from kvstore.client import KvStoreClient
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
-from kvstore.lender_service import LenderServicer
 from kvstore.node_ids import lender_node_id
+from kvstore.service import KvStoreServicer
 from kvstore.transport import cuda_ipc
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda import CudaDevice, CudaQueue
@@ -90,7 +90,7 @@ async def serve(device_id: int, block_bytes: int) -> None:
         lender_node_id("lender"), secrets.token_bytes(16), bytes.fromhex(FINGERPRINT)
     )
     lender = BlockLender(identity, memory, loans, no_free, lets_map=True)
-    server, address = await grpc_server.listen("127.0.0.1:0", [LenderServicer(lender).add_to])
+    server, address = await grpc_server.listen("127.0.0.1:0", [KvStoreServicer(lender).add_to])
     lender.start()
     _say({"address": address})
     while line := await asyncio.to_thread(sys.stdin.readline):

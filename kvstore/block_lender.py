@@ -12,7 +12,6 @@ blocks are lent, and is called when they are free (`ExportedBlocks`). No stubs. 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import (
@@ -24,16 +23,26 @@ from collections.abc import (
     Iterable,
     Sequence,
 )
+from contextlib import aclosing
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import NoReturn
 
-from kvstore.attachments import Attachment, AttachmentTable
+from kvstore.attachments import AttachmentTable
 from kvstore.blocks import Block, PackedBlocks
 from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer, LeaseUpdate
 from kvstore.links import num_blocks_wanted
 from kvstore.node_ids import PROBE_HASH
-from kvstore.push import Frames, PeerBlocks, PushOutcome, PushPeers, Target
+from kvstore.push import Frames, PushOutcome, PushPeers, Target
+from kvstore.source import (
+    MatchResult,
+    ReadPiece,
+    StoreInfo,
+    StoreStats,
+    WorkerInfo,
+    own_host_id,
+    read_pieces,
+)
 from kvstore.transport.base import CUDA_IPC, DIRECT_TRANSPORTS, BlockMemory
 from kvstore.transport.device import PinnedStaging, Shared
 from kvstore.transport.nixl import region_of
@@ -50,7 +59,8 @@ ATTACHMENT_TTL_S = 60.0
 SWEEP_S = 0.25
 """How late a lapsed lease may be noticed."""
 
-MAX_CHUNK_BYTES = 16 * 1024 * 1024
+MAX_PROBE_WAIT_S = 1.0
+"""For free blocks of an engine that is in a long step."""
 
 
 @dataclass(frozen=True)
@@ -76,19 +86,6 @@ class LenderLimits:
 LENDER_LIMITS = LenderLimits()
 
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-@functools.cache
-def own_host_id() -> str:
-    """Of the running kernel: containers of one host have the same, and no two hosts have. Empty
-    where the kernel tells none."""
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
 @dataclass(frozen=True)
 class LenderIdentity:
     """Who lends. fingerprint: of the model, which a reader's must be."""
@@ -96,19 +93,6 @@ class LenderIdentity:
     node_id: str
     incarnation: bytes
     fingerprint: bytes
-
-
-@dataclass(frozen=True)
-class ReaderInfo:
-    """What a worker says about itself. peer: of transport nixl. host_id: of cuda_ipc."""
-
-    worker_id: str
-    worker_incarnation: bytes
-    fingerprint: bytes
-    block_bytes: int
-    transport: str
-    peer: PeerBlocks | None = None
-    host_id: str = ""
 
 
 class LeaseWatchers:
@@ -364,7 +348,8 @@ class ProbeBlocks:
 
 
 class BlockLender:
-    """A worker's blocks for its readers. `loans` is the truth about what is lent."""
+    """A worker's blocks for its readers, a BlockSource (source.py). `loans` is the truth about what
+    is lent."""
 
     def __init__(
         self,
@@ -379,7 +364,8 @@ class BlockLender:
         clock: Clock = time.monotonic,
     ) -> None:
         """lets_map: readers on this host may map the whole memory (transport cuda_ipc)."""
-        self.identity = identity
+        self.node_id = identity.node_id
+        self.incarnation = identity.incarnation
         self.memory = memory
         self.loans = loans
         self.attachments = AttachmentTable()
@@ -388,6 +374,7 @@ class BlockLender:
         self.probes = ProbeBlocks(loans, find_free, self.seal, max_probes, clock)
         self.shared: Shared | None = None
         """What readers of transport cuda_ipc are given; made for the first."""
+        self._fingerprint = identity.fingerprint
         self._lets_map = lets_map
         self._clock = clock
         self._outlet = BlockReader(memory)
@@ -466,40 +453,50 @@ class BlockLender:
 
     # -- readers come and go
 
-    async def attach(self, reader: ReaderInfo) -> Attachment:
+    async def attach(self, worker: WorkerInfo) -> StoreInfo:
         """Let a reader in. Raises: InvalidArgument, FailedPrecondition."""
         self._check_open()
-        if not reader.worker_id:
+        if not worker.worker_id:
             raise InvalidArgument("worker_id", "must be given")
-        if reader.transport not in DIRECT_TRANSPORTS:
+        if worker.transport not in DIRECT_TRANSPORTS:
             raise FailedPrecondition(
-                f"transport {reader.transport}: this node lends its blocks; they are read over "
+                f"transport {worker.transport}: this node lends its blocks; they are read over "
                 f"{' or '.join(DIRECT_TRANSPORTS)}"
             )
-        if reader.block_bytes != self.memory.block_bytes:
+        if worker.block_bytes != self.memory.block_bytes:
             raise FailedPrecondition(
                 f"block_bytes: this worker's blocks have {self.memory.block_bytes} bytes, the "
-                f"reader's {reader.block_bytes}"
+                f"reader's {worker.block_bytes}"
             )
-        if reader.fingerprint != self.identity.fingerprint:
+        if worker.model_fingerprint != self._fingerprint:
             raise FailedPrecondition("model_fingerprint: this worker serves another model")
+        shared: Shared | None = None
         target: Target | None = None
-        if reader.transport == CUDA_IPC:
-            self._let_map(reader.host_id)
-        if reader.transport == "nixl":
-            if reader.peer is None:
+        if worker.transport == CUDA_IPC:
+            shared = self._share(worker.host_id)
+        if worker.transport == "nixl":
+            if worker.peer is None:
                 raise InvalidArgument("region_address", "must be given for transport nixl")
-            target = await self.peers.meet(reader.peer)
-        for earlier in self.attachments.earlier_lives(reader.worker_id, reader.worker_incarnation):
+            target = await self.peers.meet(worker.peer)
+        for earlier in self.attachments.earlier_lives(worker.worker_id, worker.worker_incarnation):
             self.attachments.remove(earlier)
         attachment = self.attachments.add(
-            reader.worker_id, reader.worker_incarnation, reader.transport, False, self._clock()
+            worker.worker_id, worker.worker_incarnation, worker.transport, False, self._clock()
         )
         if target is not None:
             self.peers.add(attachment.attachment_id, target)
         self._forget_gone()
-        logs.event(logger, "reader_attached", worker_id=reader.worker_id)
-        return attachment
+        logs.event(logger, "reader_attached", worker_id=worker.worker_id)
+        return StoreInfo(
+            attachment_id=attachment.attachment_id,
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            frame_bytes=self.memory.block_bytes,
+            num_frames=self.memory.num_blocks,
+            nixl_metadata=self.peers.metadata if target is not None else b"",
+            shared=shared,
+            tells_when_lent=True,
+        )
 
     def detach(self, attachment_id: str) -> None:
         """The reader says goodbye: it measures no more."""
@@ -511,6 +508,43 @@ class BlockLender:
         now_s = self._clock()
         self.attachments.get(attachment_id, now_s)
         return now_s
+
+    async def match(
+        self,
+        attachment_id: str,
+        chain_hashes: Sequence[bytes],
+        *,
+        pin: bool,
+        lease_id: str,
+        ttl_s: float,
+        budget_s: float,
+    ) -> MatchResult:
+        """A reader's sign of life: a lender is no store and has nothing to be found, but blocks to
+        measure the link with, one for each PROBE_HASH."""
+        self.seen(attachment_id)
+        if not (pin and set(chain_hashes) == {PROBE_HASH}):
+            return MatchResult((), "")
+        lease_id, blocks = await self.probes.lend(
+            attachment_id, len(chain_hashes), min(MAX_PROBE_WAIT_S, budget_s / 2)
+        )
+        return MatchResult(blocks, lease_id)
+
+    def pin(self, *_: object, **__: object) -> NoReturn:
+        """Raises: FailedPrecondition."""
+        raise FailedPrecondition(
+            "this node lends its blocks for reading; it pins nothing: its handles come with their "
+            "leases"
+        )
+
+    def renew(self, lease_id: str, *, ttl_s: float, num_bytes_read: int) -> None:
+        """See ExportedBlocks. Raises: LeaseLapsed."""
+        self.loans.counters.num_bytes_read += num_bytes_read
+        self.loans.renew(lease_id, ttl_s, self._clock())
+
+    def release(self, lease_ids: Iterable[str], *, num_bytes_read: int) -> int:
+        """See ExportedBlocks."""
+        self.loans.counters.num_bytes_read += num_bytes_read
+        return self.loans.release(lease_ids, self._clock())
 
     async def await_lent(
         self,
@@ -542,33 +576,20 @@ class BlockLender:
 
     async def copy_out(
         self, attachment_id: str, lease_id: str, blocks: Sequence[Block], chunk_bytes: int
-    ) -> AsyncGenerator[tuple[int, int, bytes, bool], None]:
-        """Pieces of blocks (gRPC transport): (index, offset, bytes, is stale); a stale one has
-        none.
-
-        Raises: LeaseLapsed, UnknownAttachment, TransferFailed.
-        """
+    ) -> AsyncGenerator[ReadPiece, None]:
+        """See BlockSource. Raises: LeaseLapsed, UnknownAttachment, InvalidArgument,
+        TransferFailed."""
         self._need_lease(lease_id, self.seen(attachment_id))
-        if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
-            raise InvalidArgument("chunk_bytes", f"between 1 and {MAX_CHUNK_BYTES}")
-        hold_id, held = self.loans.hold(blocks)
         self._begin()
         try:
-            for index, holds in enumerate(held):
-                if not holds:
-                    self.loans.refused[GENERATION] += 1
-                    yield index, 0, b"", True
-            indices = [index for index, holds in enumerate(held) if holds]
-            block_ids = [blocks[index].frame for index in indices]
-            at = iter(indices)
-            async for content in self._outlet.blocks(block_ids):
-                index = next(at)
-                for offset in range(0, self.memory.block_bytes, chunk_bytes):
-                    yield index, offset, bytes(content[offset : offset + chunk_bytes]), False
-                self.loans.counters.num_bytes_read += self.memory.block_bytes
+            async with aclosing(
+                read_pieces(self.loans, blocks, chunk_bytes, self._outlet.blocks)
+            ) as pieces:
+                async for piece in pieces:
+                    yield piece
+                    self.loans.counters.num_bytes_read += len(piece.data)
         finally:
             self._end()
-            self.loans.unhold(hold_id)
 
     async def push(
         self,
@@ -587,6 +608,10 @@ class BlockLender:
         self.loans.counters.num_bytes_read += outcome.num_bytes
         return outcome
 
+    def close_push(self, push_id: str) -> bool:
+        """See PushPeers."""
+        return self.peers.close_push(push_id)
+
     def confirm(
         self,
         attachment_id: str,
@@ -603,13 +628,10 @@ class BlockLender:
         stale = self.loans.find_stale(pairs)
         if stale:
             self.loans.refused[GENERATION] += len(stale)
-        self.loans.counters.num_bytes_read += num_bytes_read
+        self.loans.counters.num_bytes_read += min(
+            num_bytes_read, len(pairs) * self.memory.block_bytes
+        )
         return stale
-
-    def was_read(self, num_bytes: int) -> None:
-        """A reader says so of bytes that it has not been confirmed; not more than there are."""
-        num_bytes = min(num_bytes, self.memory.num_blocks * self.memory.block_bytes)
-        self.loans.counters.num_bytes_read += num_bytes
 
     async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
         """Somebody read bad bytes out of these: look, and end the leases that name bytes which are
@@ -639,6 +661,25 @@ class BlockLender:
             logs.event(logger, "lent_blocks_damaged", level=logging.ERROR, num_blocks=num_bad)
         return num_bad
 
+    def present(self) -> list[bytes]:
+        """Nothing: a lender is no store."""
+        return []
+
+    async def status(self, *, check_integrity: bool) -> StoreStats:
+        """See BlockSource."""
+        loans = self.loans
+        return StoreStats(
+            frame_bytes=loans.frame_bytes,
+            num_frames=loans.num_blocks,
+            num_pinned=loans.num_lent,
+            num_leases=loans.num_leases,
+            num_attachments=len(self.attachments),
+            num_bytes_read=loans.counters.num_bytes_read,
+            num_leases_lapsed=loans.counters.num_leases_lapsed,
+            refused=loans.refused,
+            integrity_error=self.check_integrity() if check_integrity else "",
+        )
+
     def check_integrity(self) -> str:
         """Recompute every law. Returns: what failed, empty when all held."""
         try:
@@ -653,8 +694,9 @@ class BlockLender:
 
     # -- inside
 
-    def _let_map(self, host_id: str) -> None:
-        """Make what a reader needs to map the memory. Raises: FailedPrecondition."""
+    def _share(self, host_id: str) -> Shared:
+        """What a reader on the host `host_id` needs to map the memory. Raises:
+        FailedPrecondition."""
         device = self.memory.device
         if not self._lets_map:
             raise FailedPrecondition(
@@ -673,6 +715,7 @@ class BlockLender:
             )
         if self.shared is None:
             self.shared = device.share(self.memory.address)
+        return self.shared
 
     def _check_open(self) -> None:
         if self._is_stopped:

@@ -32,10 +32,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvstore import answer_checks, links, traced, wire
-from kvstore.block_lender import own_host_id
+from kvstore import answer_checks, links, wire
 from kvstore.blocks import Block, PackedBlocks
-from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection, StoreInfo
+from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection
 from kvstore.errors import (
     CANCELLED,
     CHECKSUM,
@@ -50,6 +49,7 @@ from kvstore.errors import (
 )
 from kvstore.exported_blocks import NO_PROMISE, LeaseUpdate, LenderPromise
 from kvstore.links import Rates
+from kvstore.source import MatchResult, StoreInfo, own_host_id
 from kvstore.transport.base import (
     CUDA_IPC,
     DIRECT_TRANSPORTS,
@@ -69,7 +69,7 @@ from process.access import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.rpc import Dialer
-from process.spans import SpanKind
+from process.spans import SpanKind, Value
 from process.tasks import BackgroundTasks
 from protos import kvstore_pb2
 
@@ -82,16 +82,6 @@ _RESERVE_TIMEOUT_S = 10.0  # of the call itself; the caller waits for its own de
 _UNDO_TIMEOUT_S = 2.0
 _REPORT_TIMEOUT_S = 10.0
 _CLOSE_S = 2.0
-
-
-@dataclass(frozen=True)
-class MatchResult:
-    """The longest prefix present, in order. lease_id: empty when nothing was pinned. num_hits: how
-    often the last of the blocks was matched before."""
-
-    blocks: tuple[Block, ...]
-    lease_id: str
-    num_hits: int = 0
 
 
 @dataclass(frozen=True)
@@ -283,7 +273,7 @@ class KvStoreClient:
             blocks = tuple(wire.blocks_from_proto(reply.blocks))
             if span.is_recording:
                 span.set(spans.server_attributes(self.address))
-                span.set(traced.of_match(self.node_id, chain_hashes, blocks))
+                span.set(_match_attributes(self.node_id, chain_hashes, blocks))
         return MatchResult(blocks, reply.lease_id, reply.num_hits)
 
     async def pin(
@@ -431,7 +421,7 @@ class KvStoreClient:
         """
         with self._transferring(), self._recorded("read", len(items)) as record:
             if spans.current_span().is_recording:
-                spans.current_span().set(traced.of_blocks([block for block, _ in items]))
+                spans.current_span().set(_block_attributes([block for block, _ in items]))
             got = await self.get_unrecorded(lease_id, items, deadline, incarnation, word)
             self._num_bytes_untold += got.num_bytes_untold
             record.num_bytes, record.failed = got.num_bytes, Counter(got.failed.values())
@@ -524,11 +514,7 @@ class KvStoreClient:
                 if span.is_recording:
                     if is_call:
                         span.set(spans.server_attributes(self.address))
-                    span.set(
-                        traced.of_transfer(
-                            self.node_id, stats.transport, stats.num_bytes, num_blocks, stats.failed
-                        )
-                    )
+                    span.set(_transfer_attributes(self.node_id, stats, num_blocks))
 
     # -- put: reserve, write, commit
 
@@ -930,7 +916,7 @@ async def _handshake(
             reply = await connection.call(connection.stub.Attach, request, deadline)
             with connection.checking_reply():
                 answer_checks.check_attached(reply, request)
-            store = StoreInfo.of(reply)
+            store = wire.info_from_proto(reply)
             return store, await connect(request.transport, memory, connection, agent, store)
     except BaseException:
         if agent is not None:
@@ -981,3 +967,40 @@ def _sources(chains: Sequence[PutChain], places: Sequence[PackedBlocks]) -> dict
             if is_new:
                 sources.setdefault(row, block_id)
     return sources
+
+
+# ---- what spans say of blocks. Chain hashes are keyed by tenant: they say nothing of a prompt.
+
+
+def _match_attributes(
+    node_id: str, asked: Sequence[bytes], found: Sequence[Block]
+) -> dict[str, Value]:
+    about: dict[str, Value] = {
+        "baton.store.node_id": node_id,
+        "baton.num_blocks_asked": len(asked),
+        "baton.num_blocks": len(found),
+    }
+    return about | _block_attributes(found)
+
+
+def _transfer_attributes(node_id: str, stats: TransferStats, num_blocks: int) -> dict[str, Value]:
+    about: dict[str, Value] = {
+        "baton.store.node_id": node_id,
+        "baton.transport": stats.transport,
+        "baton.num_bytes": stats.num_bytes,
+        "baton.num_blocks": num_blocks,
+    }
+    for reason, num_failed in stats.failed.items():
+        about[f"baton.not_usable.{reason}"] = num_failed
+    return about
+
+
+def _block_attributes(blocks: Sequence[Block]) -> dict[str, Value]:
+    """Which blocks: by the first and the last, and by tier."""
+    hashes = [block.chain_hash for block in blocks if block.chain_hash]
+    about: dict[str, Value] = {}
+    if hashes:
+        about |= {"baton.block.first": hashes[0].hex(), "baton.block.last": hashes[-1].hex()}
+    for tier, num_blocks in Counter(block.tier for block in blocks).items():
+        about[f"baton.tier.{tier.name.lower()}"] = num_blocks
+    return about

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
@@ -22,7 +21,7 @@ from kvstore import answer_checks, wire
 from kvstore.answer_checks import SpoiledAnswer
 from kvstore.errors import LeaseLapsed
 from kvstore.exported_blocks import LeaseUpdate, LenderPromise
-from kvstore.transport.device import Shared
+from kvstore.source import StoreInfo
 from process import logs, rpc, spans
 from process.access import PeerRole
 from process.deadline import Deadline
@@ -37,43 +36,6 @@ HEARTBEAT_S = 5.0
 DETACH_S = 2.0
 """Time for the Detach call; a store that does not receive it notices the worker's end by itself."""
 _HEARTBEAT_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class StoreInfo:
-    """What the store's answer to Attach says: its identity, and where its frames lie.
-
-    shared: a lender's memory, of transport cuda_ipc. keeps_history: the store asks to be told which
-    blocks were verified. tells_when_lent: a lender that answers AwaitLent.
-    """
-
-    attachment_id: str
-    node_id: str
-    incarnation: bytes
-    frame_bytes: int
-    num_frames: int
-    slab_path: str
-    nixl_metadata: bytes
-    region_address: int
-    shared: Shared | None = None
-    keeps_history: bool = False
-    tells_when_lent: bool = False
-
-    @classmethod
-    def of(cls, reply: kvstore_pb2.AttachReply) -> StoreInfo:
-        return cls(
-            attachment_id=reply.attachment_id,
-            node_id=reply.node_id,
-            incarnation=reply.incarnation,
-            frame_bytes=reply.frame_bytes,
-            num_frames=reply.num_frames,
-            slab_path=reply.slab_path,
-            nixl_metadata=reply.nixl_metadata,
-            region_address=reply.region_address,
-            shared=Shared(reply.ipc_handle, reply.ipc_offset_bytes) if reply.ipc_handle else None,
-            keeps_history=reply.keeps_history,
-            tells_when_lent=reply.tells_when_lent,
-        )
 
 
 class StoreConnection:

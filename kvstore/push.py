@@ -82,8 +82,9 @@ class PushTable:
     def num_moving(self) -> int:
         return len(self._moving)
 
-    def is_terminal(self, push_id: str) -> bool:
-        """Whether nothing moves for this push, now and later."""
+    def close_push(self, push_id: str) -> bool:
+        """Whether nothing moves for this push, now and later: one that is not known is refused from
+        here on."""
         if push_id in self._moving:
             return False
         self._end(push_id)
@@ -264,9 +265,9 @@ class PushPeers:
             raise FailedPrecondition("push: this worker is not attached with transport nixl")
         return await self._pushes.push(push_id, target, blocks, destinations, deadline)
 
-    def is_terminal(self, push_id: str) -> bool:
+    def close_push(self, push_id: str) -> bool:
         """See PushTable; without an agent nothing moves."""
-        return self._pushes is None or self._pushes.is_terminal(push_id)
+        return self._pushes is None or self._pushes.close_push(push_id)
 
     def keep(self, attachment_ids: Collection[str]) -> None:
         """Forget the peers of all others, each once nothing moves to it."""

@@ -1,5 +1,4 @@
-"""Values of this package to and from `baton.v1` messages. The only module here, beside server and
-client, that knows the stubs; pure, any thread."""
+"""Values of this package to and from `baton.v1` messages; pure, any thread."""
 
 from __future__ import annotations
 
@@ -10,6 +9,8 @@ from kvstore import block_hash
 from kvstore.block_hash import CHAIN_HASH_BYTES
 from kvstore.blocks import Block, PackedBlocks, Tier
 from kvstore.push import PeerBlocks
+from kvstore.source import ChainToReserve, StoreInfo, WorkerInfo
+from kvstore.transport.device import Shared
 from kvstore.transport.nixl_agent import Region
 from process.errors import InvalidArgument
 from protos import common_pb2, kvstore_pb2
@@ -104,17 +105,70 @@ def need_whole(request: kvstore_pb2.AttachRequest | kvstore_pb2.PushRequest) -> 
         raise InvalidArgument("checksum", "the message was spoiled on its way")
 
 
-def peer_from_proto(request: kvstore_pb2.AttachRequest) -> PeerBlocks:
-    """What a worker of transport nixl says of its blocks."""
-    num_bytes = request.region_num_blocks * request.block_bytes
-    return PeerBlocks(
-        request.nixl_metadata,
-        Region(
+def worker_from_proto(request: kvstore_pb2.AttachRequest) -> WorkerInfo:
+    peer: PeerBlocks | None = None
+    if request.transport == "nixl":
+        num_blocks = request.region_num_blocks
+        region = Region(
             request.region_address,
-            num_bytes,
+            num_blocks * request.block_bytes,
             request.region_memory or "DRAM",
             request.region_device_id,
-        ),
-        request.region_num_blocks,
-        request.block_bytes,
+        )
+        peer = PeerBlocks(request.nixl_metadata, region, num_blocks, request.block_bytes)
+    return WorkerInfo(
+        worker_id=request.worker_id,
+        worker_incarnation=request.worker_incarnation,
+        model_fingerprint=request.model_fingerprint,
+        block_bytes=request.block_bytes,
+        transport=request.transport,
+        peer=peer,
+        host_id=request.host_id,
     )
+
+
+def info_to_proto(info: StoreInfo) -> kvstore_pb2.AttachReply:
+    """With its checksum."""
+    shared = info.shared
+    reply = kvstore_pb2.AttachReply(
+        attachment_id=info.attachment_id,
+        node_id=info.node_id,
+        incarnation=info.incarnation,
+        frame_bytes=info.frame_bytes,
+        num_frames=info.num_frames,
+        slab_path=info.slab_path,
+        nixl_metadata=info.nixl_metadata,
+        region_address=info.region_address,
+        ipc_handle=shared.handle if shared is not None else b"",
+        ipc_offset_bytes=shared.offset_bytes if shared is not None else 0,
+        keeps_history=info.keeps_history,
+        tells_when_lent=info.tells_when_lent,
+    )
+    reply.checksum = checksum_of(reply)
+    return reply
+
+
+def info_from_proto(reply: kvstore_pb2.AttachReply) -> StoreInfo:
+    return StoreInfo(
+        attachment_id=reply.attachment_id,
+        node_id=reply.node_id,
+        incarnation=reply.incarnation,
+        frame_bytes=reply.frame_bytes,
+        num_frames=reply.num_frames,
+        slab_path=reply.slab_path,
+        nixl_metadata=reply.nixl_metadata,
+        region_address=reply.region_address,
+        shared=Shared(reply.ipc_handle, reply.ipc_offset_bytes) if reply.ipc_handle else None,
+        keeps_history=reply.keeps_history,
+        tells_when_lent=reply.tells_when_lent,
+    )
+
+
+def chains_from_proto(request: kvstore_pb2.ReserveRequest) -> list[ChainToReserve]:
+    """Raises: InvalidArgument."""
+    return [
+        ChainToReserve(
+            chain.parent, hashes_from_proto(chain.chain_hashes), chain.tail_name, chain.tenant
+        )
+        for chain in request.chains
+    ]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from kvstore.connection import StoreConnection, StoreInfo
+from kvstore.connection import StoreConnection
 from kvstore.slab import Slab
+from kvstore.source import StoreInfo
 from kvstore.transport.base import CUDA_IPC, BlockMemory, Transport
 from kvstore.transport.cuda_ipc import CudaIpcTransport
 from kvstore.transport.grpc import GrpcTransport, StagedTransport

@@ -38,8 +38,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import answer_checks
-from kvstore.connection import StoreConnection, StoreInfo
+from kvstore.connection import StoreConnection
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
+from kvstore.source import StoreInfo
 from kvstore.transport.base import (
     CUDA_IPC,
     BlockMemory,

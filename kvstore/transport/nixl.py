@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Sequence
 
 from kvstore import answer_checks, wire
-from kvstore.connection import StoreConnection, StoreInfo
+from kvstore.connection import StoreConnection
 from kvstore.errors import (
     GENERATION,
     Quarantine,
@@ -24,6 +24,7 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.slab import SlabLayout
+from kvstore.source import StoreInfo
 from kvstore.transport.base import (
     BlockMemory,
     GetItems,

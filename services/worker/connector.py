@@ -24,7 +24,7 @@ from typing import Any
 
 from kvstore import errors
 from kvstore.blocks import Block
-from kvstore.client import KvStoreClient, MatchResult
+from kvstore.client import KvStoreClient
 from kvstore.errors import (
     DEADLINE,
     Quarantine,
@@ -32,6 +32,7 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.exported_blocks import NO_PROMISE, LenderPromise
+from kvstore.source import MatchResult
 from process import logs
 from process.deadline import Clock, Deadline
 from process.errors import (

@@ -18,8 +18,8 @@ import grpc.aio
 from kvstore.block_lender import BlockLender, LenderIdentity
 from kvstore.blocks import PackedBlocks
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
-from kvstore.lender_service import LenderServicer
 from kvstore.node_ids import lender_node_id
+from kvstore.service import KvStoreServicer
 from process.errors import BatonError, Internal
 from services.worker.engine_thread import EngineThread
 from services.worker.store_target import StoreTarget
@@ -76,7 +76,7 @@ class WorkerLender:
 
     def add_service(self, server: grpc.aio.Server) -> None:
         """Register with a server that is not started yet."""
-        LenderServicer(self.lender).add_to(server)
+        KvStoreServicer(self.lender).add_to(server)
 
     # -- lending
 

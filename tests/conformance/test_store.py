@@ -23,7 +23,7 @@ from kvstore.client import KvStoreClient, PutChain, TransferStats
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
 from kvstore.node import TOUCH_AHEAD_BYTES
-from kvstore.server import KvStoreServicer
+from kvstore.service import KvStoreServicer
 from kvstore.transport.base import BlockMemory
 from process import grpc_server, registry, rpc
 from process.errors import (

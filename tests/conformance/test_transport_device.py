@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from kvstore import errors, serve
-from kvstore.connection import StoreInfo
 from kvstore.slab import Slab, SlabLayout
+from kvstore.source import StoreInfo
 from kvstore.transport import shm
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.connect import connect

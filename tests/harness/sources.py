@@ -16,8 +16,8 @@ from kvstore.block_lender import LENDER_LIMITS, BlockLender, LenderIdentity, Len
 from kvstore.blocks import Block
 from kvstore.errors import TransferFailed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
-from kvstore.lender_service import LenderServicer
 from kvstore.node_ids import PROBE_HASH, lender_node_id
+from kvstore.service import KvStoreServicer
 from kvstore.transport.base import BlockMemory
 from process import grpc_server
 from tests.harness.fake_device import FakeDevice
@@ -249,7 +249,7 @@ async def lending(
         limits=limits,
     )
     server, made.address = await grpc_server.listen(
-        "127.0.0.1:0", [LenderServicer(made.lender).add_to]
+        "127.0.0.1:0", [KvStoreServicer(made.lender).add_to]
     )
     made.lender.start()
     try:

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from kvstore import errors
+from kvstore import errors, wire
 from kvstore.block_lender import LeaseWatchers
 from kvstore.client import KvStoreClient
-from kvstore.connection import StoreInfo
 from kvstore.exported_blocks import LeaseUpdate
-from kvstore.lender_service import LenderServicer
+from kvstore.service import KvStoreServicer
+from kvstore.source import StoreInfo
 from kvstore.transport.device import PeerCopies
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import common_pb2, kvstore_pb2
@@ -470,14 +470,14 @@ async def test_a_lender_of_an_earlier_version_is_not_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would refuse a call that it does not know, and the connection with it."""
-    of = StoreInfo.of
+    of = wire.info_from_proto
 
     def earlier(reply: kvstore_pb2.AttachReply) -> StoreInfo:
         reply.tells_when_lent = False
         return of(reply)
 
-    monkeypatch.setattr(StoreInfo, "of", earlier)
-    monkeypatch.delattr(LenderServicer, "AwaitLent")
+    monkeypatch.setattr(wire, "info_from_proto", earlier)
+    monkeypatch.delattr(KvStoreServicer, "AwaitLent")
     async with ahead(tmp_path) as a:
         await until(lambda: a.num_read == CHUNK // BLOCK_SIZE)
         answer = await a.answer(await a.computed())
