@@ -211,8 +211,8 @@ class ReadParts:
     @contextmanager
     def of(self, transport: CudaIpcTransport) -> Iterator[None]:
         """While this lasts the transport's steps are timed."""
-        names = ("_copies_between", "_copy_in", "_confirm")
-        give, copy_in, confirm = (getattr(transport, name) for name in names)
+        names = ("_copies_between", "_copy_in", "_hold")
+        give, copy_in, hold = (getattr(transport, name) for name in names)
 
         def given(*arguments: Any) -> Any:
             self._given_s = self._given_s or time.perf_counter()
@@ -225,11 +225,11 @@ class ReadParts:
 
             return copy_in(flight, blocks, is_stopped, here)
 
-        def confirmed(*arguments: Any) -> Any:
-            self.num_confirmed += 1
-            return confirm(*arguments)
+        def held(lease_id: str, frames: Any, generations: Any, ttl_s: float, *rest: Any) -> Any:
+            self.num_confirmed += ttl_s == 0
+            return hold(lease_id, frames, generations, ttl_s, *rest)
 
-        for name, instead in zip(names, (given, copied, confirmed), strict=True):
+        for name, instead in zip(names, (given, copied, held), strict=True):
             setattr(transport, name, instead)
         try:
             yield

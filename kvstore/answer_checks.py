@@ -122,27 +122,40 @@ def check_pushed(
         raise SpoiledAnswer("another number of bytes")
 
 
-def check_confirmed(reply: kvstore_pb2.ConfirmReply, request: kvstore_pb2.ConfirmRequest) -> None:
-    """Raises: SpoiledAnswer."""
+def read_hold(
+    reply: kvstore_pb2.HoldReply, request: kvstore_pb2.HoldRequest
+) -> tuple[float, set[int]]:
+    """For how many seconds the blocks are held, and which of them are stale. Raises:
+    SpoiledAnswer."""
+    # What it says wrongly of a hold is found by nothing behind it.
+    if not wire.is_whole(reply):
+        raise SpoiledAnswer("a hold with another checksum")
     if any(index >= len(request.frames) for index in reply.stale):
         raise SpoiledAnswer("a block that was not asked for")
+    if reply.held_ms > request.ttl_ms:
+        raise SpoiledAnswer("held for longer than was asked for")
+    return reply.held_ms / 1000, set(reply.stale)
 
 
 def read_rest(
-    reply: kvstore_pb2.AwaitLentReply, request: kvstore_pb2.AwaitLentRequest, took_s: float
-) -> LeaseUpdate:
-    """What it says. took_s: from the question to the answer, here. Raises: SpoiledAnswer."""
+    reply: kvstore_pb2.AwaitLentReply,
+    request: kvstore_pb2.AwaitLentRequest,
+    asked_s: float,
+    now_s: float,
+) -> tuple[LeaseUpdate, float]:
+    """What it says, and until when all of it is held; 0: it is not. asked_s, now_s: of the question
+    and of the answer here. Raises: SpoiledAnswer."""
     blocks = _packed(reply.blocks)
     if reply.num_unsealed > len(blocks):
         raise SpoiledAnswer("more blocks without a checksum than there are")
-    if reply.num_unsealed and not request.takes_unsealed:
-        raise SpoiledAnswer("blocks without a checksum for who takes none")
-    waited_s = reply.waited_us / 1e6
-    # What a promise says is found wrong by nothing behind it.
     if reply.held_ms and not (wire.is_whole(reply) and reply.held_ms <= request.hold_ms):
-        raise SpoiledAnswer("a promise that cannot have been given")
-    held_s = reply.held_ms / 1000 if waited_s <= took_s else 0.0  # by whose clock?
-    return LeaseUpdate(blocks, reply.is_all, reply.num_unsealed, held_s, waited_s)
+        raise SpoiledAnswer("a hold that cannot have been promised")
+    waited_s, held_s = reply.waited_us / 1e6, reply.held_ms / 1000
+    update = LeaseUpdate(blocks, reply.is_all, reply.num_unsealed, held_s)
+    if not held_s or waited_s > now_s - asked_s:  # by what clock?
+        return update, 0.0
+    # The question came later than it was asked: the hold ends no sooner than this.
+    return update, asked_s + waited_s + held_s
 
 
 def _check_committed(

@@ -2,8 +2,11 @@
 and blocks to measure the link with.
 
 Life: made with the worker -> `start` -> attachments come and go, reads and pushes run -> `stop`
-ends all leases and waits, a bounded time, for transfers under way. Leases travel with handles, so
-they do not end with an attachment.
+ends all leases and waits, a bounded time, for what is held: transfers under way, and what readers
+copy. Leases travel with handles, so they do not end with an attachment.
+
+Laws: at most `max_followers` readers wait for a lease to grow, none longer than `max_wait_s`; a
+lease is watched by those that wait and by no others.
 
 A lender is read only: nothing here writes into a block. Knows no engine: its owner says which
 blocks are lent, and is called when they are free (`ExportedBlocks`). No stubs. One asyncio loop.
@@ -24,7 +27,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 from kvstore.attachments import AttachmentTable
@@ -76,11 +79,11 @@ class LenderLimits:
     chunks of a prompt."""
 
     max_holds: int = 256
-    """Promises to readers at once. Guessed: as many as may wait to be told."""
+    """Holds of readers that copy by themselves, at once. Guessed: as many as may wait."""
 
     max_hold_s: float = 1.0
-    """How long a promise lasts. Guessed: a hundred times what the copy of a chunk takes, and no
-    long time to do without blocks that are not read."""
+    """How long one lasts. Guessed: a hundred times what the copy of a chunk takes, and no long time
+    to do without blocks that are not read."""
 
 
 LENDER_LIMITS = LenderLimits()
@@ -93,148 +96,6 @@ class LenderIdentity:
     node_id: str
     incarnation: bytes
     fingerprint: bytes
-
-
-class LeaseWatchers:
-    """Readers that wait for the rest of a lease that still grows, so that the last blocks of a
-    prompt are copied while the handle is on its way.
-
-    Life of one: `rest` -> all that was wanted is lent, or the lease is handed over with less, or
-    the time is over: it gets what there is; or the lease ends, or it is cancelled. What it gets
-    says where bytes lie, and lets no reader use them: the handle does that. So it also names blocks
-    whose bytes are complete and whose checksums are still computed.
-
-    Laws: at most `max_followers` wait, none longer than `max_wait_s`; a lease is watched by those
-    that wait and by no others (`check_integrity`). Knows no bytes and no stubs. One asyncio loop.
-
-    Attributes:
-        limits: as they are when a reader asks.
-    """
-
-    def __init__(self, loans: ExportedBlocks, limits: LenderLimits = LENDER_LIMITS) -> None:
-        self.limits = limits
-        self._loans = loans
-        self._num_waiting = 0
-
-    @property
-    def num_waiting(self) -> int:
-        return self._num_waiting
-
-    async def rest(
-        self,
-        lease_id: str,
-        num_known: int,
-        num_wanted: int,
-        budget_s: float,
-        *,
-        takes_unsealed: bool = False,
-    ) -> LeaseUpdate:
-        """Wait until the lease lends `num_wanted` blocks or is handed over, at most `budget_s`.
-
-        Args: takes_unsealed: blocks without a checksum count, too.
-        Returns: what it lends by then beyond the first `num_known`.
-        Raises: LeaseLapsed when it ends; NoCapacity when too many wait; InvalidArgument for who
-            wants no more than it knows: that would be all of it at any time.
-        """
-        if num_wanted <= num_known:
-            raise InvalidArgument("num_wanted", f"{num_wanted} is not more than {num_known} known")
-        if self._num_waiting >= self.limits.max_followers:
-            raise NoCapacity(f"{self._num_waiting} readers wait for this lender already")
-        news = asyncio.Event()
-        self._loans.watch(lease_id, news.set)
-        self._num_waiting += 1
-
-        def is_whole() -> bool:
-            return self._loans.is_whole(lease_id, num_wanted, takes_unsealed=takes_unsealed)
-
-        try:
-            is_all = await _until(is_whole, min(budget_s, self.limits.max_wait_s), news)
-        finally:
-            self._num_waiting -= 1
-            self._loans.unwatch(lease_id, news.set)
-        blocks = self._loans.blocks_of(lease_id, num_known)
-        num_sealed = max(0, self._loans.num_sealed(lease_id) - num_known)
-        if not takes_unsealed:
-            blocks = blocks[:num_sealed]
-        return LeaseUpdate(blocks, is_all, max(0, len(blocks) - num_sealed))
-
-    def check_integrity(self) -> None:
-        """Raises: IntegrityError."""
-        num_watchers = self._loans.num_watchers
-        if num_watchers > self._num_waiting:  # fewer: of leases that have just ended
-            raise IntegrityError(f"{num_watchers} watch leases, {self._num_waiting} wait")
-
-
-async def _until(is_whole: Callable[[], bool], budget_s: float, news: asyncio.Event) -> bool:
-    """Returns: whether it is, when it is or the time is over."""
-    try:
-        async with asyncio.timeout(budget_s):
-            while not is_whole():
-                news.clear()
-                await news.wait()
-    except TimeoutError:
-        return is_whole()
-    return True
-
-
-class ReadPins:
-    """Blocks that a lender keeps in place for a reader that has mapped its memory, for a time that
-    it promises. What the reader has copied by then was what the lender named, so it asks nothing.
-
-    Law: a pin lasts exactly as long as was promised, whatever becomes of its lease, its reader or
-    the lender's readiness to lend. Bounded in number: beyond it a reader is promised nothing, and
-    asks after its copy. One asyncio loop.
-
-    Attributes:
-        limits: as they are when a promise is asked for.
-    """
-
-    def __init__(
-        self,
-        loans: ExportedBlocks,
-        on_begin: Callable[[], None],
-        on_end: Callable[[], None],
-        limits: LenderLimits = LENDER_LIMITS,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        """on_begin, on_end: called for each hold. clock: seconds, by which a hold is over."""
-        self.limits = limits
-        self._loans = loans
-        self._on_begin = on_begin
-        self._on_end = on_end
-        self._clock = clock
-        self._ends: dict[str, asyncio.TimerHandle] = {}
-
-    def keep(self, lease_id: str, first: int, seconds: float) -> float:
-        """Keep what a lease lends from its block `first` on for `seconds`, within the bound.
-
-        Returns: for how long it is kept, from now; 0: it is not. Raises: LeaseLapsed.
-        """
-        seconds = min(seconds, self.limits.max_hold_s)
-        if seconds <= 0 or len(self._ends) >= self.limits.max_holds:
-            return 0.0
-        hold_id = self._loans.hold_lease(lease_id, first)
-        self._end_later(hold_id, self._clock() + seconds)
-        self._on_begin()
-        return seconds
-
-    def check_integrity(self) -> None:
-        """Raises: IntegrityError."""
-        if not self._loans.has_holds(self._ends):
-            raise IntegrityError("a reader was promised blocks that are not held")
-
-    def _end_later(self, hold_id: str, ends_s: float) -> None:
-        left_s = ends_s - self._clock()
-        loop = asyncio.get_running_loop()
-        self._ends[hold_id] = loop.call_later(left_s, self._end, hold_id, ends_s)
-
-    def _end(self, hold_id: str, ends_s: float) -> None:
-        if self._clock() < ends_s:  # a loop's timer may be a moment early
-            self._end_later(hold_id, ends_s)
-            return
-        del self._ends[hold_id]
-        self._loans.unhold(hold_id)
-        self._on_end()
 
 
 class BlockReader:
@@ -369,7 +230,10 @@ class BlockLender:
         self.memory = memory
         self.loans = loans
         self.attachments = AttachmentTable()
-        self.followers = LeaseWatchers(loans, limits)
+        self.limits = limits
+        """As they are when a reader asks."""
+        self.num_waiting = 0
+        """Readers that wait for the rest of a lease."""
         max_probes = num_blocks_wanted(memory.block_bytes) // 2
         self.probes = ProbeBlocks(loans, find_free, self.seal, max_probes, clock)
         self.shared: Shared | None = None
@@ -388,10 +252,6 @@ class BlockLender:
         )
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopped = False
-        self.reader_holds = ReadPins(loans, self._begin, self._end, limits)
-        self._num_reading = 0
-        self._still = asyncio.Event()
-        self._still.set()
 
     # -- life
 
@@ -407,7 +267,7 @@ class BlockLender:
         self.loans.end_all()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._still.wait()
+                await self.quiet()
             await self._outlet.close()
         except TimeoutError:
             logs.event(logger, "lender_still_read", level=logging.WARNING)
@@ -495,7 +355,6 @@ class BlockLender:
             num_frames=self.memory.num_blocks,
             nixl_metadata=self.peers.metadata if target is not None else b"",
             shared=shared,
-            tells_when_lent=True,
         )
 
     def detach(self, attachment_id: str) -> None:
@@ -554,23 +413,82 @@ class BlockLender:
         num_wanted: int,
         budget_s: float,
         *,
-        takes_unsealed: bool = False,
         hold_s: float = 0.0,
     ) -> LeaseUpdate:
-        """What is lent beyond the blocks that a reader knows of; see LeaseWatchers. hold_s: for how
-        long it shall be kept for this reader, if it has mapped the memory: all others read by our
-        own hand, under holds of their own."""
-        begun_s = self._clock()
-        is_mapped = self.attachments.get(attachment_id, begun_s).transport == CUDA_IPC
-        self._need_lease(lease_id, begun_s)
-        told = await self.followers.rest(
-            lease_id, num_known, num_wanted, budget_s, takes_unsealed=takes_unsealed
-        )
-        # In the turn in which it was looked up: nothing comes between what is told and its hold.
-        waited_s, held_s = self._clock() - begun_s, 0.0
-        if told.is_all and is_mapped:
-            held_s = self.reader_holds.keep(lease_id, num_known, hold_s)
-        return replace(told, held_s=held_s, waited_s=waited_s)
+        """Wait until a lease that still grows lends `num_wanted` blocks or is handed over, at most
+        `budget_s`, so that the last blocks of a prompt are copied while the handle is on its way.
+        The answer says where bytes lie, and lets no reader use them: the handle does that. So it
+        also names blocks whose checksums are still computed.
+
+        Args: hold_s: hold them for so long, if the reader has mapped the memory: for all others we
+            copy ourselves, under holds of our own.
+        Returns: what it lends by then beyond the first `num_known`.
+        Raises: LeaseLapsed when it ends; NoCapacity when too many wait; InvalidArgument where no
+            more is wanted than is known: that would be all of it at any time.
+        """
+        now_s = self._clock()
+        is_mapped = self.attachments.get(attachment_id, now_s).transport == CUDA_IPC
+        self._need_lease(lease_id, now_s)
+        if num_wanted <= num_known:
+            raise InvalidArgument("num_wanted", f"{num_wanted} is not more than {num_known} known")
+        if self.num_waiting >= self.limits.max_followers:
+            raise NoCapacity(f"{self.num_waiting} readers wait for this lender already")
+        news = asyncio.Event()
+        self.loans.watch(lease_id, news.set)
+        self.num_waiting += 1
+        try:
+            is_all = await _until(
+                lambda: self.loans.is_whole(lease_id, num_wanted),
+                min(budget_s, self.limits.max_wait_s),
+                news,
+            )
+        finally:
+            self.num_waiting -= 1
+            self.loans.unwatch(lease_id, news.set)
+        blocks = self.loans.blocks_of(lease_id, num_known)
+        num_sealed = max(0, self.loans.num_sealed(lease_id) - num_known)
+        held_s = self._hold_s(hold_s) if is_all and is_mapped else 0.0
+        if held_s:  # in the turn in which they were looked up: nothing comes in between
+            self.loans.pin_from(lease_id, num_known, held_s, self._clock())
+            self._lapse_in(held_s)
+        return LeaseUpdate(blocks, is_all, max(0, len(blocks) - num_sealed), held_s)
+
+    def hold(
+        self,
+        attachment_id: str,
+        lease_id: str,
+        pairs: Sequence[tuple[int, int]],
+        ttl_s: float,
+    ) -> tuple[float, list[int]]:
+        """Hold (block id, generation) for a reader that copies them out of the memory, which it has
+        mapped; as ExportedBlocks.pin, within the limits: beyond these they are not held, and still
+        looked up. `ttl_s` 0 asks for no more than that.
+
+        Raises: LeaseLapsed, UnknownAttachment, FailedPrecondition of a reader that has mapped
+            nothing.
+        """
+        now_s = self._clock()
+        if self.attachments.get(attachment_id, now_s).transport != CUDA_IPC:
+            raise FailedPrecondition(
+                f"hold: only for a reader of transport {CUDA_IPC}; for others we copy ourselves"
+            )
+        self._need_lease(lease_id, now_s)
+        held_s, stale = self.loans.pin(lease_id, pairs, self._hold_s(ttl_s), now_s)
+        if stale:
+            self.loans.refused[GENERATION] += len(stale)
+        if held_s:
+            self._lapse_in(held_s)
+        return held_s, stale
+
+    def _hold_s(self, wanted_s: float) -> float:
+        """For how long a reader may have another hold; 0: there is no room for one."""
+        has_room = self.loans.num_pins < self.limits.max_holds
+        return min(wanted_s, self.limits.max_hold_s) if has_room else 0.0
+
+    def _lapse_in(self, seconds: float) -> None:
+        """A hold ends then: sooner than by the sweep, which would keep its blocks five times as
+        long. A timer that is a moment early leaves it to the sweep."""
+        asyncio.get_running_loop().call_later(seconds, lambda: self.loans.lapse(self._clock()))
 
     # -- bytes
 
@@ -580,16 +498,11 @@ class BlockLender:
         """See BlockSource. Raises: LeaseLapsed, UnknownAttachment, InvalidArgument,
         TransferFailed."""
         self._need_lease(lease_id, self.seen(attachment_id))
-        self._begin()
-        try:
-            async with aclosing(
-                read_pieces(self.loans, blocks, chunk_bytes, self._outlet.blocks)
-            ) as pieces:
-                async for piece in pieces:
-                    yield piece
-                    self.loans.counters.num_bytes_read += len(piece.data)
-        finally:
-            self._end()
+        pieces = read_pieces(self.loans, blocks, chunk_bytes, self._outlet.blocks)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+                self.loans.counters.num_bytes_read += len(piece.data)
 
     async def push(
         self,
@@ -612,33 +525,11 @@ class BlockLender:
         """See PushPeers."""
         return self.peers.close_push(push_id)
 
-    def confirm(
-        self,
-        attachment_id: str,
-        lease_id: str,
-        pairs: Sequence[tuple[int, int]],
-        num_bytes_read: int,
-    ) -> list[int]:
-        """A reader has copied these (block id, generation) out of the memory that it has mapped.
-
-        Returns: the indices of those that were not lent any more. Raises: LeaseLapsed,
-            UnknownAttachment.
-        """
-        self._need_lease(lease_id, self.seen(attachment_id))
-        stale = self.loans.find_stale(pairs)
-        if stale:
-            self.loans.refused[GENERATION] += len(stale)
-        self.loans.counters.num_bytes_read += min(
-            num_bytes_read, len(pairs) * self.memory.block_bytes
-        )
-        return stale
-
     async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
         """Somebody read bad bytes out of these: look, and end the leases that name bytes which are
         not there. Returns: how many blocks were bad."""
         self.seen(attachment_id)
         hold_id, _ = self.loans.hold(blocks)
-        self._begin()
         try:
             expected = self.loans.checksums_of(blocks)
             wanted = [block.frame for block, known in zip(blocks, expected, strict=True) if known]
@@ -653,7 +544,6 @@ class BlockLender:
             }
             self.loans.drop(bad)
         finally:
-            self._end()
             self.loans.unhold(hold_id)
         num_bad = len({block_id for block_id, _ in bad})
         if num_bad:
@@ -685,8 +575,9 @@ class BlockLender:
         try:
             self.loans.lapse(self._clock())
             self.loans.check_integrity()
-            self.followers.check_integrity()
-            self.reader_holds.check_integrity()
+            num_watchers = self.loans.num_watchers
+            if num_watchers > self.num_waiting:  # fewer: of leases that have just ended
+                raise IntegrityError(f"{num_watchers} watch leases, {self.num_waiting} wait")
         except IntegrityError as error:
             logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))
             return str(error)
@@ -729,15 +620,6 @@ class BlockLender:
             self.loans.refused[LEASE_LAPSED] += 1
             raise
 
-    def _begin(self) -> None:
-        self._num_reading += 1
-        self._still.clear()
-
-    def _end(self) -> None:
-        self._num_reading -= 1
-        if self._num_reading == 0:
-            self._still.set()
-
     def _forget_gone(self) -> None:
         attached = {attachment.attachment_id for attachment in self.attachments}
         self.peers.keep(attached)
@@ -751,3 +633,15 @@ class BlockLender:
             for attachment_id in self.attachments.silent_since(now_s - ATTACHMENT_TTL_S):
                 self.attachments.remove(attachment_id)
             self._forget_gone()
+
+
+async def _until(is_whole: Callable[[], bool], budget_s: float, news: asyncio.Event) -> bool:
+    """Returns: whether it is, when it is or the time is over."""
+    try:
+        async with asyncio.timeout(budget_s):
+            while not is_whole():
+                news.clear()
+                await news.wait()
+    except TimeoutError:
+        return is_whole()
+    return True

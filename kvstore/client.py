@@ -47,7 +47,7 @@ from kvstore.errors import (
     TransferTimeout,
     reason_of,
 )
-from kvstore.exported_blocks import NO_PROMISE, LeaseUpdate, LenderPromise
+from kvstore.exported_blocks import LeaseUpdate
 from kvstore.links import Rates
 from kvstore.source import MatchResult, StoreInfo, own_host_id
 from kvstore.transport.base import (
@@ -237,11 +237,6 @@ class KvStoreClient:
         """Whether a transfer is under way."""
         return self._num_transfers > 0
 
-    @property
-    def tells_when_lent(self) -> bool:
-        """Whether the peer answers `await_lent`."""
-        return self._store.tells_when_lent
-
     # -- blocks and leases
 
     async def match(
@@ -307,14 +302,14 @@ class KvStoreClient:
 
     async def await_lent(
         self, lease_id: str, *, num_known: int, num_wanted: int, wait_s: float, deadline: Deadline
-    ) -> tuple[LeaseUpdate, LenderPromise]:
+    ) -> tuple[LeaseUpdate, float]:
         """Of a lender: what a lease lends beyond the first `num_known` blocks, as soon as it lends
         `num_wanted` in all or grows no more, after `wait_s` at the latest; blocks whose checksum is
         not computed yet are included.
 
         Args: num_wanted: more than `num_known`.
-        Returns: the blocks, none of which may be used unless a handle names exactly it; and how
-            long the lender keeps them in place.
+        Returns: the blocks, none of which may be used unless a handle names exactly it; and until
+            when the lender holds them, on this process' monotonic clock, 0: not at all.
         Raises: LeaseLapsed, InvalidArgument, NoCapacity, Unavailable, DeadlineExceeded.
         """
         self.num_uses += 1
@@ -407,13 +402,17 @@ class KvStoreClient:
         deadline: Deadline,
         *,
         incarnation: bytes | None = None,
-        word: LenderPromise = NO_PROMISE,
+        num_unsealed: int = 0,
+        held_until_s: float = 0.0,
     ) -> GetResult:
         """Copy blocks out of the store and verify each: generation before and after, checksum.
 
-        Args: items: (ref, block id to copy into). incarnation: of the store that the refs are from,
-            when another process named them. word: of blocks that only a lender has named
-            (`await_lent`): the caller compares the checksums of those that are not sealed.
+        Args:
+            items: (ref, block id to copy into).
+            incarnation: of the store that the refs are from, when another process named them.
+            num_unsealed: so many of the last items have no checksum (`await_lent`): the caller
+                compares those.
+            held_until_s: a lender holds all of them until then (`await_lent`).
         Returns: what arrived and, by index, why a block must not be used, and the checksums of
             items that are not sealed. A failure of the store is a reason, too, not an exception.
         Raises: TransferTimeout, TransferCancelled: the blocks named by their `quarantine` must not
@@ -422,8 +421,16 @@ class KvStoreClient:
         with self._transferring(), self._recorded("read", len(items)) as record:
             if spans.current_span().is_recording:
                 spans.current_span().set(_block_attributes([block for block, _ in items]))
-            got = await self.get_unrecorded(lease_id, items, deadline, incarnation, word)
-            self._num_bytes_untold += got.num_bytes_untold
+            got = await self.get_unrecorded(
+                lease_id,
+                items,
+                deadline,
+                incarnation,
+                num_unsealed=num_unsealed,
+                held_until_s=held_until_s,
+            )
+            if self.transport.counts_own_reads:
+                self._num_bytes_untold += got.num_bytes
             record.num_bytes, record.failed = got.num_bytes, Counter(got.failed.values())
             return got
 
@@ -736,14 +743,16 @@ class KvStoreClient:
         items: Sequence[tuple[Block, int]],
         deadline: Deadline,
         incarnation: bytes | None = None,
-        word: LenderPromise = NO_PROMISE,
+        *,
+        num_unsealed: int = 0,
+        held_until_s: float = 0.0,
     ) -> GetResult:
         """`get_blocks` without statistics."""
         if incarnation is not None and incarnation != self.incarnation:
             return GetResult(0, dict.fromkeys(range(len(items)), INCARNATION))
         if deadline.expired:
             return GetResult(0, dict.fromkeys(range(len(items)), DEADLINE))
-        wanted = GetItems(items, word.held_until_s)
+        wanted = GetItems(items, held_until_s)
         try:
             got = await self.transport.get(lease_id, wanted, deadline)
         except TransferTimeout:
@@ -752,7 +761,7 @@ class KvStoreClient:
             return GetResult(0, dict.fromkeys(range(len(items)), reason_of(error)))
         failed = await self._explain(lease_id, got.failed, deadline)
         self._report_later([wanted[i][0] for i, r in failed.items() if r == GENERATION])
-        num_sealed = len(items) - word.num_unsealed
+        num_sealed = len(items) - num_unsealed
         failed |= self._verify(wanted, num_sealed, got, failed)
         if self._store.keeps_history:
             self._note_verified(
@@ -765,7 +774,6 @@ class KvStoreClient:
             (len(items) - len(failed)) * self.frame_bytes,
             failed,
             {index: found[index] for index in unsealed if index in found},
-            got.num_bytes if self.transport.counts_own_reads else got.num_bytes_untold,
         )
 
     async def _explain(
@@ -932,7 +940,6 @@ async def _describe_region(
 ) -> None:
     """Register the worker's cache with the agent, for the store to write into."""
     region = region_of(memory)
-    request.nixl_agent = agent.name
     device = memory.device
     if device is None:
         request.nixl_metadata = await agent.register(region)

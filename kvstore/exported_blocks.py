@@ -6,18 +6,19 @@ by two, so that no earlier handle fits it again. In between its bytes do not cha
 to that before it lends.
 
 A block may be lent before its checksum is known: it can be read from then on, but not verified
-until it is sealed. And it may be entered before it is computed, so that only the word of that is
-left to be sent then: until it is computed it is named to no reader, no generation of it is
-confirmed, and no hold or handle has it.
+until it is sealed. And it may be entered before it is computed, so that no more than its number is
+left to be sent then: until it is computed it is named to no reader, it is stale at any generation,
+and no hold or handle has it.
 
 A lease is kept by the request that lends until `hand_over`; then it grows no more, lapses by its
-deadline unless its reader renews it, and ends at once when it is released. A hold is a copy under
-way, and keeps blocks beyond the end of their leases.
+deadline unless its reader renews it, and ends at once when it is released. A hold keeps blocks
+beyond the end of their leases: one of our own copies or pushes, until that is over; or a reader's,
+which copies out of this memory by itself, for exactly the time that it was promised (`pin`).
 
 Laws, recomputed by `check_integrity`: a block is lent as long as leases and holds name it and no
 longer, each counted once; no lease that was handed over names a block that is not sealed; what is
-not computed has no hold. The worker sees to it that no lease is kept for a request that is gone
-(`kept`).
+not computed has no hold; what a reader was promised is held. The worker sees to it that no lease
+is kept for a request that is gone (`kept`).
 
 Knows no engine, no bytes and no clock: times are seconds on the caller's. Plain synchronous values,
 one thread.
@@ -143,41 +144,19 @@ class ExportLease:
 
 
 @dataclass(frozen=True)
-class LenderPromise:
-    """What a lender has said of blocks that no handle names yet.
-
-    num_unsealed: so many of the last ones have no checksum yet: their bytes are complete, and only
-    a handle says what they must be. held_until_s: the lender keeps all of them in place until then,
-    on this process' monotonic clock; 0: it has not promised it.
-    """
-
-    num_unsealed: int = 0
-    held_until_s: float = 0.0
-
-
-NO_PROMISE = LenderPromise()
-
-
-@dataclass(frozen=True)
 class LeaseUpdate:
-    """Blocks beyond those that were known; `is_all`: they are all that was wanted, or the lease was
-    handed over and lends no more. The last `num_unsealed` of them have no checksum yet.
+    """Blocks of a lease beyond those that were known.
 
-    held_s: the lender keeps them in place for so long from its answer on; 0: it does not. waited_s:
-    how long the question was with it.
+    is_all: they are all that was wanted, or the lease was handed over and lends no more.
+    num_unsealed: so many of the last ones have no checksum yet: their bytes are complete, and only
+    a handle says what they must be. held_s: all of them are held for so long from now; 0: they are
+    not.
     """
 
     blocks: PackedBlocks
     is_all: bool
     num_unsealed: int = 0
     held_s: float = 0.0
-    waited_s: float = 0.0
-
-    def word(self, asked_s: float) -> LenderPromise:
-        """The promise to a reader that asked at `asked_s`: the question came later than that, so
-        the promise ends no sooner than this."""
-        held_until_s = asked_s + self.waited_s + self.held_s if self.held_s else 0.0
-        return LenderPromise(self.num_unsealed, held_until_s)
 
 
 class ExportedBlocks:
@@ -201,6 +180,7 @@ class ExportedBlocks:
         self._lent: dict[int, ExportedBlock] = {}
         self._leases: dict[str, ExportLease] = {}
         self._holds: dict[str, tuple[int, ...]] = {}
+        self._pins: dict[str, float] = {}  # those of `_holds` that readers have -> when they end
 
     @property
     def num_lent(self) -> int:
@@ -209,6 +189,11 @@ class ExportedBlocks:
     @property
     def num_leases(self) -> int:
         return len(self._leases)
+
+    @property
+    def num_pins(self) -> int:
+        """Holds of readers."""
+        return len(self._pins)
 
     @property
     def kept(self) -> set[str]:
@@ -322,12 +307,11 @@ class ExportedBlocks:
         if lease is not None and then in lease.watchers:
             lease.watchers.remove(then)
 
-    def is_whole(self, lease_id: str, num_wanted: int, *, takes_unsealed: bool = False) -> bool:
-        """Whether so many blocks are lent under it, or it was handed over with fewer. Blocks that
-        are not sealed count for who takes them. Raises: LeaseLapsed."""
+    def is_whole(self, lease_id: str, num_wanted: int) -> bool:
+        """Whether so many blocks are lent under it, sealed or not, or it was handed over with
+        fewer. Raises: LeaseLapsed."""
         lease = self._lease(lease_id)
-        num_lent = len(lease.blocks) if takes_unsealed else lease.num_sealed
-        return num_lent >= num_wanted or not lease.is_kept
+        return len(lease.blocks) >= num_wanted or not lease.is_kept
 
     def num_sealed(self, lease_id: str) -> int:
         """Of the lease's blocks, in the order in which they were lent, as many as are sealed before
@@ -361,9 +345,12 @@ class ExportedBlocks:
         return self._end(lease_ids)
 
     def lapse(self, now_s: float) -> None:
-        """End the leases that are over by `now_s`."""
+        """End the leases, and the holds of readers, that are over by `now_s`."""
         over = [name for name, lease in self._leases.items() if lease.expires_at_s <= now_s]
         self.counters.num_leases_lapsed += self._end(over)
+        for hold_id in [hold_id for hold_id, ends_s in self._pins.items() if ends_s <= now_s]:
+            del self._pins[hold_id]
+            self.unhold(hold_id)
 
     def when_over(self, lease_id: str, then: Callable[[], None]) -> None:
         """Have `then` called once, when the lease ends, however that is; now if it is over."""
@@ -374,7 +361,7 @@ class ExportedBlocks:
             lease.on_end.append(then)
 
     def end_all(self) -> None:
-        """The worker stops: end every lease. Copies under way keep their blocks."""
+        """The worker stops: end every lease. What is held stays."""
         self._end(list(self._leases))
 
     # -- reading
@@ -389,17 +376,34 @@ class ExportedBlocks:
         block_ids = tuple(dict.fromkeys(block.frame for block, held in pairs if held))
         return self._hold(block_ids), is_held
 
-    def hold_lease(self, lease_id: str, first: int) -> str:
-        """Keep the blocks of a lease in place, from the `first` on in the order in which they were
-        lent, beyond its end. Returns: an id for `unhold`. Raises: LeaseLapsed."""
-        return self._hold(tuple(islice(self._lease(lease_id).blocks, first, None)))
+    def pin(
+        self, lease_id: str, pairs: Sequence[tuple[int, int]], ttl_s: float, now_s: float
+    ) -> tuple[float, list[int]]:
+        """Hold (block id, generation) of a lease for a reader until `ttl_s` from now, whatever ends
+        meanwhile; nothing but `lapse` ends it.
 
-    def has_holds(self, hold_ids: Iterable[str]) -> bool:
-        """Whether none of them is over."""
-        return all(hold_id in self._holds for hold_id in hold_ids)
+        Returns: for how long it is held, 0 where one is not of this lease, and for `ttl_s` 0; and
+            in each case the indices of those that are not lent like that any more: all others have
+            been, without a break, since they were lent.
+        Raises: LeaseLapsed.
+        """
+        lease = self._lease(lease_id)
+        stale = self.find_stale(pairs)
+        gone = set(stale)
+        block_ids = [block_id for at, (block_id, _) in enumerate(pairs) if at not in gone]
+        if ttl_s <= 0 or not block_ids or not lease.blocks.keys() >= set(block_ids):
+            return 0.0, stale
+        self._pins[self._hold(tuple(dict.fromkeys(block_ids)))] = now_s + ttl_s
+        return ttl_s, stale
+
+    def pin_from(self, lease_id: str, first: int, ttl_s: float, now_s: float) -> None:
+        """`pin` what a lease lends, from its block `first` on in the order in which they were lent.
+        Raises: LeaseLapsed."""
+        block_ids = tuple(islice(self._lease(lease_id).blocks, first, None))
+        self._pins[self._hold(block_ids)] = now_s + ttl_s
 
     def unhold(self, hold_id: str) -> None:
-        """The copy is over. Idempotent."""
+        """Our own copy is over. Idempotent."""
         block_ids = self._holds.pop(hold_id, ())
         for block_id in block_ids:
             self._lent[block_id].num_holds -= 1
@@ -470,6 +474,8 @@ class ExportedBlocks:
                 raise IntegrityError(f"block {block_id} does not exist")
         if any(generation % 2 for generation in self._generations.values()):
             raise IntegrityError("a generation is odd")
+        if not self._pins.keys() <= self._holds.keys():
+            raise IntegrityError("a reader was promised blocks that are not held")
 
     # -- inside
 

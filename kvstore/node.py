@@ -341,9 +341,9 @@ class StoreNode:
         """Raises: FailedPrecondition."""
         raise FailedPrecondition("await_lent: this node is a store; only a lender's leases grow")
 
-    def confirm(self, *_: object) -> NoReturn:
+    def hold(self, *_: object) -> NoReturn:
         """Raises: FailedPrecondition."""
-        raise FailedPrecondition("confirm: this node is a store, whose slab says its generations")
+        raise FailedPrecondition("hold: this node is a store, whose slab says its generations")
 
     # -- writing
 

@@ -204,7 +204,6 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             request.num_known,
             request.num_wanted,
             request.budget_ms / 1000,
-            takes_unsealed=request.takes_unsealed,
             hold_s=request.hold_ms / 1000,
         )
         reply = kvstore_pb2.AwaitLentReply(
@@ -219,18 +218,20 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         return reply
 
     @rpc.unary
-    async def Confirm(
-        self, request: kvstore_pb2.ConfirmRequest, context: Context
-    ) -> kvstore_pb2.ConfirmReply:
+    async def Hold(
+        self, request: kvstore_pb2.HoldRequest, context: Context
+    ) -> kvstore_pb2.HoldReply:
         if len(request.generations) != len(request.frames):
             raise InvalidArgument("generations", "must be one for each of frames")
-        stale = self._source.confirm(
+        held_s, stale = self._source.hold(
             request.attachment_id,
             request.lease_id,
             list(zip(request.frames, request.generations, strict=True)),
-            request.num_bytes_read,
+            request.ttl_ms / 1000,
         )
-        return kvstore_pb2.ConfirmReply(stale=stale)
+        reply = kvstore_pb2.HoldReply(stale=stale, held_ms=int(held_s * 1000))
+        reply.checksum = wire.checksum_of(reply)
+        return reply
 
     # -- bytes out
 

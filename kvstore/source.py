@@ -61,7 +61,7 @@ class StoreInfo:
 
     slab_path: of a store's slab. nixl_metadata, region_address: of transport nixl; a lender has no
     region for others. shared: a lender's memory, of transport cuda_ipc. keeps_history: the source
-    wants to be told which blocks were verified. tells_when_lent: it answers AwaitLent.
+    wants to be told which blocks were verified.
     """
 
     attachment_id: str
@@ -74,7 +74,6 @@ class StoreInfo:
     region_address: int = 0
     shared: Shared | None = None
     keeps_history: bool = False
-    tells_when_lent: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,19 +242,18 @@ class BlockSource(Protocol):
         num_wanted: int,
         budget_s: float,
         *,
-        takes_unsealed: bool,
         hold_s: float,
     ) -> LeaseUpdate:
         """Of a lender. Raises: FailedPrecondition of a store, whose leases do not grow."""
 
-    def confirm(
+    def hold(
         self,
         attachment_id: str,
         lease_id: str,
         pairs: Sequence[tuple[int, int]],
-        num_bytes_read: int,
-    ) -> list[int]:
-        """Of a lender. Raises: FailedPrecondition of a store, whose slab has the generations."""
+        ttl_s: float,
+    ) -> tuple[float, list[int]]:
+        """Of a lender. Raises: FailedPrecondition of a store, whose slab says the generations."""
 
     async def push(
         self,

@@ -21,6 +21,7 @@ Checked = (
     | kvstore_pb2.ReserveReply
     | kvstore_pb2.PushRequest
     | kvstore_pb2.AwaitLentReply
+    | kvstore_pb2.HoldReply
 )
 """Messages that say where to write, or promise something: they carry a checksum of themselves."""
 
@@ -142,7 +143,6 @@ def info_to_proto(info: StoreInfo) -> kvstore_pb2.AttachReply:
         ipc_handle=shared.handle if shared is not None else b"",
         ipc_offset_bytes=shared.offset_bytes if shared is not None else 0,
         keeps_history=info.keeps_history,
-        tells_when_lent=info.tells_when_lent,
     )
     reply.checksum = checksum_of(reply)
     return reply
@@ -160,7 +160,6 @@ def info_from_proto(reply: kvstore_pb2.AttachReply) -> StoreInfo:
         region_address=reply.region_address,
         shared=Shared(reply.ipc_handle, reply.ipc_offset_bytes) if reply.ipc_handle else None,
         keeps_history=reply.keeps_history,
-        tells_when_lent=reply.tells_when_lent,
     )
 
 

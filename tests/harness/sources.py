@@ -176,14 +176,11 @@ class Lending:
 
     def end_promises(self) -> None:
         """The time of all is over."""
-        holds = self.lender.reader_holds
-        for hold_id, timer in list(holds._ends.items()):
-            timer.cancel()
-            holds._end(hold_id, 0.0)
+        end_promises(self.loans)
 
     def break_promises(self) -> None:
         """The blocks of all are let go before their time."""
-        for hold_id in self.lender.reader_holds._ends:
+        for hold_id in self.loans._pins:
             self.loans.unhold(hold_id)
 
     def end_leases(self) -> None:
@@ -192,8 +189,7 @@ class Lending:
 
     def bound(self, **changes: Any) -> None:
         """Other limits for what readers ask from now on."""
-        limits = dataclasses.replace(self.lender.followers.limits, **changes)
-        self.lender.followers.limits = self.lender.reader_holds.limits = limits
+        self.lender.limits = dataclasses.replace(self.lender.limits, **changes)
 
     def flip_bit(self, block: Block) -> None:
         self.view[block.frame, -1] ^= 1
@@ -228,6 +224,12 @@ class Lending:
         kept = {block_id for block_id, num in self.num_kept.items() if num}
         assert set(self.num_kept.values()) <= {0, 1}
         assert len(kept) == self.loans.num_lent
+
+
+def end_promises(loans: ExportedBlocks) -> None:
+    """The time of every hold of a reader is over."""
+    loans._pins = dict.fromkeys(loans._pins, 0.0)
+    loans.lapse(0.0)
 
 
 @contextlib.asynccontextmanager

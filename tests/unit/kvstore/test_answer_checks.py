@@ -294,24 +294,25 @@ def test_fields_of_a_later_version_are_covered_and_do_no_harm(place: str) -> Non
 
 @pytest.mark.parametrize("data", [b"1", bytes(ROW_BYTES - 1) + b"\x05"])
 def test_what_is_no_row_of_blocks_is_no_lenders_word(data: bytes) -> None:
-    assert len(_rest(kvstore_pb2.AwaitLentReply()).blocks) == 0
+    assert len(_rest(kvstore_pb2.AwaitLentReply())[0].blocks) == 0
     with pytest.raises(SpoiledAnswer):
         _rest(kvstore_pb2.AwaitLentReply(blocks=data))
 
 
-def _rest(reply: kvstore_pb2.AwaitLentReply, took_s: float = 1.0, **asked: Any) -> LeaseUpdate:
-    return answer_checks.read_rest(reply, kvstore_pb2.AwaitLentRequest(**asked), took_s)
+def _rest(
+    reply: kvstore_pb2.AwaitLentReply, took_s: float = 1.0, hold_ms: int = 100
+) -> tuple[LeaseUpdate, float]:
+    """Asked at 50 s."""
+    request = kvstore_pb2.AwaitLentRequest(hold_ms=hold_ms)
+    return answer_checks.read_rest(reply, request, 50.0, 50.0 + took_s)
 
 
 def test_no_more_blocks_wait_for_a_checksum_than_there_are() -> None:
     data = PackedBlocks.of([Block(b"x" * 16, 1, 2, 0, 16)]).data
-    one = kvstore_pb2.AwaitLentReply(blocks=data, num_unsealed=1)
-    told = _rest(one, takes_unsealed=True)
+    told, _ = _rest(kvstore_pb2.AwaitLentReply(blocks=data, num_unsealed=1))
     assert told.num_unsealed == len(told.blocks) == 1 and not told.is_all
-    with pytest.raises(SpoiledAnswer, match="for who takes none"):
-        _rest(one)
     with pytest.raises(SpoiledAnswer, match="than there are"):
-        _rest(kvstore_pb2.AwaitLentReply(blocks=data, num_unsealed=2), takes_unsealed=True)
+        _rest(kvstore_pb2.AwaitLentReply(blocks=data, num_unsealed=2))
 
 
 def _promise(held_ms: int, waited_us: int = 0) -> kvstore_pb2.AwaitLentReply:
@@ -321,19 +322,36 @@ def _promise(held_ms: int, waited_us: int = 0) -> kvstore_pb2.AwaitLentReply:
 
 
 def test_a_promise_counts_from_when_the_question_can_have_come_at_the_earliest() -> None:
-    told = _rest(_promise(80, 700_000), hold_ms=100)
-    assert (told.held_s, told.waited_s) == (0.08, 0.7)
-    assert told.word(asked_s=50.0).held_until_s == pytest.approx(50.78)
-    assert _rest(kvstore_pb2.AwaitLentReply(), hold_ms=100).word(50.0).held_until_s == 0.0
-    longer_than_it_took = _rest(_promise(80, 700_000), 0.6, hold_ms=100)
-    assert longer_than_it_took.word(50.0).held_until_s == 0.0
+    told, held_until_s = _rest(_promise(80, 700_000))
+    assert told.held_s == 0.08 and held_until_s == pytest.approx(50.78)
+    assert _rest(kvstore_pb2.AwaitLentReply())[1] == 0.0
+    longer_than_it_took = _rest(_promise(80, 700_000), 0.6)
+    assert longer_than_it_took[1] == 0.0
 
 
 def test_a_promise_that_was_not_asked_for_or_was_spoiled_is_none() -> None:
     with pytest.raises(SpoiledAnswer):
-        _rest(_promise(101), hold_ms=100)
+        _rest(_promise(101))
     for field in ("held_ms", "waited_us", "num_unsealed"):
         spoiled = _promise(50)
         setattr(spoiled, field, getattr(spoiled, field) ^ 1)
         with pytest.raises(SpoiledAnswer):
-            _rest(spoiled, hold_ms=100, takes_unsealed=True)
+            _rest(spoiled)
+
+
+def _hold(held_ms: int, *stale: int) -> kvstore_pb2.HoldReply:
+    reply = kvstore_pb2.HoldReply(held_ms=held_ms, stale=stale)
+    reply.checksum = wire.checksum_of(reply)
+    return reply
+
+
+def test_a_hold_is_of_what_was_asked_for_and_as_it_was_said() -> None:
+    request = kvstore_pb2.HoldRequest(frames=[3, 9], generations=[2, 4], ttl_ms=100)
+    assert answer_checks.read_hold(_hold(80, 1), request) == (0.08, {1})
+    assert answer_checks.read_hold(_hold(0), request) == (0.0, set())
+    without = kvstore_pb2.HoldReply(held_ms=80)
+    flipped = _hold(80, 1)
+    flipped.held_ms ^= 4
+    for spoiled in (_hold(80, 2), _hold(101), without, flipped):
+        with pytest.raises(SpoiledAnswer):
+            answer_checks.read_hold(spoiled, request)
