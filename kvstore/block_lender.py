@@ -5,8 +5,9 @@ Life: made with the worker -> `start` -> attachments come and go, reads and push
 ends all leases and waits, a bounded time, for what is held: transfers under way, and what readers
 copy. Leases travel with handles, so they do not end with an attachment.
 
-Laws: at most `max_followers` readers wait for a lease to grow, none longer than `max_wait_s`; a
-lease is watched by those that wait and by no others.
+Laws: at most `max_waiting` readers wait for a lease to grow, none longer than `max_wait_s`; a
+lease is watched by those that wait and by no others. An attachment has one lease of blocks to
+measure with at most, which ends with it.
 
 A lender is read only: nothing here writes into a block. Knows no engine: its owner says which
 blocks are lent, and is called when they are free (`ExportedBlocks`). No stubs. One asyncio loop.
@@ -22,7 +23,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Collection,
     Iterable,
     Sequence,
 )
@@ -36,7 +36,7 @@ from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, L
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer, LeaseUpdate
 from kvstore.links import num_blocks_wanted
 from kvstore.node_ids import PROBE_HASH
-from kvstore.push import Frames, PushOutcome, PushPeers, Target
+from kvstore.push import BlockPusher, Frames, PushOutcome, Target
 from kvstore.source import (
     MatchResult,
     ReadPiece,
@@ -65,12 +65,15 @@ SWEEP_S = 0.25
 MAX_PROBE_WAIT_S = 1.0
 """For free blocks of an engine that is in a long step."""
 
+PROBE_TTL_S = 10.0
+"""A reader gives back what it measures with; one that does not has it no longer."""
+
 
 @dataclass(frozen=True)
 class LenderLimits:
     """Bounds of one lender, for all of its readers together."""
 
-    max_followers: int = 256
+    max_waiting: int = 256
     """Readers that wait for the rest of a lease. Each has a prompt under way here. Guessed: far
     more than a worker computes at once."""
 
@@ -87,15 +90,6 @@ class LenderLimits:
 
 
 LENDER_LIMITS = LenderLimits()
-
-
-@dataclass(frozen=True)
-class LenderIdentity:
-    """Who lends. fingerprint: of the model, which a reader's must be."""
-
-    node_id: str
-    incarnation: bytes
-    fingerprint: bytes
 
 
 class BlockReader:
@@ -145,67 +139,9 @@ class BlockReader:
         return fetching.result()
 
 
-PROBE_TTL_S = 10.0
-"""A reader gives back what it measures with; one that does not has it no longer."""
-
 FindFree = Callable[[int, float], Awaitable[Sequence[int]]]
 """(at most so many, within so many seconds): blocks that are not in use, kept in place until they
 are free again (`ExportedBlocks`'s `on_free`); none where there is no room."""
-
-Seal = Callable[[str], Awaitable[PackedBlocks]]
-"""`BlockLender.seal`."""
-
-
-class ProbeBlocks:
-    """Free blocks of a lender that readers measure the link with, each for a while.
-
-    Law: an attachment has one lease of them at most, which ends with it. Knows no wire. One asyncio
-    loop.
-    """
-
-    def __init__(
-        self, loans: ExportedBlocks, find_free: FindFree, seal: Seal, max_blocks: int, clock: Clock
-    ) -> None:
-        """max_blocks: that one reader is given."""
-        self._loans = loans
-        self._find_free = find_free
-        self._seal = seal
-        self._max_blocks = max_blocks
-        self._clock = clock
-        self._leases: dict[str, str] = {}  # attachment -> what it may measure with
-        self.unsealed: set[str] = set()
-        """Leases that no reader knows yet: they have no end until their blocks are sealed."""
-
-    async def lend(
-        self, attachment_id: str, num_blocks: int, budget_s: float
-    ) -> tuple[str, Sequence[Block]]:
-        """Free blocks to measure the way with, if there are any; what the reader had for that
-        before is given back. Returns: their lease and they, or nothing."""
-        self._release(self._leases.pop(attachment_id, ""))
-        block_ids = await self._find_free(min(num_blocks, self._max_blocks), budget_s)
-        if not block_ids:
-            return "", ()
-        lease_id, _ = self._loans.lend(ExportOffer(each, PROBE_HASH, None, 1) for each in block_ids)
-        self.unsealed.add(lease_id)
-        try:
-            blocks = await self._seal(lease_id)
-        except BaseException:
-            self._release(lease_id)
-            raise
-        finally:
-            self.unsealed.discard(lease_id)
-        self._loans.hand_over(lease_id, PROBE_TTL_S, self._clock())
-        former = self._leases.get(attachment_id, "")  # of a call beside this one
-        self._leases[attachment_id] = lease_id
-        self._release(former)
-        return lease_id, blocks
-
-    def keep(self, attachments: Collection[str]) -> None:
-        """These are there; all others are gone, and have nothing any more."""
-        self._release(*(self._leases.pop(each) for each in self._leases.keys() - attachments))
-
-    def _release(self, *lease_ids: str) -> None:
-        self._loans.release(lease_ids, self._clock())
 
 
 class BlockLender:
@@ -214,19 +150,22 @@ class BlockLender:
 
     def __init__(
         self,
-        identity: LenderIdentity,
+        node_id: str,
+        incarnation: bytes,
         memory: BlockMemory,
         loans: ExportedBlocks,
         find_free: FindFree,
         *,
+        fingerprint: bytes,
         nixl_net_devices: str = "lo",
         lets_map: bool = False,
         limits: LenderLimits = LENDER_LIMITS,
         clock: Clock = time.monotonic,
     ) -> None:
-        """lets_map: readers on this host may map the whole memory (transport cuda_ipc)."""
-        self.node_id = identity.node_id
-        self.incarnation = identity.incarnation
+        """fingerprint: of the model, which a reader's must be. lets_map: readers on this host may
+        map the whole memory (transport cuda_ipc)."""
+        self.node_id = node_id
+        self.incarnation = incarnation
         self.memory = memory
         self.loans = loans
         self.attachments = AttachmentTable()
@@ -234,16 +173,18 @@ class BlockLender:
         """As they are when a reader asks."""
         self.num_waiting = 0
         """Readers that wait for the rest of a lease."""
-        max_probes = num_blocks_wanted(memory.block_bytes) // 2
-        self.probes = ProbeBlocks(loans, find_free, self.seal, max_probes, clock)
+        self.unsealed_probes: set[str] = set()
+        """Leases that no reader knows yet: they have no end until their blocks are sealed."""
+        self._probes: dict[str, str] = {}  # attachment -> its lease of blocks to measure with
+        self._find_free = find_free
         self.shared: Shared | None = None
         """What readers of transport cuda_ipc are given; made for the first."""
-        self._fingerprint = identity.fingerprint
+        self._fingerprint = fingerprint
         self._lets_map = lets_map
         self._clock = clock
-        self._outlet = BlockReader(memory)
+        self._reader = BlockReader(memory)
         device = memory.device
-        self.peers = PushPeers(
+        self.peers = BlockPusher(
             loans,
             Frames(region_of(memory), memory.block_bytes),
             nixl_net_devices,
@@ -268,7 +209,7 @@ class BlockLender:
         try:
             async with asyncio.timeout(timeout_s):
                 await self.quiet()
-            await self._outlet.close()
+            await self._reader.close()
         except TimeoutError:
             logs.event(logger, "lender_still_read", level=logging.WARNING)
         await self.peers.close(timeout_s)
@@ -383,10 +324,37 @@ class BlockLender:
         self.seen(attachment_id)
         if not (pin and set(chain_hashes) == {PROBE_HASH}):
             return MatchResult((), "")
-        lease_id, blocks = await self.probes.lend(
+        return await self._lend_probes(
             attachment_id, len(chain_hashes), min(MAX_PROBE_WAIT_S, budget_s / 2)
         )
+
+    async def _lend_probes(
+        self, attachment_id: str, num_blocks: int, budget_s: float
+    ) -> MatchResult:
+        """Free blocks to measure the link with, if there are any; what the reader had for that
+        before is given back."""
+        self._release(self._probes.pop(attachment_id, ""))
+        max_blocks = num_blocks_wanted(self.memory.block_bytes) // 2
+        block_ids = await self._find_free(min(num_blocks, max_blocks), budget_s)
+        if not block_ids:
+            return MatchResult((), "")
+        lease_id, _ = self.loans.lend(ExportOffer(each, PROBE_HASH, None, 1) for each in block_ids)
+        self.unsealed_probes.add(lease_id)
+        try:
+            blocks = await self.seal(lease_id)
+        except BaseException:
+            self._release(lease_id)
+            raise
+        finally:
+            self.unsealed_probes.discard(lease_id)
+        self.loans.hand_over(lease_id, PROBE_TTL_S, self._clock())
+        former = self._probes.get(attachment_id, "")  # of a call beside this one
+        self._probes[attachment_id] = lease_id
+        self._release(former)
         return MatchResult(blocks, lease_id)
+
+    def _release(self, *lease_ids: str) -> None:
+        self.loans.release(lease_ids, self._clock())
 
     def pin(self, *_: object, **__: object) -> NoReturn:
         """Raises: FailedPrecondition."""
@@ -431,7 +399,7 @@ class BlockLender:
         self._need_lease(lease_id, now_s)
         if num_wanted <= num_known:
             raise InvalidArgument("num_wanted", f"{num_wanted} is not more than {num_known} known")
-        if self.num_waiting >= self.limits.max_followers:
+        if self.num_waiting >= self.limits.max_waiting:
             raise NoCapacity(f"{self.num_waiting} readers wait for this lender already")
         news = asyncio.Event()
         self.loans.watch(lease_id, news.set)
@@ -498,7 +466,7 @@ class BlockLender:
         """See BlockSource. Raises: LeaseLapsed, UnknownAttachment, InvalidArgument,
         TransferFailed."""
         self._need_lease(lease_id, self.seen(attachment_id))
-        pieces = read_pieces(self.loans, blocks, chunk_bytes, self._outlet.blocks)
+        pieces = read_pieces(self.loans, blocks, chunk_bytes, self._reader.blocks)
         async with aclosing(pieces):
             async for piece in pieces:
                 yield piece
@@ -522,7 +490,7 @@ class BlockLender:
         return outcome
 
     def close_push(self, push_id: str) -> bool:
-        """See PushPeers."""
+        """See BlockPusher."""
         return self.peers.close_push(push_id)
 
     async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
@@ -623,7 +591,7 @@ class BlockLender:
     def _forget_gone(self) -> None:
         attached = {attachment.attachment_id for attachment in self.attachments}
         self.peers.keep(attached)
-        self.probes.keep(attached)
+        self._release(*(self._probes.pop(each) for each in self._probes.keys() - attached))
 
     async def _sweep_for_ever(self) -> None:
         while True:

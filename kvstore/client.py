@@ -28,11 +28,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from kvstore import answer_checks, links, wire
+from kvstore import links, wire
 from kvstore.blocks import Block, PackedBlocks
 from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection
 from kvstore.errors import (
@@ -49,6 +50,7 @@ from kvstore.errors import (
 )
 from kvstore.exported_blocks import LeaseUpdate
 from kvstore.links import Rates
+from kvstore.slab import Slab
 from kvstore.source import MatchResult, StoreInfo, own_host_id
 from kvstore.transport.base import (
     CUDA_IPC,
@@ -61,9 +63,11 @@ from kvstore.transport.base import (
     PutUnsettled,
     Transport,
 )
-from kvstore.transport.connect import connect
-from kvstore.transport.nixl import region_of
+from kvstore.transport.cuda_ipc import CudaIpcTransport
+from kvstore.transport.grpc import GrpcTransport, StagedTransport
+from kvstore.transport.nixl import NixlTransport, region_of
 from kvstore.transport.nixl_agent import NixlAgent
+from kvstore.transport.shm import DeviceShmTransport, ShmTransport
 from process import logs, rpc, spans
 from process.access import PeerRole
 from process.deadline import Deadline
@@ -264,12 +268,11 @@ class KvStoreClient:
         with spans.current_span().child("kv_match", kind=SpanKind.CLIENT) as span:
             reply = await self._connection.call(self._connection.stub.Match, request, deadline)
             with self._connection.checking_reply():
-                answer_checks.check_matched(reply, request, self.num_frames)
-            blocks = tuple(wire.blocks_from_proto(reply.blocks))
+                match = wire.read_matched(reply, request, self.num_frames)
             if span.is_recording:
                 span.set(spans.server_attributes(self.address))
-                span.set(_match_attributes(self.node_id, chain_hashes, blocks))
-        return MatchResult(blocks, reply.lease_id, reply.num_hits)
+                span.set(_match_attributes(self.node_id, chain_hashes, match.blocks))
+        return match
 
     async def pin(
         self, blocks: Sequence[Block], *, ttl_s: float, deadline: Deadline
@@ -284,8 +287,7 @@ class KvStoreClient:
         )
         reply = await self._connection.call(self._connection.stub.Pin, request, deadline)
         with self._connection.checking_reply():
-            answer_checks.check_pinned(reply, request)
-        return reply.lease_id, reply.num_pinned
+            return wire.read_pinned(reply, request)
 
     async def renew(self, lease_id: str, *, ttl_s: float, deadline: Deadline) -> None:
         """Let the lease live at least `ttl_s` from now. Raises: LeaseLapsed."""
@@ -317,9 +319,18 @@ class KvStoreClient:
         hold_s = 0.0
         if device is not None and self.transport_name == CUDA_IPC:
             hold_s = device.peer_copies.hold_s
-        return await self._connection.await_lent(
-            self._attachment_id, lease_id, num_known, num_wanted, wait_s, hold_s, deadline
+        request = kvstore_pb2.AwaitLentRequest(
+            attachment_id=self._attachment_id,
+            lease_id=lease_id,
+            num_known=num_known,
+            num_wanted=num_wanted,
+            budget_ms=wire.ttl_ms(wait_s),
+            hold_ms=int(hold_s * 1000),
         )
+        asked_s = time.monotonic()
+        reply = await self._connection.call(self._connection.stub.AwaitLent, request, deadline)
+        with self._connection.checking_reply():
+            return wire.read_rest(reply, request, asked_s, time.monotonic())
 
     async def status(
         self, *, check_integrity: bool = False, deadline: Deadline
@@ -633,7 +644,7 @@ class KvStoreClient:
         )
         reply = await self._connection.call(self._connection.stub.Commit, request, deadline)
         with self._connection.checking_reply():
-            return answer_checks.written(reply, sent, self.num_frames)
+            return wire.read_written(reply, sent, self.num_frames)
 
     def undo_later(
         self,
@@ -681,7 +692,7 @@ class KvStoreClient:
             self._connection.stub.Reserve, request, Deadline.after(_RESERVE_TIMEOUT_S)
         )
         with self._connection.checking_reply():
-            answer_checks.check_reserved(reply, request, self.num_frames)
+            wire.check_reserved(reply, request, self.num_frames)
         return reply
 
     async def _undo_reserve(
@@ -923,9 +934,9 @@ async def _handshake(
             request.checksum = wire.checksum_of(request)
             reply = await connection.call(connection.stub.Attach, request, deadline)
             with connection.checking_reply():
-                answer_checks.check_attached(reply, request)
-            store = wire.info_from_proto(reply)
-            return store, await connect(request.transport, memory, connection, agent, store)
+                store = wire.read_attached(reply, request)
+            name = request.transport
+            return store, await connect_transport(name, memory, connection, agent, store)
     except BaseException:
         if agent is not None:
             await agent.close(Deadline.after(DETACH_S))
@@ -933,6 +944,53 @@ async def _handshake(
             await connection.detach(store.attachment_id)
         await connection.close()
         raise
+
+
+async def connect_transport(
+    transport: str,
+    memory: BlockMemory,
+    connection: StoreConnection,
+    agent: NixlAgent | None,
+    store: StoreInfo,
+) -> Transport:
+    """Args: transport: one of TRANSPORTS, or of DIRECT_TRANSPORTS to a lender. agent: for nixl,
+        with `memory` registered.
+
+    Raises: FailedPrecondition when it cannot be used here.
+    """
+    if transport == "shm":
+        if memory.device is not None:
+            return await DeviceShmTransport.connect(memory, store)
+        return await ShmTransport.connect(memory, store)
+    if transport == CUDA_IPC:
+        return await CudaIpcTransport.connect(memory, connection, store)
+    if transport == "nixl" and agent is not None:
+        if memory.device is not None and memory.device.memory == "VRAM":
+            await _refuse_store_of_this_host(store)
+        return await NixlTransport.connect(memory, connection, agent, store)
+    if transport == "grpc":
+        if memory.device is not None:
+            return await StagedTransport.over(
+                memory, lambda rows: GrpcTransport(rows, connection, store)
+            )
+        return GrpcTransport(memory, connection, store)
+    raise ValueError(f"transport: {transport!r}, with{'' if agent else 'out'} an agent")
+
+
+async def _refuse_store_of_this_host(store: StoreInfo) -> None:
+    """Between a device and another process' host memory NIXL falls to under 1 GB/s, without a word
+    (measured). A lender has no slab, and its blocks lie on a device as a rule."""
+    if not store.slab_path:
+        return
+    try:
+        slab = await asyncio.to_thread(Slab.open, Path(store.slab_path), store.incarnation)
+    except FailedPrecondition:
+        return  # another host's, as far as can be seen from here; a slow link shows as degraded
+    slab.close()
+    raise FailedPrecondition(
+        "transport nixl: the store is on this host, where NIXL moves a device's blocks 100 times "
+        "below the bus; set transport to shm"
+    )
 
 
 async def _describe_region(

@@ -11,17 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc.aio
 
-from kvstore import answer_checks, wire
-from kvstore.answer_checks import SpoiledAnswer
 from kvstore.errors import LeaseLapsed
-from kvstore.exported_blocks import LeaseUpdate
 from kvstore.source import StoreInfo
+from kvstore.wire import SpoiledAnswer
 from process import logs, rpc, spans
 from process.access import PeerRole
 from process.deadline import Deadline
@@ -82,61 +79,6 @@ class StoreConnection:
             if reply is None:  # gRPC gives None for a message that it cannot parse
                 raise SpoiledAnswer("it cannot be read")
         return reply
-
-    async def await_lent(
-        self,
-        attachment_id: str,
-        lease_id: str,
-        num_known: int,
-        num_wanted: int,
-        wait_s: float,
-        hold_s: float,
-        deadline: Deadline,
-    ) -> tuple[LeaseUpdate, float]:
-        """Call AwaitLent; see KvStoreClient.await_lent.
-
-        Args: hold_s: how long the lender is asked to keep the blocks in place.
-        """
-        request = kvstore_pb2.AwaitLentRequest(
-            attachment_id=attachment_id,
-            lease_id=lease_id,
-            num_known=num_known,
-            num_wanted=num_wanted,
-            budget_ms=wire.ttl_ms(wait_s),
-            hold_ms=int(hold_s * 1000),
-        )
-        asked_s = time.monotonic()
-        reply = await self.call(self.stub.AwaitLent, request, deadline)
-        with self.checking_reply():
-            return answer_checks.read_rest(reply, request, asked_s, time.monotonic())
-
-    async def hold(
-        self,
-        attachment_id: str,
-        lease_id: str,
-        frames: Sequence[int],
-        generations: Sequence[int],
-        ttl_s: float,
-        deadline: Deadline,
-    ) -> tuple[float, set[int]]:
-        """Have a lender keep blocks in place for `ttl_s`, which this process has mapped.
-
-        Returns: until when, on this process' monotonic clock, 0: they are not kept; and the indices
-            of those that are not lent at their generation any more.
-        Raises: LeaseLapsed, Unavailable, DeadlineExceeded.
-        """
-        request = kvstore_pb2.HoldRequest(
-            attachment_id=attachment_id,
-            lease_id=lease_id,
-            frames=frames,
-            generations=generations,
-            ttl_ms=int(ttl_s * 1000),
-        )
-        asked_s = time.monotonic()
-        reply = await self.call(self.stub.Hold, request, deadline)
-        with self.checking_reply():
-            held_s, stale = answer_checks.read_hold(reply, request)
-        return asked_s + held_s if held_s else 0.0, stale
 
     @contextlib.contextmanager
     def checking_reply(self) -> Iterator[None]:

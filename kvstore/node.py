@@ -38,7 +38,7 @@ from kvstore.file_tier import FileTier, OpenedPages, open_pages
 from kvstore.history import PULLED, REFUSED, BlockHistory
 from kvstore.invariants import SlicedCheck
 from kvstore.leases import Lease
-from kvstore.push import Frames, PushOutcome, PushPeers, Target
+from kvstore.push import BlockPusher, Frames, PushOutcome, Target
 from kvstore.slab import Slab, check_room, free_bytes, remove_stale
 from kvstore.source import (
     ChainToReserve,
@@ -103,7 +103,7 @@ class StoreNode:
         self.store: BlockStore | None = None
         self.slab: Slab | None = None
         self.tier: FileTier | None = None
-        self.peers: PushPeers | None = None
+        self.peers: BlockPusher | None = None
         self.num_touched = 0
         """Frames whose memory the kernel has made."""
         self.is_draining = False
@@ -489,7 +489,7 @@ class StoreNode:
         destinations: Sequence[int],
         budget_s: float,
     ) -> PushOutcome:
-        """Write blocks into the worker's own blocks (NIXL transport). Raises: as PushPeers.push,
+        """Write blocks into the worker's own blocks (NIXL transport). Raises: as BlockPusher.push,
         LeaseLapsed, UnknownAttachment."""
         store, _ = self.seen(attachment_id)
         lease = self._need_lease(store, lease_id)
@@ -520,7 +520,7 @@ class StoreNode:
         return await _repair(store, self.slab, blocks) if self.slab is not None else 0
 
     def close_push(self, push_id: str) -> bool:
-        """See PushPeers; without memory nothing moves."""
+        """See BlockPusher; without memory nothing moves."""
         return self.peers is None or self.peers.close_push(push_id)
 
     # -- maintenance
@@ -598,7 +598,7 @@ class StoreNode:
 
     # -- inside
 
-    async def _with_memory(self, block_bytes: int) -> tuple[BlockStore, Slab, PushPeers]:
+    async def _with_memory(self, block_bytes: int) -> tuple[BlockStore, Slab, BlockPusher]:
         """Take the memory, if that was not done yet. Raises: NoCapacity."""
         if self.store is None:
             # A worker that leaves meanwhile does not take the memory along: the next one needs it.
@@ -639,7 +639,7 @@ class StoreNode:
             )
             self.tier.start()
         self.slab, self.store = slab, store
-        self.peers = PushPeers(
+        self.peers = BlockPusher(
             store,
             Frames(Region(slab.frames_address, slab.frames.nbytes), slab.layout.stride_bytes),
             settings.nixl_net_devices,

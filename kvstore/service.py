@@ -45,10 +45,10 @@ LIST_CHUNK = 16_384
 """Chain hashes in one message: 300 kB, far below gRPC's limit of 4 MB."""
 
 
-def _traced(
+def _traced_unary(
     handler: Callable[[Any, Request, Context], Awaitable[Reply]],
 ) -> Callable[[Any, Request, Context], Awaitable[Reply]]:
-    """Wrap a unary method of KvStoreServicer: while it runs, its span is the current one."""
+    """As rpc.unary; while it runs, the span of the call is the current one."""
     name = handler.__name__
 
     @functools.wraps(handler)
@@ -56,7 +56,7 @@ def _traced(
         with self.span_of(name, context):
             return await handler(self, request, context)
 
-    return wrapped
+    return rpc.unary(wrapped)
 
 
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
@@ -120,8 +120,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
 
     # -- leases
 
-    @rpc.unary
-    @_traced
+    @_traced_unary
     async def Match(
         self, request: kvstore_pb2.MatchRequest, context: Context
     ) -> kvstore_pb2.MatchReply:
@@ -153,8 +152,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         )
         return kvstore_pb2.PinReply(lease_id=lease_id, num_pinned=num_pinned)
 
-    @rpc.unary
-    @_traced
+    @_traced_unary
     async def Renew(
         self, request: kvstore_pb2.RenewRequest, context: Context
     ) -> kvstore_pb2.RenewReply:
@@ -166,8 +164,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         )
         return kvstore_pb2.RenewReply()
 
-    @rpc.unary
-    @_traced
+    @_traced_unary
     async def Release(
         self, request: kvstore_pb2.ReleaseRequest, context: Context
     ) -> kvstore_pb2.ReleaseReply:
@@ -235,8 +232,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
 
     # -- bytes out
 
-    @rpc.unary
-    @_traced
+    @_traced_unary
     async def Push(
         self, request: kvstore_pb2.PushRequest, context: Context
     ) -> kvstore_pb2.PushReply:
@@ -282,8 +278,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
                         stale=piece.is_stale,
                     )
 
-    @rpc.unary
-    @_traced
+    @_traced_unary
     async def Report(
         self, request: kvstore_pb2.ReportRequest, context: Context
     ) -> kvstore_pb2.ReportReply:
@@ -300,8 +295,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             raise FailedPrecondition(f"this node lends its blocks for reading; it {what}")
         return self._sink
 
-    @rpc.unary
-    @_traced
+    @_traced_unary
     async def Reserve(
         self, request: kvstore_pb2.ReserveRequest, context: Context
     ) -> kvstore_pb2.ReserveReply:
@@ -326,8 +320,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         reply.checksum = wire.checksum_of(reply)
         return reply
 
-    @rpc.unary
-    @_traced
+    @_traced_unary
     async def Commit(
         self, request: kvstore_pb2.CommitRequest, context: Context
     ) -> kvstore_pb2.CommitReply:
@@ -340,8 +333,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         )
         return kvstore_pb2.CommitReply(blocks=PackedBlocks.of(blocks).data)
 
-    @rpc.unary
-    @_traced
+    @_traced_unary
     async def Abort(
         self, request: kvstore_pb2.AbortRequest, context: Context
     ) -> kvstore_pb2.AbortReply:
@@ -353,8 +345,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         )
         return kvstore_pb2.AbortReply()
 
-    @rpc.unary
-    @_traced
+    @_traced_unary
     async def Write(
         self, request: AsyncIterator[kvstore_pb2.WriteChunk], context: Context
     ) -> kvstore_pb2.WriteReply:

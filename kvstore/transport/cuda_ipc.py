@@ -37,6 +37,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import wire
 from kvstore.connection import StoreConnection
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
 from kvstore.source import StoreInfo
@@ -54,6 +55,7 @@ from kvstore.transport.copy_pipeline import CopyPipeline, Flight, IsStopped, Uns
 from kvstore.transport.device import Copies, CopyQueue, Device, Mark, PendingChecksums, Shared
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition
+from protos import kvstore_pb2
 
 Breaks = npt.NDArray[np.bool_]
 
@@ -159,8 +161,8 @@ class CudaIpcTransport:
                 # One that was kept stays so: whoever saw that wakes nobody (`here`).
                 held_until_s = max(held_until_s, until_s)
             await is_here.wait()  # whoever awaits this one ends it with the copy
-            if not is_held():
-                left = np.delete(np.arange(len(frames)), list(stale))
+            left = np.delete(np.arange(len(frames)), list(stale))
+            if len(left) and not is_held():
                 _, gone = await self._hold(lease_id, frames[left], generations[left], 0.0, deadline)
                 stale.update(left[list(gone)].tolist())
 
@@ -238,15 +240,24 @@ class CudaIpcTransport:
         ttl_s: float,
         deadline: Deadline,
     ) -> tuple[float, set[int]]:
-        """See StoreConnection.hold."""
-        return await self._connection.hold(
-            self._store.attachment_id,
-            lease_id,
-            frames.tolist(),
-            generations.tolist(),
-            ttl_s,
-            deadline,
+        """Have the lender hold these blocks for `ttl_s`.
+
+        Returns: until when they are held, on this process' monotonic clock, 0: they are not; and
+            the indices of those that are not lent at their generation any more.
+        Raises: LeaseLapsed, Unavailable, DeadlineExceeded.
+        """
+        request = kvstore_pb2.HoldRequest(
+            attachment_id=self._store.attachment_id,
+            lease_id=lease_id,
+            frames=frames.tolist(),
+            generations=generations.tolist(),
+            ttl_ms=int(ttl_s * 1000),
         )
+        asked_s = time.monotonic()
+        reply = await self._connection.call(self._connection.stub.Hold, request, deadline)
+        with self._connection.checking_reply():
+            held_s, stale = wire.read_hold(reply, request)
+        return asked_s + held_s if held_s else 0.0, stale
 
     def _num_early_pieces(self, is_break: Breaks) -> int:
         """Leading pieces that are `max_copies_at_once` copies at most, as far as may be under

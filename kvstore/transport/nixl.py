@@ -14,7 +14,7 @@ import os
 import secrets
 from collections.abc import Sequence
 
-from kvstore import answer_checks, wire
+from kvstore import wire
 from kvstore.connection import StoreConnection
 from kvstore.errors import (
     GENERATION,
@@ -149,7 +149,7 @@ class NixlTransport:
         try:
             reply = await self._connection.call(self._connection.stub.Push, request, deadline)
             with self._connection.checking_reply():
-                answer_checks.check_pushed(reply, request, self._memory.block_bytes)
+                wire.check_pushed(reply, request, self._memory.block_bytes)
         except (BatonError, asyncio.CancelledError) as error:
             # Whatever came back, or nothing: the push may be under way. A refusal, too, may be an
             # answer that was spoiled; but as a rule it is one, and then what it says is the reason.

@@ -348,6 +348,16 @@ async def test_everything_present_is_listed_parents_first(
     assert [h for reply in replies for h in reply.chain_hashes] == chain("a", 9)
 
 
+async def test_a_store_is_no_lender_and_says_so(
+    store: serve.RunningStore, new_worker: NewWorker
+) -> None:
+    worker = await new_worker(store.address, "grpc")
+    for method, why in (("AwaitLent", "only a lender's leases grow"), ("Hold", "whose slab says")):
+        with pytest.raises(FailedPrecondition, match=why):
+            await worker.call(method, attachment_id=worker.attachment_id)
+    assert worker.client.broken is None
+
+
 async def test_a_worker_that_says_goodbye_is_gone(
     store: serve.RunningStore, new_worker: NewWorker, transport: str
 ) -> None:

@@ -16,7 +16,6 @@ from unittest import mock
 from kvstore import block_hash
 from kvstore import block_lender as lender_module
 from kvstore import client as client_module
-from kvstore import connection as connection_module
 from kvstore.block_lender import LenderLimits as LenderLimits
 from kvstore.blocks import Block
 from kvstore.transport import cuda_ipc
@@ -176,9 +175,10 @@ async def mapping(
 def reader_clock() -> Iterator[Clock]:
     """By which a reader says whether a promise is over."""
     clock = Clock(time.monotonic())
+    both = SimpleNamespace(monotonic=clock, perf_counter=time.perf_counter)
     with (
         mock.patch.object(cuda_ipc, "time", clock),
-        mock.patch.object(connection_module, "time", clock),
+        mock.patch.object(client_module, "time", both),
     ):
         yield clock
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.block_lender import LENDER_LIMITS, BlockLender, LenderIdentity, LenderLimits
+from kvstore.block_lender import LENDER_LIMITS, BlockLender, LenderLimits
 from kvstore.blocks import Block
 from kvstore.errors import TransferFailed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
@@ -95,12 +95,12 @@ class Lending:
         self.ahead_s = 0.0
         self.loans = ExportedBlocks(num_blocks, block_bytes, TTL_S, self.on_free)
         self.lender = BlockLender(
-            LenderIdentity(
-                lender_node_id("lending"), secrets.token_bytes(16), bytes.fromhex(FINGERPRINT)
-            ),
+            lender_node_id("lending"),
+            secrets.token_bytes(16),
             memory,
             self.loans,
             self.find_free,
+            fingerprint=bytes.fromhex(FINGERPRINT),
             lets_map=lets_map,
             limits=limits,
             clock=lambda: time.monotonic() + self.ahead_s,

@@ -91,7 +91,7 @@ async def test_the_next_blocks_are_entered_while_they_are_computed(tmp_path: Pat
         await a.asked()
         loans, num_told = a.lender.loans, CHUNK // BLOCK_SIZE
         await until(lambda: loans.num_lent == len(PROMPT) // BLOCK_SIZE)
-        (lease_id,) = loans._leases
+        (lease_id,) = loans.kept
         assert len(loans.blocks_of(lease_id, 0)) == num_told and a.num_waiting == 1
         entered: list[int] = []
         enter = a.lender.enter
@@ -355,7 +355,7 @@ async def test_bytes_that_are_not_those_that_the_lender_vouches_for_are_found(
 async def test_a_lender_with_no_room_for_those_who_wait_is_as_good_without(
     tmp_path: Path,
 ) -> None:
-    async with ahead(tmp_path, lender_limits=replace(PATIENT, max_followers=0)) as a:
+    async with ahead(tmp_path, lender_limits=replace(PATIENT, max_waiting=0)) as a:
         failed = a.p.decode.core.counts.early_pulls_failed
         await until(lambda: failed.total() == 1)
         await until(lambda: a.num_read == CHUNK // BLOCK_SIZE)

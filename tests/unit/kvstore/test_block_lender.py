@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.block_lender import LENDER_LIMITS, BlockLender, LenderIdentity, LenderLimits
+from kvstore.block_lender import LENDER_LIMITS, BlockLender, LenderLimits
 from kvstore.errors import LeaseLapsed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
 from kvstore.transport.base import BlockMemory
@@ -46,10 +46,12 @@ class Place:
         self.clock = Watched() if clock is None else clock
         self.loans = ExportedBlocks(32, 64, 10.0, lambda block_ids: None)
         self.lender = BlockLender(
-            LenderIdentity("w/lent", bytes(16), b""),
+            "w/lent",
+            bytes(16),
             BlockMemory.of(np.zeros((32, 64), np.uint8)),
             self.loans,
             self._find_free,
+            fingerprint=b"",
             limits=LenderLimits(**{"max_wait_s": FOR_EVER_S} | limits),
             clock=self.clock,
         )
@@ -182,7 +184,7 @@ async def test_a_lease_that_ends_is_an_error(place: Place, how: str) -> None:
 
 
 async def test_only_so_many_wait_and_who_leaves_makes_room() -> None:
-    place = Place(max_followers=2)
+    place = Place(max_waiting=2)
     waiting = [await place.ask(), await place.ask()]
     with pytest.raises(NoCapacity, match="2 readers wait"):
         await (await place.ask())

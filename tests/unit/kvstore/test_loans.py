@@ -454,18 +454,18 @@ def test_nobody_is_told_that_bytes_are_bad_which_nobody_has_vouched_for() -> Non
 
 
 def _only(table: ExportedBlocks) -> ExportLease:
-    (lease,) = table._leases.values()
+    (lease,) = table._leases
     return lease
 
 
 def _handed_over(table: ExportedBlocks) -> ExportLease:
-    table.hand_over(next(iter(table._leases)), 1.0, 0.0)
+    table.hand_over(_only(table).lease_id, 1.0, 0.0)
     return _only(table)
 
 
 def _held_alone(table: ExportedBlocks) -> ExportedBlock:
     """Of a lease that is over."""
-    (lease_id,) = table._leases
+    lease_id = _only(table).lease_id
     table.hold(table.blocks_of(lease_id, 0)[:1])
     table.release([lease_id], 0.0)
     return table._lent[1]
@@ -478,14 +478,14 @@ def _held_alone(table: ExportedBlocks) -> ExportedBlock:
         (lambda t: _handed_over(t).unsealed.update({1: None}), "handed over with a block"),
         (lambda t: _only(t).ahead.update({1: b""}), "lent and yet to be computed"),
         (lambda t: _handed_over(t).ahead.update({3: b""}), "handed over with a block"),
-        (lambda t: setattr(t._lent[1], "is_computed", False), "not lent as it says"),
+        (lambda t: setattr(t._lent[1], "is_computed", False), "not lent as its lease says"),
         (lambda t: setattr(_held_alone(t), "is_computed", False), "held, and not computed"),
-        (lambda t: t._lent.pop(1), "not lent as it says"),
+        (lambda t: t._lent.pop(1), "not lent as its lease says"),
         (lambda t: setattr(t._lent[1], "num_leases", 2), "miscounted"),
         (lambda t: setattr(t._lent[1], "num_holds", 1), "miscounted"),
-        (lambda t: t._generations.update({1: 4}), "not lent as it says"),
+        (lambda t: t._generations.update({1: 4}), "not lent as its lease says"),
         (lambda t: t._generations.update({5: 3}), "odd"),
-        (lambda t: t._leases.clear(), "miscounted"),
+        (lambda t: t._leases.remove(_only(t).lease_id), "miscounted"),
         (lambda t: t._holds.update({"x": (3,)}), "not lent"),
         (lambda t: t._pins.update({"x": 1.0}), "promised blocks that are not held"),
     ],
