@@ -658,7 +658,7 @@ class StoreNode:
             StoreLimits(settings.max_lease_s, settings.quarantine_grace_s, shares),
             published=slab.generations,
             changes=self._changes,
-            history=BlockHistory(settings.max_history_blocks, tracing=self.tracing),
+            history=BlockHistory(settings.max_history_blocks),
         )
 
     def _name_of(self, store: BlockStore, attachment_id: str) -> str:
