@@ -442,7 +442,8 @@ async def _until_there(client: redis.asyncio.Redis) -> None:
 def turns(blocks: int, seconds: float) -> dict[str, Any]:
     """The longest turns of a store's loop."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
-        return uvloop.run(measure(blocks, seconds, Path(name)))
+        found: dict[str, Any] = uvloop.run(measure(blocks, seconds, Path(name)))
+    return found
 
 
 @click.command("serve", hidden=True)

@@ -275,7 +275,7 @@ class BlockStore:
 
         Returns: an id for `unhold`, and for each block whether its frame still holds it.
         """
-        lease = self.leases.create_hold()
+        lease = self.leases.create_endless()
         nodes = [self._node_of(block) for block in blocks]
         lease.pin_all(self.tree, (node for node in nodes if node is not None))
         return lease.lease_id, [node is not None for node in nodes]

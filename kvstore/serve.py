@@ -17,7 +17,7 @@ from kvstore.change_log import ChangeLog, NullLog
 from kvstore.config import KvStoreSettings
 from kvstore.index_publisher import PrefixIndexPublisher
 from kvstore.node import StoreNode
-from kvstore.server import KvStoreServicer
+from kvstore.service import KvStoreServicer
 from kvstore.status import StoreMetrics, store_status
 from process import grpc_server
 from process.access import RULES, PeerRole
@@ -49,7 +49,10 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
     )
     node = StoreNode(settings, settings.node_id, changes=changes, tracing=tracing)
     servicer = KvStoreServicer(
-        node, lambda: (publisher.sequence, publisher.synced) if publisher else (0, False)
+        node,
+        node,
+        tracing=tracing,
+        index_state=lambda: (publisher.sequence, publisher.synced) if publisher else (0, False),
     )
     server, bound = await grpc_server.listen(
         settings.listen,

@@ -24,14 +24,14 @@ from typing import Any
 
 from kvstore import errors
 from kvstore.blocks import Block
-from kvstore.client import KvStoreClient, MatchResult
+from kvstore.client import KvStoreClient
 from kvstore.errors import (
     DEADLINE,
     Quarantine,
     TransferCancelled,
     TransferTimeout,
 )
-from kvstore.exported_blocks import NO_PROMISE, LenderPromise
+from kvstore.source import MatchResult
 from process import logs
 from process.deadline import Clock, Deadline
 from process.errors import (
@@ -186,15 +186,16 @@ class StoreConnector:
         deadline: Deadline,
         *,
         incarnation: bytes | None = None,
-        word: LenderPromise = NO_PROMISE,
+        num_unsealed: int = 0,
+        held_until_s: float = 0.0,
     ) -> Loaded:
         """Copy committed blocks into blocks that `engine_id` reserved and did not start; verified
         by checksum.
 
         Never raises for the store's sake. A cancelled load quarantines what may still be written
         into.
-        Args: items: (block, destination block id), in the order of the prompt. word: see
-            KvStoreClient.get_blocks.
+        Args: items: (block, destination block id), in the order of the prompt. num_unsealed,
+            held_until_s: see KvStoreClient.get_blocks.
         """
         if not items:
             return Loaded(0, 0)
@@ -202,7 +203,12 @@ class StoreConnector:
         had_s = deadline.left_s()
         try:
             result = await client.get_blocks(
-                lease_id, items, deadline, incarnation=incarnation, word=word
+                lease_id,
+                items,
+                deadline,
+                incarnation=incarnation,
+                num_unsealed=num_unsealed,
+                held_until_s=held_until_s,
             )
         except TransferCancelled as error:
             self._quarantine(engine_id, error.quarantine)

@@ -23,7 +23,7 @@ from kvstore.client import KvStoreClient, PutChain, TransferStats
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
 from kvstore.node import TOUCH_AHEAD_BYTES
-from kvstore.server import KvStoreServicer
+from kvstore.service import KvStoreServicer
 from kvstore.transport.base import BlockMemory
 from process import grpc_server, registry, rpc
 from process.errors import (
@@ -346,6 +346,16 @@ async def test_everything_present_is_listed(
         replies = await listed()
     assert [len(reply.chain_hashes) for reply in replies] == [4, 4, 1]
     assert sorted(h for reply in replies for h in reply.chain_hashes) == sorted(chain("a", 9))
+
+
+async def test_a_store_is_no_lender_and_says_so(
+    store: serve.RunningStore, new_worker: NewWorker
+) -> None:
+    worker = await new_worker(store.address, "grpc")
+    for method, why in (("AwaitLent", "only a lender's leases grow"), ("Hold", "whose slab says")):
+        with pytest.raises(FailedPrecondition, match=why):
+            await worker.call(method, attachment_id=worker.attachment_id)
+    assert worker.client.broken is None
 
 
 async def test_a_worker_that_says_goodbye_is_gone(

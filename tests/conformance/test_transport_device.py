@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from kvstore import errors, serve
-from kvstore.connection import StoreInfo
+from kvstore.client import connect_transport
 from kvstore.slab import Slab, SlabLayout
+from kvstore.source import StoreInfo
 from kvstore.transport import shm
 from kvstore.transport.base import BlockMemory
-from kvstore.transport.connect import connect
 from kvstore.transport.device import STAGING_BYTES, PinnedStaging, Shared, wait_for
 from kvstore.transport.grpc import StagedTransport
 from kvstore.transport.shm import DeviceShmTransport
@@ -379,10 +379,10 @@ async def test_nixl_from_a_gpu_to_a_store_of_this_host_is_refused(tmp_path: Path
     agent: Any = _Agent()
     rpc: Any = None
     with pytest.raises(FailedPrecondition, match="set transport to shm"):
-        await connect("nixl", memory, rpc, agent, here)
+        await connect_transport("nixl", memory, rpc, agent, here)
     assert agent.num_peers == 0
     elsewhere = dataclasses.replace(here, slab_path=str(tmp_path / "not here"))
-    await connect("nixl", memory, rpc, agent, elsewhere)
+    await connect_transport("nixl", memory, rpc, agent, elsewhere)
     assert agent.num_peers == 1
     slab.close()
 

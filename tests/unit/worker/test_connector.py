@@ -14,7 +14,6 @@ import pytest
 from engine.loop import Engine
 from engine.request import Reservation
 from kvstore.blocks import Block
-from kvstore.client import MatchResult
 from kvstore.errors import (
     LeaseLapsed,
     Quarantine,
@@ -22,6 +21,7 @@ from kvstore.errors import (
     TransferFailed,
     TransferTimeout,
 )
+from kvstore.source import MatchResult
 from kvstore.transport.base import BlockMemory, GetResult
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
