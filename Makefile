@@ -2,7 +2,7 @@
 #
 #   make demo        a cluster on this machine, an answer, and where its KV cache came from
 #   make oracle      the tests at public seams alone, for each step of a redesign
-#   make test        all checks and tests, at a twentieth of the stated counts (`make test-long`: all of them)
+#   make test        all checks and tests, at a fortieth of the stated counts (`make test-long`: all of them)
 #   make test-clients  other people's clients of the OpenAI API, unmodified, against `baton up`; in an environment of their own
 #   make images      the three images, with docker (IMAGE_REGISTRY, IMAGE_TAG; TORCH_INDEX_URL must be given)
 #   make kind        the chart on a kind cluster: clients, load, scaling, upgrades, kills; needs docker, kind and helm
@@ -13,7 +13,7 @@
 #   PYTHON            which Python makes the environment: 3.11 or 3.12 (others lack wheels of what we need)
 #   TORCH_INDEX_URL   where torch comes from. The default index has a CUDA build for Linux; without a GPU
 #                     TORCH_INDEX_URL=<the CPU index that PyTorch's install page names> saves 3 GB.
-#   TEST_JOBS         processes that share the tests; 2. Many tests start several of their own.
+#   TEST_JOBS         processes that share the tests, and the types; 2. Many tests start several of their own.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -70,7 +70,7 @@ chaos: $(READY)
 check: $(READY) $(PROTOS_READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/mypy --num-workers $(TEST_JOBS) $(PACKAGES)
 	$(BIN)/lint-imports
 	$(PROTOS_VENV)/bin/python tools/gen_protos.py --check
 

@@ -26,12 +26,12 @@ import uvloop
 
 from benchmarks import harness
 from benchmarks.harness import Several, median_s
-from kvstore.block_lender import BlockLender, LenderIdentity
+from kvstore.block_lender import BlockLender
 from kvstore.blocks import Block, PackedBlocks, PackedItems, Tier
 from kvstore.client import KvStoreClient
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
-from kvstore.lender_service import LenderServicer
 from kvstore.node_ids import lender_node_id
+from kvstore.service import KvStoreServicer
 from kvstore.transport import cuda_ipc
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda import CudaDevice, CudaQueue
@@ -86,11 +86,16 @@ async def serve(device_id: int, block_bytes: int) -> None:
 
     _cache, memory = memory_on(device_id, block_bytes, SEED)
     loans = ExportedBlocks(NUM_BLOCKS, block_bytes, TTL_S, lambda block_ids: None)
-    identity = LenderIdentity(
-        lender_node_id("lender"), secrets.token_bytes(16), bytes.fromhex(FINGERPRINT)
+    lender = BlockLender(
+        lender_node_id("lender"),
+        secrets.token_bytes(16),
+        memory,
+        loans,
+        no_free,
+        fingerprint=bytes.fromhex(FINGERPRINT),
+        lets_map=True,
     )
-    lender = BlockLender(identity, memory, loans, no_free, lets_map=True)
-    server, address = await grpc_server.listen("127.0.0.1:0", [LenderServicer(lender).add_to])
+    server, address = await grpc_server.listen("127.0.0.1:0", [KvStoreServicer(lender).add_to])
     lender.start()
     _say({"address": address})
     while line := await asyncio.to_thread(sys.stdin.readline):

@@ -39,18 +39,19 @@ Chains = list[list[bytes]]
 
 
 @contextlib.asynccontextmanager
-async def running_redis() -> AsyncIterator[redis.asyncio.Redis]:
-    """A Redis of our own on a socket file, without persistence, and a client of it."""
+async def running_redis() -> AsyncIterator[tuple[str, redis.asyncio.Redis]]:
+    """A Redis of our own on a socket file, without persistence: its URL, and a client of it."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         socket = Path(folder) / "redis.sock"
         argv = (str(find_redis_server()), "--port", "0", "--unixsocket", str(socket))
         options = ("--save", "", "--appendonly", "no", "--dir", folder)
         with harness.child(*argv, *options, stdout=subprocess.DEVNULL):
-            client = registry.connect_redis(f"unix://{socket}", CALL_S)
+            url = f"unix://{socket}"
+            client = registry.connect_redis(url, CALL_S)
             async with asyncio.timeout(CALL_S):
                 while not await _pings(client):
                     await asyncio.sleep(0.02)
-            yield client
+            yield url, client
             await client.aclose()
 
 
@@ -84,20 +85,18 @@ def place(
 
 
 @contextlib.asynccontextmanager
-async def published(
-    client: redis.asyncio.Redis, held: Mapping[str, list[bytes]]
-) -> AsyncIterator[float]:
+async def published(redis_url: str, held: Mapping[str, list[bytes]]) -> AsyncIterator[float]:
     """Publish every node's hashes as its store would; taken back at the end. Gives: seconds."""
     async with contextlib.AsyncExitStack() as stack:
         began = time.perf_counter()
         for node, hashes in track(held.items(), "filling", console=harness.CONSOLE):
             publisher = PrefixIndexPublisher(
-                client,
+                redis_url,
                 node_id=node,
                 incarnation=_life(node),
                 status=inference_pb2.StoreStatus,
                 changes=ChangeLog(),
-                snapshot=partial(list, hashes),
+                snapshot=partial(in_pieces, hashes),
                 heartbeat_s=FILL_S,  # none disturbs the measurement
                 heartbeat_ttl_s=2 * FILL_S,
                 timeout_s=CALL_S,
@@ -108,6 +107,11 @@ async def published(
                 while not publisher.synced:
                     await asyncio.sleep(0.01)
         yield time.perf_counter() - began
+
+
+def in_pieces(hashes: list[bytes], num_hashes: int) -> list[list[bytes]]:
+    """As a store's snapshot."""
+    return [hashes[at : at + num_hashes] for at in range(0, len(hashes), num_hashes)]
 
 
 def _life(node: str) -> bytes:
@@ -150,7 +154,7 @@ async def measure(
     chains = prompts_of(rng, num_prompts, prompt_blocks)
     held = place(rng, chains, nodes, num_blocks)
     lengths = {node: set(hashes) for node, hashes in held.items()}
-    async with running_redis() as client, published(client, held) as fill_s:
+    async with running_redis() as (url, client), published(url, held) as fill_s:
         num_bytes = int((await client.info("memory"))["used_memory"])
         found_by = PrefixIndex(client, CALL_S)
         for chain in chains[:20]:

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +69,7 @@ class SteppingDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     @rpc.streaming
     async def Stream(
         self, commands: AsyncIterator[decode_pb2.DecodeCommand], context: Context
-    ) -> AsyncIterator[decode_pb2.DecodeEvents]:
+    ) -> AsyncGenerator[decode_pb2.DecodeEvents, None]:
         legs: dict[int, _Leg] = {}
         outgoing: list[decode_pb2.DecodeEvent] = []
         changed = asyncio.Event()

@@ -4,10 +4,12 @@ A real prefill worker in a process of its own serves prompts of `--prompt-tokens
 their first token, `--outstanding` at once, as the router admits them. Its device takes as long as
 one H200 takes for a model of 8 B parameters (45,600 tokens a second, 3 ms a step) and computes
 nothing; blocks are small, so that what is measured is the work of the host: calls, checksums,
-bookkeeping. Cells, in turn in each round:
+bookkeeping. With `--checkpoint` the worker serves that model on a GPU instead. Cells, in turn in
+each round:
 
 - `none`: no store. What the device allows is the ceiling.
-- `default`: a store that has room for a few steps' blocks and is full all the time.
+- `default`: a store that is full all the time. It has room for a few steps' blocks; with a
+  checkpoint, the size that a store has by default.
 - `large`: a store that keeps every block; `all_stored` says whether every block of every prompt
   was in it 2 s after the last answer.
 - `stopped`: the store is stopped (SIGSTOP) while the load runs; `lost` says what was counted.
@@ -15,12 +17,14 @@ bookkeeping. Cells, in turn in each round:
 The last line printed is one JSON object; `ratio` is served prompts against `none`.
 
     python -m benchmarks.write_path cells --rounds 3
+    python -m benchmarks.write_path cells --checkpoint llama-8b --rounds 1 --seconds 6
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -38,34 +42,41 @@ from typing import Any
 import click
 import uvloop
 
-from benchmarks import harness
+from benchmarks import harness, random_checkpoint
 from benchmarks.harness import KeyedStream, Several
 from engine.config import EngineConfig
 from engine.fake import FakeModel
-from engine.loop import Engine
+from engine.loop import Engine, load_engine
 from engine.paced import DevicePace, PacedModel
 from process import entrypoint, rpc, signing_keys
+from process.deadline import Deadline
 from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.prefill.role import PrefillRole
-from services.worker import main as worker_main
 from services.worker.config import WorkerSettings
+from services.worker.worker import start
 
 VOCAB = 32000
 BLOCK_SIZE = 16
 FRAME_BYTES = 4096
 """The least that a store's frame takes."""
+GPU_FRAME_BYTES = 2 * 1024 * 1024
+"""Of 16 tokens of a model of 8 B parameters."""
 STEP_TOKENS = 8192
 PACE = DevicePace(step_s=0.003, token_s=1 / 45_600)
 CELLS = ("none", "default", "large", "stopped")
 DEFAULT_FRAMES = 1024
 """Of the cell `default`: the least that a store has by default."""
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 SAMPLING = common_pb2.SamplingParams(max_tokens=1, temperature=0.0, top_p=1.0, seed=7)
 
 
 @dataclass(frozen=True)
 class Load:
     """What each cell serves, and how often."""
+
+    checkpoint: str
+    """A folder, or a shape of benchmarks/random_checkpoint.py; empty: the paced device."""
+    overlap_prompts: bool
 
     seconds: float
     rounds: int
@@ -77,12 +88,18 @@ class Load:
 async def _work(ask: dict[str, Any]) -> None:
     """The prefill worker: says its address and fingerprint, serves until stdin ends, and says what
     it counted."""
-    model = PacedModel(
-        FakeModel(vocab_size=VOCAB, context_window=8192, block_size=BLOCK_SIZE), PACE
-    )
     config = EngineConfig(
-        block_size=BLOCK_SIZE, num_blocks=16_384, max_num_tokens_per_step=STEP_TOKENS
+        block_size=BLOCK_SIZE,
+        max_num_tokens_per_step=STEP_TOKENS,
+        overlap_prompts=ask["overlap_prompts"],
     )
+    if ask["checkpoint"]:
+        config = dataclasses.replace(config, model=ask["checkpoint"], device="cuda")
+        engine = load_engine(config)
+    else:
+        config = dataclasses.replace(config, num_blocks=16_384)
+        fake = FakeModel(vocab_size=VOCAB, context_window=8192, block_size=BLOCK_SIZE)
+        engine = Engine(config, PacedModel(fake, PACE))
     settings = WorkerSettings(
         worker_id="prefill-0",
         redis_url="",
@@ -91,7 +108,9 @@ async def _work(ask: dict[str, Any]) -> None:
         transport="shm",
         handle_keys_file=ask["key_file"],
     )
-    worker = await worker_main.start(Engine(config, model), settings, "prefill", PrefillRole)
+    worker = await start(engine, settings, "prefill", PrefillRole)
+    if ask["store_address"]:  # its slab may still be page-locked
+        await worker.core.connector.wait_attached(Deadline.after(TIMEOUT_S))
     entrypoint.begin_serving()
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
@@ -113,9 +132,16 @@ def _say(what: dict[str, Any]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _worker(store_address: str, folder: Path) -> AsyncIterator[tuple[dict[str, Any], Any]]:
+async def _worker(
+    store_address: str, folder: Path, load: Load
+) -> AsyncIterator[tuple[dict[str, Any], Any]]:
     """A worker process, and what it said first."""
-    ask = {"store_address": store_address, "key_file": str(folder / "handle.keys")}
+    ask = {
+        "store_address": store_address,
+        "key_file": str(folder / "handle.keys"),
+        "checkpoint": load.checkpoint,
+        "overlap_prompts": load.overlap_prompts,
+    }
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.write_path", "worker", json.dumps(ask)),
         stdin=asyncio.subprocess.PIPE,
@@ -139,7 +165,7 @@ async def _line(process: asyncio.subprocess.Process) -> dict[str, Any]:
     return found
 
 
-async def _serve(address: str, fingerprint: str, load: Load) -> tuple[int, float]:
+async def _serve(address: str, fingerprint: str, load: Load) -> tuple[int, float, int]:
     """Prompts, so many at once. Returns: how many were served after the first second, and for how
     many seconds."""
     draw = random.Random(f"write path {time.monotonic_ns()}")
@@ -182,14 +208,17 @@ async def _cell(name: str, folder: Path, load: Load) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         address, pid = "", 0
         if name != "none":
-            num_prompts = 2 * load.seconds * 50
-            large = int(num_prompts) * (load.prompt_tokens // BLOCK_SIZE)
+            num_prompts = int((load.seconds + 2) * 50)
+            large = num_prompts * (load.prompt_tokens // BLOCK_SIZE)
             num_frames = large if name == "large" else DEFAULT_FRAMES
+            capacity_bytes = num_frames * FRAME_BYTES
+            if load.checkpoint:
+                capacity_bytes = num_frames * GPU_FRAME_BYTES if name == "large" else 0
             pid, ready = stack.enter_context(
-                harness.store(capacity_bytes=num_frames * FRAME_BYTES, slab_dir="/dev/shm")
+                harness.store(capacity_bytes=capacity_bytes, slab_dir="/dev/shm")
             )
             address = ready["address"]
-        async with _worker(address, folder) as (said, process):
+        async with _worker(address, folder, load) as (said, process):
             if name == "stopped":
                 stack.callback(os.kill, pid, signal.SIGCONT)
                 asyncio.get_running_loop().call_later(
@@ -222,6 +251,10 @@ async def _measure(load: Load) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in load.cells}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if load.checkpoint in random_checkpoint.SHAPES:
+            (folder / "model").mkdir()
+            random_checkpoint.save(folder / "model", load.checkpoint, device="cuda")
+            load = dataclasses.replace(load, checkpoint=str(folder / "model"))
         signing_keys.create(folder / "handle.keys")
         for number in range(load.rounds):
             for cell in load.cells:
@@ -245,11 +278,14 @@ async def _measure(load: Load) -> dict[str, Any]:
 @click.option("--seconds", default=10.0, help="of load in each cell")
 @click.option("--rounds", default=3)
 @click.option("--prompt-tokens", default=1024)
+@click.option("--checkpoint", default="", help="a folder or a shape; served on a GPU")
+@click.option("--overlap-prompts", is_flag=True)
 @click.option("--outstanding", default=24, help="prompts at once")
 @click.option("--cells", type=Several(click.Choice(CELLS)), default=",".join(CELLS))
 def cells(**options: Any) -> dict[str, Any]:
     """Prompts served with and without a store, in each of the cells."""
-    return options | uvloop.run(_measure(Load(**options)))
+    found: dict[str, Any] = uvloop.run(_measure(Load(**options)))
+    return options | found
 
 
 @click.command("worker", hidden=True)

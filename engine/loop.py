@@ -253,11 +253,12 @@ class Engine:
         return tuple(sequence.block_ids)
 
     def hold_cached(self, chain_hashes: Values[bytes], first: int = 0) -> tuple[int, ...]:
-        """Keep cached blocks as they are, for who wants to read them: blocks [first, ..) of the
-        longest prefix of this chain that the prefix cache has, of whatever request, live or over.
-        They are quarantined until as many `unquarantine`.
+        """Keep cached blocks as they are, for a reader: the longest prefix of this chain that the
+        prefix cache has, of whatever request, live or over. Its last block is quarantined until
+        `unquarantine` is called for that one, and a block of a chain keeps those before it.
 
-        Returns: their ids; the first of them is the chain's block `first`.
+        Returns: the ids of its blocks [first, ..); empty where it has no more than `first`, and
+        nothing is kept.
         """
         return quarantine_cached(chain_hashes, first, self._holdings)
 

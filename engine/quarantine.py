@@ -39,10 +39,11 @@ def quarantine(group: Group, block_ids: tuple[int, ...], holdings: Holdings) -> 
 def quarantine_cached(
     chain_hashes: Values[bytes], first: int, holdings: Holdings
 ) -> tuple[int, ...]:
-    """The blocks [first, ..) of a chain's longest cached prefix, whosever they are. Returns: their
-    ids, in order."""
+    """Hold the last block of a chain's longest cached prefix, which pins those before it, of
+    whatever request. Returns: the ids of blocks [first, ..), in order; empty: nothing is held."""
     block_ids = holdings.tree.match(chain_hashes)[first:]
-    holdings.tree.share(block_ids)
-    holdings.pool.hold(block_ids)
-    holdings.pool.put_back(reversed(block_ids))
+    last = block_ids[-1:]
+    holdings.tree.share(last)
+    holdings.pool.hold(last)
+    holdings.pool.put_back(last)
     return block_ids

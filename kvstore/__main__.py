@@ -21,6 +21,7 @@ logger = logging.getLogger("kvstore")
 async def main(settings: KvStoreSettings, stop: asyncio.Event) -> None:
     """Serve; the `ready` line names the address."""
     async with serve.running(settings) as store:
+        entrypoint.begin_serving()
         logs.event(
             logger,
             "ready",

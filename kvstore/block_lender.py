@@ -2,8 +2,12 @@
 and blocks to measure the link with.
 
 Life: made with the worker -> `start` -> attachments come and go, reads and pushes run -> `stop`
-ends all leases and waits, a bounded time, for transfers under way. Leases travel with handles, so
-they do not end with an attachment.
+ends all leases and waits, a bounded time, for what is held: transfers under way, and what readers
+copy. Leases travel with handles, so they do not end with an attachment.
+
+Laws: at most `max_waiting` readers wait for a lease to grow, none longer than `max_wait_s`; a
+lease is watched by those that wait and by no others. An attachment has one lease of blocks to
+measure with at most, which ends with it.
 
 A lender is read only: nothing here writes into a block. Knows no engine: its owner says which
 blocks are lent, and is called when they are free (`ExportedBlocks`). No stubs. One asyncio loop.
@@ -12,7 +16,6 @@ blocks are lent, and is called when they are free (`ExportedBlocks`). No stubs. 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import (
@@ -20,20 +23,30 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Collection,
     Iterable,
+    Iterator,
     Sequence,
 )
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import NoReturn
 
-from kvstore.attachments import Attachment, AttachmentTable
+from kvstore.attachments import AttachmentTable
 from kvstore.blocks import Block, PackedBlocks
 from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer, LeaseUpdate
 from kvstore.links import num_blocks_wanted
 from kvstore.node_ids import PROBE_HASH
-from kvstore.push import Frames, PeerBlocks, PushOutcome, PushPeers, Target
+from kvstore.push import BlockPusher, Frames, PushOutcome, Target
+from kvstore.source import (
+    MatchResult,
+    ReadPiece,
+    StoreInfo,
+    StoreStats,
+    WorkerInfo,
+    own_host_id,
+    read_pieces,
+)
 from kvstore.transport.base import CUDA_IPC, DIRECT_TRANSPORTS, BlockMemory
 from kvstore.transport.device import PinnedStaging, Shared
 from kvstore.transport.nixl import region_of
@@ -50,14 +63,18 @@ ATTACHMENT_TTL_S = 60.0
 SWEEP_S = 0.25
 """How late a lapsed lease may be noticed."""
 
-MAX_CHUNK_BYTES = 16 * 1024 * 1024
+MAX_PROBE_WAIT_S = 1.0
+"""For free blocks of an engine that is in a long step."""
+
+PROBE_TTL_S = 10.0
+"""A reader gives back what it measures with; one that does not has it no longer."""
 
 
 @dataclass(frozen=True)
 class LenderLimits:
     """Bounds of one lender, for all of its readers together."""
 
-    max_followers: int = 256
+    max_waiting: int = 256
     """Readers that wait for the rest of a lease. Each has a prompt under way here. Guessed: far
     more than a worker computes at once."""
 
@@ -66,191 +83,14 @@ class LenderLimits:
     chunks of a prompt."""
 
     max_holds: int = 256
-    """Promises to readers at once. Guessed: as many as may wait to be told."""
+    """Holds of readers that copy by themselves, at once. Guessed: as many as may wait."""
 
     max_hold_s: float = 1.0
-    """How long a promise lasts. Guessed: a hundred times what the copy of a chunk takes, and no
-    long time to do without blocks that are not read."""
+    """How long one lasts. Guessed: a hundred times what the copy of a chunk takes, and no long time
+    to do without blocks that are not read."""
 
 
 LENDER_LIMITS = LenderLimits()
-
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-@functools.cache
-def own_host_id() -> str:
-    """Of the running kernel: containers of one host have the same, and no two hosts have. Empty
-    where the kernel tells none."""
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-@dataclass(frozen=True)
-class LenderIdentity:
-    """Who lends. fingerprint: of the model, which a reader's must be."""
-
-    node_id: str
-    incarnation: bytes
-    fingerprint: bytes
-
-
-@dataclass(frozen=True)
-class ReaderInfo:
-    """What a worker says about itself. peer: of transport nixl. host_id: of cuda_ipc."""
-
-    worker_id: str
-    worker_incarnation: bytes
-    fingerprint: bytes
-    block_bytes: int
-    transport: str
-    peer: PeerBlocks | None = None
-    host_id: str = ""
-
-
-class LeaseWatchers:
-    """Readers that wait for the rest of a lease that still grows, so that the last blocks of a
-    prompt are copied while the handle is on its way.
-
-    Life of one: `rest` -> all that was wanted is lent, or the lease is handed over with less, or
-    the time is over: it gets what there is; or the lease ends, or it is cancelled. What it gets
-    says where bytes lie, and lets no reader use them: the handle does that. So it also names blocks
-    whose bytes are complete and whose checksums are still computed.
-
-    Laws: at most `max_followers` wait, none longer than `max_wait_s`; a lease is watched by those
-    that wait and by no others (`check_integrity`). Knows no bytes and no stubs. One asyncio loop.
-
-    Attributes:
-        limits: as they are when a reader asks.
-    """
-
-    def __init__(self, loans: ExportedBlocks, limits: LenderLimits = LENDER_LIMITS) -> None:
-        self.limits = limits
-        self._loans = loans
-        self._num_waiting = 0
-
-    @property
-    def num_waiting(self) -> int:
-        return self._num_waiting
-
-    async def rest(
-        self,
-        lease_id: str,
-        num_known: int,
-        num_wanted: int,
-        budget_s: float,
-        *,
-        takes_unsealed: bool = False,
-    ) -> LeaseUpdate:
-        """Wait until the lease lends `num_wanted` blocks or is handed over, at most `budget_s`.
-
-        Args: takes_unsealed: blocks without a checksum count, too.
-        Returns: what it lends by then beyond the first `num_known`.
-        Raises: LeaseLapsed when it ends; NoCapacity when too many wait; InvalidArgument for who
-            wants no more than it knows: that would be all of it at any time.
-        """
-        if num_wanted <= num_known:
-            raise InvalidArgument("num_wanted", f"{num_wanted} is not more than {num_known} known")
-        if self._num_waiting >= self.limits.max_followers:
-            raise NoCapacity(f"{self._num_waiting} readers wait for this lender already")
-        news = asyncio.Event()
-        self._loans.watch(lease_id, news.set)
-        self._num_waiting += 1
-
-        def is_whole() -> bool:
-            return self._loans.is_whole(lease_id, num_wanted, takes_unsealed=takes_unsealed)
-
-        try:
-            is_all = await _until(is_whole, min(budget_s, self.limits.max_wait_s), news)
-        finally:
-            self._num_waiting -= 1
-            self._loans.unwatch(lease_id, news.set)
-        blocks = self._loans.blocks_of(lease_id, num_known)
-        num_sealed = max(0, self._loans.num_sealed(lease_id) - num_known)
-        if not takes_unsealed:
-            blocks = blocks[:num_sealed]
-        return LeaseUpdate(blocks, is_all, max(0, len(blocks) - num_sealed))
-
-    def check_integrity(self) -> None:
-        """Raises: IntegrityError."""
-        num_watchers = self._loans.num_watchers
-        if num_watchers > self._num_waiting:  # fewer: of leases that have just ended
-            raise IntegrityError(f"{num_watchers} watch leases, {self._num_waiting} wait")
-
-
-async def _until(is_whole: Callable[[], bool], budget_s: float, news: asyncio.Event) -> bool:
-    """Returns: whether it is, when it is or the time is over."""
-    try:
-        async with asyncio.timeout(budget_s):
-            while not is_whole():
-                news.clear()
-                await news.wait()
-    except TimeoutError:
-        return is_whole()
-    return True
-
-
-class ReadPins:
-    """Blocks that a lender keeps in place for a reader that has mapped its memory, for a time that
-    it promises. What the reader has copied by then was what the lender named, so it asks nothing.
-
-    Law: a pin lasts exactly as long as was promised, whatever becomes of its lease, its reader or
-    the lender's readiness to lend. Bounded in number: beyond it a reader is promised nothing, and
-    asks after its copy. One asyncio loop.
-
-    Attributes:
-        limits: as they are when a promise is asked for.
-    """
-
-    def __init__(
-        self,
-        loans: ExportedBlocks,
-        on_begin: Callable[[], None],
-        on_end: Callable[[], None],
-        limits: LenderLimits = LENDER_LIMITS,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        """on_begin, on_end: called for each hold. clock: seconds, by which a hold is over."""
-        self.limits = limits
-        self._loans = loans
-        self._on_begin = on_begin
-        self._on_end = on_end
-        self._clock = clock
-        self._ends: dict[str, asyncio.TimerHandle] = {}
-
-    def keep(self, lease_id: str, first: int, seconds: float) -> float:
-        """Keep what a lease lends from its block `first` on for `seconds`, within the bound.
-
-        Returns: for how long it is kept, from now; 0: it is not. Raises: LeaseLapsed.
-        """
-        seconds = min(seconds, self.limits.max_hold_s)
-        if seconds <= 0 or len(self._ends) >= self.limits.max_holds:
-            return 0.0
-        hold_id = self._loans.hold_lease(lease_id, first)
-        self._end_later(hold_id, self._clock() + seconds)
-        self._on_begin()
-        return seconds
-
-    def check_integrity(self) -> None:
-        """Raises: IntegrityError."""
-        if not self._loans.has_holds(self._ends):
-            raise IntegrityError("a reader was promised blocks that are not held")
-
-    def _end_later(self, hold_id: str, ends_s: float) -> None:
-        left_s = ends_s - self._clock()
-        loop = asyncio.get_running_loop()
-        self._ends[hold_id] = loop.call_later(left_s, self._end, hold_id, ends_s)
-
-    def _end(self, hold_id: str, ends_s: float) -> None:
-        if self._clock() < ends_s:  # a loop's timer may be a moment early
-            self._end_later(hold_id, ends_s)
-            return
-        del self._ends[hold_id]
-        self._loans.unhold(hold_id)
-        self._on_end()
 
 
 class BlockReader:
@@ -300,99 +140,52 @@ class BlockReader:
         return fetching.result()
 
 
-PROBE_TTL_S = 10.0
-"""A reader gives back what it measures with; one that does not has it no longer."""
-
 FindFree = Callable[[int, float], Awaitable[Sequence[int]]]
 """(at most so many, within so many seconds): blocks that are not in use, kept in place until they
 are free again (`ExportedBlocks`'s `on_free`); none where there is no room."""
 
-Seal = Callable[[str], Awaitable[PackedBlocks]]
-"""`BlockLender.seal`."""
-
-
-class ProbeBlocks:
-    """Free blocks of a lender that readers measure the link with, each for a while.
-
-    Law: an attachment has one lease of them at most, which ends with it. Knows no wire. One asyncio
-    loop.
-    """
-
-    def __init__(
-        self, loans: ExportedBlocks, find_free: FindFree, seal: Seal, max_blocks: int, clock: Clock
-    ) -> None:
-        """max_blocks: that one reader is given."""
-        self._loans = loans
-        self._find_free = find_free
-        self._seal = seal
-        self._max_blocks = max_blocks
-        self._clock = clock
-        self._leases: dict[str, str] = {}  # attachment -> what it may measure with
-        self.unsealed: set[str] = set()
-        """Leases that no reader knows yet: they have no end until their blocks are sealed."""
-
-    async def lend(
-        self, attachment_id: str, num_blocks: int, budget_s: float
-    ) -> tuple[str, Sequence[Block]]:
-        """Free blocks to measure the way with, if there are any; what the reader had for that
-        before is given back. Returns: their lease and they, or nothing."""
-        self._release(self._leases.pop(attachment_id, ""))
-        block_ids = await self._find_free(min(num_blocks, self._max_blocks), budget_s)
-        if not block_ids:
-            return "", ()
-        lease_id, _ = self._loans.lend(ExportOffer(each, PROBE_HASH, None, 1) for each in block_ids)
-        self.unsealed.add(lease_id)
-        try:
-            blocks = await self._seal(lease_id)
-        except BaseException:
-            self._release(lease_id)
-            raise
-        finally:
-            self.unsealed.discard(lease_id)
-        self._loans.hand_over(lease_id, PROBE_TTL_S, self._clock())
-        former = self._leases.get(attachment_id, "")  # of a call beside this one
-        self._leases[attachment_id] = lease_id
-        self._release(former)
-        return lease_id, blocks
-
-    def keep(self, attachments: Collection[str]) -> None:
-        """These are there; all others are gone, and have nothing any more."""
-        self._release(*(self._leases.pop(each) for each in self._leases.keys() - attachments))
-
-    def _release(self, *lease_ids: str) -> None:
-        self._loans.release(lease_ids, self._clock())
-
 
 class BlockLender:
-    """A worker's blocks for its readers. `loans` is the truth about what is lent."""
+    """A worker's blocks for its readers, a BlockSource (source.py). `loans` is the truth about what
+    is lent."""
 
     def __init__(
         self,
-        identity: LenderIdentity,
+        node_id: str,
+        incarnation: bytes,
         memory: BlockMemory,
         loans: ExportedBlocks,
         find_free: FindFree,
         *,
+        fingerprint: bytes,
         nixl_net_devices: str = "lo",
         lets_map: bool = False,
         limits: LenderLimits = LENDER_LIMITS,
         clock: Clock = time.monotonic,
     ) -> None:
-        """lets_map: readers on this host may map the whole memory (transport cuda_ipc)."""
-        self.identity = identity
+        """fingerprint: of the model, which a reader's must be. lets_map: readers on this host may
+        map the whole memory (transport cuda_ipc)."""
+        self.node_id = node_id
+        self.incarnation = incarnation
         self.memory = memory
         self.loans = loans
         self.attachments = AttachmentTable()
-        self.followers = LeaseWatchers(loans, limits)
-        max_probes = num_blocks_wanted(memory.block_bytes) // 2
-        self.probes = ProbeBlocks(loans, find_free, self.seal, max_probes, clock)
+        self.limits = limits
+        """As they are when a reader asks."""
+        self.num_waiting = 0
+        """Readers that wait for the rest of a lease."""
+        self.unsealed_probes: set[str] = set()
+        """Leases that no reader knows yet: they have no end until their blocks are sealed."""
+        self._probes: dict[str, str] = {}  # attachment -> its lease of blocks to measure with
+        self._find_free = find_free
         self.shared: Shared | None = None
         """What readers of transport cuda_ipc are given; made for the first."""
+        self._fingerprint = fingerprint
         self._lets_map = lets_map
         self._clock = clock
-        self._outlet = BlockReader(memory)
+        self._reader = BlockReader(memory)
         device = memory.device
-        self.peers = PushPeers(
+        self.peers = BlockPusher(
             loans,
             Frames(region_of(memory), memory.block_bytes),
             nixl_net_devices,
@@ -401,10 +194,6 @@ class BlockLender:
         )
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopped = False
-        self.reader_holds = ReadPins(loans, self._begin, self._end, limits)
-        self._num_reading = 0
-        self._still = asyncio.Event()
-        self._still.set()
 
     # -- life
 
@@ -420,8 +209,8 @@ class BlockLender:
         self.loans.end_all()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._still.wait()
-            await self._outlet.close()
+                await self.quiet()
+            await self._reader.close()
         except TimeoutError:
             logs.event(logger, "lender_still_read", level=logging.WARNING)
         await self.peers.close(timeout_s)
@@ -466,40 +255,49 @@ class BlockLender:
 
     # -- readers come and go
 
-    async def attach(self, reader: ReaderInfo) -> Attachment:
+    async def attach(self, worker: WorkerInfo) -> StoreInfo:
         """Let a reader in. Raises: InvalidArgument, FailedPrecondition."""
         self._check_open()
-        if not reader.worker_id:
+        if not worker.worker_id:
             raise InvalidArgument("worker_id", "must be given")
-        if reader.transport not in DIRECT_TRANSPORTS:
+        if worker.transport not in DIRECT_TRANSPORTS:
             raise FailedPrecondition(
-                f"transport {reader.transport}: this node lends its blocks; they are read over "
+                f"transport {worker.transport}: this node lends its blocks; they are read over "
                 f"{' or '.join(DIRECT_TRANSPORTS)}"
             )
-        if reader.block_bytes != self.memory.block_bytes:
+        if worker.block_bytes != self.memory.block_bytes:
             raise FailedPrecondition(
                 f"block_bytes: this worker's blocks have {self.memory.block_bytes} bytes, the "
-                f"reader's {reader.block_bytes}"
+                f"reader's {worker.block_bytes}"
             )
-        if reader.fingerprint != self.identity.fingerprint:
+        if worker.model_fingerprint != self._fingerprint:
             raise FailedPrecondition("model_fingerprint: this worker serves another model")
+        shared: Shared | None = None
         target: Target | None = None
-        if reader.transport == CUDA_IPC:
-            self._let_map(reader.host_id)
-        if reader.transport == "nixl":
-            if reader.peer is None:
+        if worker.transport == CUDA_IPC:
+            shared = self._share(worker.host_id)
+        if worker.transport == "nixl":
+            if worker.peer is None:
                 raise InvalidArgument("region_address", "must be given for transport nixl")
-            target = await self.peers.meet(reader.peer)
-        for earlier in self.attachments.earlier_lives(reader.worker_id, reader.worker_incarnation):
+            target = await self.peers.meet(worker.peer)
+        for earlier in self.attachments.earlier_lives(worker.worker_id, worker.worker_incarnation):
             self.attachments.remove(earlier)
         attachment = self.attachments.add(
-            reader.worker_id, reader.worker_incarnation, reader.transport, False, self._clock()
+            worker.worker_id, worker.worker_incarnation, worker.transport, False, self._clock()
         )
         if target is not None:
             self.peers.add(attachment.attachment_id, target)
         self._forget_gone()
-        logs.event(logger, "reader_attached", worker_id=reader.worker_id)
-        return attachment
+        logs.event(logger, "reader_attached", worker_id=worker.worker_id)
+        return StoreInfo(
+            attachment_id=attachment.attachment_id,
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            frame_bytes=self.memory.block_bytes,
+            num_frames=self.memory.num_blocks,
+            nixl_metadata=self.peers.metadata if target is not None else b"",
+            shared=shared,
+        )
 
     def detach(self, attachment_id: str) -> None:
         """The reader says goodbye: it measures no more."""
@@ -512,6 +310,70 @@ class BlockLender:
         self.attachments.get(attachment_id, now_s)
         return now_s
 
+    async def match(
+        self,
+        attachment_id: str,
+        chain_hashes: Sequence[bytes],
+        *,
+        pin: bool,
+        lease_id: str,
+        ttl_s: float,
+        budget_s: float,
+    ) -> MatchResult:
+        """A reader's sign of life: a lender is no store and has nothing to be found, but blocks to
+        measure the link with, one for each PROBE_HASH."""
+        self.seen(attachment_id)
+        if not (pin and set(chain_hashes) == {PROBE_HASH}):
+            return MatchResult((), "")
+        return await self._lend_probes(
+            attachment_id, len(chain_hashes), min(MAX_PROBE_WAIT_S, budget_s / 2)
+        )
+
+    async def _lend_probes(
+        self, attachment_id: str, num_blocks: int, budget_s: float
+    ) -> MatchResult:
+        """Free blocks to measure the link with, if there are any; what the reader had for that
+        before is given back."""
+        self._release(self._probes.pop(attachment_id, ""))
+        max_blocks = num_blocks_wanted(self.memory.block_bytes) // 2
+        block_ids = await self._find_free(min(num_blocks, max_blocks), budget_s)
+        if not block_ids:
+            return MatchResult((), "")
+        lease_id, _ = self.loans.lend(ExportOffer(each, PROBE_HASH, None, 1) for each in block_ids)
+        self.unsealed_probes.add(lease_id)
+        try:
+            blocks = await self.seal(lease_id)
+        except BaseException:
+            self._release(lease_id)
+            raise
+        finally:
+            self.unsealed_probes.discard(lease_id)
+        self.loans.hand_over(lease_id, PROBE_TTL_S, self._clock())
+        former = self._probes.get(attachment_id, "")  # of a call beside this one
+        self._probes[attachment_id] = lease_id
+        self._release(former)
+        return MatchResult(blocks, lease_id)
+
+    def _release(self, *lease_ids: str) -> None:
+        self.loans.release(lease_ids, self._clock())
+
+    def pin(self, *_: object, **__: object) -> NoReturn:
+        """Raises: FailedPrecondition."""
+        raise FailedPrecondition(
+            "this node lends its blocks for reading; it pins nothing: its handles come with their "
+            "leases"
+        )
+
+    def renew(self, lease_id: str, *, ttl_s: float, num_bytes_read: int) -> None:
+        """See ExportedBlocks. Raises: LeaseLapsed."""
+        self.loans.counters.num_bytes_read += num_bytes_read
+        self.loans.renew(lease_id, ttl_s, self._clock())
+
+    def release(self, lease_ids: Iterable[str], *, num_bytes_read: int) -> int:
+        """See ExportedBlocks."""
+        self.loans.counters.num_bytes_read += num_bytes_read
+        return self.loans.release(lease_ids, self._clock())
+
     async def await_lent(
         self,
         attachment_id: str,
@@ -520,55 +382,96 @@ class BlockLender:
         num_wanted: int,
         budget_s: float,
         *,
-        takes_unsealed: bool = False,
         hold_s: float = 0.0,
     ) -> LeaseUpdate:
-        """What is lent beyond the blocks that a reader knows of; see LeaseWatchers. hold_s: for how
-        long it shall be kept for this reader, if it has mapped the memory: all others read by our
-        own hand, under holds of their own."""
-        begun_s = self._clock()
-        is_mapped = self.attachments.get(attachment_id, begun_s).transport == CUDA_IPC
-        self._need_lease(lease_id, begun_s)
-        told = await self.followers.rest(
-            lease_id, num_known, num_wanted, budget_s, takes_unsealed=takes_unsealed
-        )
-        # In the turn in which it was looked up: nothing comes between what is told and its hold.
-        waited_s, held_s = self._clock() - begun_s, 0.0
-        if told.is_all and is_mapped:
-            held_s = self.reader_holds.keep(lease_id, num_known, hold_s)
-        return replace(told, held_s=held_s, waited_s=waited_s)
+        """Wait until a lease that still grows lends `num_wanted` blocks or is handed over, at most
+        `budget_s`, so that the last blocks of a prompt are copied while the handle is on its way.
+        The answer says where bytes lie, and lets no reader use them: the handle does that. So it
+        also names blocks whose checksums are still computed.
+
+        Args: hold_s: hold them for so long, if the reader has mapped the memory: for all others we
+            copy ourselves, under holds of our own.
+        Returns: what it lends by then beyond the first `num_known`.
+        Raises: LeaseLapsed when it ends; NoCapacity when too many wait; InvalidArgument where no
+            more is wanted than is known: that would be all of it at any time.
+        """
+        now_s = self._clock()
+        is_mapped = self.attachments.get(attachment_id, now_s).transport == CUDA_IPC
+        self._need_lease(lease_id, now_s)
+        if num_wanted <= num_known:
+            raise InvalidArgument("num_wanted", f"{num_wanted} is not more than {num_known} known")
+        if self.num_waiting >= self.limits.max_waiting:
+            raise NoCapacity(f"{self.num_waiting} readers wait for this lender already")
+        news = asyncio.Event()
+        self.loans.watch(lease_id, news.set)
+        self.num_waiting += 1
+        try:
+            is_all = await _until(
+                lambda: self.loans.is_whole(lease_id, num_wanted),
+                min(budget_s, self.limits.max_wait_s),
+                news,
+            )
+        finally:
+            self.num_waiting -= 1
+            self.loans.unwatch(lease_id, news.set)
+        blocks = self.loans.blocks_of(lease_id, num_known)
+        num_sealed = max(0, self.loans.num_sealed(lease_id) - num_known)
+        held_s = self._hold_s(hold_s) if is_all and is_mapped else 0.0
+        if held_s:  # in the turn in which they were looked up: nothing comes in between
+            self.loans.pin_from(lease_id, num_known, held_s, self._clock())
+            self._lapse_in(held_s)
+        return LeaseUpdate(blocks, is_all, max(0, len(blocks) - num_sealed), held_s)
+
+    def hold(
+        self,
+        attachment_id: str,
+        lease_id: str,
+        pairs: Sequence[tuple[int, int]],
+        ttl_s: float,
+    ) -> tuple[float, list[int]]:
+        """Hold (block id, generation) for a reader that copies them out of the memory, which it has
+        mapped; as ExportedBlocks.pin, within the limits: beyond these they are not held, and still
+        looked up. `ttl_s` 0 asks for no more than that.
+
+        Raises: LeaseLapsed, UnknownAttachment, FailedPrecondition of a reader that has mapped
+            nothing.
+        """
+        now_s = self._clock()
+        if self.attachments.get(attachment_id, now_s).transport != CUDA_IPC:
+            raise FailedPrecondition(
+                f"hold: only for a reader of transport {CUDA_IPC}; for others we copy ourselves"
+            )
+        self._need_lease(lease_id, now_s)
+        held_s, stale = self.loans.pin(lease_id, pairs, self._hold_s(ttl_s), now_s)
+        if stale:
+            self.loans.refused[GENERATION] += len(stale)
+        if held_s:
+            self._lapse_in(held_s)
+        return held_s, stale
+
+    def _hold_s(self, wanted_s: float) -> float:
+        """For how long a reader may have another hold; 0: there is no room for one."""
+        has_room = self.loans.num_pins < self.limits.max_holds
+        return min(wanted_s, self.limits.max_hold_s) if has_room else 0.0
+
+    def _lapse_in(self, seconds: float) -> None:
+        """A hold ends then: sooner than by the sweep, which would keep its blocks five times as
+        long. A timer that is a moment early leaves it to the sweep."""
+        asyncio.get_running_loop().call_later(seconds, lambda: self.loans.lapse(self._clock()))
 
     # -- bytes
 
     async def copy_out(
         self, attachment_id: str, lease_id: str, blocks: Sequence[Block], chunk_bytes: int
-    ) -> AsyncGenerator[tuple[int, int, bytes, bool], None]:
-        """Pieces of blocks (gRPC transport): (index, offset, bytes, is stale); a stale one has
-        none.
-
-        Raises: LeaseLapsed, UnknownAttachment, TransferFailed.
-        """
+    ) -> AsyncGenerator[ReadPiece, None]:
+        """See BlockSource. Raises: LeaseLapsed, UnknownAttachment, InvalidArgument,
+        TransferFailed."""
         self._need_lease(lease_id, self.seen(attachment_id))
-        if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
-            raise InvalidArgument("chunk_bytes", f"between 1 and {MAX_CHUNK_BYTES}")
-        hold_id, held = self.loans.hold(blocks)
-        self._begin()
-        try:
-            for index, holds in enumerate(held):
-                if not holds:
-                    self.loans.refused[GENERATION] += 1
-                    yield index, 0, b"", True
-            indices = [index for index, holds in enumerate(held) if holds]
-            block_ids = [blocks[index].frame for index in indices]
-            at = iter(indices)
-            async for content in self._outlet.blocks(block_ids):
-                index = next(at)
-                for offset in range(0, self.memory.block_bytes, chunk_bytes):
-                    yield index, offset, bytes(content[offset : offset + chunk_bytes]), False
-                self.loans.counters.num_bytes_read += self.memory.block_bytes
-        finally:
-            self._end()
-            self.loans.unhold(hold_id)
+        pieces = read_pieces(self.loans, blocks, chunk_bytes, self._reader.blocks)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+                self.loans.counters.num_bytes_read += len(piece.data)
 
     async def push(
         self,
@@ -587,36 +490,15 @@ class BlockLender:
         self.loans.counters.num_bytes_read += outcome.num_bytes
         return outcome
 
-    def confirm(
-        self,
-        attachment_id: str,
-        lease_id: str,
-        pairs: Sequence[tuple[int, int]],
-        num_bytes_read: int,
-    ) -> list[int]:
-        """A reader has copied these (block id, generation) out of the memory that it has mapped.
-
-        Returns: the indices of those that were not lent any more. Raises: LeaseLapsed,
-            UnknownAttachment.
-        """
-        self._need_lease(lease_id, self.seen(attachment_id))
-        stale = self.loans.find_stale(pairs)
-        if stale:
-            self.loans.refused[GENERATION] += len(stale)
-        self.loans.counters.num_bytes_read += num_bytes_read
-        return stale
-
-    def was_read(self, num_bytes: int) -> None:
-        """A reader says so of bytes that it has not been confirmed; not more than there are."""
-        num_bytes = min(num_bytes, self.memory.num_blocks * self.memory.block_bytes)
-        self.loans.counters.num_bytes_read += num_bytes
+    def close_push(self, push_id: str) -> bool:
+        """See BlockPusher."""
+        return self.peers.close_push(push_id)
 
     async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
         """Somebody read bad bytes out of these: look, and end the leases that name bytes which are
         not there. Returns: how many blocks were bad."""
         self.seen(attachment_id)
         hold_id, _ = self.loans.hold(blocks)
-        self._begin()
         try:
             expected = self.loans.checksums_of(blocks)
             wanted = [block.frame for block, known in zip(blocks, expected, strict=True) if known]
@@ -631,7 +513,6 @@ class BlockLender:
             }
             self.loans.drop(bad)
         finally:
-            self._end()
             self.loans.unhold(hold_id)
         num_bad = len({block_id for block_id, _ in bad})
         if num_bad:
@@ -639,13 +520,33 @@ class BlockLender:
             logs.event(logger, "lent_blocks_damaged", level=logging.ERROR, num_blocks=num_bad)
         return num_bad
 
+    def present(self, num_hashes: int) -> Iterator[list[bytes]]:
+        """Nothing: a lender is no store."""
+        return iter([[]])
+
+    async def status(self, *, check_integrity: bool) -> StoreStats:
+        """See BlockSource."""
+        loans = self.loans
+        return StoreStats(
+            frame_bytes=loans.frame_bytes,
+            num_frames=loans.num_blocks,
+            num_pinned=loans.num_lent,
+            num_leases=loans.num_leases,
+            num_attachments=len(self.attachments),
+            num_bytes_read=loans.counters.num_bytes_read,
+            num_leases_lapsed=loans.counters.num_leases_lapsed,
+            refused=loans.refused,
+            integrity_error=self.check_integrity() if check_integrity else "",
+        )
+
     def check_integrity(self) -> str:
         """Recompute every law. Returns: what failed, empty when all held."""
         try:
             self.loans.lapse(self._clock())
             self.loans.check_integrity()
-            self.followers.check_integrity()
-            self.reader_holds.check_integrity()
+            num_watchers = self.loans.num_watchers
+            if num_watchers > self.num_waiting:  # fewer: of leases that have just ended
+                raise IntegrityError(f"{num_watchers} watch leases, {self.num_waiting} wait")
         except IntegrityError as error:
             logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))
             return str(error)
@@ -653,8 +554,9 @@ class BlockLender:
 
     # -- inside
 
-    def _let_map(self, host_id: str) -> None:
-        """Make what a reader needs to map the memory. Raises: FailedPrecondition."""
+    def _share(self, host_id: str) -> Shared:
+        """What a reader on the host `host_id` needs to map the memory. Raises:
+        FailedPrecondition."""
         device = self.memory.device
         if not self._lets_map:
             raise FailedPrecondition(
@@ -673,6 +575,7 @@ class BlockLender:
             )
         if self.shared is None:
             self.shared = device.share(self.memory.address)
+        return self.shared
 
     def _check_open(self) -> None:
         if self._is_stopped:
@@ -686,19 +589,10 @@ class BlockLender:
             self.loans.refused[LEASE_LAPSED] += 1
             raise
 
-    def _begin(self) -> None:
-        self._num_reading += 1
-        self._still.clear()
-
-    def _end(self) -> None:
-        self._num_reading -= 1
-        if self._num_reading == 0:
-            self._still.set()
-
     def _forget_gone(self) -> None:
         attached = {attachment.attachment_id for attachment in self.attachments}
         self.peers.keep(attached)
-        self.probes.keep(attached)
+        self._release(*(self._probes.pop(each) for each in self._probes.keys() - attached))
 
     async def _sweep_for_ever(self) -> None:
         while True:
@@ -708,3 +602,15 @@ class BlockLender:
             for attachment_id in self.attachments.silent_since(now_s - ATTACHMENT_TTL_S):
                 self.attachments.remove(attachment_id)
             self._forget_gone()
+
+
+async def _until(is_whole: Callable[[], bool], budget_s: float, news: asyncio.Event) -> bool:
+    """Returns: whether it is, when it is or the time is over."""
+    try:
+        async with asyncio.timeout(budget_s):
+            while not is_whole():
+                news.clear()
+                await news.wait()
+    except TimeoutError:
+        return is_whole()
+    return True

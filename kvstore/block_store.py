@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -120,11 +120,10 @@ class PrefixMatch:
         return [self._block(node) for node in self.nodes]
 
     def _block(self, node: TreeNode) -> Block:
-        tier = Tier.FILE if node in self.in_file else Tier.HOST
         held, page = node.block, node.page
         if held is not None:
-            numbers = (held.frame, held.generation, held.checksum, held.num_tokens)
-            return Block(node.chain_hash, *numbers, tier)
+            return held if node not in self.in_file else replace(held, tier=Tier.FILE)
+        tier = Tier.FILE if node in self.in_file else Tier.HOST
         if page is not None:
             return Block(node.chain_hash, 0, 0, page.checksum, page.num_tokens, tier)
         return Block(node.chain_hash, 0, 0, 0, 0, tier)
@@ -276,7 +275,7 @@ class BlockStore:
 
         Returns: an id for `unhold`, and for each block whether its frame still holds it.
         """
-        lease = self.leases.create_hold()
+        lease = self.leases.create_endless()
         nodes = [self._node_of(block) for block in blocks]
         lease.pin_all(self.tree, (node for node in nodes if node is not None))
         return lease.lease_id, [node is not None for node in nodes]
@@ -436,6 +435,12 @@ class BlockStore:
         for node in nodes:
             self.table.quarantine_damaged(node)
         return num_lost + num_tails
+
+    def drop_below(self, bad: Sequence[Block], max_blocks: int) -> int:
+        """Remove blocks below these, at most so many: `drop` removes what is left in one go.
+        Returns: how many went."""
+        found = dict.fromkeys(self._node_of(block) for block in bad)
+        return self.table.remove_below([node for node in found if node is not None], max_blocks)
 
     # -- history
 

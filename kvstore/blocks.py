@@ -232,19 +232,6 @@ class PackedBlocks(Sequence[Block]):
             bool((self._column(column) == other._column(column)).all()) for column in columns
         )
 
-    def has_all(self, frames: npt.NDArray[Any], generations: npt.NDArray[Any]) -> bool:
-        """Whether a block here lies in each of these frames [n] at its generation [n]."""
-        if not self.data:
-            return not len(frames)
-        own = self.frames
-        order = np.argsort(own)
-        at = np.searchsorted(own, frames, sorter=order)
-        if not (at < len(own)).all():
-            return False
-        rows = order[at]
-        same = (own[rows] == frames) & (self.generations[rows] == generations)
-        return bool(same.all())
-
     def __len__(self) -> int:
         return len(self.data) // ROW_BYTES
 

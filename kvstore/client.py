@@ -28,14 +28,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from kvstore import answer_checks, links, traced, wire
-from kvstore.block_lender import own_host_id
+from kvstore import links, wire
 from kvstore.blocks import Block, PackedBlocks
-from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection, StoreInfo
+from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection
 from kvstore.errors import (
     CANCELLED,
     CHECKSUM,
@@ -48,8 +48,10 @@ from kvstore.errors import (
     TransferTimeout,
     reason_of,
 )
-from kvstore.exported_blocks import NO_PROMISE, LeaseUpdate, LenderPromise
+from kvstore.exported_blocks import LeaseUpdate
 from kvstore.links import Rates
+from kvstore.slab import Slab
+from kvstore.source import MatchResult, StoreInfo, own_host_id
 from kvstore.transport.base import (
     CUDA_IPC,
     DIRECT_TRANSPORTS,
@@ -61,15 +63,17 @@ from kvstore.transport.base import (
     PutUnsettled,
     Transport,
 )
-from kvstore.transport.connect import connect
-from kvstore.transport.nixl import region_of
+from kvstore.transport.cuda_ipc import CudaIpcTransport
+from kvstore.transport.grpc import GrpcTransport, StagedTransport
+from kvstore.transport.nixl import NixlTransport, region_of
 from kvstore.transport.nixl_agent import NixlAgent
+from kvstore.transport.shm import DeviceShmTransport, ShmTransport
 from process import logs, rpc, spans
 from process.access import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.rpc import Dialer
-from process.spans import SpanKind
+from process.spans import SpanKind, Value
 from process.tasks import BackgroundTasks
 from protos import kvstore_pb2
 
@@ -82,16 +86,6 @@ _RESERVE_TIMEOUT_S = 10.0  # of the call itself; the caller waits for its own de
 _UNDO_TIMEOUT_S = 2.0
 _REPORT_TIMEOUT_S = 10.0
 _CLOSE_S = 2.0
-
-
-@dataclass(frozen=True)
-class MatchResult:
-    """The longest prefix present, in order. lease_id: empty when nothing was pinned. num_hits: how
-    often the last of the blocks was matched before."""
-
-    blocks: tuple[Block, ...]
-    lease_id: str
-    num_hits: int = 0
 
 
 @dataclass(frozen=True)
@@ -247,11 +241,6 @@ class KvStoreClient:
         """Whether a transfer is under way."""
         return self._num_transfers > 0
 
-    @property
-    def tells_when_lent(self) -> bool:
-        """Whether the peer answers `await_lent`."""
-        return self._store.tells_when_lent
-
     # -- blocks and leases
 
     async def match(
@@ -279,12 +268,11 @@ class KvStoreClient:
         with spans.current_span().child("kv_match", kind=SpanKind.CLIENT) as span:
             reply = await self._connection.call(self._connection.stub.Match, request, deadline)
             with self._connection.checking_reply():
-                answer_checks.check_matched(reply, request, self.num_frames)
-            blocks = tuple(wire.blocks_from_proto(reply.blocks))
+                match = wire.read_matched(reply, request, self.num_frames)
             if span.is_recording:
                 span.set(spans.server_attributes(self.address))
-                span.set(traced.of_match(self.node_id, chain_hashes, blocks))
-        return MatchResult(blocks, reply.lease_id, reply.num_hits)
+                span.set(_match_attributes(self.node_id, chain_hashes, match.blocks))
+        return match
 
     async def pin(
         self, blocks: Sequence[Block], *, ttl_s: float, deadline: Deadline
@@ -299,8 +287,7 @@ class KvStoreClient:
         )
         reply = await self._connection.call(self._connection.stub.Pin, request, deadline)
         with self._connection.checking_reply():
-            answer_checks.check_pinned(reply, request)
-        return reply.lease_id, reply.num_pinned
+            return wire.read_pinned(reply, request)
 
     async def renew(self, lease_id: str, *, ttl_s: float, deadline: Deadline) -> None:
         """Let the lease live at least `ttl_s` from now. Raises: LeaseLapsed."""
@@ -317,14 +304,14 @@ class KvStoreClient:
 
     async def await_lent(
         self, lease_id: str, *, num_known: int, num_wanted: int, wait_s: float, deadline: Deadline
-    ) -> tuple[LeaseUpdate, LenderPromise]:
+    ) -> tuple[LeaseUpdate, float]:
         """Of a lender: what a lease lends beyond the first `num_known` blocks, as soon as it lends
         `num_wanted` in all or grows no more, after `wait_s` at the latest; blocks whose checksum is
         not computed yet are included.
 
         Args: num_wanted: more than `num_known`.
-        Returns: the blocks, none of which may be used unless a handle names exactly it; and how
-            long the lender keeps them in place.
+        Returns: the blocks, none of which may be used unless a handle names exactly it; and until
+            when the lender holds them, on this process' monotonic clock, 0: not at all.
         Raises: LeaseLapsed, InvalidArgument, NoCapacity, Unavailable, DeadlineExceeded.
         """
         self.num_uses += 1
@@ -332,9 +319,18 @@ class KvStoreClient:
         hold_s = 0.0
         if device is not None and self.transport_name == CUDA_IPC:
             hold_s = device.peer_copies.hold_s
-        return await self._connection.await_lent(
-            self._attachment_id, lease_id, num_known, num_wanted, wait_s, hold_s, deadline
+        request = kvstore_pb2.AwaitLentRequest(
+            attachment_id=self._attachment_id,
+            lease_id=lease_id,
+            num_known=num_known,
+            num_wanted=num_wanted,
+            budget_ms=wire.ttl_ms(wait_s),
+            hold_ms=int(hold_s * 1000),
         )
+        asked_s = time.monotonic()
+        reply = await self._connection.call(self._connection.stub.AwaitLent, request, deadline)
+        with self._connection.checking_reply():
+            return wire.read_rest(reply, request, asked_s, time.monotonic())
 
     async def status(
         self, *, check_integrity: bool = False, deadline: Deadline
@@ -417,13 +413,17 @@ class KvStoreClient:
         deadline: Deadline,
         *,
         incarnation: bytes | None = None,
-        word: LenderPromise = NO_PROMISE,
+        num_unsealed: int = 0,
+        held_until_s: float = 0.0,
     ) -> GetResult:
         """Copy blocks out of the store and verify each: generation before and after, checksum.
 
-        Args: items: (ref, block id to copy into). incarnation: of the store that the refs are from,
-            when another process named them. word: of blocks that only a lender has named
-            (`await_lent`): the caller compares the checksums of those that are not sealed.
+        Args:
+            items: (ref, block id to copy into).
+            incarnation: of the store that the refs are from, when another process named them.
+            num_unsealed: so many of the last items have no checksum (`await_lent`): the caller
+                compares those.
+            held_until_s: a lender holds all of them until then (`await_lent`).
         Returns: what arrived and, by index, why a block must not be used, and the checksums of
             items that are not sealed. A failure of the store is a reason, too, not an exception.
         Raises: TransferTimeout, TransferCancelled: the blocks named by their `quarantine` must not
@@ -431,9 +431,17 @@ class KvStoreClient:
         """
         with self._transferring(), self._recorded("read", len(items)) as record:
             if spans.current_span().is_recording:
-                spans.current_span().set(traced.of_blocks([block for block, _ in items]))
-            got = await self.get_unrecorded(lease_id, items, deadline, incarnation, word)
-            self._num_bytes_untold += got.num_bytes_untold
+                spans.current_span().set(_block_attributes([block for block, _ in items]))
+            got = await self.get_unrecorded(
+                lease_id,
+                items,
+                deadline,
+                incarnation,
+                num_unsealed=num_unsealed,
+                held_until_s=held_until_s,
+            )
+            if self.transport.counts_own_reads:
+                self._num_bytes_untold += got.num_bytes
             record.num_bytes, record.failed = got.num_bytes, Counter(got.failed.values())
             return got
 
@@ -524,11 +532,7 @@ class KvStoreClient:
                 if span.is_recording:
                     if is_call:
                         span.set(spans.server_attributes(self.address))
-                    span.set(
-                        traced.of_transfer(
-                            self.node_id, stats.transport, stats.num_bytes, num_blocks, stats.failed
-                        )
-                    )
+                    span.set(_transfer_attributes(self.node_id, stats, num_blocks))
 
     # -- put: reserve, write, commit
 
@@ -640,7 +644,7 @@ class KvStoreClient:
         )
         reply = await self._connection.call(self._connection.stub.Commit, request, deadline)
         with self._connection.checking_reply():
-            return answer_checks.written(reply, sent, self.num_frames)
+            return wire.read_written(reply, sent, self.num_frames)
 
     def undo_later(
         self,
@@ -688,7 +692,7 @@ class KvStoreClient:
             self._connection.stub.Reserve, request, Deadline.after(_RESERVE_TIMEOUT_S)
         )
         with self._connection.checking_reply():
-            answer_checks.check_reserved(reply, request, self.num_frames)
+            wire.check_reserved(reply, request, self.num_frames)
         return reply
 
     async def _undo_reserve(
@@ -750,14 +754,16 @@ class KvStoreClient:
         items: Sequence[tuple[Block, int]],
         deadline: Deadline,
         incarnation: bytes | None = None,
-        word: LenderPromise = NO_PROMISE,
+        *,
+        num_unsealed: int = 0,
+        held_until_s: float = 0.0,
     ) -> GetResult:
         """`get_blocks` without statistics."""
         if incarnation is not None and incarnation != self.incarnation:
             return GetResult(0, dict.fromkeys(range(len(items)), INCARNATION))
         if deadline.expired:
             return GetResult(0, dict.fromkeys(range(len(items)), DEADLINE))
-        wanted = GetItems(items, word.held_until_s)
+        wanted = GetItems(items, held_until_s)
         try:
             got = await self.transport.get(lease_id, wanted, deadline)
         except TransferTimeout:
@@ -766,7 +772,7 @@ class KvStoreClient:
             return GetResult(0, dict.fromkeys(range(len(items)), reason_of(error)))
         failed = await self._explain(lease_id, got.failed, deadline)
         self._report_later([wanted[i][0] for i, r in failed.items() if r == GENERATION])
-        num_sealed = len(items) - word.num_unsealed
+        num_sealed = len(items) - num_unsealed
         failed |= self._verify(wanted, num_sealed, got, failed)
         if self._store.keeps_history:
             self._note_verified(
@@ -779,7 +785,6 @@ class KvStoreClient:
             (len(items) - len(failed)) * self.frame_bytes,
             failed,
             {index: found[index] for index in unsealed if index in found},
-            got.num_bytes if self.transport.counts_own_reads else got.num_bytes_untold,
         )
 
     async def _explain(
@@ -929,9 +934,9 @@ async def _handshake(
             request.checksum = wire.checksum_of(request)
             reply = await connection.call(connection.stub.Attach, request, deadline)
             with connection.checking_reply():
-                answer_checks.check_attached(reply, request)
-            store = StoreInfo.of(reply)
-            return store, await connect(request.transport, memory, connection, agent, store)
+                store = wire.read_attached(reply, request)
+            name = request.transport
+            return store, await connect_transport(name, memory, connection, agent, store)
     except BaseException:
         if agent is not None:
             await agent.close(Deadline.after(DETACH_S))
@@ -941,12 +946,58 @@ async def _handshake(
         raise
 
 
+async def connect_transport(
+    transport: str,
+    memory: BlockMemory,
+    connection: StoreConnection,
+    agent: NixlAgent | None,
+    store: StoreInfo,
+) -> Transport:
+    """Args: transport: one of TRANSPORTS, or of DIRECT_TRANSPORTS to a lender. agent: for nixl,
+        with `memory` registered.
+
+    Raises: FailedPrecondition when it cannot be used here.
+    """
+    if transport == "shm":
+        if memory.device is not None:
+            return await DeviceShmTransport.connect(memory, store)
+        return await ShmTransport.connect(memory, store)
+    if transport == CUDA_IPC:
+        return await CudaIpcTransport.connect(memory, connection, store)
+    if transport == "nixl" and agent is not None:
+        if memory.device is not None and memory.device.memory == "VRAM":
+            await _refuse_store_of_this_host(store)
+        return await NixlTransport.connect(memory, connection, agent, store)
+    if transport == "grpc":
+        if memory.device is not None:
+            return await StagedTransport.over(
+                memory, lambda rows: GrpcTransport(rows, connection, store)
+            )
+        return GrpcTransport(memory, connection, store)
+    raise ValueError(f"transport: {transport!r}, with{'' if agent else 'out'} an agent")
+
+
+async def _refuse_store_of_this_host(store: StoreInfo) -> None:
+    """Between a device and another process' host memory NIXL falls to under 1 GB/s, without a word
+    (measured). A lender has no slab, and its blocks lie on a device as a rule."""
+    if not store.slab_path:
+        return
+    try:
+        slab = await asyncio.to_thread(Slab.open, Path(store.slab_path), store.incarnation)
+    except FailedPrecondition:
+        return  # another host's, as far as can be seen from here; a slow link shows as degraded
+    slab.close()
+    raise FailedPrecondition(
+        "transport nixl: the store is on this host, where NIXL moves a device's blocks 100 times "
+        "below the bus; set transport to shm"
+    )
+
+
 async def _describe_region(
     request: kvstore_pb2.AttachRequest, agent: NixlAgent, memory: BlockMemory
 ) -> None:
     """Register the worker's cache with the agent, for the store to write into."""
     region = region_of(memory)
-    request.nixl_agent = agent.name
     device = memory.device
     if device is None:
         request.nixl_metadata = await agent.register(region)
@@ -981,3 +1032,40 @@ def _sources(chains: Sequence[PutChain], places: Sequence[PackedBlocks]) -> dict
             if is_new:
                 sources.setdefault(row, block_id)
     return sources
+
+
+# ---- what spans say of blocks. Chain hashes are keyed by tenant: they say nothing of a prompt.
+
+
+def _match_attributes(
+    node_id: str, asked: Sequence[bytes], found: Sequence[Block]
+) -> dict[str, Value]:
+    about: dict[str, Value] = {
+        "baton.store.node_id": node_id,
+        "baton.num_blocks_asked": len(asked),
+        "baton.num_blocks": len(found),
+    }
+    return about | _block_attributes(found)
+
+
+def _transfer_attributes(node_id: str, stats: TransferStats, num_blocks: int) -> dict[str, Value]:
+    about: dict[str, Value] = {
+        "baton.store.node_id": node_id,
+        "baton.transport": stats.transport,
+        "baton.num_bytes": stats.num_bytes,
+        "baton.num_blocks": num_blocks,
+    }
+    for reason, num_failed in stats.failed.items():
+        about[f"baton.not_usable.{reason}"] = num_failed
+    return about
+
+
+def _block_attributes(blocks: Sequence[Block]) -> dict[str, Value]:
+    """Which blocks: by the first and the last, and by tier."""
+    hashes = [block.chain_hash for block in blocks if block.chain_hash]
+    about: dict[str, Value] = {}
+    if hashes:
+        about |= {"baton.block.first": hashes[0].hex(), "baton.block.last": hashes[-1].hex()}
+    for tier, num_blocks in Counter(block.tier for block in blocks).items():
+        about[f"baton.tier.{tier.name.lower()}"] = num_blocks
+    return about

@@ -11,18 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
-from kvstore import answer_checks, wire
-from kvstore.answer_checks import SpoiledAnswer
 from kvstore.errors import LeaseLapsed
-from kvstore.exported_blocks import LeaseUpdate, LenderPromise
-from kvstore.transport.device import Shared
+from kvstore.source import StoreInfo
+from kvstore.wire import SpoiledAnswer
 from process import logs, rpc, spans
 from process.access import PeerRole
 from process.deadline import Deadline
@@ -37,43 +33,6 @@ HEARTBEAT_S = 5.0
 DETACH_S = 2.0
 """Time for the Detach call; a store that does not receive it notices the worker's end by itself."""
 _HEARTBEAT_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class StoreInfo:
-    """What the store's answer to Attach says: its identity, and where its frames lie.
-
-    shared: a lender's memory, of transport cuda_ipc. keeps_history: the store asks to be told which
-    blocks were verified. tells_when_lent: a lender that answers AwaitLent.
-    """
-
-    attachment_id: str
-    node_id: str
-    incarnation: bytes
-    frame_bytes: int
-    num_frames: int
-    slab_path: str
-    nixl_metadata: bytes
-    region_address: int
-    shared: Shared | None = None
-    keeps_history: bool = False
-    tells_when_lent: bool = False
-
-    @classmethod
-    def of(cls, reply: kvstore_pb2.AttachReply) -> StoreInfo:
-        return cls(
-            attachment_id=reply.attachment_id,
-            node_id=reply.node_id,
-            incarnation=reply.incarnation,
-            frame_bytes=reply.frame_bytes,
-            num_frames=reply.num_frames,
-            slab_path=reply.slab_path,
-            nixl_metadata=reply.nixl_metadata,
-            region_address=reply.region_address,
-            shared=Shared(reply.ipc_handle, reply.ipc_offset_bytes) if reply.ipc_handle else None,
-            keeps_history=reply.keeps_history,
-            tells_when_lent=reply.tells_when_lent,
-        )
 
 
 class StoreConnection:
@@ -120,35 +79,6 @@ class StoreConnection:
             if reply is None:  # gRPC gives None for a message that it cannot parse
                 raise SpoiledAnswer("it cannot be read")
         return reply
-
-    async def await_lent(
-        self,
-        attachment_id: str,
-        lease_id: str,
-        num_known: int,
-        num_wanted: int,
-        wait_s: float,
-        hold_s: float,
-        deadline: Deadline,
-    ) -> tuple[LeaseUpdate, LenderPromise]:
-        """Call AwaitLent; see KvStoreClient.await_lent.
-
-        Args: hold_s: how long the lender is asked to keep the blocks in place.
-        """
-        request = kvstore_pb2.AwaitLentRequest(
-            attachment_id=attachment_id,
-            lease_id=lease_id,
-            num_known=num_known,
-            num_wanted=num_wanted,
-            budget_ms=wire.ttl_ms(wait_s),
-            takes_unsealed=True,
-            hold_ms=int(hold_s * 1000),
-        )
-        asked_s = time.monotonic()
-        reply = await self.call(self.stub.AwaitLent, request, deadline)
-        with self.checking_reply():
-            told = answer_checks.read_rest(reply, request, time.monotonic() - asked_s)
-        return told, told.word(asked_s)
 
     @contextlib.contextmanager
     def checking_reply(self) -> Iterator[None]:

@@ -6,18 +6,19 @@ by two, so that no earlier handle fits it again. In between its bytes do not cha
 to that before it lends.
 
 A block may be lent before its checksum is known: it can be read from then on, but not verified
-until it is sealed. And it may be entered before it is computed, so that only the word of that is
-left to be sent then: until it is computed it is named to no reader, no generation of it is
-confirmed, and no hold or handle has it.
+until it is sealed. And it may be entered before it is computed, so that no more than its number is
+left to be sent then: until it is computed it is named to no reader, it is stale at any generation,
+and no hold or handle has it.
 
 A lease is kept by the request that lends until `hand_over`; then it grows no more, lapses by its
-deadline unless its reader renews it, and ends at once when it is released. A hold is a copy under
-way, and keeps blocks beyond the end of their leases.
+deadline unless its reader renews it, and ends at once when it is released. A hold keeps blocks
+beyond the end of their leases: one of our own copies or pushes, until that is over; or a reader's,
+which copies out of this memory by itself, for exactly the time that it was promised (`pin`).
 
 Laws, recomputed by `check_integrity`: a block is lent as long as leases and holds name it and no
 longer, each counted once; no lease that was handed over names a block that is not sealed; what is
-not computed has no hold. The worker sees to it that no lease is kept for a request that is gone
-(`kept`).
+not computed has no hold; what a reader was promised is held. The worker sees to it that no lease
+is kept for a request that is gone (`kept`).
 
 Knows no engine, no bytes and no clock: times are seconds on the caller's. Plain synchronous values,
 one thread.
@@ -35,7 +36,8 @@ from typing import NamedTuple
 
 from kvstore.blocks import Block, PackedBlocks, Tier, block_of
 from kvstore.blocks import row as pack
-from kvstore.errors import IntegrityError, LeaseLapsed
+from kvstore.errors import IntegrityError
+from kvstore.leases import Leases, TimedLease
 
 FIRST_GENERATION = 2
 """Even, as of every block that can be read, and not the 0 of a field that nobody set."""
@@ -71,10 +73,9 @@ class ExportedBlock:
 
 
 @dataclass(slots=True, eq=False)
-class ExportLease:
-    """expires_at_s: infinite until it is handed over."""
+class ExportLease(TimedLease):
+    """It does not lapse until it is handed over."""
 
-    expires_at_s: float
     blocks: dict[int, bytes] = field(default_factory=dict)
     """By block id, in the order in which they were lent, packed as readers get them."""
     unsealed: dict[int, None] = field(default_factory=dict)
@@ -143,41 +144,19 @@ class ExportLease:
 
 
 @dataclass(frozen=True)
-class LenderPromise:
-    """What a lender has said of blocks that no handle names yet.
-
-    num_unsealed: so many of the last ones have no checksum yet: their bytes are complete, and only
-    a handle says what they must be. held_until_s: the lender keeps all of them in place until then,
-    on this process' monotonic clock; 0: it has not promised it.
-    """
-
-    num_unsealed: int = 0
-    held_until_s: float = 0.0
-
-
-NO_PROMISE = LenderPromise()
-
-
-@dataclass(frozen=True)
 class LeaseUpdate:
-    """Blocks beyond those that were known; `is_all`: they are all that was wanted, or the lease was
-    handed over and lends no more. The last `num_unsealed` of them have no checksum yet.
+    """Blocks of a lease beyond those that were known.
 
-    held_s: the lender keeps them in place for so long from its answer on; 0: it does not. waited_s:
-    how long the question was with it.
+    is_all: they are all that was wanted, or the lease was handed over and lends no more.
+    num_unsealed: so many of the last ones have no checksum yet: their bytes are complete, and only
+    a handle says what they must be. held_s: all of them are held for so long from now; 0: they are
+    not.
     """
 
     blocks: PackedBlocks
     is_all: bool
     num_unsealed: int = 0
     held_s: float = 0.0
-    waited_s: float = 0.0
-
-    def word(self, asked_s: float) -> LenderPromise:
-        """The promise to a reader that asked at `asked_s`: the question came later than that, so
-        the promise ends no sooner than this."""
-        held_until_s = asked_s + self.waited_s + self.held_s if self.held_s else 0.0
-        return LenderPromise(self.num_unsealed, held_until_s)
 
 
 class ExportedBlocks:
@@ -193,14 +172,14 @@ class ExportedBlocks:
         """on_free: told of blocks that are lent no more; each `lend` of one is answered by one."""
         self.num_blocks = num_blocks
         self.frame_bytes = frame_bytes
-        self.max_ttl_s = max_ttl_s
         self.counters = ExportCounters()
         self.refused: Counter[str] = Counter()
         self._on_free = on_free
         self._generations: dict[int, int] = {}  # of blocks that were lent before
         self._lent: dict[int, ExportedBlock] = {}
-        self._leases: dict[str, ExportLease] = {}
+        self._leases = Leases(ExportLease, max_ttl_s)
         self._holds: dict[str, tuple[int, ...]] = {}
+        self._pins: dict[str, float] = {}  # those of `_holds` that readers have -> when they end
 
     @property
     def num_lent(self) -> int:
@@ -211,14 +190,19 @@ class ExportedBlocks:
         return len(self._leases)
 
     @property
+    def num_pins(self) -> int:
+        """Holds of readers."""
+        return len(self._pins)
+
+    @property
     def kept(self) -> set[str]:
         """Leases that were not handed over: they have no end."""
-        return {name for name, lease in self._leases.items() if lease.is_kept}
+        return {lease.lease_id for lease in self._leases if lease.is_kept}
 
     @property
     def num_watchers(self) -> int:
         """Of all leases."""
-        return sum(len(lease.watchers) for lease in self._leases.values())
+        return sum(len(lease.watchers) for lease in self._leases)
 
     # -- lending
 
@@ -245,12 +229,9 @@ class ExportedBlocks:
             rows.append(
                 pack(chain_hash, block_id, generation, checksum or 0, num_tokens, Tier.DEVICE)
             )
-        lease = self._lease(lease_id) if lease_id else ExportLease(math.inf)
+        lease = self._leases.get(lease_id) if lease_id else self._leases.create_endless()
         if not lease.is_kept:
             raise IntegrityError(f"lease {lease_id} was handed over; it grows no more")
-        if not lease_id:
-            lease_id = secrets.token_hex(16)
-            self._leases[lease_id] = lease
         twice: list[int] = []
         named, ahead, unsealed = lease.blocks, lease.ahead, lease.unsealed
         for (block_id, chain_hash, checksum, _), row in zip(offers, rows, strict=True):
@@ -274,19 +255,19 @@ class ExportedBlocks:
         if is_computed:
             self._can_be_read([offer.block_id for offer in offers])
             lease.tell()
-        return lease_id, PackedBlocks.of_rows(rows)
+        return lease.lease_id, PackedBlocks.of_rows(rows)
 
     def computed(self, lease_id: str, block_ids: Sequence[int]) -> None:
         """Lend the next of those that were only entered: their bytes are complete, they are to be
         sealed. Raises: LeaseLapsed; IntegrityError for others than the next; nothing was done."""
-        lease = self._lease(lease_id)
+        lease = self._leases.get(lease_id)
         lease.computed(block_ids)
         self._can_be_read(block_ids)
         lease.tell()
 
     def unsealed_of(self, lease_id: str) -> list[int]:
         """Ids of the blocks that are lent under it without a checksum. Raises: LeaseLapsed."""
-        return list(self._lease(lease_id).unsealed)
+        return list(self._leases.get(lease_id).unsealed)
 
     def seal(self, lease_id: str, checksums: Mapping[int, int]) -> PackedBlocks:
         """The checksums of blocks that were lent without, by block id.
@@ -295,18 +276,18 @@ class ExportedBlocks:
         Raises: LeaseLapsed; IntegrityError for a block that does not wait for one; nothing was
             done.
         """
-        return self._lease(lease_id).seal(checksums)
+        return self._leases.get(lease_id).seal(checksums)
 
     def hand_over(self, lease_id: str, ttl_s: float, now_s: float) -> None:
         """From here on the lease is whoever's that was told of it: it lapses. What it names and is
         not computed is given back. Raises: LeaseLapsed; IntegrityError where a block of it is not
         sealed."""
-        lease = self._lease(lease_id)
+        lease = self._leases.get(lease_id)
         if lease.unsealed:
             raise IntegrityError(f"lease {lease_id}: {len(lease.unsealed)} blocks are not sealed")
         not_computed, lease.ahead = lease.ahead, {}
         self._leave(not_computed)
-        lease.expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
+        self._leases.end_within(lease, now_s, ttl_s)
         lease.tell()
 
     # -- watching a lease grow
@@ -314,30 +295,29 @@ class ExportedBlocks:
     def watch(self, lease_id: str, then: Callable[[], None]) -> None:
         """Have `then` called whenever the lease lends or seals more, is handed over or ends, until
         `unwatch`. Raises: LeaseLapsed."""
-        self._lease(lease_id).watchers.append(then)
+        self._leases.get(lease_id).watchers.append(then)
 
     def unwatch(self, lease_id: str, then: Callable[[], None]) -> None:
         """Idempotent."""
-        lease = self._leases.get(lease_id)
+        lease = self._leases.find(lease_id)
         if lease is not None and then in lease.watchers:
             lease.watchers.remove(then)
 
-    def is_whole(self, lease_id: str, num_wanted: int, *, takes_unsealed: bool = False) -> bool:
-        """Whether so many blocks are lent under it, or it was handed over with fewer. Blocks that
-        are not sealed count for who takes them. Raises: LeaseLapsed."""
-        lease = self._lease(lease_id)
-        num_lent = len(lease.blocks) if takes_unsealed else lease.num_sealed
-        return num_lent >= num_wanted or not lease.is_kept
+    def is_whole(self, lease_id: str, num_wanted: int) -> bool:
+        """Whether so many blocks are lent under it, sealed or not, or it was handed over with
+        fewer. Raises: LeaseLapsed."""
+        lease = self._leases.get(lease_id)
+        return len(lease.blocks) >= num_wanted or not lease.is_kept
 
     def num_sealed(self, lease_id: str) -> int:
         """Of the lease's blocks, in the order in which they were lent, as many as are sealed before
         the first that is not. Raises: LeaseLapsed."""
-        return self._lease(lease_id).num_sealed
+        return self._leases.get(lease_id).num_sealed
 
     def blocks_of(self, lease_id: str, first: int) -> PackedBlocks:
         """Blocks of a lease from the `first` on, in the order in which they were lent. Raises:
         LeaseLapsed."""
-        return PackedBlocks.of_rows(islice(self._lease(lease_id).blocks.values(), first, None))
+        return PackedBlocks.of_rows(islice(self._leases.get(lease_id).blocks.values(), first, None))
 
     # -- leases
 
@@ -345,15 +325,14 @@ class ExportedBlocks:
         """Let a lease live `ttl_s` from now, within the bound; never shortens (0: leave its end as
         it is). Raises: LeaseLapsed."""
         self.lapse(now_s)
-        lease = self._lease(lease_id)
+        lease = self._leases.get(lease_id)
         if ttl_s > 0:
-            expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
-            lease.expires_at_s = max(lease.expires_at_s, expires_at_s)
+            self._leases.renew(lease, now_s, ttl_s)
 
     def check_lease(self, lease_id: str, now_s: float) -> None:
         """Raises: LeaseLapsed when it is not there (any more)."""
         self.lapse(now_s)
-        self._lease(lease_id)
+        self._leases.get(lease_id)
 
     def release(self, lease_ids: Iterable[str], now_s: float) -> int:
         """End leases; those that are over already are passed over. Returns: how many were ended."""
@@ -361,21 +340,25 @@ class ExportedBlocks:
         return self._end(lease_ids)
 
     def lapse(self, now_s: float) -> None:
-        """End the leases that are over by `now_s`."""
-        over = [name for name, lease in self._leases.items() if lease.expires_at_s <= now_s]
-        self.counters.num_leases_lapsed += self._end(over)
+        """End the leases, and the holds of readers, that are over by `now_s`."""
+        while (lease := self._leases.pop_due(now_s)) is not None:
+            self.counters.num_leases_lapsed += 1
+            self._let_go(lease)
+        for hold_id in [hold_id for hold_id, ends_s in self._pins.items() if ends_s <= now_s]:
+            del self._pins[hold_id]
+            self.unhold(hold_id)
 
     def when_over(self, lease_id: str, then: Callable[[], None]) -> None:
         """Have `then` called once, when the lease ends, however that is; now if it is over."""
-        lease = self._leases.get(lease_id)
+        lease = self._leases.find(lease_id)
         if lease is None:
             then()
         else:
             lease.on_end.append(then)
 
     def end_all(self) -> None:
-        """The worker stops: end every lease. Copies under way keep their blocks."""
-        self._end(list(self._leases))
+        """The worker stops: end every lease. What is held stays."""
+        self._end([lease.lease_id for lease in self._leases])
 
     # -- reading
 
@@ -389,17 +372,34 @@ class ExportedBlocks:
         block_ids = tuple(dict.fromkeys(block.frame for block, held in pairs if held))
         return self._hold(block_ids), is_held
 
-    def hold_lease(self, lease_id: str, first: int) -> str:
-        """Keep the blocks of a lease in place, from the `first` on in the order in which they were
-        lent, beyond its end. Returns: an id for `unhold`. Raises: LeaseLapsed."""
-        return self._hold(tuple(islice(self._lease(lease_id).blocks, first, None)))
+    def pin(
+        self, lease_id: str, pairs: Sequence[tuple[int, int]], ttl_s: float, now_s: float
+    ) -> tuple[float, list[int]]:
+        """Hold (block id, generation) of a lease for a reader until `ttl_s` from now, whatever ends
+        meanwhile; nothing but `lapse` ends it.
 
-    def has_holds(self, hold_ids: Iterable[str]) -> bool:
-        """Whether none of them is over."""
-        return all(hold_id in self._holds for hold_id in hold_ids)
+        Returns: for how long it is held, 0 where one is not of this lease, and for `ttl_s` 0; and
+            in each case the indices of those that are not lent like that any more: all others have
+            been, without a break, since they were lent.
+        Raises: LeaseLapsed.
+        """
+        lease = self._leases.get(lease_id)
+        stale = self.find_stale(pairs)
+        gone = set(stale)
+        block_ids = [block_id for at, (block_id, _) in enumerate(pairs) if at not in gone]
+        if ttl_s <= 0 or not block_ids or not lease.blocks.keys() >= set(block_ids):
+            return 0.0, stale
+        self._pins[self._hold(tuple(dict.fromkeys(block_ids)))] = now_s + ttl_s
+        return ttl_s, stale
+
+    def pin_from(self, lease_id: str, first: int, ttl_s: float, now_s: float) -> None:
+        """`pin` what a lease lends, from its block `first` on in the order in which they were lent.
+        Raises: LeaseLapsed."""
+        block_ids = tuple(islice(self._leases.get(lease_id).blocks, first, None))
+        self._pins[self._hold(block_ids)] = now_s + ttl_s
 
     def unhold(self, hold_id: str) -> None:
-        """The copy is over. Idempotent."""
+        """Our own copy is over. Idempotent."""
         block_ids = self._holds.pop(hold_id, ())
         for block_id in block_ids:
             self._lent[block_id].num_holds -= 1
@@ -425,7 +425,7 @@ class ExportedBlocks:
         return [
             {
                 checksum
-                for lease in self._leases.values()
+                for lease in self._leases
                 if (checksum := lease.checksum_of(block.frame)) is not None
             }
             if self._is_lent(block)
@@ -437,8 +437,8 @@ class ExportedBlocks:
         """End every lease that names a (block id, checksum) of `bad`. Returns: how many."""
         return self._end(
             [
-                name
-                for name, lease in self._leases.items()
+                lease.lease_id
+                for lease in self._leases
                 if any(lease.checksum_of(block_id) == checksum for block_id, checksum in bad)
             ]
         )
@@ -448,13 +448,13 @@ class ExportedBlocks:
     def check_integrity(self) -> None:
         """Recompute the laws. Raises: IntegrityError naming the first that fails."""
         leases: Counter[int] = Counter()
-        for name, lease in self._leases.items():
+        for lease in self._leases:
             leases.update([*lease.blocks, *lease.ahead])
             lease.check_integrity()
             for block_id, row in (*lease.blocks.items(), *lease.ahead.items()):
                 block, is_ahead = block_of(row), block_id in lease.ahead
                 if not self._is_lent(block, is_ahead=is_ahead) or block.frame != block_id:
-                    raise IntegrityError(f"lease {name}: block {block_id} is not lent as it says")
+                    raise IntegrityError(f"block {block_id} is not lent as its lease says")
         holds = Counter(block_id for held in self._holds.values() for block_id in held)
         for block_id in self._lent.keys() | leases.keys() | holds.keys():
             lent = self._lent.get(block_id)
@@ -470,14 +470,10 @@ class ExportedBlocks:
                 raise IntegrityError(f"block {block_id} does not exist")
         if any(generation % 2 for generation in self._generations.values()):
             raise IntegrityError("a generation is odd")
+        if not self._pins.keys() <= self._holds.keys():
+            raise IntegrityError("a reader was promised blocks that are not held")
 
     # -- inside
-
-    def _lease(self, lease_id: str) -> ExportLease:
-        lease = self._leases.get(lease_id)
-        if lease is None:
-            raise LeaseLapsed(f"lease {lease_id or '(empty)'}: released, lapsed or never made")
-        return lease
 
     def _hold(self, block_ids: tuple[int, ...]) -> str:
         hold_id = secrets.token_hex(16)
@@ -501,15 +497,18 @@ class ExportedBlocks:
     def _end(self, lease_ids: Iterable[str]) -> int:
         num_ended = 0
         for lease_id in lease_ids:
-            lease = self._leases.pop(lease_id, None)
-            if lease is None:
-                continue
-            num_ended += 1
-            self._leave([*lease.blocks, *lease.ahead])
-            for then in lease.on_end:
-                then()
-            lease.tell()
+            lease = self._leases.remove(lease_id)
+            if lease is not None:
+                num_ended += 1
+                self._let_go(lease)
         return num_ended
+
+    def _let_go(self, lease: ExportLease) -> None:
+        """Of all that it names; it is out of the table already."""
+        self._leave([*lease.blocks, *lease.ahead])
+        for then in lease.on_end:
+            then()
+        lease.tell()
 
     def _can_be_read(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:

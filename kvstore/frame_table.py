@@ -183,7 +183,7 @@ class FrameTable:
         """The file tier is gone. Blocks that lay only there, and all below them, leave the store.
         No move may be under way. Returns: how many blocks went."""
         num_lost = self.remove_subtrees([node for node in self.tree if node.block is None])
-        for node in reversed(list(self.tree)):
+        for node in self.tree:
             if node.page is not None:
                 self._leave_page(node)
         self.pages = SlotPool(0)
@@ -298,17 +298,28 @@ class FrameTable:
     def remove_subtrees(self, nodes: Sequence[TreeNode], why: str = LOST) -> int:
         """Remove nodes and all below them from the tree; a frame that is pinned stays until it is
         not. why: what happened to the nodes, for the history. Returns: how many went."""
-        removed = self.tree.with_all_below(nodes)
-        first = set(nodes)
         self.history.note(why, [node.chain_hash for node in nodes])
-        self.history.note(LOST, [node.chain_hash for node in removed if node not in first])
-        for node in removed:
-            if node.page is not None:
-                self._leave_page(node)
-            self.tree.remove(node)
-            if node.num_pins == 0:
-                self._leave_frame(node)
-        return len(removed)
+        num_removed = self.remove_below(nodes)
+        for node in nodes:
+            if self.tree.is_present(node):
+                self._remove(node)
+                num_removed += 1
+        return num_removed
+
+    def remove_below(self, nodes: Sequence[TreeNode], max_blocks: int | None = None) -> int:
+        """Remove the nodes below these, at most so many, children before parents; a frame that is
+        pinned stays until it is not. Returns: how many went."""
+        named, lost, num_removed = set(nodes), list[bytes](), 0
+        for node in nodes:
+            for each in self.tree.leaves_first(node):
+                if each is node or num_removed == max_blocks:
+                    break
+                self._remove(each)
+                num_removed += 1
+                if each not in named:
+                    lost.append(each.chain_hash)
+        self.history.note(LOST, lost)
+        return num_removed
 
     def quarantine_damaged(self, node: TreeNode) -> None:
         """The bytes in the node's frame are bad: stale to every reader from now on."""
@@ -333,6 +344,14 @@ class FrameTable:
             self.tree.remove(node)
         self.history.note(EVICTED if node.page is None else LEFT_MEMORY, [node.chain_hash])
         self._leave_frame(node)
+
+    def _remove(self, node: TreeNode) -> None:
+        """Take a leaf out of the tree, and out of its page and frame; a pin keeps its frame."""
+        if node.page is not None:
+            self._leave_page(node)
+        self.tree.remove(node)
+        if node.num_pins == 0:
+            self._leave_frame(node)
 
     def _leave_frame(self, node: TreeNode) -> None:
         """Free the frame of a node that has no pin and does not need it to be present."""

@@ -8,9 +8,9 @@
     verified     a reader has it and compared its checksum
 
 Kept after the block itself is gone, until other blocks have newer events; bounded in blocks and in
-events of one block. A traced request leaves its trace, so that later events of a block are linked
-to the request that wrote it: an event within a request goes into that request's span, an event
-outside of one gets a span of its own. Tail blocks, which have no chain hash, have no history.
+events of one block. A traced request leaves its trace, and an event within one goes into its span,
+linked to the request that wrote the block. What a store does by itself is in no trace: the history
+says it. Tail blocks, which have no chain hash, have no history.
 
 Knows no store. Plain and synchronous, one thread; the clock is the wall's.
 """
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from process.spans import MAX_LINKS, SpanLink, TraceContext, Value, current_span
-from process.tracing import OFF, Tracing
 
 MAX_EVENTS = 24
 """Events of one block; older ones are forgotten."""
@@ -38,9 +37,6 @@ REFUSED = "refused"
 DAMAGED = "damaged"
 EVICTED = "evicted"
 LOST = "lost"
-
-_OF_ITS_OWN = frozenset({DEMOTED, LEFT_MEMORY, DAMAGED, EVICTED, LOST})
-"""Events outside of a request."""
 
 
 class BlockEvent(NamedTuple):
@@ -69,15 +65,8 @@ class OneHistory:
 class BlockHistory:
     """The events of the blocks that had any most recently. max_blocks: 0 for none."""
 
-    def __init__(
-        self,
-        max_blocks: int = 0,
-        *,
-        tracing: Tracing = OFF,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, max_blocks: int = 0, *, wall_clock: Callable[[], float] = time.time) -> None:
         self._max_blocks = max_blocks
-        self._tracing = tracing
         self._clock = wall_clock
         self._blocks: OrderedDict[bytes, OneHistory] = OrderedDict()  # by the latest news
 
@@ -146,18 +135,14 @@ class BlockHistory:
 
     def _trace(self, what: str, chain_hashes: Sequence[bytes]) -> None:
         """As an event of the span that it happens in, which is linked to those that wrote the
-        blocks; with no such span, as one of its own, where there is one to link to."""
+        blocks."""
         span = current_span()
-        if not (span.is_recording or self._tracing.is_on):
+        if not span.is_recording:
             return
         about: dict[str, Value] = {
             "baton.num_blocks": len(chain_hashes),
             "baton.block.first": chain_hashes[0].hex(),
         }
-        links = [] if what is WRITTEN else self.links(chain_hashes)
-        if span.is_recording:
-            span.event(f"block {what}", about)
-            for link in links:
-                span.link(link.context, link.attributes)
-        elif what in _OF_ITS_OWN:
-            self._tracing.linked(f"block {what}", links, about).end()
+        span.event(f"block {what}", about)
+        for link in self.links(chain_hashes) if what is not WRITTEN else ():
+            span.link(link.context, link.attributes)

@@ -3,7 +3,8 @@
     baton:stores                          HASH node id -> StoreStatus as JSON
     baton:store:{node}:beat               the incarnation (hex), expiring: that life is alive
     baton:index:{node}:{incarnation hex}  HASH 16-byte chain hash -> sequence; `sequence` -> the
-    last one; `loading` -> that of the full publication under way
+    last one
+    baton:index-loading:{node}:{incarnation hex}  the same, of a full publication under way
 
 Index entries are hints: a store checks under its own lease. One HASH per (node, incarnation), so
 that a dead life goes by one UNLINK and is never asked; presence is prefix-closed, so that the
@@ -23,14 +24,16 @@ from typing import Any
 import redis.asyncio
 from google.protobuf import json_format
 
-from process import logs
+from process import logs, registry
 from process.errors import Unavailable
 from process.registry import REDIS_FAILURES
 from protos import inference_pb2
 
 logger = logging.getLogger(__name__)
 
-STORES_KEY = "baton:stores"
+KIND = "store"
+"""Of the registry's entries."""
+STORES_KEY = registry.entries_key(KIND)
 SEQUENCE_FIELD = b"sequence"  # 8 bytes: never a chain hash
 
 _LONGEST_PREFIX = """
@@ -56,8 +59,13 @@ def index_key(node_id: str, incarnation: str) -> str:
     return f"baton:index:{node_id}:{incarnation}"
 
 
+def loading_key(node_id: str, incarnation: str) -> str:
+    """Of a full publication that is under way; not one of the keys that `index_key` can make."""
+    return f"baton:index-loading:{node_id}:{incarnation}"
+
+
 def beat_key(node_id: str) -> str:
-    return f"baton:store:{node_id}:beat"
+    return registry.beat_key(KIND, node_id)
 
 
 class PrefixIndex:

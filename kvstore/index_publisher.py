@@ -1,11 +1,12 @@
-"""Writes one store's side of the prefix index: registration, heartbeat, and every block that comes
-or goes.
+"""Writes one store's side of the prefix index: its entry in the registry, and every block that
+comes or goes.
 
 Changes are taken from the store's ChangeLog and applied in order, in batches. Each batch is atomic
 and fenced by a sequence number that lies beside the entries: a batch whose predecessor Redis does
 not have is refused, and each heartbeat compares the number. So a Redis that was flushed, restarted
 or restored is noticed, and everything is published again. While Redis is away changes wait in the
 log, until it overflows and everything is published again. The store itself never waits for Redis.
+A full publication goes piece by piece, while the store changes, and the changes follow it.
 
 States: full (all must be published) -> synced <-> pending; any doubt -> full. One asyncio loop.
 """
@@ -15,28 +16,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-import redis.asyncio
 from google.protobuf import json_format
+from redis.asyncio.client import Pipeline
 from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
 from kvstore import index
 from kvstore.change_log import BlockChange, ChangeLog
-from process import logs
-from process.registry import REDIS_FAILURES
-from process.tasks import end_tasks
+from process import logs, registry
+from process.registry import NO_ACCESS, REDIS_FAILURES, RedisAccess, RegistryHeartbeat
+from process.tasks import end_tasks, start_task
 from protos import inference_pb2
 
 logger = logging.getLogger(__name__)
 
 BATCH = 2048
 """Changes per script call: about 1 ms of Redis (1.25 us per field, measured for 128)."""
-_BACKOFF_S, _BACKOFF_MAX_S = 0.1, 1.0  # shorter than a router keeps a silent store
+_BACKOFF_S, _BACKOFF_MAX_S = 0.1, 1.0
 _INDEX_TTL_S = 60.0  # of the index itself, renewed by each heartbeat: a dead store leaves nothing
-_GOODBYE_S = 1.0
 _SCAN_KEYS = 10_000
 """Keys looked at in one step: some milliseconds of Redis."""
 
@@ -53,38 +53,19 @@ redis.call('HSET', KEYS[1], 'sequence', ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 return 1
 """
-# A full publication: begin, load in pieces, finish. `loading` names the one under way (by its
-# sequence, which no other ever has), so that pieces of an earlier one that arrive late, and those
-# on top of a Redis that was emptied meanwhile, are refused. A beginning that arrives late takes the
-# sequence away, which the next heartbeat sees.
+# A full publication is loaded beside the index (KEYS[2]) and takes its place at the end. Its pieces
+# are batches, too: those of an earlier one that arrive late, and those on top of a Redis that was
+# emptied meanwhile, are refused. Dropping a million entries takes a thread of Redis, not its loop.
 _BEGIN = """
 redis.call('UNLINK', KEYS[1])
-redis.call('HSET', KEYS[1], 'loading', ARGV[1])
+redis.call('HSET', KEYS[1], 'sequence', ARGV[1])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
-return 1
-"""
-_LOAD = """
-if redis.call('HGET', KEYS[1], 'loading') ~= ARGV[2] then return 0 end
-for at = 1, #ARGV[1], 16 do
-  redis.call('HSET', KEYS[1], string.sub(ARGV[1], at, at + 15), ARGV[2])
-end
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1
 """
 _FINISH = """
-if redis.call('HGET', KEYS[1], 'loading') ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[1], 'sequence', ARGV[1])
-redis.call('HDEL', KEYS[1], 'loading')
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-return 1
-"""
-# Only our own life may be taken out: another one may have registered since.
-_GOODBYE = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then
-  redis.call('DEL', KEYS[1])
-  redis.call('HDEL', KEYS[2], ARGV[2])
-end
-redis.call('UNLINK', KEYS[3])
+if redis.call('HGET', KEYS[1], 'sequence') ~= ARGV[1] then return 0 end
+redis.call('UNLINK', KEYS[2])
+redis.call('RENAME', KEYS[1], KEYS[2])
 return 1
 """
 
@@ -94,43 +75,50 @@ class PrefixIndexPublisher:
 
     def __init__(
         self,
-        client: redis.asyncio.Redis,
+        redis_url: str,
         *,
         node_id: str,
         incarnation: bytes,
         status: Callable[[], inference_pb2.StoreStatus],
         changes: ChangeLog,
-        snapshot: Callable[[], Sequence[bytes]],
+        snapshot: Callable[[int], Iterable[list[bytes]]],
         heartbeat_s: float,
         heartbeat_ttl_s: float,
         timeout_s: float,
+        access: RedisAccess = NO_ACCESS,
         batch_size: int = BATCH,
     ) -> None:
-        """client: its owner closes it after `stop`. status: what to register. snapshot: every chain
-        hash that is present, parents before children; clears `changes` in the same turn.
-        batch_size: most changes per script call."""
-        self._client = client
+        """status: what to register. snapshot: every chain hash that is present, in lists of so
+        many; clears `changes` when it is called. batch_size: most changes per script call."""
+        self._client = client = registry.connect_redis(redis_url, timeout_s, access)
         self._node_id = node_id
-        self._incarnation = incarnation.hex()
-        self._key = index.index_key(node_id, self._incarnation)
-        self._status = status
+        self._key = index.index_key(node_id, incarnation.hex())
+        self._loading_key = index.loading_key(node_id, incarnation.hex())
+        self.heartbeat = RegistryHeartbeat(
+            redis_url,
+            index.KIND,
+            entry_id=node_id,
+            incarnation=incarnation.hex(),
+            entry=lambda: json_format.MessageToJson(
+                status(), preserving_proto_field_name=True, indent=None
+            ),
+            every_s=heartbeat_s,
+            ttl_ms=int(heartbeat_ttl_s * 1000),
+            timeout_s=timeout_s,
+            access=access,
+            beside=self._look,
+        )
         self._changes = changes
         self._snapshot = snapshot
-        self._heartbeat_s = heartbeat_s
-        self._heartbeat_ttl_s = heartbeat_ttl_s
         self._timeout_s = timeout_s
         self._batch_size = batch_size
         self._apply = client.register_script(_APPLY)
         self._begin = client.register_script(_BEGIN)
-        self._load = client.register_script(_LOAD)
         self._finish = client.register_script(_FINISH)
-        self._goodbye = client.register_script(_GOODBYE)
         self._batch: list[BlockChange] = []  # taken from the log, not confirmed yet
         self._needs_full = True
         self._is_filling = False  # a full publication is under way
         self._is_first = True
-        self._reached = False  # the last talk with Redis went well
-        self._next_beat_s = 0.0  # on the loop's clock
         self._task: asyncio.Task[None] | None = None
         # When the oldest change came that the full publication is to bring: of the one that is
         # due, and of the one under way.
@@ -138,14 +126,19 @@ class PrefixIndexPublisher:
         self.sequence = 0
         self.num_changes_published = 0
         self.num_full_publications = 0
-        self.num_failures = 0
-        """Operations of Redis that failed."""
+        self._num_failures = 0
 
     @property
     def synced(self) -> bool:
         """Whether Redis has confirmed every change."""
+        is_running = self._task is not None and not self._task.done()
         is_whole = not (self._needs_full or self._is_filling or self._changes.overflowed)
-        return self._reached and is_whole and not self.num_pending
+        return is_running and self.heartbeat.is_registered and is_whole and not self.num_pending
+
+    @property
+    def num_failures(self) -> int:
+        """Operations of Redis that failed."""
+        return self._num_failures + self.heartbeat.num_failures
 
     @property
     def num_pending(self) -> int:
@@ -168,134 +161,112 @@ class PrefixIndexPublisher:
 
     def start(self) -> None:
         """Register, publish everything, then follow the log."""
-        self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(self._ended)
+        self.heartbeat.start()
+        self._task = start_task(self._run(), "index publisher")
 
     async def stop(self) -> None:
         """Stop publishing and take this life out of Redis, if Redis is there."""
         await end_tasks([self._task])
-        keys = [index.beat_key(self._node_id), index.STORES_KEY, self._key]
+        await self.heartbeat.stop()
         try:
-            async with asyncio.timeout(_GOODBYE_S):
-                await self._goodbye(keys=keys, args=[self._incarnation, self._node_id])
-        except REDIS_FAILURES as error:
-            # Everything of ours expires by itself.
-            logs.event(logger, "index_goodbye_failed", level=logging.WARNING, error=repr(error))
+            await self._bounded(self._client.unlink(self._key, self._loading_key))
+        except REDIS_FAILURES as error:  # they expire
+            logs.event(logger, "index_not_removed", level=logging.WARNING, error=repr(error))
+        await self._client.connection_pool.disconnect()
 
     # -- the task
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         pause_s = _BACKOFF_S
         while True:
+            self._changes.appended.clear()
             try:
-                await self._beat_if_due()
                 if self._needs_full or self._changes.overflowed:
                     await self._publish_all()
                 elif self.num_pending:
                     await self._publish_batch()
-                self._note(True)
+                else:
+                    await self._changes.appended.wait()
+                    continue
                 pause_s = _BACKOFF_S
             except REDIS_FAILURES as error:
-                self.num_failures += 1
-                self._note(False, error)
-                self._next_beat_s = loop.time()
+                self._num_failures += 1
+                if pause_s == _BACKOFF_S:  # the first in a row
+                    logs.event(
+                        logger, "index_not_published", level=logging.WARNING, error=repr(error)
+                    )
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _BACKOFF_MAX_S)
-                continue
-            if self._needs_full or self._changes.overflowed or self.num_pending:
-                continue
-            self._changes.appended.clear()
-            try:
-                async with asyncio.timeout(max(0.0, self._next_beat_s - loop.time())):
-                    await self._changes.appended.wait()
-            except TimeoutError:
-                continue
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """Only a cancellation may end the task; anything else is our mistake, and must be seen."""
-        self._reached = False
-        if not task.cancelled() and task.exception() is not None:
-            error = repr(task.exception())
-            logs.event(logger, "index_publisher_died", level=logging.ERROR, error=error)
+    def _look(self, pipe: Pipeline) -> Callable[[list[Any]], None]:
+        """With each heartbeat: keep the index for another minute, and see whether Redis still has
+        what was published; a publication under way sees that by itself."""
+        pipe.pexpire(self._key, int(_INDEX_TTL_S * 1000))
+        pipe.hget(self._key, index.SEQUENCE_FIELD)
+        is_whole, num_full = not (self._needs_full or self._is_filling), self.num_full_publications
+        first = self.sequence
+
+        def compare(answers: list[Any]) -> None:
+            is_same = is_whole and not self._is_filling and num_full == self.num_full_publications
+            # Of batches that went out meanwhile, or are not confirmed, any may be the last one.
+            last = self.sequence + bool(self._batch)
+            if is_same and answers[1] not in {b"%d" % each for each in range(first, last + 1)}:
+                self._need_full()
+                self._changes.appended.set()
+
+        return compare
 
     async def _bounded(self, call: Any) -> Any:
         async with asyncio.timeout(self._timeout_s):
             return await call
 
-    async def _beat_if_due(self, *, is_publishing: bool = False) -> None:
-        """Say that the store lives, and see whether Redis still has what was published; a
-        publication under way sees that by itself."""
-        now_s = asyncio.get_running_loop().time()
-        if now_s < self._next_beat_s:
-            return
-        self._next_beat_s = now_s + self._heartbeat_s
-        stored = await self._bounded(self._beat())
-        expected = (b"%d" % self.sequence, b"%d" % (self.sequence + 1))
-        # With a batch unconfirmed either may be right; its script decides.
-        if not is_publishing and stored not in (expected if self._batch else expected[:1]):
-            self._need_full()
-
-    async def _beat(self) -> bytes | None:
-        """Returns: the sequence that Redis has."""
-        status = json_format.MessageToJson(
-            self._status(), preserving_proto_field_name=True, indent=None
-        )
-        async with self._client.pipeline(transaction=False) as pipe:
-            pipe.set(
-                index.beat_key(self._node_id),
-                self._incarnation,
-                px=int(self._heartbeat_ttl_s * 1000),
-            )
-            pipe.hset(index.STORES_KEY, self._node_id, status)
-            pipe.pexpire(self._key, int(_INDEX_TTL_S * 1000))
-            pipe.hget(self._key, index.SEQUENCE_FIELD)
-            *_, stored = await pipe.execute()
-        return cast(bytes | None, stored)
-
     async def _publish_all(self) -> None:
-        """Drop what is there, then everything, parents first, so that it is prefix-closed at each
-        moment; the sequence comes last, so that half a publication is not taken for a whole one.
+        """Load everything beside the index, a piece at a time, then what changed meanwhile, and put
+        it in the index's place: it is right for one moment, and so prefix-closed, when it appears.
 
         Raises: what the calls raise; RedisError when Redis lost what came before."""
         if self._is_first:
             await self._drop_earlier_lives()
             self._is_first = False
         self._need_full()
-        hashes = self._snapshot()
+        pieces = self._snapshot(self._batch_size)
         self._batch.clear()
         self._is_filling, self._filling_since_s = True, self._full_since_s
-        self._needs_full = False  # from here on changes come on top of `hashes`
-        self.sequence += 1
-        done = False
+        self._needs_full = False  # from here on changes come on top of `pieces`
+        num_blocks, done = 0, False
         try:
-            ttl_ms = int(_INDEX_TTL_S * 1000)
-            await self._step(self._begin, self.sequence, ttl_ms)
-            for at in range(0, len(hashes), self._batch_size):
-                await self._beat_if_due(is_publishing=True)
-                await self._step(
-                    self._load,
-                    b"".join(hashes[at : at + self._batch_size]),
-                    self.sequence,
-                    ttl_ms,
-                )
-            await self._step(self._finish, self.sequence, ttl_ms)
+            self.sequence += 1
+            await self._step(self._begin, self.sequence, int(_INDEX_TTL_S * 1000))
+            for piece in filter(None, pieces):
+                await self._load(dict.fromkeys(piece, True))
+                num_blocks += len(piece)
+            num_left = len(self._changes)  # those that come from here on do not have to be in it
+            while num_left > 0 and (late := self._changes.take(min(num_left, self._batch_size))):
+                await self._load({one.chain_hash: one.is_present for one in late})
+                num_left -= len(late)
+            if self._changes.overflowed:  # some were dropped
+                return
+            await self._step(self._finish, self.sequence)
             done = True
         finally:
             self._is_filling = False
             if not done:
                 self._needs_full, self._full_since_s = True, self._filling_since_s
         self.num_full_publications += 1
-        logs.event(logger, "index_published", num_blocks=len(hashes), sequence=self.sequence)
+        logs.event(logger, "index_published", num_blocks=num_blocks, sequence=self.sequence)
+
+    async def _load(self, final: Mapping[bytes, bool]) -> None:
+        """The next piece of a full publication. Raises: as `_step`."""
+        numbers = (self.sequence, self.sequence + 1)
+        await self._step(self._apply, *numbers, *_apply_args(final))
+        self.sequence += 1
 
     async def _publish_batch(self) -> None:
         if not self._batch:
             self._batch = self._changes.take(self._batch_size)
         final = {one.chain_hash: one.is_present for one in self._batch}
-        came = b"".join(chain_hash for chain_hash, present in final.items() if present)
-        went = b"".join(chain_hash for chain_hash, present in final.items() if not present)
         numbers = (self.sequence, self.sequence + 1)
-        args: list[bytes | int] = [*numbers, came, went, int(_INDEX_TTL_S * 1000)]
+        args: list[bytes | int] = [*numbers, *_apply_args(final)]
         applied = await self._bounded(self._apply(keys=[self._key], args=args))
         if applied != 1 or self._changes.overflowed:
             self._need_full()  # while the batch still counts for the lag
@@ -306,8 +277,10 @@ class PrefixIndexPublisher:
         self._batch = []
 
     async def _step(self, script: AsyncScript, *args: bytes | int) -> None:
-        """Raises: RedisError when what came before it is not there any more."""
-        if await self._bounded(script(keys=[self._key], args=args)) != 1:
+        """One of a full publication. Raises: RedisError when what came before it is not there any
+        more."""
+        keys = [self._loading_key, self._key]
+        if await self._bounded(script(keys=keys, args=args)) != 1:
             raise RedisError("what was published so far is gone")
 
     async def _drop_earlier_lives(self) -> None:
@@ -315,7 +288,6 @@ class PrefixIndexPublisher:
         pattern = index.index_key(self._node_id, "*")
         cursor = 0
         while True:
-            await self._beat_if_due(is_publishing=True)
             cursor, found = await self._bounded(
                 self._client.scan(cursor, match=pattern, count=_SCAN_KEYS)
             )
@@ -330,9 +302,9 @@ class PrefixIndexPublisher:
         if not self._needs_full:
             self._needs_full, self._full_since_s = True, time.monotonic() - self.lag_s
 
-    def _note(self, reached: bool, error: BaseException | None = None) -> None:
-        if reached != self._reached:
-            name = "index_reached" if reached else "index_lost"
-            level = logging.INFO if reached else logging.WARNING
-            logs.event(logger, name, level=level, error=repr(error) if error else "")
-        self._reached = reached
+
+def _apply_args(final: Mapping[bytes, bool]) -> tuple[bytes, bytes, int]:
+    """Of _APPLY, behind the sequences. final: chain hash -> whether it is present."""
+    came = b"".join(chain_hash for chain_hash, present in final.items() if present)
+    went = b"".join(chain_hash for chain_hash, present in final.items() if not present)
+    return came, went, int(_INDEX_TTL_S * 1000)

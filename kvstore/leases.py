@@ -1,10 +1,11 @@
-"""Leases: what keeps blocks in place for a worker, and until when.
+"""Leases: what keeps blocks in place for a worker, and until when; of a store, and of a worker that
+lends its cache (exported_blocks.py).
 
-A lease owns pins (on committed blocks, tails among them) and reservations (frames being written).
-It ends by release or by lapsing; then all it owns is let go, so that a client that dies leaks
-nothing. Times are seconds on the caller's clock; no clock is read here.
+A store's lease owns pins (on committed blocks, tails among them) and reservations (frames being
+written). It ends by release or by lapsing; then all it owns is let go, so that a client that dies
+leaks nothing. Times are seconds on the caller's clock; no clock is read here.
 
-Holds are leases without an end, which the store takes for itself while it copies out of frames.
+A store's holds are leases without an end, which it takes for itself while it copies out of frames.
 
 Plain and synchronous, one thread.
 """
@@ -16,7 +17,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from kvstore.errors import LeaseLapsed
 from kvstore.prefix_tree import PrefixTree, TreeNode
@@ -36,12 +37,18 @@ class FrameReservation(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
-    """`reservations` is keyed by frame. A lease pins a node once, whatever tier it lies in.
-    is_probe: a worker measures its link under it, so that its bytes are not counted."""
+class TimedLease:
+    """expires_at_s: infinite where it never lapses."""
 
     lease_id: str
     expires_at_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Lease(TimedLease):
+    """A store's. `reservations` is keyed by frame. A lease pins a node once, whatever tier it lies
+    in. is_probe: a worker measures its link under it, so that its bytes are not counted."""
+
     is_probe: bool = False
     pins: dict[TreeNode, None] = field(default_factory=dict)
     reservations: dict[int, FrameReservation] = field(default_factory=dict)
@@ -73,52 +80,69 @@ def _random_id() -> str:
     return secrets.token_hex(16)
 
 
-class LeaseTable:
-    """All live leases, by id and by which lapses next."""
+Kind = TypeVar("Kind", bound=TimedLease)
 
-    def __init__(self, max_ttl_s: float, new_id: Callable[[], str] = _random_id) -> None:
+
+class Leases(Generic[Kind]):
+    """All live leases of one kind, by id and by which lapses next."""
+
+    def __init__(
+        self,
+        make: Callable[[str, float], Kind],
+        max_ttl_s: float,
+        new_id: Callable[[], str] = _random_id,
+    ) -> None:
+        """make: of (lease id, end)."""
         self.max_ttl_s = max_ttl_s
+        self._make = make
         self._new_id = new_id
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[str, Kind] = {}
         self.due: list[tuple[float, str]] = []
         """A heap of (end, lease id); an item is outdated after a renewal."""
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def __iter__(self) -> Iterator[Lease]:
+    def __iter__(self) -> Iterator[Kind]:
         return iter(self._leases.values())
 
-    def create(self, now_s: float, ttl_s: float) -> Lease:
+    def create(self, now_s: float, ttl_s: float) -> Kind:
         """A new lease for `ttl_s`, at most the table's own limit."""
-        return self._add(now_s + min(ttl_s, self.max_ttl_s))
+        lease = self.create_endless()
+        self.end_within(lease, now_s, ttl_s)
+        return lease
 
-    def create_hold(self) -> Lease:
-        """A lease that never lapses."""
-        return self._add(math.inf)
+    def create_endless(self) -> Kind:
+        """A lease that does not lapse."""
+        lease = self._make(self._new_id(), math.inf)
+        self._leases[lease.lease_id] = lease
+        return lease
 
-    def find(self, lease_id: str) -> Lease | None:
+    def find(self, lease_id: str) -> Kind | None:
         return self._leases.get(lease_id)
 
-    def get(self, lease_id: str) -> Lease:
+    def get(self, lease_id: str) -> Kind:
         """Raises: LeaseLapsed when it is not there (any more)."""
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseLapsed(f"lease {lease_id or '(empty)'}: released, lapsed or never made")
         return lease
 
-    def renew(self, lease: Lease, now_s: float, ttl_s: float) -> None:
+    def renew(self, lease: Kind, now_s: float, ttl_s: float) -> None:
         """Never shortens: another holder of the lease may rely on the later end."""
-        expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
-        if expires_at_s > lease.expires_at_s:
-            lease.expires_at_s = expires_at_s
-            heapq.heappush(self.due, (expires_at_s, lease.lease_id))
+        if now_s + min(ttl_s, self.max_ttl_s) > lease.expires_at_s:
+            self.end_within(lease, now_s, ttl_s)
 
-    def remove(self, lease_id: str) -> Lease | None:
-        """Take the lease out; the caller lets go of its pins and reservations."""
+    def end_within(self, lease: Kind, now_s: float, ttl_s: float) -> None:
+        """Let it lapse `ttl_s` from now, at most the table's own limit, whatever its end was."""
+        lease.expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
+        heapq.heappush(self.due, (lease.expires_at_s, lease.lease_id))
+
+    def remove(self, lease_id: str) -> Kind | None:
+        """Take the lease out; the caller lets go of what it owns."""
         return self._leases.pop(lease_id, None)
 
-    def pop_due(self, now_s: float) -> Lease | None:
+    def pop_due(self, now_s: float) -> Kind | None:
         """Take out one lease that has lapsed by `now_s`; None when there is none."""
         while self.due and self.due[0][0] <= now_s:
             expires_at_s, lease_id = heapq.heappop(self.due)
@@ -127,9 +151,9 @@ class LeaseTable:
                 return self._leases.pop(lease_id)
         return None
 
-    def _add(self, expires_at_s: float) -> Lease:
-        lease = Lease(self._new_id(), expires_at_s)
-        self._leases[lease.lease_id] = lease
-        if not math.isinf(expires_at_s):
-            heapq.heappush(self.due, (expires_at_s, lease.lease_id))
-        return lease
+
+class LeaseTable(Leases[Lease]):
+    """All live leases of a store."""
+
+    def __init__(self, max_ttl_s: float, new_id: Callable[[], str] = _random_id) -> None:
+        super().__init__(Lease, max_ttl_s, new_id)

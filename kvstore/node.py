@@ -9,7 +9,7 @@ Every `sweep_interval_s` the loop ends what has lapsed, detaches workers that ar
 blocks if frames are short, has the kernel make memory for the next frames, and recomputes the
 conservation laws if calls came since the last time and none comes now.
 
-Knows no stubs (server.py) and no Redis (index_publisher.py). One asyncio loop.
+Knows no stubs (service.py) and no Redis (index_publisher.py). One asyncio loop.
 """
 
 from __future__ import annotations
@@ -19,25 +19,38 @@ import gc
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
 from kvstore import block_hash
 from kvstore.attachments import Attachment
-from kvstore.block_store import BlockStore, PrefixMatch, StoreLimits
+from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame, check_chain
 from kvstore.blocks import Block
 from kvstore.change_log import ChangeLog, NullLog
 from kvstore.config import KvStoreSettings
-from kvstore.errors import GENERATION, LEASE_LAPSED, LeaseLapsed, UnknownAttachment
+from kvstore.errors import LEASE_LAPSED, LeaseLapsed, UnknownAttachment
 from kvstore.file_tier import FileTier, OpenedPages, open_pages
 from kvstore.history import PULLED, REFUSED, BlockHistory
 from kvstore.invariants import SlicedCheck
 from kvstore.leases import Lease
-from kvstore.push import Frames, PeerBlocks, PushOutcome, PushPeers, Target
-from kvstore.slab import Slab, check_room, free_bytes, remove_stale
+from kvstore.push import BlockPusher, Frames, PushOutcome, Target
+from kvstore.slab import MAX_DEFAULT_FRAMES, Slab, check_room, free_bytes, remove_stale
+from kvstore.source import (
+    ChainToReserve,
+    MatchResult,
+    PastBlock,
+    ReadPiece,
+    ReservedChain,
+    StoreInfo,
+    StoreStats,
+    WorkerInfo,
+    read_pieces,
+)
 from kvstore.tenancy import TenantShares
 from kvstore.transport.base import TRANSPORTS
 from kvstore.transport.nixl_agent import Region
@@ -51,48 +64,29 @@ from process.errors import (
     NoCapacity,
     Unavailable,
 )
+from process.spans import TraceContext, current_span
 from process.tasks import complete_despite_cancel, end_tasks, start_task
 from process.tracing import OFF, Tracing
 
 logger = logging.getLogger(__name__)
 
-MAX_CHUNK_BYTES = 16 * 1024 * 1024
 TOUCH_AHEAD_BYTES = 64 * 1024 * 1024
 """Memory kept ready beyond the frames in use: a quarter of a second of writes at 256 MB/s."""
 _TOUCH_STEP_BYTES = 8 * 1024 * 1024
-FREEZE_EVERY = 4096
-"""Blocks after which those that are here are hidden from the garbage collector: 6 ms of the loop,
+FREEZE_EVERY = 1024
+"""Blocks after which those that are here are hidden from the garbage collector: 2 ms of the loop,
 as much in all as its looks at them cost (measured)."""
+DROP_AT_ONCE = 1000
+"""Blocks below a bad one that are dropped in one turn of the loop: 5 ms."""
 _DRAIN_POLL_S = 0.05
 _CLOSE_PEERS_S = 1.0
 _ATTACHING_S = 30.0
 """How long `stop` waits for memory that is being taken."""
 
 
-@dataclass(frozen=True)
-class WorkerInfo:
-    """What a worker says of itself when it attaches. peer: only for transport nixl."""
-
-    worker_id: str
-    worker_incarnation: bytes
-    model_fingerprint: bytes
-    block_bytes: int
-    transport: str
-    peer: PeerBlocks | None = None
-
-    def check(self) -> None:
-        """Raises: InvalidArgument naming the field that cannot be."""
-        if not self.worker_id:
-            raise InvalidArgument("worker_id", "must be given")
-        if self.transport not in TRANSPORTS:
-            raise InvalidArgument("transport", f"one of {', '.join(TRANSPORTS)}")
-        if self.block_bytes < 1:
-            raise InvalidArgument("block_bytes", "must be positive")
-
-
 class StoreNode:
-    """A store but for its gRPC server and its index. `store`, `slab`, `peers` and, if asked for,
-    `tier` are there from the first attach on."""
+    """A store but for its gRPC server and its index: a BlockSource and a BlockSink (source.py).
+    `store`, `slab`, `peers` and, if asked for, `tier` are there from the first attach on."""
 
     def __init__(
         self,
@@ -111,7 +105,7 @@ class StoreNode:
         self.store: BlockStore | None = None
         self.slab: Slab | None = None
         self.tier: FileTier | None = None
-        self.peers: PushPeers | None = None
+        self.peers: BlockPusher | None = None
         self.num_touched = 0
         """Frames whose memory the kernel has made."""
         self.is_draining = False
@@ -189,15 +183,33 @@ class StoreNode:
         """See SlicedCheck.check."""
         return await self._check.check() if self._check is not None else ""
 
+    def stats(self) -> StoreStats:
+        """Numbers of now."""
+        stats = StoreStats.of(self.store) if self.store is not None else StoreStats()
+        return replace(
+            stats, integrity_error=self.integrity_error, file_tier_problem=self.file_tier_problem
+        )
+
+    async def status(self, *, check_integrity: bool) -> StoreStats:
+        """See BlockSource."""
+        if check_integrity:
+            await self.check_integrity()
+        return self.stats()
+
     # -- workers
 
-    async def attach(self, worker: WorkerInfo) -> Attachment:
+    async def attach(self, worker: WorkerInfo) -> StoreInfo:
         """Raises: InvalidArgument, FailedPrecondition, NoCapacity."""
-        worker.check()
+        if not worker.worker_id:
+            raise InvalidArgument("worker_id", "must be given")
+        if worker.transport not in TRANSPORTS:
+            raise InvalidArgument("transport", f"one of {', '.join(TRANSPORTS)}")
+        if worker.block_bytes < 1:
+            raise InvalidArgument("block_bytes", "must be positive")
         async with self._attaching:
             if self._is_stopping:
                 raise Unavailable("the store is stopping")
-            store, peers = await self._with_memory(worker.block_bytes)
+            store, slab, peers = await self._with_memory(worker.block_bytes)
             if worker.block_bytes != store.frame_bytes:
                 raise FailedPrecondition(
                     f"block_bytes: this store's frames have {store.frame_bytes} bytes, the "
@@ -222,7 +234,17 @@ class StoreNode:
             transport=worker.transport,
             fingerprint=worker.model_fingerprint.hex(),
         )
-        return attachment
+        return StoreInfo(
+            attachment_id=attachment.attachment_id,
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            frame_bytes=store.frame_bytes,
+            num_frames=slab.layout.num_frames,
+            slab_path=str(slab.path),
+            nixl_metadata=peers.metadata if target is not None else b"",
+            region_address=slab.frames_address if target is not None else 0,
+            keeps_history=self.keeps_history,
+        )
 
     def detach(self, attachment_id: str) -> None:
         """The worker leaves by itself: no transfer of it is under way."""
@@ -255,16 +277,19 @@ class StoreNode:
 
     # -- blocks
 
-    def present(self) -> list[bytes]:
-        """Every chain hash that is present, parents before children."""
-        return list(self.store.tree.nodes) if self.store is not None else []
+    def present(self, num_hashes: int) -> Iterator[list[bytes]]:
+        """Every chain hash that is present, in no order, in lists of `num_hashes`, each of the
+        moment in which it is asked for."""
+        return (
+            iter([[]]) if self.store is None else self.store.tree.nodes.keys_in_pieces(num_hashes)
+        )
 
-    def snapshot(self) -> list[bytes]:
+    def snapshot(self, num_hashes: int) -> Iterator[list[bytes]]:
         """See PrefixTree."""
         if self.store is None:
             self._changes.clear()
-            return []
-        return self.store.tree.snapshot()
+            return iter([[]])
+        return self.store.tree.snapshot(num_hashes)
 
     async def match(
         self,
@@ -275,7 +300,7 @@ class StoreNode:
         lease_id: str,
         ttl_s: float,
         budget_s: float,
-    ) -> PrefixMatch:
+    ) -> MatchResult:
         """The longest prefix; with `pin` what lies in the file tier only is brought into memory, as
         far as that goes within `budget_s`.
 
@@ -283,19 +308,140 @@ class StoreNode:
         """
         store, now_s = self.seen(attachment_id, is_beat=not chain_hashes)
         match = store.match(chain_hashes, pin=pin, lease_id=lease_id, ttl_s=ttl_s, now_s=now_s)
-        if not (pin and match.in_file):
-            return match
-        is_of_use = False
-        try:
-            if self.tier is not None:
-                await self.tier.promote(match.nodes, Deadline.after(budget_s))
-            store.settle(match, self._clock())
-            is_of_use = bool(match.nodes)
-        finally:
-            if not lease_id and not is_of_use:  # it pins nothing, or its caller is gone
-                store.release([match.lease_id], now_s=self._clock())
-                match.lease_id = ""
-        return match
+        if pin and match.in_file:
+            is_of_use = False
+            try:
+                if self.tier is not None:
+                    await self.tier.promote(match.nodes, Deadline.after(budget_s))
+                store.settle(match, self._clock())
+                is_of_use = bool(match.nodes)
+            finally:
+                if not lease_id and not is_of_use:  # it pins nothing, or its caller is gone
+                    store.release([match.lease_id], now_s=self._clock())
+                    match.lease_id = ""
+        blocks, span = match.blocks, current_span()
+        if span.is_recording:
+            for link in store.history.links(block.chain_hash for block in blocks):
+                span.link(link.context, link.attributes)
+        return MatchResult(blocks, match.lease_id, match.num_hits)
+
+    def pin(self, attachment_id: str, blocks: Sequence[Block], *, ttl_s: float) -> tuple[str, int]:
+        """See BlockStore."""
+        store, now_s = self.seen(attachment_id)
+        return store.pin(blocks, ttl_s=ttl_s, now_s=now_s)
+
+    def renew(self, lease_id: str, *, ttl_s: float, num_bytes_read: int) -> None:
+        """See BlockStore. Raises: LeaseLapsed."""
+        if self.store is None:
+            raise LeaseLapsed(f"lease {lease_id}: no worker is attached")
+        self.store.renew(lease_id, ttl_s=ttl_s, num_bytes_read=num_bytes_read, now_s=self.now_s())
+
+    def release(self, lease_ids: Iterable[str], *, num_bytes_read: int) -> int:
+        """See BlockStore."""
+        if self.store is None:
+            return 0
+        return self.store.release(lease_ids, num_bytes_read=num_bytes_read, now_s=self.now_s())
+
+    async def await_lent(self, *_: object, **__: object) -> NoReturn:
+        """Raises: FailedPrecondition."""
+        raise FailedPrecondition("await_lent: this node is a store; only a lender's leases grow")
+
+    def hold(self, *_: object) -> NoReturn:
+        """Raises: FailedPrecondition."""
+        raise FailedPrecondition("hold: this node is a store, whose slab says its generations")
+
+    # -- writing
+
+    def reserve(
+        self,
+        attachment_id: str,
+        lease_id: str,
+        chains: Sequence[ChainToReserve],
+        *,
+        is_probe: bool,
+        ttl_s: float,
+    ) -> tuple[str, list[ReservedChain | None]]:
+        """Frames for all chains, under one lease; see BlockStore.
+
+        Returns: the lease, empty where none was given or made; and for each chain its answers, None
+            where its parent is missing.
+        """
+        store, now_s = self.seen(attachment_id)
+        for chain in chains:  # all of them before anything is taken
+            check_chain(chain.parent, chain.chain_hashes, chain.tenant)
+        reserved: list[ReservedChain | None] = []
+        for parent, chain_hashes, tail_name, tenant in chains:
+            try:
+                lease_id, blocks, tail = store.reserve(
+                    attachment_id,
+                    parent,
+                    chain_hashes,
+                    tail_name=tail_name,
+                    tenant=tenant,
+                    lease_id=lease_id,
+                    is_probe=is_probe,
+                    ttl_s=ttl_s,
+                    now_s=now_s,
+                )
+            except FailedPrecondition:
+                reserved.append(None)
+                continue
+            reserved.append(ReservedChain(blocks, tail))
+        return lease_id, reserved
+
+    def commit(
+        self,
+        attachment_id: str,
+        lease_id: str,
+        written: Sequence[WrittenFrame],
+        *,
+        ends_lease: bool,
+    ) -> list[Block]:
+        """See BlockStore. ends_lease: the lease ends once the blocks are visible."""
+        store, now_s = self.seen(attachment_id)
+        blocks = store.commit(attachment_id, lease_id, written, now_s)
+        if ends_lease:
+            store.release([lease_id], num_bytes_read=0, now_s=now_s)
+        self.look_for_room()
+        return blocks
+
+    def abort(
+        self,
+        attachment_id: str,
+        lease_id: str,
+        written: Sequence[WrittenFrame],
+        *,
+        quarantine: bool,
+    ) -> None:
+        """See BlockStore."""
+        store, now_s = self.seen(attachment_id)
+        store.abort(attachment_id, lease_id, written, quarantine=quarantine, now_s=now_s)
+
+    # -- history
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether events of blocks are remembered."""
+        return self.settings.max_history_blocks > 0
+
+    def note_verified(
+        self,
+        attachment_id: str,
+        frames: Sequence[int],
+        generations: Sequence[int],
+        trace: TraceContext | None,
+    ) -> None:
+        """See BlockStore."""
+        if self.store is not None:
+            self.store.note_verified(attachment_id, frames, generations, trace)
+
+    def history(self, prefix: bytes, max_blocks: int) -> list[PastBlock]:
+        """See BlockHistory.find."""
+        store = self.store
+        if store is None:
+            return []
+        found = store.history.find(prefix, max_blocks)
+        return [PastBlock(each, past, store.tree.find(each)) for each, past in found]
 
     # -- bytes
 
@@ -319,32 +465,25 @@ class StoreNode:
 
     async def copy_out(
         self, attachment_id: str, lease_id: str, blocks: Sequence[Block], chunk_bytes: int
-    ) -> AsyncIterator[tuple[int, int, bytes, bool]]:
-        """Yields pieces of blocks (gRPC transport): (index, offset, bytes, is stale). A stale block
-        is one piece without bytes.
-
-        Raises: LeaseLapsed, UnknownAttachment.
-        """
+    ) -> AsyncGenerator[ReadPiece, None]:
+        """See BlockSource. Raises: LeaseLapsed, UnknownAttachment, InvalidArgument."""
         store, _ = self.seen(attachment_id)
         lease = self._need_lease(store, lease_id)
-        if not 0 < chunk_bytes <= MAX_CHUNK_BYTES or self.slab is None:
-            raise InvalidArgument("chunk_bytes", f"between 1 and {MAX_CHUNK_BYTES}")
-        hold_id, held = store.hold(blocks)
-        try:
-            for index, (block, holds) in enumerate(zip(blocks, held, strict=True)):
-                if not holds:
-                    store.refused[GENERATION] += 1
-                    yield index, 0, b"", True
-                    continue
-                frame = self.slab.block(block.frame)
-                for offset in range(0, store.frame_bytes, chunk_bytes):
-                    yield index, offset, frame[offset : offset + chunk_bytes].tobytes(), False
-                if not lease.is_probe:
-                    store.counters.num_bytes_read += store.frame_bytes
-            sent = [block for block, holds in zip(blocks, held, strict=True) if holds]
-            store.note_read(PULLED, sent, self._name_of(store, attachment_id))
-        finally:
-            store.unhold(hold_id)
+        sent: dict[int, Block] = {}
+        pieces = read_pieces(store, blocks, chunk_bytes, self._contents)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+                if not piece.is_stale:
+                    sent[piece.at] = blocks[piece.at]
+                    store.counters.num_bytes_read += 0 if lease.is_probe else len(piece.data)
+        store.note_read(PULLED, list(sent.values()), self._name_of(store, attachment_id))
+
+    async def _contents(self, frames: Sequence[int]) -> AsyncIterator[memoryview]:
+        if self.slab is None:
+            raise Internal("there are attachments and no memory")
+        for frame in frames:
+            yield self.slab.block(frame).data
 
     async def push(
         self,
@@ -355,7 +494,7 @@ class StoreNode:
         destinations: Sequence[int],
         budget_s: float,
     ) -> PushOutcome:
-        """Write blocks into the worker's own blocks (NIXL transport). Raises: as PushPeers.push,
+        """Write blocks into the worker's own blocks (NIXL transport). Raises: as BlockPusher.push,
         LeaseLapsed, UnknownAttachment."""
         store, _ = self.seen(attachment_id)
         lease = self._need_lease(store, lease_id)
@@ -385,9 +524,9 @@ class StoreNode:
         store.note_read(REFUSED, blocks, self._name_of(store, attachment_id))
         return await _repair(store, self.slab, blocks) if self.slab is not None else 0
 
-    def is_push_terminal(self, push_id: str) -> bool:
-        """See PushPeers; without memory nothing moves."""
-        return self.peers is None or self.peers.is_terminal(push_id)
+    def close_push(self, push_id: str) -> bool:
+        """See BlockPusher; without memory nothing moves."""
+        return self.peers is None or self.peers.close_push(push_id)
 
     # -- maintenance
 
@@ -396,6 +535,8 @@ class StoreNode:
         waits."""
         if self.tier is not None:
             self.tier.kick()
+        if self.store is not None:
+            self._freeze_blocks(self.store)
 
     async def _maintain(self, store: BlockStore, slab: Slab, check: SlicedCheck) -> None:
         num_calls = 0
@@ -409,7 +550,6 @@ class StoreNode:
                 self._detach_gone(store, slab)
             self.look_for_room()
             self._touch_ahead(store, slab)
-            self._freeze_blocks(store)
             is_idle, num_calls = num_calls == check.num_calls, check.num_calls
             num_heard = num_calls + self._num_beats
             is_due = now_s - checked_s >= self.settings.integrity_interval_s
@@ -464,7 +604,7 @@ class StoreNode:
 
     # -- inside
 
-    async def _with_memory(self, block_bytes: int) -> tuple[BlockStore, PushPeers]:
+    async def _with_memory(self, block_bytes: int) -> tuple[BlockStore, Slab, BlockPusher]:
         """Take the memory, if that was not done yet. Raises: NoCapacity."""
         if self.store is None:
             # A worker that leaves meanwhile does not take the memory along: the next one needs it.
@@ -472,9 +612,9 @@ class StoreNode:
             taking.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
             await complete_despite_cancel(taking)
             taking.result()
-        if self.store is None or self.peers is None:
+        if self.store is None or self.slab is None or self.peers is None:
             raise Internal("the memory was taken and is not there")
-        return self.store, self.peers
+        return self.store, self.slab, self.peers
 
     async def _take_memory(self, block_bytes: int) -> None:
         settings = self.settings
@@ -483,6 +623,8 @@ class StoreNode:
         )
         # In a thread, for a million frames take 0.2 s.
         store = await asyncio.to_thread(self._make_store, slab)
+        if slab.layout.num_frames > MAX_DEFAULT_FRAMES:
+            gc.freeze()  # a look of the garbage collector at lists of a million frames takes 30 ms
         logs.event(
             logger,
             "slab",
@@ -505,7 +647,7 @@ class StoreNode:
             )
             self.tier.start()
         self.slab, self.store = slab, store
-        self.peers = PushPeers(
+        self.peers = BlockPusher(
             store,
             Frames(Region(slab.frames_address, slab.frames.nbytes), slab.layout.stride_bytes),
             settings.nixl_net_devices,
@@ -524,7 +666,7 @@ class StoreNode:
             StoreLimits(settings.max_lease_s, settings.quarantine_grace_s, shares),
             published=slab.generations,
             changes=self._changes,
-            history=BlockHistory(settings.max_history_blocks, tracing=self.tracing),
+            history=BlockHistory(settings.max_history_blocks),
         )
 
     def _name_of(self, store: BlockStore, attachment_id: str) -> str:
@@ -578,7 +720,12 @@ async def _repair(store: BlockStore, slab: Slab, blocks: Sequence[Block]) -> int
         bad = [
             block for block, known, now in zip(held, expected, found, strict=True) if now != known
         ]
-        num_dropped = store.drop(bad)
+        num_dropped, num_below = 0, DROP_AT_ONCE
+        while num_below == DROP_AT_ONCE:  # most of a store may hang on one block
+            num_below = store.drop_below(bad, DROP_AT_ONCE)
+            num_dropped += num_below
+            await asyncio.sleep(0)
+        num_dropped += store.drop(bad)
     finally:
         store.unhold(hold_id)
     if repaired or num_dropped:

@@ -24,6 +24,7 @@ from operator import attrgetter
 from kvstore.blocks import Block, Page
 from kvstore.change_log import ChangeLog, NullLog
 from kvstore.errors import IntegrityError
+from kvstore.sharded_dict import ShardedDict
 from kvstore.tenancy import POOL, TenantShares
 
 
@@ -32,7 +33,9 @@ class TreeNode:
     """A block that is present, and its bookkeeping.
 
     tenant: whose share its places are charged to. num_page_uses: reads and writes under way that
-    need its page. last_used: a count of uses, no time. in_orders: see LruOrder.
+    need its page. last_used: a count of uses, no time. in_orders: see LruOrder. The children are a
+    list linked from the first one on; a node that was removed is in none, so that it is freed
+    without the garbage collector.
     """
 
     chain_hash: bytes
@@ -41,13 +44,15 @@ class TreeNode:
     tenant: str
     block: Block | None = None
     page: Page | None = None
-    num_children: int = 0
     num_page_children: int = 0
     num_pins: int = 0
     num_hits: int = 0
     num_page_uses: int = 0
     last_used: int = 0
     in_orders: int = 0
+    first_child: TreeNode | None = None
+    next_sibling: TreeNode | None = None
+    previous_sibling: TreeNode | None = None
 
     @property
     def is_clean(self) -> bool:
@@ -57,7 +62,7 @@ class TreeNode:
     @property
     def may_be_evicted(self) -> bool:
         """Whether it lies in a frame only and can leave the store with it."""
-        return self.may_be_demoted and self.num_children == 0
+        return self.may_be_demoted and self.first_child is None
 
     @property
     def may_be_demoted(self) -> bool:
@@ -74,7 +79,14 @@ class TreeNode:
         """Whether its page can be given to another block."""
         if self.page is None or self.num_page_uses or self.num_page_children:
             return False
-        return self.block is not None or (self.num_children == 0 and self.num_pins == 0)
+        return self.block is not None or (self.first_child is None and self.num_pins == 0)
+
+    def children(self) -> Iterator[TreeNode]:
+        """Those that are present."""
+        child = self.first_child
+        while child is not None:
+            yield child
+            child = child.next_sibling
 
 
 class LruOrder:
@@ -131,11 +143,11 @@ class LruOrder:
 
 
 class PrefixTree:
-    """The present blocks by chain hash, parents before children."""
+    """The present blocks by chain hash."""
 
     def __init__(self, shares: TenantShares, changes: ChangeLog | None = None) -> None:
         """changes: gets each block that comes or goes."""
-        self.nodes: dict[bytes, TreeNode] = {}
+        self.nodes: ShardedDict[bytes, TreeNode] = ShardedDict()
         self.num_pinned = 0
         """Nodes with a pin, also tails and nodes that left the tree meanwhile."""
         self.clean: set[TreeNode] = set()
@@ -144,7 +156,7 @@ class PrefixTree:
         """Blocks that ever came."""
         self.has_pages = False
         """Whether there is a file tier: without one nothing is demoted."""
-        self._shares = shares
+        self.shares = shares
         self._changes = NullLog() if changes is None else changes
         self._tick = 0
         groups = (*shares.shares, POOL)
@@ -157,8 +169,8 @@ class PrefixTree:
         return len(self.nodes)
 
     def __iter__(self) -> Iterator[TreeNode]:
-        """Every node, parents before children."""
-        return iter(self.nodes.values())
+        """Every node, in no order."""
+        return (node for _, node in self.nodes.items())
 
     def find(self, chain_hash: bytes) -> TreeNode | None:
         """The node of a block that is present."""
@@ -178,25 +190,23 @@ class PrefixTree:
             found.append(node)
         return found
 
-    def snapshot(self) -> list[bytes]:
-        """Every chain hash that is present, parents before children. The log of changes is cleared
-        in the same turn: what it holds from here on comes on top of these."""
+    def snapshot(self, num_hashes: int) -> Iterator[list[bytes]]:
+        """Every chain hash that is present, in no order, in lists of `num_hashes`. Each list is of
+        the moment in which it is asked for. The log of changes is cleared now: what it holds from
+        here on brings the lists up to date."""
         self._changes.clear()
-        return list(self.nodes)
+        return self.nodes.keys_in_pieces(num_hashes)
 
-    def with_all_below(self, nodes: Iterable[TreeNode]) -> list[TreeNode]:
-        """Those of `nodes` that are present and every node below them, children before parents.
-        O(n): for what is rare."""
-        marked = {id(node) for node in nodes if self.is_present(node)}
-        if not marked:
-            return []
-        found: list[TreeNode] = []
-        for node in self:
-            if id(node) in marked or (node.parent is not None and id(node.parent) in marked):
-                marked.add(id(node))
-                found.append(node)
-        found.reverse()
-        return found
+    def leaves_first(self, node: TreeNode) -> Iterator[TreeNode]:
+        """The node and all below it, children before parents. The caller must remove each of them
+        before it asks for the next."""
+        at: TreeNode | None = node
+        while at is not None:
+            while at.first_child is not None:
+                at = at.first_child
+            parent = at.parent if at is not node else None
+            yield at
+            at = parent
 
     # -- changes
 
@@ -213,14 +223,16 @@ class PrefixTree:
 
         Raises: IntegrityError if it is there already or its parent is not.
         """
-        if chain_hash in self.nodes:
-            raise IntegrityError(f"tree: {chain_hash.hex()} is there already")
         if parent is not None and not self.is_present(parent):
             raise IntegrityError(f"tree: the parent of {chain_hash.hex()} is not there")
         node = TreeNode(chain_hash, parent, parent.depth + 1 if parent else 0, tenant, block)
+        if not self.nodes.add(chain_hash, node):
+            raise IntegrityError(f"tree: {chain_hash.hex()} is there already")
         if parent is not None:
-            parent.num_children += 1
-        self.nodes[chain_hash] = node
+            first = node.next_sibling = parent.first_child
+            if first is not None:
+                first.previous_sibling = node
+            parent.first_child = node
         self.num_inserted += 1
         if page is not None:
             self.set_page(node, page)
@@ -230,11 +242,18 @@ class PrefixTree:
 
     def remove(self, node: TreeNode) -> None:
         """Take a leaf without a page out. Raises: IntegrityError if it is none."""
-        if node.num_children or node.page is not None or not self.is_present(node):
+        if node.first_child is not None or node.page is not None or not self.is_present(node):
             raise IntegrityError(f"tree: {node.chain_hash.hex()} cannot be removed")
-        del self.nodes[node.chain_hash]
+        self.nodes.remove(node.chain_hash)
+        before, after = node.previous_sibling, node.next_sibling
+        node.previous_sibling = node.next_sibling = None
+        if after is not None:
+            after.previous_sibling = before
+        if before is not None:
+            before.next_sibling = after
+        elif node.parent is not None:
+            node.parent.first_child = after
         if node.parent is not None:
-            node.parent.num_children -= 1
             self._update_orders(node.parent)
         self._changes.append(False, node.chain_hash)
 
@@ -292,13 +311,13 @@ class PrefixTree:
         if node.page is None:
             self.clean.discard(node)
             if node.may_be_demoted:
-                group = self._shares.group(node.tenant)
-                if node.num_children == 0:
+                group = self.shares.group(node.tenant)
+                if node.first_child is None:
                     self.leaf_order[group].offer(node)
                 if self.has_pages:
                     self.demotion_order[group].offer(node)
             return
-        group = self._shares.group(node.tenant)
+        group = self.shares.group(node.tenant)
         if node.is_clean:
             self.clean.add(node)
             self.clean_order[group].offer(node)

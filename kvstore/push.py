@@ -1,5 +1,5 @@
-"""Pushes over NIXL: the owner of frames, a store or a lender, WRITEs them into a worker's blocks,
-and knows for each push whether it is over.
+"""BlockPusher: pushes over NIXL. The owner of frames, a store or a lender, WRITEs them into a
+worker's blocks, and knows for each push whether it is over.
 
 States of a push: unknown -> moving -> terminal. Asking about an unknown one makes it terminal, so
 that a request which is still on its way is refused when it comes: after a "terminal" nothing moves.
@@ -26,6 +26,19 @@ from process.tasks import complete_despite_cancel
 
 REMEMBERED = 65_536
 """How many terminal pushes are remembered; a forgotten one is unknown, hence terminal, too."""
+
+START_S = 30.0
+_CLOSE_S = 1.0
+
+
+@dataclass(frozen=True)
+class PeerBlocks:
+    """What a worker says of its blocks: its agent's metadata and its one registered region."""
+
+    metadata: bytes
+    region: Region
+    num_blocks: int
+    block_bytes: int
 
 
 @dataclass(frozen=True)
@@ -68,130 +81,12 @@ class PushOutcome:
     stale: list[int] = field(default_factory=list)
 
 
-class PushTable:
-    """The pushes of one owner of frames, and their states."""
+class BlockPusher:
+    """The owner's NIXL agent, made for the first peer; the peer of each attachment; and the pushes
+    to them.
 
-    def __init__(self, source: Readable, frames: Frames, agent: NixlAgent) -> None:
-        self._source = source
-        self._frames = frames
-        self._agent = agent
-        self._moving: dict[str, tuple[str, Transfer]] = {}  # push -> (peer, transfer)
-        self._terminal: OrderedDict[str, None] = OrderedDict()
-
-    @property
-    def num_moving(self) -> int:
-        return len(self._moving)
-
-    def is_terminal(self, push_id: str) -> bool:
-        """Whether nothing moves for this push, now and later."""
-        if push_id in self._moving:
-            return False
-        self._end(push_id)
-        return True
-
-    async def quiet(self, peer: str) -> None:
-        """Wait until nothing moves to a peer."""
-        while waiting := [t.settled for p, t in self._moving.values() if p == peer]:
-            await asyncio.wait(waiting)
-
-    async def push(
-        self,
-        push_id: str,
-        target: Target,
-        blocks: Sequence[Block],
-        destinations: Sequence[int],
-        deadline: Deadline,
-    ) -> PushOutcome:
-        """Write blocks into the worker's blocks of the same index in `destinations`.
-
-        Raises: InvalidArgument; AlreadyExists for an id that was used; TransferFailed when it ended
-            with an error or could not begin. Cancelled or late, it goes on until its pieces under
-            way are over.
-        """
-        if not push_id:
-            raise InvalidArgument("push_id", "must be given")
-        if len(blocks) != len(destinations):
-            raise InvalidArgument("destinations", "one for each block")
-        if any(destination >= target.num_blocks for destination in destinations):
-            raise InvalidArgument("destinations", f"the region has {target.num_blocks} blocks")
-        if push_id in self._moving or push_id in self._terminal:
-            raise AlreadyExists(f"push {push_id} was there already")
-        hold_id, held = self._source.hold(blocks)
-        stale = [index for index, holds in enumerate(held) if not holds]
-        self._source.refused[GENERATION] += len(stale)
-        try:
-            transfer = self._start(target, blocks, destinations, held, deadline)
-        except BaseException:  # the agent is closed: nothing moves
-            self._source.unhold(hold_id)
-            raise
-        self._moving[push_id] = (target.peer, transfer)
-
-        def over(_: asyncio.Future[None]) -> None:
-            del self._moving[push_id]
-            self._end(push_id)
-            self._source.unhold(hold_id)
-
-        transfer.settled.add_done_callback(over)
-        try:
-            error = await asyncio.shield(transfer.done)
-        except asyncio.CancelledError:
-            transfer.abandon()
-            raise
-        if error is not None and not isinstance(error, TransferFailed):
-            return PushOutcome(terminal=False)
-        await asyncio.wait([transfer.settled])  # the hold is let go before the answer is out
-        if error is not None:
-            raise error
-        num_bytes = (len(blocks) - len(stale)) * self._source.frame_bytes
-        return PushOutcome(terminal=True, num_bytes=num_bytes, stale=stale)
-
-    def _start(
-        self,
-        target: Target,
-        blocks: Sequence[Block],
-        destinations: Sequence[int],
-        held: Sequence[bool],
-        deadline: Deadline,
-    ) -> Transfer:
-        own, stride = self._frames.region, self._frames.stride_bytes
-        frame_bytes = self._source.frame_bytes
-        runs = merge_runs(
-            (
-                (
-                    own.address + block.frame * stride,
-                    target.region.address + destination * frame_bytes,
-                )
-                for block, destination, holds in zip(blocks, destinations, held, strict=True)
-                if holds
-            ),
-            frame_bytes,
-        )
-        return self._agent.write(target.peer, runs, deadline, local=own, remote=target.region)
-
-    def _end(self, push_id: str) -> None:
-        self._terminal[push_id] = None
-        while len(self._terminal) > REMEMBERED:
-            self._terminal.popitem(last=False)
-
-
-START_S = 30.0
-_CLOSE_S = 1.0
-
-
-@dataclass(frozen=True)
-class PeerBlocks:
-    """What a worker says of its blocks: its agent's metadata and its one registered region."""
-
-    metadata: bytes
-    region: Region
-    num_blocks: int
-    block_bytes: int
-
-
-class PushPeers:
-    """The owner's NIXL agent, made for the first peer, and the peer of each attachment.
-
-    Life of a peer: `meet` -> pushes -> `forget`, which waits until nothing moves to it any more.
+    Life of a peer: `meet` -> `add` -> pushes -> it is not among those that `keep` names: it is
+    forgotten once nothing moves to it any more.
     """
 
     def __init__(
@@ -204,26 +99,26 @@ class PushPeers:
         before: Callable[[], None] = lambda: None,
     ) -> None:
         """name: of the agent, with a random part behind it. before: see NixlAgent.register."""
+        self.name = f"{name}-{secrets.token_hex(16)}"
+        """Of the agent."""
+        self.metadata = b""
         self._source = source
         self._frames = frames
         self._net_devices = net_devices
-        self._name = f"{name}-{secrets.token_hex(16)}"
         self._before = before
         self._starting = asyncio.Lock()
-        self._targets: dict[str, Target] = {}
-        self._forgetting: set[asyncio.Task[None]] = set()
         self._agent: NixlAgent | None = None
-        self._pushes: PushTable | None = None
-        self.metadata = b""
-
-    @property
-    def name(self) -> str:
-        """Of the agent."""
-        return self._name
+        self._targets: dict[str, Target] = {}  # by attachment
+        self._moving: dict[str, tuple[str, Transfer]] = {}  # push -> (peer, transfer)
+        self._terminal: OrderedDict[str, None] = OrderedDict()
+        self._forgetting: set[asyncio.Task[None]] = set()
 
     @property
     def num_moving(self) -> int:
-        return self._pushes.num_moving if self._pushes is not None else 0
+        """Pushes."""
+        return len(self._moving)
+
+    # -- peers
 
     async def meet(self, peer: PeerBlocks) -> Target:
         """Bring the two agents together. Raises: InvalidArgument, FailedPrecondition when NIXL
@@ -250,24 +145,6 @@ class PushPeers:
         """Pushes of this attachment go there."""
         self._targets[attachment_id] = target
 
-    async def push(
-        self,
-        attachment_id: str,
-        push_id: str,
-        blocks: Sequence[Block],
-        destinations: Sequence[int],
-        deadline: Deadline,
-    ) -> PushOutcome:
-        """See PushTable. Raises: FailedPrecondition for an attachment of another transport."""
-        target = self._targets.get(attachment_id)
-        if target is None or self._pushes is None:
-            raise FailedPrecondition("push: this worker is not attached with transport nixl")
-        return await self._pushes.push(push_id, target, blocks, destinations, deadline)
-
-    def is_terminal(self, push_id: str) -> bool:
-        """See PushTable; without an agent nothing moves."""
-        return self._pushes is None or self._pushes.is_terminal(push_id)
-
     def keep(self, attachment_ids: Collection[str]) -> None:
         """Forget the peers of all others, each once nothing moves to it."""
         for attachment_id in self._targets.keys() - set(attachment_ids):
@@ -280,15 +157,109 @@ class PushPeers:
             return True
         return await self._agent.close(Deadline.after(timeout_s))
 
+    # -- pushes
+
+    def close_push(self, push_id: str) -> bool:
+        """Whether nothing moves for this push, now and later: one that is not known is refused from
+        here on."""
+        if push_id in self._moving:
+            return False
+        self._end(push_id)
+        return True
+
+    async def push(
+        self,
+        attachment_id: str,
+        push_id: str,
+        blocks: Sequence[Block],
+        destinations: Sequence[int],
+        deadline: Deadline,
+    ) -> PushOutcome:
+        """Write blocks into the worker's blocks of the same index in `destinations`.
+
+        Raises: InvalidArgument; FailedPrecondition for an attachment of another transport;
+            AlreadyExists for an id that was used; TransferFailed when it ended with an error or
+            could not begin. Cancelled or late, it goes on until its pieces under way are over.
+        """
+        target = self._targets.get(attachment_id)
+        if target is None or self._agent is None:
+            raise FailedPrecondition("push: this worker is not attached with transport nixl")
+        if not push_id:
+            raise InvalidArgument("push_id", "must be given")
+        if len(blocks) != len(destinations):
+            raise InvalidArgument("destinations", "one for each block")
+        if any(destination >= target.num_blocks for destination in destinations):
+            raise InvalidArgument("destinations", f"the region has {target.num_blocks} blocks")
+        if push_id in self._moving or push_id in self._terminal:
+            raise AlreadyExists(f"push {push_id} was there already")
+        hold_id, held = self._source.hold(blocks)
+        stale = [index for index, holds in enumerate(held) if not holds]
+        self._source.refused[GENERATION] += len(stale)
+        try:
+            transfer = self._write(self._agent, target, blocks, destinations, held, deadline)
+        except BaseException:  # the agent is closed: nothing moves
+            self._source.unhold(hold_id)
+            raise
+        self._moving[push_id] = (target.peer, transfer)
+
+        def over(_: asyncio.Future[None]) -> None:
+            del self._moving[push_id]
+            self._end(push_id)
+            self._source.unhold(hold_id)
+
+        transfer.settled.add_done_callback(over)
+        try:
+            error = await asyncio.shield(transfer.done)
+        except asyncio.CancelledError:
+            transfer.abandon()
+            raise
+        if error is not None and not isinstance(error, TransferFailed):
+            return PushOutcome(terminal=False)
+        await asyncio.wait([transfer.settled])  # the hold is let go before the answer is out
+        if error is not None:
+            raise error
+        num_bytes = (len(blocks) - len(stale)) * self._source.frame_bytes
+        return PushOutcome(terminal=True, num_bytes=num_bytes, stale=stale)
+
+    # -- inside
+
+    def _write(
+        self,
+        agent: NixlAgent,
+        target: Target,
+        blocks: Sequence[Block],
+        destinations: Sequence[int],
+        held: Sequence[bool],
+        deadline: Deadline,
+    ) -> Transfer:
+        own, stride = self._frames.region, self._frames.stride_bytes
+        frame_bytes = self._source.frame_bytes
+        runs = merge_runs(
+            (
+                (
+                    own.address + block.frame * stride,
+                    target.region.address + destination * frame_bytes,
+                )
+                for block, destination, holds in zip(blocks, destinations, held, strict=True)
+                if holds
+            ),
+            frame_bytes,
+        )
+        return agent.write(target.peer, runs, deadline, local=own, remote=target.region)
+
+    def _end(self, push_id: str) -> None:
+        self._terminal[push_id] = None
+        while len(self._terminal) > REMEMBERED:
+            self._terminal.popitem(last=False)
+
     async def _start(self) -> None:
         deadline = Deadline.after(START_S)
-        agent = await NixlAgent.start(self._name, self._net_devices, deadline)
+        agent = await NixlAgent.start(self.name, self._net_devices, deadline)
         try:
             self.metadata = await agent.register(self._frames.region, before=self._before)
         except BaseException:
             await agent.close(Deadline.after(_CLOSE_S))
             raise
-        self._pushes = PushTable(self._source, self._frames, agent)
         self._agent = agent
 
     def _forget_later(self, peer: str) -> None:
@@ -297,6 +268,7 @@ class PushPeers:
         task.add_done_callback(self._forgetting.discard)
 
     async def _forget(self, peer: str) -> None:
-        if self._pushes is not None and self._agent is not None:
-            await self._pushes.quiet(peer)
+        while waiting := [t.settled for p, t in self._moving.values() if p == peer]:
+            await asyncio.wait(waiting)
+        if self._agent is not None:
             await self._agent.remove_peer(peer)

@@ -13,15 +13,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import redis.asyncio
-
 from kvstore.change_log import ChangeLog, NullLog
 from kvstore.config import KvStoreSettings
 from kvstore.index_publisher import PrefixIndexPublisher
 from kvstore.node import StoreNode
-from kvstore.server import KvStoreServicer
+from kvstore.service import KvStoreServicer
 from kvstore.status import StoreMetrics, store_status
-from process import grpc_server, registry
+from process import grpc_server
 from process.access import RULES, PeerRole
 from process.metrics import HealthProbes, LoopCollector, MetricsServer
 from process.tls import TlsIdentity
@@ -51,7 +49,10 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
     )
     node = StoreNode(settings, settings.node_id, changes=changes, tracing=tracing)
     servicer = KvStoreServicer(
-        node, lambda: (publisher.sequence, publisher.synced) if publisher else (0, False)
+        node,
+        node,
+        tracing=tracing,
+        index_state=lambda: (publisher.sequence, publisher.synced) if publisher else (0, False),
     )
     server, bound = await grpc_server.listen(
         settings.listen,
@@ -64,12 +65,8 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
         address = settings.advertise or bound
         node.start()
         tracing.start()
-        client = None
         if settings.redis_url:
-            client = registry.connect_redis(
-                settings.redis_url, settings.redis_timeout_s, settings.redis
-            )
-            publisher = _publisher(settings, node, changes, address, client)
+            publisher = _publisher(settings, node, changes, address)
             publisher.start()
         health = HealthProbes()
         metrics = _metrics_server(node, publisher, health)
@@ -86,8 +83,6 @@ async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
             await server.stop(settings.stop_timeout_s)
             if publisher is not None:
                 await publisher.stop()
-            if client is not None:
-                await client.aclose()
     finally:
         await server.stop(0)
         await node.stop()
@@ -103,14 +98,10 @@ def _metrics_server(
 
 
 def _publisher(
-    settings: KvStoreSettings,
-    node: StoreNode,
-    changes: ChangeLog,
-    address: str,
-    client: redis.asyncio.Redis,
+    settings: KvStoreSettings, node: StoreNode, changes: ChangeLog, address: str
 ) -> PrefixIndexPublisher:
     return PrefixIndexPublisher(
-        client,
+        settings.redis_url,
         node_id=node.node_id,
         incarnation=node.incarnation,
         status=lambda: store_status(node, address),
@@ -119,4 +110,5 @@ def _publisher(
         heartbeat_s=settings.heartbeat_s,
         heartbeat_ttl_s=settings.heartbeat_ttl_s,
         timeout_s=settings.redis_timeout_s,
+        access=settings.redis,
     )

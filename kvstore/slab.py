@@ -59,7 +59,7 @@ taken in."""
 MAX_DEFAULT_BYTES = 8 << 30
 """The kernel takes 0.3 s a GiB to clear the pages (measured), and the first worker waits 3 s."""
 MAX_DEFAULT_FRAMES = 1 << 17
-"""The store's books take 60 bytes and a check of its laws 9 us for each (measured): blocks of a few
+"""The store's books take 60 bytes and a check of its laws 8 us for each (measured): blocks of a few
 kilobytes, as of test models, would make millions."""
 MIN_FRAMES = 64
 """A store that chose its size itself is not worth a start below that."""

@@ -1,10 +1,10 @@
 """A store's numbers, as a status, a row of the registry, and /metrics show them.
 
-`StoreStats` reads each number where it is kept, once; its fields have the names that GetStatusReply
-and StoreStatus give them, so that a message is filled by name. Prometheus has names and labels of
-its own. Before the first worker attached there is no memory: messages have zeros, and the families
-of frames no samples. Tenants without a share are one sample together: their names come from
-clients, and there is no bound on them.
+The fields of `StoreStats` have the names that GetStatusReply and StoreStatus give them, so that a
+message is filled by name. Prometheus has names and labels of its own. Before the first worker
+attached there is no memory: messages have zeros, and the families of frames no samples. Tenants
+without a share are one sample together: their names come from clients, and there is no bound on
+them.
 
 Reads, changes nothing. One asyncio loop; /metrics reads on it, too (process/metrics.py).
 """
@@ -12,18 +12,18 @@ Reads, changes nothing. One asyncio loop; /metrics reads on it, too (process/met
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from prometheus_client.metrics_core import Metric
 
 from kvstore import tenancy
 from kvstore.block_store import BlockStore
 from kvstore.errors import REASONS
-from kvstore.history import OneHistory
 from kvstore.index_publisher import PrefixIndexPublisher
 from kvstore.node import StoreNode
 from kvstore.slab import Slab
 from kvstore.slot_pool import SlotState
+from kvstore.source import PastBlock, StoreStats
 from process.metrics import Labels, counter, counters, gauge, gauges, trace_spans
 from protos import common_pb2, inference_pb2, kvstore_pb2
 
@@ -32,76 +32,24 @@ MAX_TENANTS = 64
 OTHER_TENANTS = "(others)"
 
 
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """Levels and sums of one life of a store."""
-
-    frame_bytes: int
-    num_frames: int
-    num_free: int
-    num_writing: int
-    num_committed: int
-    num_quarantined: int
-    num_pinned: int
-    num_tails: int
-    num_pages: int
-    num_pages_used: int
-    num_leases: int
-    num_attachments: int
-    num_lookups: int
-    num_blocks_asked: int
-    num_blocks_matched: int
-    num_bytes_written: int
-    num_bytes_read: int
-    num_evictions: int
-    num_leases_lapsed: int
-    num_demoted: int
-    num_promoted: int
-    num_pages_bad: int
-    num_damaged: int
-
-    @classmethod
-    def of(cls, store: BlockStore) -> StoreStats:
-        """Now."""
-        frames, table, sums = store.frames, store.table, store.counters
-        return cls(
-            frame_bytes=store.frame_bytes,
-            num_frames=frames.num_slots,
-            num_free=frames.count(SlotState.FREE),
-            num_writing=frames.count(SlotState.WRITING),
-            num_committed=frames.count(SlotState.COMMITTED),
-            num_quarantined=frames.count(SlotState.QUARANTINED),
-            num_pinned=store.num_pinned(),
-            num_tails=store.num_tails,
-            num_pages=table.pages.num_slots,
-            num_pages_used=table.pages.count(SlotState.COMMITTED),
-            num_leases=len(store.leases),
-            num_attachments=len(store.attachments),
-            num_lookups=sums.num_lookups,
-            num_blocks_asked=sums.num_blocks_asked,
-            num_blocks_matched=sums.num_blocks_matched,
-            num_bytes_written=sums.num_bytes_written,
-            num_bytes_read=sums.num_bytes_read,
-            num_evictions=table.num_evictions,
-            num_leases_lapsed=sums.num_leases_lapsed,
-            num_demoted=table.num_demoted,
-            num_promoted=table.num_promoted,
-            num_pages_bad=table.num_pages_bad,
-            num_damaged=sums.num_damaged,
-        )
-
-
 def fill(
-    message: kvstore_pb2.GetStatusReply | inference_pb2.StoreStatus, store: BlockStore
+    message: kvstore_pb2.GetStatusReply | inference_pb2.StoreStatus, stats: StoreStats
 ) -> None:
     """The numbers that the message has a field for, and tenants."""
-    stats, known = StoreStats.of(store), message.DESCRIPTOR.fields_by_name
+    names = set(message.DESCRIPTOR.fields_by_name) - {"tenants", "refused"}
     for field in fields(stats):
-        if field.name in known:
+        if field.name in names:
             setattr(message, field.name, getattr(stats, field.name))
-    message.tenants.extend(_tenants(store))
+    message.tenants.extend(
+        common_pb2.TenantUsage(
+            tenant=each.tenant,
+            num_blocks=each.num_slots,
+            num_blocks_guaranteed=each.num_guaranteed,
+        )
+        for each in stats.tenants[:MAX_TENANTS]
+    )
     if isinstance(message, kvstore_pb2.GetStatusReply):
-        for reason, num_blocks in sorted(store.refused.items()):
+        for reason, num_blocks in sorted(stats.refused.items()):
             if num_blocks:
                 message.refused.add(reason=reason, num_blocks=num_blocks)
 
@@ -113,20 +61,18 @@ def store_status(node: StoreNode, address: str) -> inference_pb2.StoreStatus:
         address=address,
         incarnation=node.incarnation.hex(),
         reachable=True,
-        integrity_error=node.integrity_error,
-        file_tier_problem=node.file_tier_problem,
     )
-    if node.store is not None:
-        fill(status, node.store)
+    fill(status, node.stats())
     return status
 
 
-def history(chain_hash: bytes, past: OneHistory, store: BlockStore) -> kvstore_pb2.BlockHistory:
+def past_to_proto(past: PastBlock) -> kvstore_pb2.BlockHistory:
     """A block's events, and where it lies now."""
+    chain_hash, history, node = past
     message = kvstore_pb2.BlockHistory(
-        chain_hash=chain_hash, num_events_forgotten=past.num_events - len(past.events)
+        chain_hash=chain_hash, num_events_forgotten=history.num_events - len(history.events)
     )
-    for event in past.events:
+    for event in history.events:
         trace_id = f"{event.trace.trace_id:032x}" if event.trace is not None else ""
         message.events.add(
             unix_us=int(event.unix_s * 1e6),
@@ -134,7 +80,6 @@ def history(chain_hash: bytes, past: OneHistory, store: BlockStore) -> kvstore_p
             worker_id=event.worker_id,
             trace_id=trace_id,
         )
-    node = store.tree.find(chain_hash)
     if node is not None:
         if node.block is not None:
             message.tiers.append(common_pb2.TIER_HOST)
@@ -143,19 +88,6 @@ def history(chain_hash: bytes, past: OneHistory, store: BlockStore) -> kvstore_p
         message.num_hits, message.num_pins = node.num_hits, node.num_pins
         message.parent = node.parent.chain_hash if node.parent is not None else b""
     return message
-
-
-def _tenants(store: BlockStore) -> list[common_pb2.TenantUsage]:
-    """Tenants with a share of their own, then those that hold most."""
-    usage = tenancy.usage([store.table.frame_account, store.table.page_account])
-    return [
-        common_pb2.TenantUsage(
-            tenant=each.tenant,
-            num_blocks=each.num_slots,
-            num_blocks_guaranteed=each.num_guaranteed,
-        )
-        for each in usage[:MAX_TENANTS]
-    ]
 
 
 class StoreMetrics:

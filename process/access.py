@@ -83,7 +83,7 @@ RULES: Mapping[PeerRole, Rules] = {
             "baton.v1.KvStore",
             {
                 "Attach Detach Match Pin Renew Push GetPush Read Report": [PeerRole.DECODE],
-                "Confirm AwaitLent": [PeerRole.DECODE],
+                "Hold AwaitLent": [PeerRole.DECODE],
                 "Release": [PeerRole.DECODE, PeerRole.ROUTER],
                 "GetStatus": [PeerRole.DECODE, *_OBSERVERS],
                 "Reserve Commit Abort Write List GetBlockHistory": [],
@@ -113,7 +113,7 @@ RULES: Mapping[PeerRole, Rules] = {
                 "Release": [*WORKERS, PeerRole.ROUTER],
                 "GetStatus": [*WORKERS, *_OBSERVERS],
                 "List GetBlockHistory": [PeerRole.ADMIN],
-                "Confirm AwaitLent": [],
+                "Hold AwaitLent": [],
             },
         ),
         **_STANDARD,

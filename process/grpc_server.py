@@ -23,7 +23,15 @@ import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -473,7 +481,9 @@ class ReflectionServicer:
             server.add_registered_method_handlers(name, {"ServerReflectionInfo": handler})
 
     @rpc.streaming
-    async def info(self, requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+    async def info(
+        self, requests: AsyncIterator[Any], context: Context
+    ) -> AsyncGenerator[Any, None]:
         """One answer for each question."""
         async for answer in self._inner.ServerReflectionInfo(requests, context):
             yield answer

@@ -2,7 +2,7 @@
 
 An entry is a field of the HASH `baton:<kind>s`, id -> status as JSON. It counts while the key
 `baton:<kind>:{id}:beat` holds the incarnation that the entry names; that key expires BEAT_TTL_MS
-after the last beat, by Redis' own clock.
+(of a store: its `heartbeat_ttl_s`) after the last beat, by Redis' own clock.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import redis.asyncio
+from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
@@ -207,22 +208,29 @@ class RegistryHeartbeat:
         incarnation: str,
         entry: Callable[[], str],
         every_s: float = BEAT_EVERY_S,
+        ttl_ms: int = BEAT_TTL_MS,
+        timeout_s: float = REDIS_TIMEOUT_S,
         access: RedisAccess = NO_ACCESS,
-        follows: tuple[str, Callable[[Mapping[bytes, bytes]], None]] | None = None,
+        beside: Callable[[Pipeline], Callable[[list[Any]], None]] | None = None,
     ) -> None:
-        """`entry` returns the JSON to write at each beat. `follows`: a HASH that is read with each
-        beat, and a callback for its content. Neither callback may raise."""
-        self._redis = connect_redis(redis_url, REDIS_TIMEOUT_S, access)
+        """`entry` returns the JSON to write at each beat. `ttl_ms`: how long a beat counts.
+        `timeout_s`: longest wait for Redis. `beside` is called at each beat: it adds commands of
+        its own to the pipeline and returns what takes their answers. None of these may raise."""
+        self._redis = connect_redis(redis_url, timeout_s, access)
         self._kind = kind
         self._entry_id = entry_id
         self._incarnation = incarnation
         self._entry = entry
         self._every_s = every_s
-        self._follows = follows
+        self._ttl_ms = ttl_ms
+        self._timeout_s = timeout_s
+        self._beside = beside
         self._task: asyncio.Task[None] | None = None
         self._now = asyncio.Event()
         self.is_registered = False
         self.num_beats = 0
+        self.num_failures = 0
+        """Beats that Redis did not take."""
 
     def start(self) -> None:
         """Begin to beat, at once."""
@@ -237,7 +245,7 @@ class RegistryHeartbeat:
         await end_tasks([self._task])
         try:
             remove = self._redis.register_script(_REMOVE)
-            async with asyncio.timeout(REDIS_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 await remove(
                     keys=[entries_key(self._kind), beat_key(self._kind, self._entry_id)],
                     args=[self._entry_id, self._incarnation],
@@ -250,9 +258,10 @@ class RegistryHeartbeat:
         while True:
             self._now.clear()
             try:
-                async with asyncio.timeout(REDIS_TIMEOUT_S):
+                async with asyncio.timeout(self._timeout_s):
                     await self._beat()
             except REDIS_FAILURES as error:
+                self.num_failures += 1
                 if self.is_registered:
                     logs.event(logger, "redis_away", level=logging.WARNING, why=str(error))
                     # Only the connection may be lost: try again at once.
@@ -278,7 +287,7 @@ class RegistryHeartbeat:
         before, after = beat_key(self._kind, "|").split("|")
         try:
             reap = self._redis.register_script(_REAP)
-            async with asyncio.timeout(REDIS_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 num = await reap(keys=[entries_key(self._kind)], args=[before, after])
         except REDIS_FAILURES as error:
             logs.event(logger, "not_reaped", level=logging.WARNING, why=str(error))
@@ -287,12 +296,12 @@ class RegistryHeartbeat:
             logs.event(logger, "reaped", kind=self._kind, num=num)
 
     async def _beat(self) -> None:
+        take: Callable[[list[Any]], None] | None = None
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(entries_key(self._kind), self._entry_id, self._entry())
-            key = beat_key(self._kind, self._entry_id)
-            pipe.set(key, self._incarnation, px=BEAT_TTL_MS)
-            if self._follows is not None:
-                pipe.hgetall(self._follows[0])
-            *_, last = await pipe.execute()
-        if self._follows is not None:
-            self._follows[1](last)
+            pipe.set(beat_key(self._kind, self._entry_id), self._incarnation, px=self._ttl_ms)
+            if self._beside is not None:
+                take = self._beside(pipe)
+            _, _, *answers = await pipe.execute()
+        if take is not None:
+            take(answers)

@@ -12,7 +12,12 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterable,
+)
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -201,7 +206,9 @@ async def write_first(context: grpc.aio.ServicerContext[Any, Any], message: Any)
 
 
 Unary = Callable[[Any, Request, grpc.aio.ServicerContext[Any, Any]], Awaitable[Reply]]
-Streaming = Callable[[Any, Request, grpc.aio.ServicerContext[Any, Any]], AsyncIterator[Reply]]
+Streaming = Callable[
+    [Any, Request, grpc.aio.ServicerContext[Any, Any]], AsyncGenerator[Reply, None]
+]
 
 
 def unary(handler: Unary[Request, Reply]) -> Unary[Request, Reply]:
@@ -228,11 +235,13 @@ def streaming(handler: Streaming[Request, Reply]) -> Streaming[Request, Reply]:
     @functools.wraps(handler)
     async def wrapped(
         self: Any, request: Request, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[Reply]:
+    ) -> AsyncGenerator[Reply, None]:
         try:
             _check_readable(request)
-            async for reply in handler(self, request, context):
-                yield reply
+            # A caller that leaves closes what the handler holds now, not when it is collected.
+            async with contextlib.aclosing(handler(self, request, context)) as replies:
+                async for reply in replies:
+                    yield reply
         except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
             raise
         except Exception as error:

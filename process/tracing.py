@@ -240,20 +240,6 @@ class Tracing:
             attributes=attributes,
         )
 
-    def linked(
-        self, name: str, links: Sequence[SpanLink], attributes: Attributes | None = None
-    ) -> Span:
-        """The span of work that no request asked for, in a trace of its own; NOOP_SPAN without
-        links to sampled ones."""
-        if self._exporter is None or not links:
-            return NOOP_SPAN
-        span = self._record(
-            name, _new_trace_id(), None, kind=SpanKind.INTERNAL, attributes=attributes
-        )
-        for link in links:
-            span.link(link.context, link.attributes)
-        return span
-
     def _record(
         self,
         name: str,

@@ -7,13 +7,12 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("worker_id", "worker_incarnation", "model_fingerprint", "block_bytes", "transport", "nixl_agent", "nixl_metadata", "region_address", "region_num_blocks", "region_device_id", "region_memory", "checksum", "host_id")
+    __slots__ = ("worker_id", "worker_incarnation", "model_fingerprint", "block_bytes", "transport", "nixl_metadata", "region_address", "region_num_blocks", "region_device_id", "region_memory", "checksum", "host_id")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    NIXL_AGENT_FIELD_NUMBER: _ClassVar[int]
     NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
     REGION_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     REGION_NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -26,7 +25,6 @@ class AttachRequest(_message.Message):
     model_fingerprint: bytes
     block_bytes: int
     transport: str
-    nixl_agent: str
     nixl_metadata: bytes
     region_address: int
     region_num_blocks: int
@@ -34,19 +32,15 @@ class AttachRequest(_message.Message):
     region_memory: str
     checksum: int
     host_id: str
-    def __init__(self, worker_id: _Optional[str] = ..., worker_incarnation: _Optional[bytes] = ..., model_fingerprint: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., region_num_blocks: _Optional[int] = ..., region_device_id: _Optional[int] = ..., region_memory: _Optional[str] = ..., checksum: _Optional[int] = ..., host_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., worker_incarnation: _Optional[bytes] = ..., model_fingerprint: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., region_num_blocks: _Optional[int] = ..., region_device_id: _Optional[int] = ..., region_memory: _Optional[str] = ..., checksum: _Optional[int] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "slab_path", "slab_bytes", "frames_offset", "generations_offset", "nixl_agent", "nixl_metadata", "region_address", "attachment_id", "checksum", "ipc_handle", "ipc_offset_bytes", "keeps_history", "tells_when_lent")
+    __slots__ = ("node_id", "incarnation", "frame_bytes", "num_frames", "slab_path", "nixl_metadata", "region_address", "attachment_id", "checksum", "ipc_handle", "ipc_offset_bytes", "keeps_history")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     SLAB_PATH_FIELD_NUMBER: _ClassVar[int]
-    SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FRAMES_OFFSET_FIELD_NUMBER: _ClassVar[int]
-    GENERATIONS_OFFSET_FIELD_NUMBER: _ClassVar[int]
-    NIXL_AGENT_FIELD_NUMBER: _ClassVar[int]
     NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
     REGION_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -54,16 +48,11 @@ class AttachReply(_message.Message):
     IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
     IPC_OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     KEEPS_HISTORY_FIELD_NUMBER: _ClassVar[int]
-    TELLS_WHEN_LENT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: bytes
     frame_bytes: int
     num_frames: int
     slab_path: str
-    slab_bytes: int
-    frames_offset: int
-    generations_offset: int
-    nixl_agent: str
     nixl_metadata: bytes
     region_address: int
     attachment_id: str
@@ -71,8 +60,7 @@ class AttachReply(_message.Message):
     ipc_handle: bytes
     ipc_offset_bytes: int
     keeps_history: bool
-    tells_when_lent: bool
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., slab_path: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., frames_offset: _Optional[int] = ..., generations_offset: _Optional[int] = ..., nixl_agent: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., attachment_id: _Optional[str] = ..., checksum: _Optional[int] = ..., ipc_handle: _Optional[bytes] = ..., ipc_offset_bytes: _Optional[int] = ..., keeps_history: bool = ..., tells_when_lent: bool = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., frame_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., slab_path: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., region_address: _Optional[int] = ..., attachment_id: _Optional[str] = ..., checksum: _Optional[int] = ..., ipc_handle: _Optional[bytes] = ..., ipc_offset_bytes: _Optional[int] = ..., keeps_history: bool = ...) -> None: ...
 
 class DetachRequest(_message.Message):
     __slots__ = ("attachment_id",)
@@ -296,43 +284,45 @@ class GetPushReply(_message.Message):
     terminal: bool
     def __init__(self, terminal: bool = ...) -> None: ...
 
-class ConfirmRequest(_message.Message):
-    __slots__ = ("attachment_id", "lease_id", "frames", "generations", "num_bytes_read")
+class HoldRequest(_message.Message):
+    __slots__ = ("attachment_id", "lease_id", "frames", "generations", "ttl_ms")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
     attachment_id: str
     lease_id: str
     frames: _containers.RepeatedScalarFieldContainer[int]
     generations: _containers.RepeatedScalarFieldContainer[int]
-    num_bytes_read: int
-    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., frames: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., num_bytes_read: _Optional[int] = ...) -> None: ...
+    ttl_ms: int
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., frames: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
-class ConfirmReply(_message.Message):
-    __slots__ = ("stale",)
+class HoldReply(_message.Message):
+    __slots__ = ("stale", "held_ms", "checksum")
     STALE_FIELD_NUMBER: _ClassVar[int]
+    HELD_MS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     stale: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, stale: _Optional[_Iterable[int]] = ...) -> None: ...
+    held_ms: int
+    checksum: int
+    def __init__(self, stale: _Optional[_Iterable[int]] = ..., held_ms: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class AwaitLentRequest(_message.Message):
-    __slots__ = ("attachment_id", "lease_id", "num_known", "num_wanted", "budget_ms", "takes_unsealed", "hold_ms")
+    __slots__ = ("attachment_id", "lease_id", "num_known", "num_wanted", "budget_ms", "hold_ms")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_KNOWN_FIELD_NUMBER: _ClassVar[int]
     NUM_WANTED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
-    TAKES_UNSEALED_FIELD_NUMBER: _ClassVar[int]
     HOLD_MS_FIELD_NUMBER: _ClassVar[int]
     attachment_id: str
     lease_id: str
     num_known: int
     num_wanted: int
     budget_ms: int
-    takes_unsealed: bool
     hold_ms: int
-    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., num_known: _Optional[int] = ..., num_wanted: _Optional[int] = ..., budget_ms: _Optional[int] = ..., takes_unsealed: bool = ..., hold_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, attachment_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., num_known: _Optional[int] = ..., num_wanted: _Optional[int] = ..., budget_ms: _Optional[int] = ..., hold_ms: _Optional[int] = ...) -> None: ...
 
 class AwaitLentReply(_message.Message):
     __slots__ = ("blocks", "is_all", "num_unsealed", "held_ms", "waited_us", "checksum")

@@ -89,10 +89,10 @@ class KvStoreStub(object):
                 request_serializer=protos_dot_kvstore__pb2.GetPushRequest.SerializeToString,
                 response_deserializer=protos_dot_kvstore__pb2.GetPushReply.FromString,
                 _registered_method=True)
-        self.Confirm = channel.unary_unary(
-                '/baton.v1.KvStore/Confirm',
-                request_serializer=protos_dot_kvstore__pb2.ConfirmRequest.SerializeToString,
-                response_deserializer=protos_dot_kvstore__pb2.ConfirmReply.FromString,
+        self.Hold = channel.unary_unary(
+                '/baton.v1.KvStore/Hold',
+                request_serializer=protos_dot_kvstore__pb2.HoldRequest.SerializeToString,
+                response_deserializer=protos_dot_kvstore__pb2.HoldReply.FromString,
                 _registered_method=True)
         self.AwaitLent = channel.unary_unary(
                 '/baton.v1.KvStore/AwaitLent',
@@ -207,9 +207,9 @@ class KvStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Confirm(self, request, context):
-        """CUDA IPC: the caller has copied out of a lender's cache, which it has mapped: which of the blocks were not lent any more.
-        Generations only grow, so what is lent now as it was has not changed since the handle was made.
+    def Hold(self, request, context):
+        """CUDA IPC, of a lender: keep blocks in place for a caller that copies out of the cache, which it has mapped, and say which of
+        them are not lent any more. Generations only grow, so what is lent now as it was has not changed since the handle was made.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -250,7 +250,7 @@ class KvStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Everything present, for audits: parents before children.
+        """Everything present, for audits, in no order. It may change while the answer goes out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -321,10 +321,10 @@ def add_KvStoreServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_kvstore__pb2.GetPushRequest.FromString,
                     response_serializer=protos_dot_kvstore__pb2.GetPushReply.SerializeToString,
             ),
-            'Confirm': grpc.unary_unary_rpc_method_handler(
-                    servicer.Confirm,
-                    request_deserializer=protos_dot_kvstore__pb2.ConfirmRequest.FromString,
-                    response_serializer=protos_dot_kvstore__pb2.ConfirmReply.SerializeToString,
+            'Hold': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=protos_dot_kvstore__pb2.HoldRequest.FromString,
+                    response_serializer=protos_dot_kvstore__pb2.HoldReply.SerializeToString,
             ),
             'AwaitLent': grpc.unary_unary_rpc_method_handler(
                     servicer.AwaitLent,
@@ -670,7 +670,7 @@ class KvStore(object):
             _registered_method=True)
 
     @staticmethod
-    def Confirm(request,
+    def Hold(request,
             target,
             options=(),
             channel_credentials=None,
@@ -683,9 +683,9 @@ class KvStore(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/baton.v1.KvStore/Confirm',
-            protos_dot_kvstore__pb2.ConfirmRequest.SerializeToString,
-            protos_dot_kvstore__pb2.ConfirmReply.FromString,
+            '/baton.v1.KvStore/Hold',
+            protos_dot_kvstore__pb2.HoldRequest.SerializeToString,
+            protos_dot_kvstore__pb2.HoldReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@ counts.
 
 `BATON_TEST_SEED=<n>` replays a seed. Without it a commit has one of three, and the long run a fresh
 one. `BATON_TEST_LONG=1` (`make test-long`) runs the full stated counts; otherwise at least a
-twentieth of each.
+fortieth of each.
 """
 
 from __future__ import annotations
@@ -177,4 +177,4 @@ def seed() -> int:
 @pytest.fixture
 def scale() -> Callable[[int], int]:
     """`scale(full)`: how many of a stated count this run does."""
-    return lambda full: full if LONG else math.ceil(full / 20)
+    return lambda full: full if LONG else math.ceil(full / 40)

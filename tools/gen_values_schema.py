@@ -184,7 +184,12 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "images.pullPolicy": ("IfNotPresent", "Always", "Never"),
     "logLevel": ("debug", "info", "warning", "error"),
 }
-_LEAST: Mapping[str, int] = {"router.replicas": 1, "tls.selfMade.days": 40}
+_LEAST: Mapping[str, int] = {
+    "router.replicas": 1,
+    "router.drainSeconds": 1,
+    "tls.selfMade.days": 40,
+}
+_MOST: Mapping[str, float] = {"monitoring.tracing.sampleRatio": 1}
 
 
 def schema() -> Schema:
@@ -224,7 +229,9 @@ def _of_value(value: Any, path: str) -> Schema:
     if isinstance(value, int):
         return {"type": "integer", "minimum": _LEAST.get(path, 0)}
     if isinstance(value, float):
-        return {"type": "number", "minimum": 0}
+        return {"type": "number", "minimum": 0} | (
+            {"maximum": _MOST[path]} if path in _MOST else {}
+        )
     if isinstance(value, str):
         return {"type": "string"}
     raise TypeError(f"values.yaml: {path}: say in FREE what a {type(value).__name__} may hold")

@@ -70,6 +70,7 @@ class BlockPool:
         self._num_references = array("q", (0,)) * num_blocks
         self._is_cached = bytearray(num_blocks)
         self._num_holds: dict[int, int] = {}
+        self._num_quarantined = 0  # held blocks without a reference
         self._parent = array("q", (NO_BLOCK,)) * num_blocks  # of a cached block: that before it
         # What keeps a block from being free or evictable beside references: cached blocks after it
         # that are not evictable, and one more if it is held.
@@ -90,9 +91,8 @@ class BlockPool:
 
     @property
     def num_quarantined(self) -> int:
-        if not self._num_holds:
-            return 0
-        return sum(1 for block_id in self._num_holds if not self._num_references[block_id])
+        """Held blocks that no request references."""
+        return self._num_quarantined
 
     @property
     def num_referenced(self) -> int:
@@ -168,6 +168,7 @@ class BlockPool:
                     f"block {block_id} is neither referenced nor cached: nothing to share"
                 )
             self._wake(block_id)
+            self._num_quarantined -= block_id in self._num_holds
         self._num_references[block_id] += 1
 
     def put_back(self, block_ids: Iterable[int]) -> None:
@@ -189,6 +190,7 @@ class BlockPool:
                     raise IntegrityError(f"block {block_id} was put back once too often")
                 num_references[block_id] = num_left
                 if not num_left:
+                    self._num_quarantined += block_id in self._num_holds
                     self._settle(block_id, idle)
         finally:
             self._evictable.extend(idle)
@@ -344,6 +346,7 @@ class BlockPool:
             self._num_holds[block_id] -= 1
             if self._num_holds[block_id] == 0:
                 del self._num_holds[block_id]
+                self._num_quarantined -= not self._num_references[block_id]
                 self._unpin(block_id)
 
     def check_integrity(self, num_references: Mapping[int, int] | None = None) -> None:

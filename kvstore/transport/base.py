@@ -123,8 +123,7 @@ class PutItem(NamedTuple):
 
 class GetItems(Sequence[tuple[Block, int]]):
     """Copy committed blocks, each into the block of the worker that is named with it. held_until_s:
-    their owner keeps all of them in place until then, on this process' monotonic clock; 0: nobody
-    said so."""
+    their owner holds all of them until then, on this process' monotonic clock; 0: it does not."""
 
     def __init__(self, items: Sequence[tuple[Block, int]], held_until_s: float = 0.0) -> None:
         """items: (ref, block id)."""
@@ -179,14 +178,11 @@ class GetItems(Sequence[tuple[Block, int]]):
 class GetResult:
     """num_bytes: bytes that came and may be used. failed: index into the items -> reason
     (kvstore.errors.REASONS). checksums: index into the items -> checksum of what came, over the
-    bytes as the worker has them (a device's: as they lie in host memory); one without is bad.
-    num_bytes_untold: of num_bytes those that their owner is to be told of, though this transport
-    does not count its own reads."""
+    bytes as the worker has them (a device's: as they lie in host memory); one without is bad."""
 
     num_bytes: int
     failed: dict[int, str] = field(default_factory=dict)
     checksums: Mapping[int, int] = field(default_factory=dict)
-    num_bytes_untold: int = 0
 
 
 class PutUnsettled(Exception):
@@ -225,8 +221,8 @@ class Transport(Protocol):
 
     @property
     def counts_own_reads(self) -> bool:
-        """True when the store cannot see the bytes that `get` copies, so that the client must tell
-        it."""
+        """True when their owner cannot see the bytes that `get` copies, so that the client must
+        tell it."""
 
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline

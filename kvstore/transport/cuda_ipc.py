@@ -7,17 +7,17 @@ A mapping lets its reader into the whole cache, so a lender gives one only where
 until then the memory stays, also should its owner die.
 
 How it is verified. Checksums are computed over what arrived, by the reader's device: given to it
-while the copies run, each piece's behind its copy. When the last byte is here, the lender is asked
-which of the blocks are still lent at the generation that the handle says (Confirm). Generations
-only grow, and a lent block does not change: what is lent now as it was then was never anything else
-in between. So one look after the copy says what a look before and one after would. A lender that is
-gone, or another life of it, confirms nothing. Nobody is asked about blocks that the lender has
-promised to keep in place until a time at which the last byte was here (`GetItems.held_until_s`):
-they were lent at that generation when it promised, and could not be given back since. A copy that
-takes as long as an answer (`ask_early_bytes`) is not asked about behind it, but while it runs, for
-such a promise: what names them at their generations, and keeps them until the last byte was here,
-says as much as a look then. Where it names another, or came to an end before, they are asked about
-as ever.
+while the copies run, each piece's behind its copy. And the lender must have lent each block, at the
+generation that the handle says, until its last byte was here. Generations only grow, and a lent
+block does not change: so what is lent behind the copy as it was before was never anything else in
+between, and what the lender holds until then was not, either. One call says both (Hold):
+
+- a short copy is asked about when its last byte is here, for no hold: what is stale then;
+- a long one (`ask_early_bytes`: it takes as long as an answer) is asked about while it runs, for a
+  hold; behind it only where the hold was not given or came to an end before;
+- nobody is asked about blocks that the lender already holds long enough (`GetItems.held_until_s`).
+
+A lender that is gone, or another life of it, vouches for nothing.
 
 A copy goes in pieces (copy_pipeline.py); deadline and cancellation as in `DeviceShmTransport`. Only
 reads: a lender takes no bytes. One asyncio loop; copies are queued and waited for on threads. But
@@ -37,9 +37,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import answer_checks
-from kvstore.connection import StoreConnection, StoreInfo
+from kvstore import wire
+from kvstore.connection import StoreConnection
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
+from kvstore.source import StoreInfo
 from kvstore.transport.base import (
     CUDA_IPC,
     BlockMemory,
@@ -63,7 +64,7 @@ class CudaIpcTransport:
     """See the module."""
 
     name = CUDA_IPC
-    counts_own_reads = False
+    counts_own_reads = True
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class CudaIpcTransport:
         """See Transport."""
         frames, blocks, generations = items.columns()
         held_until_s, here_s = items.held_until_s, math.inf
+        stale: set[int] = set()
         exists = frames < self._store.num_frames
         wanted = np.flatnonzero(exists)
         failed: dict[int, str] = {}
@@ -151,26 +153,27 @@ class CudaIpcTransport:
         def copy(is_stopped: IsStopped) -> list[int]:
             return self._copy_in(flight, blocks, is_stopped, here)
 
-        async def vouch() -> set[int]:
+        async def vouch() -> None:
             nonlocal held_until_s
             if time.monotonic() >= held_until_s and self._asks_early(len(frames)):
-                asked_for_s = await self._ask_to_keep(lease_id, frames, generations, deadline)
+                until_s, gone = await self._hold_early(lease_id, frames, generations, deadline)
+                stale.update(gone)
                 # One that was kept stays so: whoever saw that wakes nobody (`here`).
-                held_until_s = max(held_until_s, asked_for_s)
+                held_until_s = max(held_until_s, until_s)
             await is_here.wait()  # whoever awaits this one ends it with the copy
-            if is_held():
-                return set()
-            return await self._confirm(lease_id, frames, generations, deadline)
+            left = np.delete(np.arange(len(frames)), list(stale))
+            if len(left) and not is_held():
+                _, gone = await self._hold(lease_id, frames[left], generations[left], 0.0, deadline)
+                stale.update(left[list(gone)].tolist())
 
         vouching = asyncio.create_task(vouch())
         vouching.add_done_callback(lambda done: done.cancelled() or done.exception())
-        stale: set[int] = set()
         try:
             num_early = self._num_early_pieces(is_break)
             begin = partial(flight.begin_early, num_pieces=num_early)
             checksums = await run_copy(copy, deadline, begin)
             if not is_held():
-                stale = await vouching
+                await vouching
         except Unsettled as error:
             self._unsettled.add(error.settled)
             raise error.with_quarantine(blocks.tolist()) from error
@@ -181,8 +184,7 @@ class CudaIpcTransport:
             index = int(wanted[at])
             failed[index] = GENERATION
             del found[index]
-        num_bytes = len(found) * self._memory.block_bytes
-        return GetResult(num_bytes, failed, found, num_bytes if is_held() else 0)
+        return GetResult(len(found) * self._memory.block_bytes, failed, found)
 
     async def close(self) -> None:
         """Waits for whatever still moves, however long: the caller bounds its own patience."""
@@ -216,40 +218,46 @@ class CudaIpcTransport:
         return [checksum for part in pending for checksum in part.result()]
 
     def _asks_early(self, num_blocks: int) -> bool:
-        is_long = num_blocks * self._memory.block_bytes >= self._copies.ask_early_bytes
-        return is_long and self._store.tells_when_lent
+        return num_blocks * self._memory.block_bytes >= self._copies.ask_early_bytes
 
-    async def _ask_to_keep(
+    async def _hold_early(
         self, lease_id: str, frames: Ids, generations: Generations, deadline: Deadline
-    ) -> float:
-        """Have a lease's blocks kept in place, these with them. Returns: until when they are, on
-        this process' monotonic clock; 0: nobody said so. Raises: LeaseLapsed."""
+    ) -> tuple[float, set[int]]:
+        """`_hold` for as long as a copy may take. Where it fails nothing is held, and they are
+        asked about when they are here. Raises: LeaseLapsed."""
         try:
-            told, word = await self._connection.await_lent(
-                self._store.attachment_id, lease_id, 0, 1, 0.0, self._copies.hold_s, deadline
-            )
+            return await self._hold(lease_id, frames, generations, self._copies.hold_s, deadline)
         except LeaseLapsed:
             raise
         except BatonError:
-            return 0.0  # they are asked about when they are here
-        return word.held_until_s if told.blocks.has_all(frames, generations) else 0.0
+            return 0.0, set()
 
-    async def _confirm(
-        self, lease_id: str, frames: Ids, generations: Generations, deadline: Deadline
-    ) -> set[int]:
-        """Which of the frames, which are here, are not lent any more. Raises: LeaseLapsed,
-        Unavailable, DeadlineExceeded."""
-        request = kvstore_pb2.ConfirmRequest(
+    async def _hold(
+        self,
+        lease_id: str,
+        frames: Ids,
+        generations: Generations,
+        ttl_s: float,
+        deadline: Deadline,
+    ) -> tuple[float, set[int]]:
+        """Have the lender hold these blocks for `ttl_s`.
+
+        Returns: until when they are held, on this process' monotonic clock, 0: they are not; and
+            the indices of those that are not lent at their generation any more.
+        Raises: LeaseLapsed, Unavailable, DeadlineExceeded.
+        """
+        request = kvstore_pb2.HoldRequest(
             attachment_id=self._store.attachment_id,
             lease_id=lease_id,
             frames=frames.tolist(),
             generations=generations.tolist(),
-            num_bytes_read=len(frames) * self._memory.block_bytes,
+            ttl_ms=int(ttl_s * 1000),
         )
-        reply = await self._connection.call(self._connection.stub.Confirm, request, deadline)
+        asked_s = time.monotonic()
+        reply = await self._connection.call(self._connection.stub.Hold, request, deadline)
         with self._connection.checking_reply():
-            answer_checks.check_confirmed(reply, request)
-        return set(reply.stale)
+            held_s, stale = wire.read_hold(reply, request)
+        return asked_s + held_s if held_s else 0.0, stale
 
     def _num_early_pieces(self, is_break: Breaks) -> int:
         """Leading pieces that are `max_copies_at_once` copies at most, as far as may be under

@@ -14,8 +14,9 @@ import grpc.aio
 import numpy as np
 
 from kvstore import block_hash, wire
-from kvstore.connection import StoreConnection, StoreInfo
+from kvstore.connection import StoreConnection
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
+from kvstore.source import StoreInfo
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, Transport
 from kvstore.transport.copy_pipeline import IsStopped, Unsettled, run_copy, stop_here
 from kvstore.transport.device import PinnedStaging

@@ -14,8 +14,8 @@ import os
 import secrets
 from collections.abc import Sequence
 
-from kvstore import answer_checks, wire
-from kvstore.connection import StoreConnection, StoreInfo
+from kvstore import wire
+from kvstore.connection import StoreConnection
 from kvstore.errors import (
     GENERATION,
     Quarantine,
@@ -24,6 +24,7 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.slab import SlabLayout
+from kvstore.source import StoreInfo
 from kvstore.transport.base import (
     BlockMemory,
     GetItems,
@@ -148,7 +149,7 @@ class NixlTransport:
         try:
             reply = await self._connection.call(self._connection.stub.Push, request, deadline)
             with self._connection.checking_reply():
-                answer_checks.check_pushed(reply, request, self._memory.block_bytes)
+                wire.check_pushed(reply, request, self._memory.block_bytes)
         except (BatonError, asyncio.CancelledError) as error:
             # Whatever came back, or nothing: the push may be under way. A refusal, too, may be an
             # answer that was spoiled; but as a rule it is one, and then what it says is the reason.

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import block_hash
-from kvstore.connection import StoreInfo
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
 from kvstore.slab import FAULT_AROUND_BYTES, Slab
+from kvstore.source import StoreInfo
 from kvstore.transport.base import (
     BlockMemory,
     Bytes2D,
@@ -429,6 +429,7 @@ class DeviceShmTransport:
         starts = np.arange(len(frames))
         if self._slab.layout.stride_bytes == num_bytes:
             breaks = (np.diff(frames) != 1) | (np.diff(blocks) != 1)
+            breaks |= np.diff(frames // _locked_frames(self._slab)) != 0
             starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
         copies: Copies = np.empty((len(starts), 3), dtype=np.uint64)
         copies[:, 0], copies[:, 1] = devices[starts], hosts[starts]
@@ -449,6 +450,10 @@ class DeviceShmTransport:
             for first in range(0, len(frames), self._hash_frames)
         ]
 
+
+LOCKED_BYTES = 256 * 1024 * 1024
+"""Of a slab, locked in one call: the driver makes every other call of the process wait for it. A
+slab of 52 GiB in one call held all steps of a worker for longer than 7 s (measured on an H200)."""
 
 KEEP_S = 60.0
 """A worker tries to attach every few seconds."""
@@ -493,16 +498,38 @@ async def open_registered(
 def close_registered(device: Device, slab: Slab) -> None:
     """Nothing may copy any more. Blocks."""
     try:
-        device.unregister(slab.frames_address)
+        _unlock(device, list(_locked_parts(slab)))
     finally:
         slab.close()
 
 
+def _locked_frames(slab: Slab) -> int:
+    """How many frames are locked in one call; a copy that crosses into the next part's is two."""
+    return max(1, LOCKED_BYTES // slab.layout.stride_bytes)
+
+
+def _locked_parts(slab: Slab) -> Iterator[npt.NDArray[np.uint8]]:
+    num_frames = _locked_frames(slab)
+    for first in range(0, len(slab.frames), num_frames):
+        yield slab.frames[first : first + num_frames]
+
+
+def _unlock(device: Device, parts: Sequence[npt.NDArray[np.uint8]]) -> None:
+    for part in parts:
+        device.unregister(part.ctypes.data)
+
+
 def _open(device: Device, path: Path, incarnation: bytes) -> Slab:
     slab = Slab.open(path, incarnation)
+    locked: list[npt.NDArray[np.uint8]] = []
     try:
-        device.register(slab.frames_address, slab.frames.nbytes)
+        for part in _locked_parts(slab):
+            # The driver's lock is not held while the kernel maps the pages, the longer part of it.
+            part.reshape(-1)[::FAULT_AROUND_BYTES].max(initial=0)
+            device.register(part.ctypes.data, part.nbytes)
+            locked.append(part)
     except BaseException as error:
+        _unlock(device, locked)
         slab.close()
         if not isinstance(error, FailedPrecondition):
             raise

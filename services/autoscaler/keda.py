@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import grpc.aio
@@ -58,7 +58,7 @@ class ExternalScaler:
     @rpc.streaming
     async def StreamIsActive(
         self, request: externalscaler_pb2.ScaledObjectRef, context: Context
-    ) -> AsyncIterator[externalscaler_pb2.IsActiveResponse]:
+    ) -> AsyncGenerator[externalscaler_pb2.IsActiveResponse, None]:
         """The same at once, and whenever it changes. A while without a leader ends no stream: KEDA
         would come back after up to a minute."""
         role = _role(request)

@@ -7,7 +7,7 @@ Life: `follow` with what a partial handle names -> a question waits at the lende
 where it lies -> `keep` what was copied of it -> `confirm` with each handle: what that names just so
 may be used -> `close`, from any state, ends the question and forgets the rest.
 
-The lender's word is nobody's promise: not a block is used that no signed handle names with the same
+What the lender says is no handle: not a block is used that no signed handle names with the same
 frame, generation, checksum and lease. So it need not wait for checksums: of blocks that are not
 sealed it says where they lie, they are kept with the checksums of the bytes that came, and the
 handle's are compared with those. A question that fails costs nothing: the handle is as good
@@ -27,7 +27,6 @@ from kvstore.block_lender import LENDER_LIMITS
 from kvstore.blocks import PackedBlocks
 from kvstore.client import KvStoreClient
 from kvstore.errors import CHECKSUM, LeaseLapsed
-from kvstore.exported_blocks import LenderPromise
 from kvstore.node_ids import is_lender
 from process.deadline import Deadline
 from process.errors import BatonError
@@ -48,17 +47,18 @@ ANSWER_S = 1.0
 
 @dataclass(frozen=True)
 class Rest:
-    """Where the rest lies by the lender's word."""
+    """Where the rest lies, as the lender says. num_unsealed: so many of the last blocks have no
+    checksum yet. held_until_s: all of them are held until then (KvStoreClient.await_lent)."""
 
     run: handles.Run
-    word: LenderPromise
+    num_unsealed: int = 0
+    held_until_s: float = 0.0
 
     def of(self, batch: Batch, first: int) -> Batch:
         """Blocks of it from the prompt's block `first` on, with what is known of them."""
         num_left_out = self.run.first_block + len(self.run.blocks) - first - len(batch.items)
-        num_unsealed = max(0, min(len(batch.items), self.word.num_unsealed - num_left_out))
-        word = dataclasses.replace(self.word, num_unsealed=num_unsealed)
-        return dataclasses.replace(batch, word=word)
+        num_unsealed = max(0, min(len(batch.items), self.num_unsealed - num_left_out))
+        return dataclasses.replace(batch, num_unsealed=num_unsealed, held_until_s=self.held_until_s)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Ahead:
         return rest
 
     def keep(self, copied: Copied) -> None:
-        """That much of it was copied, and is what the lender's word says."""
+        """That much of it was copied, and is what the lender says."""
         self._why_not = FINGERPRINT
         self._copied = copied if copied.blocks else None
 
@@ -181,13 +181,11 @@ class Ahead:
         self, client: KvStoreClient, run: handles.Run, num_wanted: int, deadline: Deadline
     ) -> Rest | None:
         """What is lent behind a run, once that is all; None: nobody said so."""
-        if not client.tells_when_lent:
-            return None
         for _ in range(1 + int(deadline.left_s() / MAX_WAIT_S)):
             left_s = deadline.left_s()
             wait_s = min(MAX_WAIT_S, left_s)
             try:
-                told, word = await client.await_lent(
+                update, held_until_s = await client.await_lent(
                     run.lease_id,
                     num_known=len(run.blocks),
                     num_wanted=num_wanted,
@@ -202,7 +200,7 @@ class Ahead:
                 self._core.connector.suspect(client, error, had_s=had_s)
                 self._on_failure(reason_of(error))
                 return None
-            if told.is_all:
-                rest = dataclasses.replace(run, first_block=len(run.blocks), blocks=told.blocks)
-                return Rest(rest, word)
+            if update.is_all:
+                rest = dataclasses.replace(run, first_block=len(run.blocks), blocks=update.blocks)
+                return Rest(rest, update.num_unsealed, held_until_s)
         return None

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.blocks import InTier, PackedBlocks, PackedItems
-from kvstore.exported_blocks import NO_PROMISE, LenderPromise
 from process.deadline import Deadline
 from process.errors import BatonError
 from services.decode.leases import client_for
@@ -23,17 +22,18 @@ from services.worker.loaded import Loaded
 @dataclass(frozen=True)
 class Batch:
     """Blocks and the places for them, all under one lease of one life of a store: the run says
-    which. word: what is known of them where no handle names them."""
+    which. num_unsealed, held_until_s: see KvStoreClient.get_blocks."""
 
     run: handles.Run
     items: PackedItems
-    word: LenderPromise = NO_PROMISE
+    num_unsealed: int = 0
+    held_until_s: float = 0.0
 
     def came(self, loaded: Loaded) -> PackedBlocks:
         """The leading blocks that came; those that were not sealed with the checksums of the bytes
         that lie here now."""
         blocks = self.items.blocks[: loaded.num_usable]
-        first = len(self.items) - self.word.num_unsealed
+        first = len(self.items) - self.num_unsealed
         if first >= len(blocks):
             return blocks
         found = [loaded.checksums[index] for index in range(first, len(blocks))]
@@ -84,7 +84,8 @@ async def pull(
                 items,
                 deadline,
                 incarnation=run.store_incarnation,
-                word=batch.word,
+                num_unsealed=batch.num_unsealed,
+                held_until_s=batch.held_until_s,
             )
             if core.step_log is not None:
                 core.step_log.transfer(begun_s, loaded.num_usable)

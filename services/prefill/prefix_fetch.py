@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from engine.request import Reservation
 from engine.step_output import FilledBlock
 from kvstore.blocks import Block
-from kvstore.client import KvStoreClient, MatchResult
+from kvstore.client import KvStoreClient
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
+from kvstore.source import MatchResult
 from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError

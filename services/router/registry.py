@@ -44,8 +44,8 @@ from services.router.views import (
 
 logger = logging.getLogger(__name__)
 
-WORKERS_KEY = "baton:workers"
-STORES_KEY = "baton:stores"
+WORKERS_KEY = registry.entries_key("worker")
+STORES_KEY = registry.entries_key("store")
 ROUTERS_KEY = registry.entries_key("router")
 STARTING_KEY = registry.entries_key(registry.STARTING_WORKER)
 MARK_KEY = "baton:mark"
@@ -170,8 +170,8 @@ class Registry:
             found_entries = await pipe.execute()
         wish_entries, worker_entries, store_entries, starting_entries, routers = found_entries
         worker_ids, node_ids = sorted(worker_entries), sorted(store_entries)
-        keys = [f"baton:worker:{i.decode(errors='replace')}:beat" for i in worker_ids]
-        keys += [f"baton:store:{i.decode(errors='replace')}:beat" for i in node_ids]
+        keys = [registry.beat_key("worker", i.decode(errors="replace")) for i in worker_ids]
+        keys += [registry.beat_key("store", i.decode(errors="replace")) for i in node_ids]
         starting_ids = sorted(starting_entries)
         keys += [
             registry.beat_key(registry.STARTING_WORKER, i.decode(errors="replace"))

@@ -24,14 +24,14 @@ from typing import Any
 
 from kvstore import errors
 from kvstore.blocks import Block
-from kvstore.client import KvStoreClient, MatchResult
+from kvstore.client import KvStoreClient
 from kvstore.errors import (
     DEADLINE,
     Quarantine,
     TransferCancelled,
     TransferTimeout,
 )
-from kvstore.exported_blocks import NO_PROMISE, LenderPromise
+from kvstore.source import MatchResult
 from process import logs
 from process.deadline import Clock, Deadline
 from process.errors import (
@@ -58,6 +58,10 @@ RELEASE_BUDGET_S = 5.0
 DOUBT_S = 0.05
 """A store that has not answered a lookup for so long is looked at. Guessed; a lookup takes 1 ms on
 a quiet machine."""
+
+MAX_DOUBTING = 4
+"""Lookups that wait longer than DOUBT_S for a store to answer or to be found stalled; the others
+are given up, since many that wait would leave the engine without prompts. Guessed."""
 
 FAIR_PART = 0.5
 """Of the operator's budgets, where they are shorter: the whole of one is never left when a call
@@ -105,6 +109,7 @@ class StoreConnector:
         """Called for failed calls of clients that are not this connector's: other nodes' stores."""
         self._client: KvStoreClient | None = None
         self._stalled = asyncio.Event()
+        self._num_doubting = 0
         self._refusal: FailedPrecondition | None = None
         self._last_problem = ""
         self._attached = asyncio.Event()
@@ -181,15 +186,16 @@ class StoreConnector:
         deadline: Deadline,
         *,
         incarnation: bytes | None = None,
-        word: LenderPromise = NO_PROMISE,
+        num_unsealed: int = 0,
+        held_until_s: float = 0.0,
     ) -> Loaded:
         """Copy committed blocks into blocks that `engine_id` reserved and did not start; verified
         by checksum.
 
         Never raises for the store's sake. A cancelled load quarantines what may still be written
         into.
-        Args: items: (block, destination block id), in the order of the prompt. word: see
-            KvStoreClient.get_blocks.
+        Args: items: (block, destination block id), in the order of the prompt. num_unsealed,
+            held_until_s: see KvStoreClient.get_blocks.
         """
         if not items:
             return Loaded(0, 0)
@@ -197,7 +203,12 @@ class StoreConnector:
         had_s = deadline.left_s()
         try:
             result = await client.get_blocks(
-                lease_id, items, deadline, incarnation=incarnation, word=word
+                lease_id,
+                items,
+                deadline,
+                incarnation=incarnation,
+                num_unsealed=num_unsealed,
+                held_until_s=held_until_s,
             )
         except TransferCancelled as error:
             self._quarantine(engine_id, error.quarantine)
@@ -222,8 +233,8 @@ class StoreConnector:
         ttl_s: float,
         deadline: Deadline,
     ) -> MatchResult:
-        """`KvStoreClient.match`, given up as soon as this node's store counts as stalled: one that
-        does not answer within DOUBT_S is looked at.
+        """`KvStoreClient.match`, given up as soon as this node's store counts as stalled. One that
+        does not answer within DOUBT_S is looked at, and only MAX_DOUBTING lookups wait for that.
 
         Raises: as `KvStoreClient.match`.
         """
@@ -236,11 +247,18 @@ class StoreConnector:
             await asyncio.wait([call], timeout=DOUBT_S)
             if not call.done():
                 self._suspect.set()
-                stalled = asyncio.create_task(self._stalled.wait())
-                await asyncio.wait([call, stalled], return_when=asyncio.FIRST_COMPLETED)
+                if self._num_doubting < MAX_DOUBTING:
+                    stalled = asyncio.create_task(self._stalled.wait())
+                    self._num_doubting += 1
+                    try:
+                        await asyncio.wait([call, stalled], return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        self._num_doubting -= 1
             if call.done():
                 return call.result()
-            raise DeadlineExceeded(f"store {client.address} has stalled")
+            if self._stalled.is_set():
+                raise DeadlineExceeded(f"store {client.address} has stalled")
+            raise Unavailable(f"store {client.address} has not answered within {DOUBT_S} s")
         finally:
             await end_tasks([call, stalled])
 

@@ -5,6 +5,9 @@ place in it. Knows nothing of the engine but the status it is given.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
+
+from redis.asyncio.client import Pipeline
 
 from process import registry
 from process.registry import BEAT_EVERY_S, RedisAccess, RegistryHeartbeat
@@ -36,6 +39,11 @@ class Heartbeat(RegistryHeartbeat):
         on_wishes: Callable[[Mapping[bytes, bytes]], None] | None = None,
     ) -> None:
         """`on_wishes`: told what the cluster wishes of adapters, with each beat."""
+
+        def beside(pipe: Pipeline) -> Callable[[list[Any]], None]:
+            pipe.hgetall(adapter_wishes.KEY)
+            return lambda answers: on_wishes(*answers) if on_wishes is not None else None
+
         super().__init__(
             redis_url,
             KIND,
@@ -44,5 +52,5 @@ class Heartbeat(RegistryHeartbeat):
             entry=lambda: status_to_json(status()),
             every_s=every_s,
             access=access,
-            follows=None if on_wishes is None else (adapter_wishes.KEY, on_wishes),
+            beside=None if on_wishes is None else beside,
         )

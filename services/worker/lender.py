@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from kvstore.block_lender import BlockLender, LenderIdentity
+from kvstore.block_lender import BlockLender
 from kvstore.blocks import PackedBlocks
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
-from kvstore.lender_service import LenderServicer
 from kvstore.node_ids import lender_node_id
+from kvstore.service import KvStoreServicer
 from process.errors import BatonError, Internal
 from services.worker.engine_thread import EngineThread
 from services.worker.store_target import StoreTarget
@@ -58,10 +58,12 @@ class WorkerLender:
         memory = target.memory
         self.loans = ExportedBlocks(memory.num_blocks, memory.block_bytes, max_ttl_s, self._on_free)
         self.lender = BlockLender(
-            LenderIdentity(self.node_id, self.incarnation, bytes.fromhex(target.fingerprint)),
+            self.node_id,
+            self.incarnation,
             memory,
             self.loans,
             self._find_free,
+            fingerprint=bytes.fromhex(target.fingerprint),
             nixl_net_devices=target.nixl_net_devices,
             lets_map=lets_map,
         )
@@ -76,7 +78,7 @@ class WorkerLender:
 
     def add_service(self, server: grpc.aio.Server) -> None:
         """Register with a server that is not started yet."""
-        LenderServicer(self.lender).add_to(server)
+        KvStoreServicer(self.lender).add_to(server)
 
     # -- lending
 
@@ -125,7 +127,7 @@ class WorkerLender:
         problem = self.lender.check_integrity()
         if problem:
             raise Internal(problem)
-        if len(self.loans.kept - self.lender.probes.unsealed) > len(self.open_prompts):
+        if len(self.loans.kept - self.lender.unsealed_probes) > len(self.open_prompts):
             raise Internal("a lease without an end, and its request is over")
 
     # -- inside

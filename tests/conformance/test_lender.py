@@ -150,7 +150,7 @@ async def test_every_write_is_refused_by_name(lent: Lending, new_worker: NewWork
         await reader.put([b"1" * 16], [0])
     with pytest.raises(FailedPrecondition, match="it pins nothing"):
         await reader.client.pin(blocks, ttl_s=1.0, deadline=within())
-    for method in ("Commit", "Abort", "Write"):
+    for method in ("Commit", "Abort", "Write", "GetBlockHistory"):
         with pytest.raises(FailedPrecondition, match="lends its blocks for reading"):
             await reader.call(method)
     matched = await reader.match([b"%16d" % 1])

@@ -1,5 +1,5 @@
 """A lender's cache that its reader has mapped, beyond what every way out of a lender must do: who
-is let in, that only what was lent all the time counts, what a promise to keep it is worth, that a
+is let in, that only what was lent all the time counts, what a promise to hold it is worth, that a
 device or a lender that goes costs blocks and nothing else. Over real gRPC; devices are fakes as
 strict as real ones.
 
@@ -31,7 +31,6 @@ from tests.harness.mapping import (
     PeerCopies,
     hosts,
     mapping,
-    no_promise,
     pieces_of,
     promise,
     reader_clock,
@@ -180,6 +179,7 @@ async def test_no_byte_passes_through_the_host_or_the_lender(
     copies = [size for size in sizes if size % BLOCK_BYTES == 0]
     assert copies[:2] == [3 * BLOCK_BYTES, BLOCK_BYTES]
     assert lent.num_moved_bytes == before
+    await reader.release(lease_id)
     assert lent.num_bytes_read == 4 * BLOCK_BYTES
 
 
@@ -219,9 +219,11 @@ async def test_a_copy_is_begun_before_a_thread_has_come_to_it(
         assert await reader.get(lease_id, blocks, range(4)) == {}
     assert len(reader.device.peer_queues) == has_queue
     thread, before = OneThread(), reader.device.num_pieces
-    word = promise(FOR_LONG_S) if is_promised else no_promise()
+    held_until_s = promise(FOR_LONG_S) if is_promised else 0.0
     items = list(zip(blocks, places, strict=True))
-    getting = asyncio.create_task(reader.client.get_blocks(lease_id, items, within(), word=word))
+    getting = asyncio.create_task(
+        reader.client.get_blocks(lease_id, items, within(), held_until_s=held_until_s)
+    )
     while not thread.num_waiting and not getting.done():
         await asyncio.sleep(0)
     assert reader.device.num_pieces - before == num_early and not getting.done()
@@ -318,16 +320,15 @@ async def test_a_call_that_makes_no_sense_is_refused(lent: Lending, new_worker: 
     lease_id, blocks = await lent.lend([1])
     asked = {"attachment_id": reader.attachment_id, "lease_id": lease_id}
     with pytest.raises(InvalidArgument, match="generations"):
-        await reader.call("Confirm", **asked, frames=[1, 2], generations=[2])
-    reply = await reader.call(
-        "Confirm",
-        **asked,
-        frames=[10_000, blocks[0].frame],
-        generations=[2, blocks[0].generation],
-        num_bytes_read=1 << 60,
-    )
-    assert list(reply.stale) == [0]
-    assert lent.num_bytes_read <= 2 * BLOCK_BYTES
+        await reader.call("Hold", **asked, frames=[1, 2], generations=[2])
+    frames, generations = [10_000, blocks[0].frame], [2, blocks[0].generation]
+    for ttl_ms in (0, 20):
+        reply = await reader.call(
+            "Hold", **asked, frames=frames, generations=generations, ttl_ms=ttl_ms
+        )
+        assert list(reply.stale) == [0] and reply.held_ms == ttl_ms
+    with pytest.raises(InvalidArgument, match="num_bytes_read"):
+        await reader.call("Release", lease_ids=[lease_id], num_bytes_read=1 << 60)
     with pytest.raises(FailedPrecondition, match="takes no bytes"):
         await reader.write_nothing(WAIT_S)
 
@@ -338,11 +339,11 @@ async def test_a_call_that_makes_no_sense_is_refused(lent: Lending, new_worker: 
 async def test_what_was_promised_to_stay_is_not_asked_about(told: Mapping) -> None:
     """Also when its lease is over before it is copied; the lender hears how much was read."""
     lent, reader = told.lent, told.reader
-    lease_id, blocks, word = await told.told(1, 2, 3)
+    lease_id, blocks, held_until_s = await told.told(1, 2, 3)
     lent.take_back(lease_id)
     lent.check()
     assert lent.num_lent == 3, "they stay for whoever was promised so"
-    got = await told.get(lease_id, blocks, [4, 5, 6], word)
+    got = await told.get(lease_id, blocks, [4, 5, 6], held_until_s, num_unsealed=3)
     assert not got.failed and told.num_confirmed == 0
     assert np.array_equal(reader.view[4:7], lent.view[1:4])
     assert got.checksums == dict(enumerate(reader.checksums([4, 5, 6])))
@@ -352,32 +353,36 @@ async def test_what_was_promised_to_stay_is_not_asked_about(told: Mapping) -> No
     assert lent.num_bytes_read == 3 * BLOCK_BYTES
     lent.end_promises()
     assert lent.num_lent == 0
-    assert (await told.get(lease_id, blocks, [4, 5, 6], no_promise(3))).failed == LAPSED
+    assert (await told.get(lease_id, blocks, [4, 5, 6], num_unsealed=3)).failed == LAPSED
 
 
 async def test_a_copy_that_ends_behind_its_promise_is_asked_about(told: Mapping) -> None:
     lent = told.lent
-    lease_id, blocks, word = await told.told(1, 2, 3)
-    over = dataclasses.replace(word, held_until_s=time.monotonic())
-    assert not (await told.get(lease_id, blocks, [4, 5, 6], over)).failed
+    lease_id, blocks, held_until_s = await told.told(1, 2, 3)
+    assert held_until_s > time.monotonic()
+    over = time.monotonic()
+    assert not (await told.get(lease_id, blocks, [4, 5, 6], over, num_unsealed=3)).failed
     assert told.num_confirmed == 1
     told.while_copied(lambda: (lent.end_promises(), lent.take_back(lease_id)))
-    got = await told.get(lease_id, blocks, [4, 5, 6], over)
+    got = await told.get(lease_id, blocks, [4, 5, 6], over, num_unsealed=3)
     assert got.failed == LAPSED and not got.checksums
 
 
 async def test_a_promise_must_last_until_the_last_byte_is_here(told: Mapping) -> None:
-    lease_id, blocks, word = await told.told(1, 2, 3)
+    lease_id, blocks, _ = await told.told(1, 2, 3)
     with reader_clock() as clock:
-        word = dataclasses.replace(word, held_until_s=clock.now_s + 50.0)
+        held_until_s = clock.now_s + 50.0
+
+        async def get() -> Any:
+            return await told.get(lease_id, blocks, [4, 5, 6], held_until_s, num_unsealed=3)
 
         def takes_long(*_: int) -> None:
             clock.now_s += 100.0
 
-        assert not (await told.get(lease_id, blocks, [4, 5, 6], word)).failed
+        assert not (await get()).failed
         assert told.num_confirmed == 0
         told.reader.device.on_move = takes_long
-        assert not (await told.get(lease_id, blocks, [4, 5, 6], word)).failed
+        assert not (await get()).failed
         assert told.num_confirmed == 1, "it was over before the copy was"
 
 
@@ -389,8 +394,8 @@ async def test_a_promise_counts_from_the_question_and_not_from_its_answer(told: 
             clock.now_s += way_s  # of the answer: the lender's hold began before it
 
         told.when_answered(is_late)
-        _, _, word = await told.told(1, 2, 3)
-    assert asked_s < word.held_until_s - FOR_LONG_S < asked_s + way_s / 2
+        _, _, held_until_s = await told.told(1, 2, 3)
+    assert asked_s < held_until_s - FOR_LONG_S < asked_s + way_s / 2
 
 
 async def test_only_whoever_has_mapped_it_is_promised_anything(
@@ -401,15 +406,19 @@ async def test_only_whoever_has_mapped_it_is_promised_anything(
         lent = made.lent
         held = []
         for _ in range(2):
-            _, _, word = await made.told(1, 2, 3)
-            held.append(word.held_until_s > 0)
+            _, _, held_until_s = await made.told(1, 2, 3)
+            held.append(held_until_s > 0)
             lent.end_leases()
         assert held == [True, False]
         lent.end_promises()
         made.reader = await new_worker(lent.address, OnDevice("grpc"), peer_copies=HELD_FOR_LONG)
-        lease_id, blocks, word = await made.told(1, 2, 3)
-        assert word.held_until_s == 0.0
-        got = await made.get(lease_id, blocks, [4, 5, 6], word)
+        lease_id, blocks, held_until_s = await made.told(1, 2, 3)
+        assert held_until_s == 0.0
+        pairs = {"frames": [blocks[0].frame], "generations": [blocks[0].generation]}
+        asked = {"attachment_id": made.reader.attachment_id, "lease_id": lease_id}
+        with pytest.raises(FailedPrecondition, match="hold: only for a reader of transport cuda"):
+            await made.reader.call("Hold", **asked, **pairs, ttl_ms=50)
+        got = await made.get(lease_id, blocks, [4, 5, 6], num_unsealed=3)
         assert not got.failed and len(got.checksums) == 3
         lent.take_back(lease_id)
         assert lent.num_lent == 0
@@ -497,7 +506,7 @@ async def test_a_promise_that_ends_before_the_copy_is_no_promise(asked: Mapping)
         assert failed == {0: "generation", 2: "generation"}
 
 
-async def test_only_what_the_promise_names_at_its_generation_is_promised(asked: Mapping) -> None:
+async def test_only_what_its_lease_lends_at_its_generation_is_held(asked: Mapping) -> None:
     lent, reader = asked.lent, asked.reader
     lease_id, blocks = await lent.lend([1, 2, 3])
     beside, others = await lent.lend([7])
@@ -505,14 +514,28 @@ async def test_only_what_the_promise_names_at_its_generation_is_promised(asked: 
     assert (asked.num_asked, asked.num_confirmed) == (1, 1), "lent, but not under this lease"
     old = dataclasses.replace(blocks[1], generation=blocks[1].generation - 2)
     failed = await reader.get(lease_id, [blocks[0], old], [4, 5])
-    assert failed == {1: "generation"} and asked.num_confirmed == 2
+    assert failed == {1: "generation"} and asked.num_confirmed == 1, "the other one is held"
     lent.take_back(lease_id, beside)
     lent.end_promises()
     lent.view[1] ^= 1
     again, newer = await lent.lend([1, 2, 3])
     failed = await reader.get(again, blocks, [4, 5, 6])
-    assert failed == dict.fromkeys(range(3), "generation") and asked.num_confirmed == 3
-    assert await reader.get(again, newer, [4, 5, 6]) == {} and asked.num_confirmed == 3
+    assert failed == dict.fromkeys(range(3), "generation")
+    num_confirmed = asked.num_confirmed
+    assert await reader.get(again, newer, [4, 5, 6]) == {} and asked.num_confirmed == num_confirmed
+
+
+async def test_what_is_stale_and_what_is_held_are_told_apart_in_one_answer(asked: Mapping) -> None:
+    """A lease ends while its blocks are copied, after the answer; another had one of them anew."""
+    lent, reader = asked.lent, asked.reader
+    former, old = await lent.lend([2])
+    lent.take_back(former)
+    lease_id, blocks = await lent.lend([1, 2, 3])
+    asked.while_copied(lambda: lent.take_back(lease_id), is_asked=True)
+    failed = await reader.get(lease_id, [blocks[0], *old, blocks[2]], [4, 5, 6])
+    assert failed == {1: "lease_lapsed"} and (asked.num_asked, asked.num_confirmed) == (1, 0)
+    assert np.array_equal(reader.view[[4, 6]], lent.view[[1, 3]])
+    assert lent.refused["generation"] == 1 and lent.num_lent == 2
 
 
 async def test_who_lends_nothing_any_more_is_not_asked_twice(asked: Mapping) -> None:
@@ -523,18 +546,18 @@ async def test_who_lends_nothing_any_more_is_not_asked_twice(asked: Mapping) -> 
     assert asked.lent.refused["lease_lapsed"] == 1
 
 
-@pytest.mark.parametrize("why", ["max_holds", "max_followers", "an earlier version"])
+@pytest.mark.parametrize("why", ["no room", "no answer"])
 async def test_without_a_promise_it_is_asked_about_as_ever(asked: Mapping, why: str) -> None:
-    """There is no room for another one, or for a question, or the lender knows none."""
-    is_earlier = why == "an earlier version"
-    if is_earlier:
-        asked.forget_that_it_tells()
-    else:
-        asked.lent.bound(**{why: 0})
+    """There is no room for another one, or the question fails."""
+    if why == "no room":
+        asked.lent.bound(max_holds=0)
+    asked.refuses = why == "no answer"
     lease_id, blocks = await asked.lent.lend([1, 2, 3])
-    assert await asked.reader.get(lease_id, blocks, [4, 5, 6]) == {}
-    assert (asked.num_asked, asked.num_confirmed) == (not is_earlier, 1)
-    assert asked.reader.client.broken is None
+    old = dataclasses.replace(blocks[0], generation=blocks[0].generation - 2)
+    assert await asked.reader.get(lease_id, [*blocks, old], [4, 5, 6, 7]) == {3: "generation"}
+    assert (asked.num_asked, asked.num_confirmed) == (1, 1)
+    assert asked.reader.client.broken is None and asked.lent.refused["generation"] == 1
+    await asked.reader.release(lease_id)
     assert asked.lent.num_bytes_read == 3 * BLOCK_BYTES
 
 
@@ -554,8 +577,8 @@ async def test_a_promise_that_was_kept_is_not_taken_back(asked: Mapping) -> None
             assert is_here.wait(WAIT_S)  # the last byte was, before
             clock.now_s += 100.0
 
-        word = dataclasses.replace(no_promise(), held_until_s=clock.now_s + 50.0)
-        getting = asyncio.create_task(asked.get(lease_id, blocks, [4, 5, 6], word))
+        held_until_s = clock.now_s + 50.0
+        getting = asyncio.create_task(asked.get(lease_id, blocks, [4, 5, 6], held_until_s))
         asyncio.get_running_loop().call_soon(busy)
         answering = asyncio.create_task(answered())
         done, _ = await asyncio.wait([getting], timeout=WAIT_S)

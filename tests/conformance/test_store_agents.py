@@ -15,8 +15,8 @@ import pytest
 
 from kvstore import node, serve
 from kvstore.config import KvStoreSettings
-from kvstore.node import WorkerInfo
 from kvstore.push import PeerBlocks
+from kvstore.source import WorkerInfo
 from kvstore.transport.nixl_agent import NixlAgent, Region
 from process.errors import FailedPrecondition
 from tests.harness.store import NewWorker

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from kvstore import errors, serve
-from kvstore.connection import StoreInfo
+from kvstore.client import connect_transport
 from kvstore.slab import Slab, SlabLayout
+from kvstore.source import StoreInfo
 from kvstore.transport import shm
 from kvstore.transport.base import BlockMemory
-from kvstore.transport.connect import connect
 from kvstore.transport.device import STAGING_BYTES, PinnedStaging, Shared, wait_for
 from kvstore.transport.grpc import StagedTransport
 from kvstore.transport.shm import DeviceShmTransport
@@ -75,6 +75,46 @@ async def test_memory_that_cannot_be_locked_is_refused_not_copied_slowly(
         assert "capacity_bytes" in str(caught.value)
     other = await new_worker(store.address, "shm")
     assert (await other.status()).num_attachments == 1  # the refused one said goodbye
+
+
+async def test_a_large_slab_is_locked_in_parts_and_no_copy_crosses_two(
+    store: serve.RunningStore, chain: Chain, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "LOCKED_BYTES", 3 * 4096)
+    worker = Worker(SHM, 4096, 48, seed)  # frames without a gap between them: copies are merged
+    await worker.attach(store.address)
+    parts = dict(worker.device.registered)
+    assert len(parts) > 3
+    assert set(list(parts.values())[:-1]) == {3 * 4096}
+    moved: list[tuple[int, int]] = []
+    worker.device.on_move = lambda target, _, num_bytes: moved.append((target, num_bytes))
+    put = await worker.put(chain("a", 8), range(8))
+    assert put.not_stored == 0
+    for target, num_bytes in moved:
+        start = max(part for part in parts if part <= target)
+        assert target + num_bytes <= start + parts[start]
+    assert max(num_bytes for _, num_bytes in moved) == 3 * 4096
+    assert await worker.get(put.lease_id, put.refs, list(range(10, 18))) == {}
+    await worker.client.close()
+
+
+async def test_a_part_that_cannot_be_locked_leaves_none_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "LOCKED_BYTES", 4096)
+    created = Slab.create(tmp_path, "n", bytes(16), SlabLayout(4096, 3))
+    device = FakeDevice()
+    register = device.register
+
+    def only_one(address: int, num_bytes: int) -> None:
+        device.refusal = "no more" if device.registered else ""
+        register(address, num_bytes)
+
+    device.register = only_one  # type: ignore[method-assign]
+    with pytest.raises(FailedPrecondition, match="no more"):
+        await open_for_a_moment(device, created.path)
+    assert not device.registered
+    created.close()
 
 
 async def test_locking_that_outlasts_an_attempt_is_not_begun_again(
@@ -339,10 +379,10 @@ async def test_nixl_from_a_gpu_to_a_store_of_this_host_is_refused(tmp_path: Path
     agent: Any = _Agent()
     rpc: Any = None
     with pytest.raises(FailedPrecondition, match="set transport to shm"):
-        await connect("nixl", memory, rpc, agent, here)
+        await connect_transport("nixl", memory, rpc, agent, here)
     assert agent.num_peers == 0
     elsewhere = dataclasses.replace(here, slab_path=str(tmp_path / "not here"))
-    await connect("nixl", memory, rpc, agent, elsewhere)
+    await connect_transport("nixl", memory, rpc, agent, elsewhere)
     assert agent.num_peers == 1
     slab.close()
 

@@ -359,11 +359,11 @@ async def test_frames_being_pushed_to_a_stalled_worker_are_held_until_it_is_over
     outcome = await node.push(*args, "second", put.refs, range(20), 0.3)
     assert not outcome.terminal
     await writer.client.release([put.lease_id], deadline=within())
-    assert not node.is_push_terminal("second")
+    assert not node.close_push("second")
     assert truth.num_pinned() == 20
     assert await node.check_integrity() == ""
     lone.process.kill()
-    await until(lambda: node.is_push_terminal("second"))
+    await until(lambda: node.close_push("second"))
     assert truth.num_pinned() == 0
     assert await node.check_integrity() == ""
 
@@ -374,7 +374,7 @@ async def test_a_push_that_nobody_knows_is_over_and_stays_so(
     """The question overtook the request: the request is refused when it comes."""
     worker = await new_worker(store.address, "nixl")
     put = await worker.put(chain("a", 1), [0])
-    assert store.node.is_push_terminal("late")
+    assert store.node.close_push("late")
     before = worker.view.copy()
     with pytest.raises(Exception, match="already"):
         await store.node.push(

@@ -67,7 +67,7 @@ def reference() -> Oracle:
 @pytest.fixture(scope="module")
 def greedy(reference: Oracle) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts, and what is right, over whichever transport."""
-    wanted = prompts(reference, random.Random(SESSION_SEED), 200 if LONG else 16)
+    wanted = prompts(reference, random.Random(SESSION_SEED), 200 if LONG else 12)
     return wanted, [reference.greedy(prompt, MAX_TOKENS) for prompt in wanted]
 
 

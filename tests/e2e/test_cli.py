@@ -12,12 +12,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from baton import cli
-from tests.harness import fake_hub, tiny_checkpoint
+from baton import ClusterConfig, cli
+from baton.client import SyncClient
+from checkpoints.resolve import resolve
+from tests.harness import fake_hub
 from tests.harness.fake_hub import NAME, Hub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -107,17 +110,29 @@ def _baton(
     )
 
 
-def _with_disk(folder: Path) -> Up:
+def _with_disk(folder: Path, *options: str, **environment: str) -> Up:
     """A cluster with a file tier."""
     disk = folder / "disk"
     disk.mkdir()
     tier = ("--set", f"store.file_tier_dir={disk}", "--set", "store.file_tier_bytes=100_000_000")
-    return Up(folder, *tier)
+    return Up(folder, *tier, *options, **environment)
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    started = _with_disk(tmp_path_factory.mktemp("up"))
+def hub() -> Iterator[Hub]:
+    """A hub that has the bundled model."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+            patch.delenv(name)
+        with fake_hub.serve(resolve("baton-5m", files="all").path) as hub:
+            yield hub
+
+
+@pytest.fixture(scope="module")
+def up(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    folder = tmp_path_factory.mktemp("up")
+    own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "home")}
+    started = _with_disk(folder, "--model", NAME, **own)
     try:
         started.wait_ready()
         yield started
@@ -231,25 +246,36 @@ def test_a_broken_checkpoint(tmp_path: Path) -> None:
     assert "no tokenizer.json" in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    tiny_checkpoint.save(tmp_path / "tiny-qwen3")
-    with fake_hub.serve(tmp_path / "tiny-qwen3") as hub:
-        yield hub
+@pytest.mark.usefixtures("up")
+def test_a_checkpoint_by_its_hub_name(hub: Hub) -> None:
+    """Works like a bundled one in all these tests: fetched once, though four processes want it."""
+    assert hub.gets
+    assert sorted(hub.gets) == sorted(set(hub.gets)), "each file was fetched once"
 
 
-def test_a_checkpoint_by_its_hub_name(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Works like a bundled one, in `baton demo`: fetched once, though four processes want it."""
-    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
-        monkeypatch.delenv(name)
-    own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
-    asked = ("demo", "--model", NAME, "--prompt", "x" * 40, "--max-tokens", "8")
-    demo = _baton(_environment(tmp_path) | own, *asked)
+ASKED_BY_DEMO = ("demo", "--prompt", "x" * 40, "--max-tokens", "8")
+
+
+def test_the_demo_compares_two_answers(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the cluster that runs: its own starts as that of `baton up` does, by the same function."""
+
+    @contextlib.contextmanager
+    def running(_: ClusterConfig) -> Iterator[SimpleNamespace]:
+        (state,) = (Path(up.environment["XDG_RUNTIME_DIR"]) / "baton").glob("*.json")
+        address = json.loads(state.read_text())["address"]
+        yield SimpleNamespace(processes={}, connect=lambda: SyncClient(address))
+
+    monkeypatch.setattr("baton.cli.up.running", running)
+    demo = up.baton(*ASKED_BY_DEMO)
     assert demo.returncode == 0, demo.stderr
     assert "decode computed no prompt token" in demo.stdout
-    assert sorted(hub.gets) == sorted(set(hub.gets)), "each file was fetched once"
+
+
+@pytest.mark.long
+def test_the_demo_starts_and_ends_a_cluster(tmp_path: Path) -> None:
+    demo = _baton(_environment(tmp_path), *ASKED_BY_DEMO)
+    assert demo.returncode == 0, demo.stderr
+    assert "decode computed no prompt token" in demo.stdout
     assert not list(tmp_path.glob("baton-cluster*"))
 
 

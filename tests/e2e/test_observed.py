@@ -1,13 +1,17 @@
-"""A whole cluster as those who watch it see it: one trace of each request over all four kinds of
-process, its blocks' history, logs that name the trace and never what was asked; a real Prometheus
-that scrapes it, and the live page in a real browser. The last two are skipped, loudly, where their
-program is not installed.
+"""A cluster of two models, over NIXL or gRPC as the seed draws, that is watched.
+
+- A request is served by the workers of the model that it names, over gRPC and HTTP, and no KV of
+  one model meets the other's.
+- One trace of each request over all four kinds of process, its blocks' history, logs that name the
+  trace and never what was asked; a real Prometheus that scrapes all parts, and the live page in a
+  real browser. The last two are skipped, loudly, where their program is not installed.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -16,19 +20,23 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+import openai
 import pytest
 
 from baton import ClusterConfig, LocalCluster, cli
 from baton.client import SyncClient
+from baton.messages import Completion
+from process.errors import InvalidArgument
 from process.spans import TraceContext
 from protos import inference_pb2, inference_pb2_grpc
 from tests.harness.browser import browsing, text_of
-from tests.harness.cluster import STORE_SIZE, assert_idle
+from tests.harness.cluster import DRAWN_TRANSPORT, STORE_SIZE, assert_idle, oracle, prompts
 from tests.harness.otlp_receiver import OtlpReceiver, Received, receiving
 from tests.wire.test_trace import assert_sums, root_of, stages_of
 from tools import dashboard_panels
@@ -37,7 +45,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 BOUND_S = 60.0
 ALERTS = Path(__file__).parents[2] / "helm" / "baton" / "alerts" / "baton.yaml"
-PARTS = {"store", "prefill-0", "decode-0", "router"}
+MODELS = ("baton-5m", "baton-5m-draft")
+MAX_TOKENS = 8
+PARTS = {"router"} | {
+    f"{kind}-{index}" for kind in ("store", "prefill", "decode") for index in range(len(MODELS))
+}
 SECRET = "Once upon a lighthouse"
 
 
@@ -58,9 +70,9 @@ class Traced:
     log_dir: Path
 
     def generate(self, number: int, **fields: object) -> list[inference_pb2.GenerateResponse]:
-        """One request under a trace of its own, whose id is `number`."""
+        """One request to the first model, under a trace of its own, whose id is `number`."""
         parent = TraceContext(number, 1, True)
-        fields.setdefault("text", PROMPT)
+        fields = {"model": MODELS[0], "text": PROMPT} | fields
         request = inference_pb2.GenerateRequest(**fields)  # type: ignore[arg-type]
         request.sampling.max_tokens = 24
         with grpc.insecure_channel(self.cluster.address) as channel:
@@ -98,6 +110,9 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
         config = ClusterConfig(
             port=0,
             http_port=0,
+            model=MODELS[0],
+            more_models=MODELS[1:],
+            transport=DRAWN_TRANSPORT,
             metrics=True,
             trace_to=receiver.address,
             log_dir=str(log_dir),
@@ -112,6 +127,80 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
 @pytest.fixture
 def cluster(traced: Traced) -> LocalCluster:
     return traced.cluster
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[SyncClient]:
+    with SyncClient(cluster.address) as connected:
+        yield connected
+
+
+def prompts_for_both(seed: int, num: int) -> list[tuple[int, ...]]:
+    """The same ids for both models: both have the same vocabulary."""
+    return [tuple(prompt) for prompt in prompts(oracle(MODELS[0]), random.Random(seed), num)]
+
+
+def test_each_name_is_answered_by_its_own_model(
+    cluster: LocalCluster, client: SyncClient, seed: int
+) -> None:
+    """Both at once, and the same prompts: an answer of the wrong model, or KV of it, would show."""
+    asked = [(model, prompt) for prompt in prompts_for_both(seed, 6) for model in MODELS]
+    right = [oracle(model).greedy(prompt, MAX_TOKENS) for model, prompt in asked]
+    status = {worker.worker_id: worker.model for worker in client.status().workers}
+    assert sorted(status.values()) == sorted(MODELS * 2)
+
+    def complete(one: tuple[str, tuple[int, ...]]) -> Completion:
+        model, prompt = one
+        return client.complete(prompt, model=model, max_tokens=MAX_TOKENS, temperature=0.0)
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(complete, asked * 2))
+    fingerprints: dict[str, set[str]] = {model: set() for model in MODELS}
+    num_moved = 0
+    for (model, _), tokens, answer in zip(asked * 2, right * 2, answers, strict=True):
+        assert list(answer.token_ids) == tokens, model
+        assert answer.provenance.model == model
+        fingerprints[model].add(answer.provenance.model_fingerprint)
+        legs = answer.provenance.legs
+        assert {status[leg.worker_id] for leg in legs} == {model}
+        assert not any(leg.recomputed for leg in legs)
+        assert {leg.transport for leg in legs} <= {DRAWN_TRANSPORT, ""}
+        num_moved += sum(leg.num_tokens_from_store for leg in legs if leg.role == "decode")
+    assert num_moved > 0
+    assert [len(found) for found in fingerprints.values()] == [1, 1]
+    assert fingerprints[MODELS[0]] != fingerprints[MODELS[1]]
+
+
+def test_what_one_model_cached_is_no_hit_of_the_other(client: SyncClient, seed: int) -> None:
+    prompt = next(p for p in prompts_for_both(seed + 1, 60) if len(p) >= 100)[:100]
+    seen = []
+    for model in (*MODELS, *MODELS):
+        answer = client.complete(prompt, model=model, max_tokens=2, temperature=0.0)
+        (leg,) = (leg for leg in answer.provenance.legs if leg.role == "prefill")
+        seen.append(leg.num_tokens_computed)
+    assert seen[:2] == [100, 100] and max(seen[2:]) < 100
+
+
+def test_a_name_is_needed_and_must_be_there(client: SyncClient) -> None:
+    for name in ("", "baton-6m"):
+        with pytest.raises(InvalidArgument) as caught:
+            client.complete("Once", model=name, max_tokens=1)
+        assert caught.value.field == "model"
+        assert all(model in str(caught.value) for model in MODELS)
+
+
+def test_over_http(cluster: LocalCluster, client: SyncClient) -> None:
+    with openai.OpenAI(
+        base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0, timeout=60
+    ) as http:
+        assert {model.id for model in http.models.list()} == set(MODELS)
+        for model in MODELS:
+            options: Any = {"max_tokens": 12, "temperature": 0.0}
+            answer = http.completions.create(model=model, prompt="Once upon a time", **options)
+            expected = client.complete("Once upon a time", model=model, **options)
+            assert answer.choices[0].text == expected.text and answer.model == model
+        with pytest.raises(openai.NotFoundError):
+            http.completions.create(model="baton-6m", prompt="Once")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +226,7 @@ def test_one_trace_over_all_processes(
     moved = {name: 0 for name in ("kv_read", "kv_write")}
     for each in spans:
         if each.name in moved:
-            assert each.attributes["baton.transport"] == "shm"
+            assert each.attributes["baton.transport"] == DRAWN_TRANSPORT
             moved[each.name] += each.attributes["baton.num_bytes"]
     legs = {leg.role: leg for leg in first[-1].provenance.legs}
     assert moved["kv_read"] == legs["decode"].num_bytes_read > 0
@@ -169,8 +258,8 @@ def test_the_history_of_a_block_can_be_asked_for(
     chain_hash = reads[0].attributes["baton.block.first"]
     redis = ["--redis", traced.cluster.redis_url]
     assert cli.main(["block", chain_hash[:12], "--json", *redis]) == 0
-    (store,) = json.loads(capsys.readouterr().out)["stores"]
-    (block,) = store["blocks"]
+    stores = json.loads(capsys.readouterr().out)["stores"]
+    (block,) = [block for store in stores for block in store["blocks"]]
     assert block["chain_hash"] == chain_hash and block["tiers"] == ["host"]
     events = {event["what"]: event for event in block["events"]}
     assert events["written"]["worker_id"] == "prefill-0"
@@ -309,7 +398,7 @@ def test_prometheus_scrapes_all_parts_and_answers_every_query(
     before = {query: prometheus.value(query) or 0 for query in (counted, finished)}
     with SyncClient(cluster.address) as client:
         for _ in range(2):
-            client.complete(SECRET * 8, max_tokens=8, ignore_eos=True)
+            client.complete(SECRET * 8, model=MODELS[0], max_tokens=8, ignore_eos=True)
     _until(lambda: prometheus.value(finished) == before[finished] + 2, "two requests more")
     assert prometheus.value(counted) == before[counted] + 16
     assert prometheus.value("sum(baton_up)") == len(PARTS)
@@ -330,9 +419,9 @@ def test_prometheus_scrapes_all_parts_and_answers_every_query(
         "all rules were evaluated",
     )
     # A part that dies is down, not gone; its next life, on another port, is found.
-    cluster.kill("store", restart=False)
-    _until(lambda: ups().get("store") == 0, "the dead part is seen to be down")
-    cluster.restart("store")
+    cluster.kill("store-0", restart=False)
+    _until(lambda: ups().get("store-0") == 0, "the dead part is seen to be down")
+    cluster.restart("store-0")
     cluster.wait_ready(BOUND_S)
     _until(lambda: ups() == dict.fromkeys(PARTS, 1.0), "its next life is scraped")
 
@@ -353,7 +442,7 @@ def test_the_page_in_a_browser(cluster: LocalCluster, browser: Any) -> None:
     _until(lambda: "decode-0" in text("#decode") and "prefill-0" in text("#prefill"), "workers")
     assert "store" in text("#stores")
     with SyncClient(cluster.address) as client:
-        request_id = client.complete(SECRET * 8, max_tokens=24).request_id
+        request_id = client.complete(SECRET * 8, model=MODELS[0], max_tokens=24).request_id
     _until(lambda: request_id in text("#requests"), "the request is shown")
     _until(lambda: "finished" in text("#requests tbody tr:first-child"), "as finished")
     assert "prefill-0 → decode-0" in text("#requests tbody tr:first-child")

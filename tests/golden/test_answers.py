@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from baton import LLM, SamplingParams
@@ -125,8 +126,8 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: _adapter(folder / name, seed) for seed, name in enumerate(("first", "second"))}
 
 
-def _llm(**settings: Any) -> LLM:
-    return LLM(MODEL, device="cpu", num_threads=1, progress=False, **settings)
+def _llm(device: str = "cpu", **settings: Any) -> LLM:
+    return LLM(MODEL, device=device, num_threads=1, progress=False, **settings)
 
 
 def _answers(llm: LLM, names: list[str]) -> dict[str, Any]:
@@ -191,3 +192,18 @@ def test_no_answer_depends_on_speculation(plain: LLM) -> None:
 def test_answers_over_a_quantized_cache_are_those_that_were_recorded() -> None:
     with _llm(kv_dtype="int8") as llm:
         check("answers_int8", _answers(llm, [name for name in WORKLOADS if "drawn" in name]))
+
+
+@pytest.mark.gpu
+def test_answers_of_an_exact_gpu_are_those_that_were_recorded(adapters: dict[str, Path]) -> None:
+    """Recorded on an H200 (compute capability 9.0); another kind of device sums otherwise."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("recorded on compute capability 9.0")
+    with _llm("cuda", exact=True) as llm:
+        for name, folder in adapters.items():
+            llm.load_adapter(name, folder)
+        found = _answers(llm, list(WORKLOADS))
+        check("answers_cuda", found)
+        few = [name for name in WORKLOADS if name.endswith("-0")]
+        for name in few:  # alone: the other rows of a step change nothing
+            assert _answers(llm, [name]) == {name: found[name]}

@@ -174,7 +174,7 @@ class Movers:
         """A lease on one of its blocks that nothing gives back."""
         client = self.workers[0].core.connector.client
         assert client is not None
-        hashes = list(self.store.node.present())[:1]
+        hashes = next(self.store.node.present(1), [])
         assert hashes
         await client.match(hashes, pin=True, ttl_s=ttl_s, deadline=Deadline.after(WAIT_S))
 

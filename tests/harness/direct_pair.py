@@ -104,17 +104,17 @@ class Ahead:
         self.lender = p.prefill.core.lender
         self.num_asked = 0
         """Questions that came to the lender."""
-        rest = self.lender.lender.followers.rest
+        await_lent = self.lender.lender.await_lent
 
         async def counted(*question: Any, **options: Any) -> LeaseUpdate:
             self.num_asked += 1
-            return await rest(*question, **options)
+            return await await_lent(*question, **options)
 
-        self.lender.lender.followers.rest = counted  # type: ignore[method-assign]
+        self.lender.lender.await_lent = counted  # type: ignore[method-assign]
 
     @property
     def num_waiting(self) -> int:
-        return self.lender.lender.followers.num_waiting
+        return self.lender.lender.num_waiting
 
     @property
     def num_read(self) -> int:
@@ -165,7 +165,7 @@ async def ahead(
     async with pair(folder, chunk=CHUNK, limits=limits, **options) as p, p.stream() as stream:
         assert p.prefill.core.lender is not None
         lender = p.prefill.core.lender.lender
-        lender.followers.limits = lender.reader_holds.limits = lender_limits
+        lender.limits = lender_limits
         key = await stream.reserve(p.reserve(PROMPT, budget_ms=int(10 * WAIT_S * 1000)))
         await stream.next(key)
         p.prefill_model.hold_at(2)

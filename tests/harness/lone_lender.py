@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from kvstore import block_hash
-from kvstore.block_lender import BlockLender, LenderIdentity
+from kvstore.block_lender import BlockLender
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
-from kvstore.lender_service import LenderServicer
 from kvstore.node_ids import lender_node_id
+from kvstore.service import KvStoreServicer
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda import CudaDevice
 from process import entrypoint, grpc_server
@@ -55,11 +55,11 @@ async def main(device_id: int, block_bytes: int, num_blocks: int, seed: int) -> 
         DeviceChecksums(cache),
     )  # fmt: skip
     loans = ExportedBlocks(num_blocks, block_bytes, TTL_S, lambda block_ids: None)
-    identity = LenderIdentity(
-        lender_node_id("lone"), secrets.token_bytes(16), bytes.fromhex(FINGERPRINT)
-    )
-    lender = BlockLender(identity, memory, loans, _no_free, lets_map=True)
-    server, address = await grpc_server.listen("127.0.0.1:0", [LenderServicer(lender).add_to])
+    lender = BlockLender(
+        lender_node_id("lone"), secrets.token_bytes(16), memory, loans, _no_free,
+        fingerprint=bytes.fromhex(FINGERPRINT), lets_map=True,
+    )  # fmt: skip
+    server, address = await grpc_server.listen("127.0.0.1:0", [KvStoreServicer(lender).add_to])
     lender.start()
     _say({"address": address, "checksums": [block_hash.checksum(row) for row in on_host]})
     while line := await asyncio.to_thread(sys.stdin.readline):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -17,15 +16,14 @@ from unittest import mock
 from kvstore import block_hash
 from kvstore import block_lender as lender_module
 from kvstore import client as client_module
-from kvstore import connection as connection_module
 from kvstore.block_lender import LenderLimits as LenderLimits
 from kvstore.blocks import Block
-from kvstore.exported_blocks import LenderPromise
 from kvstore.transport import cuda_ipc
 from kvstore.transport.base import GetItems, GetResult
 from kvstore.transport.device import Mark
 from kvstore.transport.device import PeerCopies as PeerCopies
 from process.deadline import Deadline
+from process.errors import NoCapacity
 from tests.harness.fake_device import FakeStream
 from tests.harness.sources import MAPPED, Lending, lending
 from tests.harness.store import BLOCK_BYTES, NUM_BLOCKS, Worker
@@ -41,43 +39,43 @@ def pieces_of(num_blocks: int, **sizes: int) -> PeerCopies:
     return PeerCopies(piece_bytes=num_blocks * BLOCK_BYTES, **sizes)
 
 
-def promise(held_for_s: float, *, num_unsealed: int = 0) -> LenderPromise:
-    """That blocks stay where they are for so long from now."""
-    return LenderPromise(num_unsealed, time.monotonic() + held_for_s)
-
-
-def no_promise(num_unsealed: int = 0) -> LenderPromise:
-    return LenderPromise(num_unsealed)
+def promise(held_for_s: float) -> float:
+    """Blocks are held for so long from now. Returns: until when."""
+    return time.monotonic() + held_for_s
 
 
 class Mapping:
     """A lender on a device, a reader that has mapped its cache, and the questions between them.
 
     Attributes:
-        num_asked: questions for a promise.
-        num_confirmed: questions behind a copy.
-        has_answered: set once a promise was asked for, and answered.
+        num_asked: questions for a hold.
+        num_confirmed: questions behind a copy, for none.
+        has_answered: set once a hold was asked for, and answered.
+        refuses: the lender answers no question for a hold.
     """
 
     def __init__(self, lent: Lending, reader: Worker) -> None:
         self.lent, self.reader = lent, reader
         self.num_asked = self.num_confirmed = 0
         self.has_answered = threading.Event()
-        confirm, await_lent = lent.lender.confirm, lent.lender.await_lent
+        self.refuses = False
+        hold = lent.lender.hold
 
-        def confirmed(*arguments: Any) -> list[int]:
-            self.num_confirmed += 1
-            return confirm(*arguments)
-
-        async def awaited(*arguments: Any, **options: Any) -> Any:
+        def asked(
+            attachment_id: str, lease_id: str, pairs: Any, ttl_s: float
+        ) -> tuple[float, list[int]]:
+            if not ttl_s:
+                self.num_confirmed += 1
+                return hold(attachment_id, lease_id, pairs, ttl_s)
             self.num_asked += 1
             try:
-                return await await_lent(*arguments, **options)
+                if self.refuses:
+                    raise NoCapacity("no question is answered")
+                return hold(attachment_id, lease_id, pairs, ttl_s)
             finally:
                 self.has_answered.set()
 
-        lent.lender.confirm = confirmed  # type: ignore[method-assign]
-        lent.lender.await_lent = awaited  # type: ignore[method-assign]
+        lent.lender.hold = asked  # type: ignore[method-assign]
 
     def while_copied(self, then: Callable[[], object], *, is_asked: bool = False) -> None:
         """The next copy goes on when `then` was called on the loop; `is_asked`: behind the lender's
@@ -92,22 +90,33 @@ class Mapping:
 
         self.reader.device.on_move = move
 
-    async def told(self, *block_ids: int) -> tuple[str, Sequence[Block], LenderPromise]:
+    async def told(self, *block_ids: int) -> tuple[str, Sequence[Block], float]:
         """The reader is told of blocks that nobody vouches for. Returns: their lease, they, and
-        what it may rely on."""
+        until when they are held."""
         lease_id = self.lent.tell(block_ids)
         num_blocks = len(block_ids)
-        told, word = await self.reader.client.await_lent(
+        told, held_until_s = await self.reader.client.await_lent(
             lease_id, num_known=0, num_wanted=num_blocks, wait_s=5.0, deadline=within()
         )
-        assert told.is_all and word.num_unsealed == num_blocks
-        return lease_id, tuple(told.blocks), word
+        assert told.is_all and told.num_unsealed == num_blocks
+        return lease_id, tuple(told.blocks), held_until_s
 
     async def get(
-        self, lease_id: str, blocks: Sequence[Block], block_ids: Sequence[int], word: LenderPromise
+        self,
+        lease_id: str,
+        blocks: Sequence[Block],
+        block_ids: Sequence[int],
+        held_until_s: float = 0.0,
+        *,
+        num_unsealed: int = 0,
     ) -> GetResult:
-        items = list(zip(blocks, block_ids, strict=True))
-        return await self.reader.client.get_blocks(lease_id, items, within(), word=word)
+        return await self.reader.client.get_blocks(
+            lease_id,
+            list(zip(blocks, block_ids, strict=True)),
+            within(),
+            num_unsealed=num_unsealed,
+            held_until_s=held_until_s,
+        )
 
     async def get_by_transport(
         self, lease_id: str, blocks: Sequence[Block], block_ids: Sequence[int], held_for_s: float
@@ -116,11 +125,6 @@ class Mapping:
         pairs = list(zip(blocks, block_ids, strict=True))
         items = GetItems(pairs, time.monotonic() + held_for_s)
         await self.reader.client.transport.get(lease_id, items, Deadline.after(0.0))
-
-    def forget_that_it_tells(self) -> None:
-        """As if the lender were of a version that is not asked for promises."""
-        transport: Any = self.reader.client.transport
-        transport._store = dataclasses.replace(transport._store, tells_when_lent=False)
 
     def when_answered(self, then: Callable[[], object]) -> None:
         """Every answer comes to the reader behind this."""
@@ -171,9 +175,10 @@ async def mapping(
 def reader_clock() -> Iterator[Clock]:
     """By which a reader says whether a promise is over."""
     clock = Clock(time.monotonic())
+    both = SimpleNamespace(monotonic=clock, perf_counter=time.perf_counter)
     with (
         mock.patch.object(cuda_ipc, "time", clock),
-        mock.patch.object(connection_module, "time", clock),
+        mock.patch.object(client_module, "time", both),
     ):
         yield clock
 

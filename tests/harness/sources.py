@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.block_lender import LENDER_LIMITS, BlockLender, LenderIdentity, LenderLimits
+from kvstore.block_lender import LENDER_LIMITS, BlockLender, LenderLimits
 from kvstore.blocks import Block
 from kvstore.errors import TransferFailed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
-from kvstore.lender_service import LenderServicer
 from kvstore.node_ids import PROBE_HASH, lender_node_id
+from kvstore.service import KvStoreServicer
 from kvstore.transport.base import BlockMemory
 from process import grpc_server
 from tests.harness.fake_device import FakeDevice
@@ -95,12 +95,12 @@ class Lending:
         self.ahead_s = 0.0
         self.loans = ExportedBlocks(num_blocks, block_bytes, TTL_S, self.on_free)
         self.lender = BlockLender(
-            LenderIdentity(
-                lender_node_id("lending"), secrets.token_bytes(16), bytes.fromhex(FINGERPRINT)
-            ),
+            lender_node_id("lending"),
+            secrets.token_bytes(16),
             memory,
             self.loans,
             self.find_free,
+            fingerprint=bytes.fromhex(FINGERPRINT),
             lets_map=lets_map,
             limits=limits,
             clock=lambda: time.monotonic() + self.ahead_s,
@@ -176,14 +176,11 @@ class Lending:
 
     def end_promises(self) -> None:
         """The time of all is over."""
-        holds = self.lender.reader_holds
-        for hold_id, timer in list(holds._ends.items()):
-            timer.cancel()
-            holds._end(hold_id, 0.0)
+        end_promises(self.loans)
 
     def break_promises(self) -> None:
         """The blocks of all are let go before their time."""
-        for hold_id in self.lender.reader_holds._ends:
+        for hold_id in self.loans._pins:
             self.loans.unhold(hold_id)
 
     def end_leases(self) -> None:
@@ -192,8 +189,7 @@ class Lending:
 
     def bound(self, **changes: Any) -> None:
         """Other limits for what readers ask from now on."""
-        limits = dataclasses.replace(self.lender.followers.limits, **changes)
-        self.lender.followers.limits = self.lender.reader_holds.limits = limits
+        self.lender.limits = dataclasses.replace(self.lender.limits, **changes)
 
     def flip_bit(self, block: Block) -> None:
         self.view[block.frame, -1] ^= 1
@@ -230,6 +226,12 @@ class Lending:
         assert len(kept) == self.loans.num_lent
 
 
+def end_promises(loans: ExportedBlocks) -> None:
+    """The time of every hold of a reader is over."""
+    loans._pins = dict.fromkeys(loans._pins, 0.0)
+    loans.lapse(0.0)
+
+
 @contextlib.asynccontextmanager
 async def lending(
     seed: int,
@@ -249,7 +251,7 @@ async def lending(
         limits=limits,
     )
     server, made.address = await grpc_server.listen(
-        "127.0.0.1:0", [LenderServicer(made.lender).add_to]
+        "127.0.0.1:0", [KvStoreServicer(made.lender).add_to]
     )
     made.lender.start()
     try:

@@ -54,6 +54,8 @@ def _paths(cls: Any, prefix: str) -> list[str]:
         ("decode.settings.engine.block_size=many", "decode.settings.engine.block_size: Invalid"),
         ("decode.replicas=-1", "decode.replicas: Must be greater than or equal to 0"),
         ("router.replicas=0", "router.replicas: Must be greater than or equal to 1"),
+        ("router.drainSeconds=0", "router.drainSeconds: Must be greater than or equal to 1"),
+        ("monitoring.tracing.sampleRatio=2", "sampleRatio: Must be less than or equal to 1"),
         ("kvstore.capacity=lots", "kvstore.capacity: Does not match pattern"),
         ("router.settings.routing_policy=best", "router.settings.routing_policy"),
         ("tls.mode=yes", "tls.mode"),

@@ -171,7 +171,8 @@ def test_exact_rows_do_not_depend_on_others(
     backend: Any, randn: Callable[..., torch.Tensor]
 ) -> None:
     dtype = torch.bfloat16
-    for (width, depth), is_gated in itertools.product(((200, 384), (96, 1024)), (False, True)):
+    shapes = ((200, 384), (96, 1024), (200, 64), (64, 80), (64, 96), (64, 128), (64, 256))
+    for (width, depth), is_gated in itertools.product(shapes, (False, True)):
         weight = randn(width * (2 if is_gated else 1), depth, dtype=dtype) / depth**0.5
         x = randn(1100 if DEVICE == "cuda" else 70, depth, dtype=dtype)
         kwargs: dict[str, Any] = {
@@ -180,10 +181,15 @@ def test_exact_rows_do_not_depend_on_others(
             "backend": backend,
             "exact": True,
         }
-        whole = linear(x, weight, **kwargs)
-        for num_rows in (1, 5, 16, 17, 64, 65, 300):
-            part = x[7 : 7 + num_rows]
-            assert torch.equal(linear(part, weight, **kwargs), whole[7 : 7 + len(part)]), num_rows
+        bias = randn(weight.shape[0], dtype=dtype)
+        residual = randn(x.shape[0], width, dtype=dtype)
+        for extras in ({}, {"bias": bias}, {"residual": residual}):
+            whole = linear(x, weight, **kwargs, **extras)
+            for num_rows in (1, 5, 16, 17, 64, 65, 300):
+                rows = slice(7, 7 + num_rows)
+                own = extras | ({"residual": residual[rows]} if "residual" in extras else {})
+                part = linear(x[rows], weight, **kwargs, **own)
+                assert torch.equal(part, whole[rows]), (width, depth, is_gated, num_rows, *extras)
 
 
 def test_exact_swiglu_in_one_launch_has_the_bits_of_two(

@@ -21,7 +21,7 @@ from engine import noise
 from engine.request import Sampling
 from engine.sampling import pipeline
 from tests.conftest import LONG
-from tests.kernels.conftest import DEVICE, poisoned
+from tests.kernels.conftest import DEVICE, poisoned, some
 
 ON_GPU = DEVICE == "cuda"
 
@@ -126,7 +126,7 @@ def test_masses_are_exponentials(generator: torch.Generator) -> None:
     assert kernel_noise.masses(edges).tolist() == [1 << 44, 0, 0, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16]))
 def test_mixed_rows(dtype: torch.dtype, seed: int, randn: Callable[..., torch.Tensor]) -> None:
     """Every kind of row at once; rows of a wider matrix, so they lie apart."""
     rng = random.Random(seed)
@@ -173,7 +173,7 @@ def test_equal_logits_and_edges_within_them(seed: int) -> None:
     _check(logits, samplings, list(range(8)), splits=1)
 
 
-@pytest.mark.parametrize("list_length", [64, 1024])
+@pytest.mark.parametrize("list_length", some([64, 1024]))
 def test_a_list_that_overflows_is_read_from_the_row(
     list_length: int, seed: int, randn: Callable[..., torch.Tensor]
 ) -> None:

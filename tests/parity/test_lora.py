@@ -42,7 +42,7 @@ MAX_RELATIVE_ERROR = 1e-4
 at 3e-5 (8e-6 without adapters); without the delta of one module it is above 1e-2."""
 
 WAYS = ["packed", "plain", "untouched"]
-NUM_TYPES = 10
+NUM_TYPES = 6
 """Of the model types that are not fused, in a run that is not the full one."""
 
 

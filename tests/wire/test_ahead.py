@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 
 from kvstore import errors
-from kvstore.block_lender import LeaseWatchers
+from kvstore.block_lender import BlockLender
 from kvstore.client import KvStoreClient
-from kvstore.connection import StoreInfo
 from kvstore.exported_blocks import LeaseUpdate
-from kvstore.lender_service import LenderServicer
 from kvstore.transport.device import PeerCopies
 from process.errors import BatonError, DeadlineExceeded, Unavailable
-from protos import common_pb2, kvstore_pb2
+from protos import common_pb2
 from services.decode import ahead as decode_ahead
 from services.decode.states import DecodeState
 from services.worker import handle as handles
@@ -43,6 +41,7 @@ from tests.harness.direct_pair import (
 from tests.harness.gated_engine import BLOCK_SIZE
 from tests.harness.handles import forge, prefetch
 from tests.harness.prefill_decode_pair import WAIT_S
+from tests.harness.sources import end_promises
 from tests.harness.waiting import Deadlines, Gate, task_of, until
 
 
@@ -52,22 +51,7 @@ def _asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_ahead, "MAX_WAIT_S", WAIT_S)
 
 
-def _take_none_unsealed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a reader of an earlier version, which does not say that it does."""
-    rest = LeaseWatchers.rest
-
-    async def sealed(lender: LeaseWatchers, *question: Any, takes_unsealed: bool) -> LeaseUpdate:
-        return await rest(lender, *question)
-
-    monkeypatch.setattr(LeaseWatchers, "rest", sealed)
-
-
-@pytest.mark.parametrize("takes_unsealed", [True, False])
-async def test_the_last_blocks_are_here_before_their_handle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_unsealed: bool
-) -> None:
-    if not takes_unsealed:
-        _take_none_unsealed(monkeypatch)
+async def test_the_last_blocks_are_here_before_their_handle(tmp_path: Path) -> None:
     async with ahead(tmp_path) as a:
         await a.asked()
         reply = await a.copied()
@@ -107,7 +91,7 @@ async def test_the_next_blocks_are_entered_while_they_are_computed(tmp_path: Pat
         await a.asked()
         loans, num_told = a.lender.loans, CHUNK // BLOCK_SIZE
         await until(lambda: loans.num_lent == len(PROMPT) // BLOCK_SIZE)
-        (lease_id,) = loans._leases
+        (lease_id,) = loans.kept
         assert len(loans.blocks_of(lease_id, 0)) == num_told and a.num_waiting == 1
         entered: list[int] = []
         enter = a.lender.enter
@@ -133,8 +117,8 @@ async def test_over_a_mapping_what_was_promised_to_stay_is_not_asked_about(
     async with ahead(tmp_path, lender_limits=limits, **options) as a:
         await a.asked()
         await a.p.decode.core.links.settle()  # what measures them is asked about
-        lender, asked = a.lender.lender, []
-        monkeypatch.setattr(lender, "confirm", lambda *question: asked.append(question))
+        asked: list[Any] = []
+        monkeypatch.setattr(a.lender.lender, "hold", lambda *question: asked.append(question))
         gate = Gate(a.lender, "seal")
         computing = asyncio.create_task(a.computed())
         await gate.wait_entered()
@@ -144,29 +128,11 @@ async def test_over_a_mapping_what_was_promised_to_stay_is_not_asked_about(
         assert asked == []
         assert answer.leg.num_tokens_early == len(PROMPT) and answer.recomputed == {}
         assert not a.p.decode.core.counts.early_pulls_failed
-        ((hold_id, timer),) = lender.reader_holds._ends.items()
+        assert a.lender.loans.num_pins == 1
         await until(lambda: a.p.at_prefill.num_chains_behind == 0)
         await until(lambda: a.lender.loans.num_leases == 0)
         assert a.lender.num_lent_blocks == NUM_BLOCKS - CHUNK // BLOCK_SIZE
-        timer.cancel()
-        lender.reader_holds._end(hold_id, 0.0)
-
-
-async def test_who_takes_none_without_a_checksum_is_told_when_they_are_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _take_none_unsealed(monkeypatch)
-    async with ahead(tmp_path) as a:
-        await a.asked()
-        gate = Gate(a.lender, "seal")
-        computing = asyncio.create_task(a.computed())
-        await gate.wait_entered()
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert a.num_waiting == 1 and a.num_read == CHUNK // BLOCK_SIZE
-        gate.open()
-        answer = await a.answer(await computing)
-        assert answer.leg.num_tokens_computed == 0 and answer.recomputed == {}
+        end_promises(a.lender.loans)
 
 
 @pytest.mark.parametrize("how", ["fails", "stops", "ends", "is cancelled"])
@@ -257,10 +223,10 @@ async def test_who_asks_where_the_rest_lies_hears_of_it_before_the_handle_is_mad
 ) -> None:
     """To make, sign and write a handle takes a while, and the bytes take longer than its way."""
     order: list[str] = []
-    rest, make = LeaseWatchers.rest, HandleMaker.whole
+    await_lent, make = BlockLender.await_lent, HandleMaker.whole
 
-    async def told(lender: LeaseWatchers, *question: Any, **options: Any) -> LeaseUpdate:
-        answer = await rest(lender, *question, **options)
+    async def told(lender: BlockLender, *question: Any, **options: Any) -> LeaseUpdate:
+        answer = await await_lent(lender, *question, **options)
         order.append("told")
         return answer
 
@@ -268,7 +234,7 @@ async def test_who_asks_where_the_rest_lies_hears_of_it_before_the_handle_is_mad
         order.append("handle made")
         return make(maker, *parts)
 
-    monkeypatch.setattr(LeaseWatchers, "rest", told)
+    monkeypatch.setattr(BlockLender, "await_lent", told)
     monkeypatch.setattr(HandleMaker, "whole", made)
     async with ahead(tmp_path) as a:
         await a.asked()
@@ -360,14 +326,10 @@ async def test_without_a_handle_that_names_it_what_came_is_not_used(tmp_path: Pa
         a.lender.release(lease_id)
 
 
-@pytest.mark.parametrize("takes_unsealed", [True, False])
 async def test_bytes_that_are_not_those_that_the_lender_vouches_for_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_unsealed: bool
+    tmp_path: Path,
 ) -> None:
-    """Blocks that are named before their checksums are known are found when the handle comes, the
-    others when their checksums do."""
-    if not takes_unsealed:
-        _take_none_unsealed(monkeypatch)
+    """Blocks that are named before their checksums are known are found when the handle comes."""
     async with ahead(tmp_path) as a:
         await a.asked()
         loans = a.lender.loans
@@ -380,11 +342,8 @@ async def test_bytes_that_are_not_those_that_the_lender_vouches_for_are_found(
         loans.seal = otherwise  # type: ignore[method-assign, assignment]
         reply = await a.computed()
         failed = a.p.decode.core.counts.early_pulls_failed
-        if takes_unsealed:
-            await until(lambda: a.num_read == NUM_BLOCKS)
-            assert not failed
-        else:
-            await until(lambda: failed == {errors.CHECKSUM: 1})
+        await until(lambda: a.num_read == NUM_BLOCKS)
+        assert not failed
         await until(lambda: a.state == [DecodeState.RESERVED])
         answer = await a.answer(reply)
         assert failed == {errors.CHECKSUM: 1}
@@ -396,7 +355,7 @@ async def test_bytes_that_are_not_those_that_the_lender_vouches_for_are_found(
 async def test_a_lender_with_no_room_for_those_who_wait_is_as_good_without(
     tmp_path: Path,
 ) -> None:
-    async with ahead(tmp_path, lender_limits=replace(PATIENT, max_followers=0)) as a:
+    async with ahead(tmp_path, lender_limits=replace(PATIENT, max_waiting=0)) as a:
         failed = a.p.decode.core.counts.early_pulls_failed
         await until(lambda: failed.total() == 1)
         await until(lambda: a.num_read == CHUNK // BLOCK_SIZE)
@@ -464,25 +423,6 @@ async def test_a_question_that_fails_is_counted_and_its_lender_looked_at(
         assert suspected == ([(error, decode_ahead.ANSWER_S)] if reason else [])
         answer = await a.answer(await a.computed())
         assert answer.recomputed == {}
-
-
-async def test_a_lender_of_an_earlier_version_is_not_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would refuse a call that it does not know, and the connection with it."""
-    of = StoreInfo.of
-
-    def earlier(reply: kvstore_pb2.AttachReply) -> StoreInfo:
-        reply.tells_when_lent = False
-        return of(reply)
-
-    monkeypatch.setattr(StoreInfo, "of", earlier)
-    monkeypatch.delattr(LenderServicer, "AwaitLent")
-    async with ahead(tmp_path) as a:
-        await until(lambda: a.num_read == CHUNK // BLOCK_SIZE)
-        answer = await a.answer(await a.computed())
-        assert answer.recomputed == {} and answer.leg.num_tokens_early == CHUNK
-        assert not a.p.decode.core.counts.early_pulls_failed
 
 
 @pytest.mark.parametrize(

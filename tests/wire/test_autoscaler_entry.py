@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import third
 from tests.harness.redis_server import RedisServer
 from tests.harness.service_process import start_service
 
@@ -50,11 +51,13 @@ async def test_it_decides_until_told_to_stop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
-    [
-        (("scaler=local",), "local_address: needed with scaler=local"),
-        (("plan.limits.decode.max_wrokers=3",), "nearest is 'max_workers'"),
-        ((), "neither in a pod with a service account"),
-    ],
+    third(
+        [
+            (("scaler=local",), "local_address: needed with scaler=local"),
+            (("plan.limits.decode.max_wrokers=3",), "nearest is 'max_workers'"),
+            ((), "neither in a pod with a service account"),
+        ]
+    ),
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(overrides: tuple[str, ...], says: str) -> None:
     process = _start(*overrides)

@@ -7,7 +7,7 @@ import asyncio
 import base64
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp.web
 import attrs
@@ -15,12 +15,14 @@ import kmock
 import pytest
 import pytest_asyncio
 from cryptography import x509
-from kubernetes import client
 
 from baton import certificates
 from baton.certificates import CertsError, SecretsPlace
 from process.access import WORKERS, PeerRole, roles_of
 from process.tls import TlsIdentity, TlsSettings
+
+if TYPE_CHECKING:  # a second, which only a process that runs these tests has to spend
+    from kubernetes import client
 
 PLACE = SecretsPlace("baton-tls", "models", "baton-certs")
 
@@ -43,6 +45,8 @@ class ApiServer(kmock.KubernetesEmulator):
 @pytest_asyncio.fixture
 async def cluster() -> AsyncIterator[tuple[ApiServer, client.CoreV1Api]]:
     """An API server, and the official client of it."""
+    from kubernetes import client
+
     emulator = ApiServer()
     async with emulator, kmock.Server(emulator) as server:
         emulator.resources["v1/secrets"] = {}
@@ -137,6 +141,8 @@ async def test_what_the_api_server_refuses_is_one_line(
 
 
 async def test_an_api_server_that_is_not_there_is_one_line() -> None:
+    from kubernetes import client
+
     configuration = client.Configuration(host="http://127.0.0.1:1")
     configuration.retries = 0
     with (

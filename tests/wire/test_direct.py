@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from protos import common_pb2
+from tests.conftest import third
 from tests.harness.direct_pair import lender_of, on_devices
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.handles import blocks_of
@@ -350,7 +351,7 @@ async def test_a_store_that_is_away_costs_the_handover_nothing(tmp_path: Path) -
 # ---- all lent blocks come back
 
 
-@pytest.mark.parametrize("transport", ["grpc", "nixl"])
+@pytest.mark.parametrize("transport", third(["grpc", "nixl"]))
 async def test_many_at_once_with_little_room_and_some_that_leave(
     tmp_path: Path, transport: str, seed: int, scale: Callable[[int], int]
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import third
 from tests.harness.bundled_pair import alone, bundled_engine
 from tests.harness.decode_movers import LEAVE_S, Movers, Told, fake_engines, movers
 from tests.harness.gated_engine import GatedModel, prompt_of
@@ -87,8 +89,10 @@ def check_legs(told: Told, prompt: list[int]) -> None:
             assert leg.num_tokens_computed == 0 and not leg.recomputed, leg
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-@pytest.mark.parametrize("preemption", ["never", "recompute", "swap"])
+@pytest.mark.parametrize(
+    ("preemption", "is_ahead"),
+    third(itertools.product(["never", "recompute", "swap"], [False, True])),
+)
 async def test_moved_streams_draw_what_they_would_have_drawn(
     tmp_path: Path,
     preemption: str,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from protos import common_pb2
+from tests.conftest import third
 from tests.harness.gated_engine import prompt_of
 from tests.harness.prefill_decode_pair import Pair, pair
 
@@ -50,7 +51,7 @@ def assert_no_row_is_taken(shown: Shown) -> None:
     assert rows == {"free": 64, "taken": 0, "quarantined": 0}
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl", "grpc"])
+@pytest.mark.parametrize("transport", third(["shm", "nixl", "grpc"]))
 async def test_a_small_cache_swaps_through_the_store_to_the_same_tokens(
     transport: str, tmp_path: Path
 ) -> None:

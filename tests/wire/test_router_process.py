@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from protos import inference_pb2, inference_pb2_grpc
+from tests.conftest import third
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import channel, save_tokenizer
 from tests.harness.service_process import start_service
@@ -57,13 +58,15 @@ async def test_it_serves_until_told_to_stop(tmp_path: Path) -> None:
 @pytest.mark.timeout(2 * WAIT_S)
 @pytest.mark.parametrize(
     ("overrides", "word"),
-    [
-        ((), "model: needed"),
-        (("model=./no/such/folder",), "no such folder"),
-        (("model={broken}",), "tokenizer"),
-        (("model={good}", "modle=x"), "nearest is 'model'"),
-        (("model={good}", "listen={busy}"), "cannot listen on 127.0.0.1:"),
-    ],
+    third(
+        [
+            ((), "model: needed"),
+            (("model=./no/such/folder",), "no such folder"),
+            (("model={broken}",), "tokenizer"),
+            (("model={good}", "modle=x"), "nearest is 'model'"),
+            (("model={good}", "listen={busy}"), "cannot listen on 127.0.0.1:"),
+        ]
+    ),
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(
     overrides: tuple[str, ...], word: str, tmp_path: Path

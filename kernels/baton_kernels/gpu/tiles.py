@@ -226,7 +226,10 @@ def exact_tile(num_rows: int, width: int, depth: int) -> Tile:
     while num_runs < 8 and ceil_div(width, 64) * num_runs < 132 and depth % (256 * num_runs) == 0:
         num_runs *= 2
     if num_rows <= 64:
-        return Tile(16 if num_rows <= 16 else 64, 64, 128, num_runs, num_stages=4)
+        # Triton begins a product of one step with the bias or the residual that follows it, which
+        # is another order of sums: every tile takes one step, or every tile takes several.
+        block_k = 64 if depth <= 128 else 128
+        return Tile(16 if num_rows <= 16 else 64, 64, block_k, num_runs, num_stages=4)
     if num_rows <= 512:
         return Tile(128, 128, 64, num_runs, 8, 4, group_m=8, prefetch_bytes=0)
     if num_runs > 1:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,7 +147,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     @rpc.streaming
     async def Stream(
         self, commands: AsyncIterator[decode_pb2.DecodeCommand], context: Context
-    ) -> AsyncIterator[decode_pb2.DecodeEvents]:
+    ) -> AsyncGenerator[decode_pb2.DecodeEvents, None]:
         events: Events = asyncio.Queue()
         legs: dict[int, _Leg] = {}
         self.num_streams += 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     @rpc.streaming
     async def Stream(
         self, commands: AsyncIterator[prefill_pb2.PrefillCommand], context: Context
-    ) -> AsyncIterator[prefill_pb2.PrefillEvents]:
+    ) -> AsyncGenerator[prefill_pb2.PrefillEvents, None]:
         events: asyncio.Queue[prefill_pb2.PrefillEvent | None] = asyncio.Queue()
         tasks: dict[int, asyncio.Task[None]] = {}
         reader = asyncio.create_task(self._obey(commands, tasks, events))

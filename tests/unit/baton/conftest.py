@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
     @rpc.streaming
     async def Generate(
         self, request: Any, context: Any
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         self.requests.append(request)
         if self.fail is not None:
             raise self.fail

@@ -10,7 +10,6 @@ import pytest
 
 from kvstore.blocks import Block, PackedBlocks, Tier
 from kvstore.errors import CHECKSUM
-from kvstore.exported_blocks import NO_PROMISE, LenderPromise
 from kvstore.node_ids import lender_node_id
 from services.decode.ahead import Ahead, Copied, Rest
 from services.decode.intake import Intake
@@ -91,7 +90,7 @@ class Core:
         self.step_log = None
         self.num_usable = num_usable
         self.loads: list[list[tuple[int, int]]] = []
-        self.words: list[LenderPromise] = []
+        self.promises: list[tuple[int, float]] = []
         self.counts = WorkerCounts()
 
     async def client(self, *_: Any) -> Any:
@@ -104,14 +103,14 @@ class Core:
         lease_id: str,
         items: Any,
         *_: Any,
-        word: LenderPromise,
+        num_unsealed: int,
+        held_until_s: float,
         **__: Any,
     ) -> Loaded:
         self.loads.append([(block.frame, block_id) for block, block_id in items])
-        self.words.append(word)
+        self.promises.append((num_unsealed, held_until_s))
         found = {
-            at: FOUND + items[at][0].frame
-            for at in range(len(items) - word.num_unsealed, len(items))
+            at: FOUND + items[at][0].frame for at in range(len(items) - num_unsealed, len(items))
         }
         return Loaded(min(len(items), self.num_usable), 64 * len(items), checksums=found)
 
@@ -154,10 +153,9 @@ async def test_blocks_that_are_not_sealed_are_kept_with_the_checksums_of_what_ca
     rest = [*blocks(2, 6), TAIL]
     told = [dataclasses.replace(each, checksum=0) for each in rest]
     kept = rest[: len(rest) - num_unsealed] + told[len(rest) - num_unsealed :]
-    made._ahead._rest = Rest(run(kept, 2), LenderPromise(num_unsealed, 77.0))
+    made._ahead._rest = Rest(run(kept, 2), num_unsealed, 77.0)
     await made.pull_rest(deadline())
-    (word,) = core.words
-    assert word == LenderPromise(len(expected), 77.0)
+    assert core.promises == [(len(expected), 77.0)]
     copied = made._ahead._copied
     assert copied is not None
     right = {block.frame: block.checksum for block in rest}
@@ -205,7 +203,7 @@ async def test_of_the_lenders_word_only_what_the_prompt_asks_for_is_fetched(
 ) -> None:
     core = Core()
     made = intake(core, num_local)
-    made._ahead._rest = Rest(run(rest, first), NO_PROMISE)
+    made._ahead._rest = Rest(run(rest, first))
     await made.pull_rest(deadline())
     assert core.loads == ([[(frame, 100 + frame) for frame in expected]] if expected else [])
     assert made.num_blocks == num_local, "no handle has named it"

@@ -119,7 +119,8 @@ class StoreDriver:
     # -- what is there
 
     def entries(self) -> list[Any]:
-        return list(self.store.tree)
+        """In an order that is the same in each run."""
+        return sorted(self.store.tree, key=lambda node: node.chain_hash)
 
     def matched(self, match: PrefixMatch) -> list[Any]:
         """The entries of a match."""
@@ -130,7 +131,7 @@ class StoreDriver:
         return promotion.node
 
     def in_frames(self) -> list[Block]:
-        return [node.block for node in self.store.tree if node.block is not None]
+        return [node.block for node in self.entries() if node.block is not None]
 
     def in_pages(self) -> set[bytes]:
         """Chain hashes of blocks that lie in a page, whether or not they are in a frame, too."""

@@ -453,6 +453,21 @@ def test_a_bad_block_goes_with_all_below_it() -> None:
     assert bench.store.hold(branch)[1] == [True]
 
 
+def test_blocks_below_a_bad_one_can_go_a_few_at_a_time() -> None:
+    """At each moment what is left is whole; the bad block goes last."""
+    bench = _Bench()
+    blocks = bench.put(CHAIN[:4])
+    bench.put([_hash(90), _hash(91)], parent=CHAIN[1])
+    nums = []
+    while num := bench.store.drop_below(blocks[1:3], 2):
+        nums.append(num)
+        invariants.check(bench.store)
+    assert nums == [2, 2] and bench.present(CHAIN) == 2
+    assert bench.store.drop(blocks[1:2]) == 1
+    assert bench.present(CHAIN) == 1 and bench.store.drop_below(blocks[1:2], 2) == 0
+    invariants.check(bench.store)
+
+
 def test_pins_on_dropped_blocks_end_with_their_leases() -> None:
     """Bad bytes are stale to every reader at once; good ones below stay readable for who leased
     them, and both frames stay out of use until then."""

@@ -15,7 +15,6 @@ from kvstore.blocks import Block
 from kvstore.history import MAX_EVENTS, BlockHistory
 from kvstore.prefix_tree import TreeNode
 from process.spans import NOOP_SPAN, RecordingSpan, TraceContext
-from process.tracing import SpanCounters, Tracing, TracingSettings
 
 TRACE = TraceContext(0xA1, 0xB2, True)
 
@@ -24,28 +23,13 @@ def _hash(prompt: int, index: int) -> bytes:
     return bytes([prompt, index]).rjust(16, b"h")
 
 
-class _Kept:
-    """An exporter that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.counters = SpanCounters()
-        self.spans: list[RecordingSpan] = []
-
-    def start(self) -> None: ...
-    def take(self, span: RecordingSpan) -> None:
-        self.spans.append(span)
-
-    def stop(self, timeout_s: float) -> None: ...
-
-
 class _Bench:
     """A store over a file tier, whose bytes nobody moves."""
 
     def __init__(self, num_frames: int = 4, num_pages: int = 0, max_blocks: int = 64) -> None:
-        self.kept = _Kept()
-        tracing = Tracing(TracingSettings(endpoint="127.0.0.1:1"), self.kept)
+        self.spans: list[RecordingSpan] = []
         ticks = itertools.count(1)
-        past = BlockHistory(max_blocks, tracing=tracing, wall_clock=lambda: float(next(ticks)))
+        past = BlockHistory(max_blocks, wall_clock=lambda: float(next(ticks)))
         self.store = BlockStore(num_frames, 100, StoreLimits(), history=past)
         if num_pages:
             self.store.table.open_pages(num_pages, [])
@@ -53,7 +37,7 @@ class _Bench:
 
     def put(self, prompt: int, length: int, *, is_traced: bool = False) -> list[TreeNode]:
         hashes = [_hash(prompt, i) for i in range(length)]
-        span = RecordingSpan(self.kept.take, "commit", TRACE, None) if is_traced else NOOP_SPAN
+        span = RecordingSpan(self.spans.append, "commit", TRACE, None) if is_traced else NOOP_SPAN
         with span:
             lease_id, answers, _ = self.store.reserve(
                 self.worker, b"", hashes, ttl_s=9.0, now_s=0.0
@@ -154,30 +138,28 @@ def test_a_tail_has_no_history() -> None:
     assert len(bench.store.history) == 0
 
 
-def test_what_happens_later_is_linked_to_who_wrote_it() -> None:
+def test_what_a_store_does_by_itself_is_in_the_history_and_in_no_trace() -> None:
+    """Only what was written in a trace names it."""
     bench = _Bench(num_frames=2)
     bench.put(0, 2, is_traced=True)
-    (write,) = bench.kept.spans
+    (write,) = bench.spans
     assert [(event.name, event.attributes["baton.num_blocks"]) for event in write.events] == [
         ("block written", 2)
     ]
     bench.put(1, 2)  # by a request that is not traced
-    evictions = [span for span in bench.kept.spans if span.name == "block evicted"]
-    assert len(evictions) == 2
-    for span in evictions:
-        assert span.parent is None and span.context.trace_id != TRACE.trace_id
-        assert [link.context for link in span.links] == [TRACE]
-    bench.put(0, 2, is_traced=True)
-    assert len([span for span in bench.kept.spans if span.name == "block evicted"]) == 2, (
-        "of blocks that nobody traced"
-    )
+    assert bench.spans == [write] and not write.links
+    ((_, past),) = bench.store.history.find(_hash(0, 0), 1)
+    assert [(event.what, event.trace) for event in past.events] == [
+        (history.WRITTEN, TRACE),
+        (history.EVICTED, None),
+    ]
 
 
 def test_an_eviction_by_a_traced_request_is_an_event_of_its_span() -> None:
     bench = _Bench(num_frames=2)
     bench.put(0, 2, is_traced=True)
     bench.put(1, 2, is_traced=True)
-    last = bench.kept.spans[-1]
+    last = bench.spans[-1]
     assert [event.name for event in last.events] == ["block evicted"] * 2 + ["block written"]
     assert [link.context for link in last.links] == [TRACE, TRACE]
 
@@ -187,7 +169,7 @@ def test_nothing_is_remembered_where_that_is_not_wanted() -> None:
     bench.put(0, 2, is_traced=True)
     bench.put(1, 2)
     assert len(bench.store.history) == 0 and not bench.store.history.is_kept
-    assert [span.name for span in bench.kept.spans] == ["commit"]
+    assert [span.name for span in bench.spans] == ["commit"]
 
 
 @given(

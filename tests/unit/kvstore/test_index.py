@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvstore import index, index_publisher
 from kvstore.change_log import ChangeLog
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import BATCH, PrefixIndexPublisher
+from kvstore.sharded_dict import ShardedDict
 from process import registry
 from process.errors import Unavailable
 from protos import inference_pb2
@@ -31,11 +32,11 @@ def _chain(name: str, length: int) -> list[bytes]:
 
 
 class _Store:
-    """What a store would publish; parents before children, as its tree keeps them."""
+    """What a store would publish."""
 
     def __init__(
         self,
-        client: redis.asyncio.Redis,
+        redis_url: str,
         life: bytes = LIFE,
         node: str = "n1",
         heartbeat_s: float = 0.05,
@@ -43,12 +44,12 @@ class _Store:
         changes: ChangeLog | None = None,
         **options: Any,
     ) -> None:
-        self.present: dict[bytes, None] = {}
+        self.present: ShardedDict[bytes, None] = ShardedDict()
         self.changes = ChangeLog() if changes is None else changes
         self.node = node
         self.life = life
         self.publisher = PrefixIndexPublisher(
-            client,
+            redis_url,
             node_id=node,
             incarnation=life,
             status=lambda: inference_pb2.StoreStatus(
@@ -62,18 +63,25 @@ class _Store:
             **options,
         )
 
-    def snapshot(self) -> list[bytes]:
+    def snapshot(self, num_hashes: int) -> Iterator[list[bytes]]:
+        """As a store's: each list is of the moment in which it is asked for."""
         self.changes.clear()
-        return list(self.present)
+        return self.present.keys_in_pieces(num_hashes)
+
+    def kill(self) -> None:
+        """No goodbye."""
+        for task in (self.publisher._task, self.publisher.heartbeat._task):
+            assert task is not None
+            task.cancel()
 
     def add(self, *hashes: bytes) -> None:
         for chain_hash in hashes:
-            self.present[chain_hash] = None
+            self.present.add(chain_hash, None)
             self.changes.append(True, chain_hash)
 
     def drop(self, *hashes: bytes) -> None:
         for chain_hash in hashes:
-            del self.present[chain_hash]
+            self.present.remove(chain_hash)
             self.changes.append(False, chain_hash)
 
 
@@ -85,8 +93,8 @@ async def client(redis_server: RedisServer) -> AsyncIterator[redis.asyncio.Redis
 
 
 @pytest.fixture
-async def store(client: redis.asyncio.Redis) -> AsyncIterator[_Store]:
-    store = _Store(client)
+async def store(client: redis.asyncio.Redis, redis_server: RedisServer) -> AsyncIterator[_Store]:
+    store = _Store(redis_server.url)
     yield store
     await store.publisher.stop()
 
@@ -96,7 +104,7 @@ async def _same(client: redis.asyncio.Redis, store: _Store) -> None:
     await until(lambda: store.publisher.synced)
     fields = await client.hgetall(index.index_key(store.node, store.life.hex()))
     assert fields.pop(b"sequence") == b"%d" % store.publisher.sequence
-    assert set(fields) == set(store.present)
+    assert set(fields) == {chain_hash for chain_hash, _ in store.present.items()}
 
 
 async def test_what_was_there_before_and_what_comes_later(
@@ -119,11 +127,11 @@ async def test_what_was_there_before_and_what_comes_later(
 
 
 async def test_lookup_is_the_longest_prefix_for_every_length(
-    client: redis.asyncio.Redis, seed: int
+    client: redis.asyncio.Redis, seed: int, redis_server: RedisServer
 ) -> None:
     """Against a plain scan; 200 random cases over 4 nodes."""
     draw = random.Random(seed)
-    stores = [_Store(client, node=f"n{i}") for i in range(4)]
+    stores = [_Store(redis_server.url, node=f"n{i}") for i in range(4)]
     chain = _chain("c", 300)
     lengths = {}
     for each in stores:
@@ -165,7 +173,7 @@ async def test_a_redis_that_lost_something_gets_everything_again(
     elif how == "restart":
         redis_server.kill()
         store.add(*_chain("b", 10))
-        await until(lambda: not store.publisher._reached)
+        await until(lambda: not store.publisher.heartbeat.is_registered)
         assert not store.publisher.synced
         await redis_server.start()
     elif how == "entries lost":
@@ -178,10 +186,12 @@ async def test_a_redis_that_lost_something_gets_everything_again(
     assert (row.node_id, row.reachable) == ("n1", True)
 
 
-async def test_a_batch_on_top_of_nothing_is_refused(client: redis.asyncio.Redis) -> None:
+async def test_a_batch_on_top_of_nothing_is_refused(
+    client: redis.asyncio.Redis, redis_server: RedisServer
+) -> None:
     """Between two heartbeats the batch itself must find out that Redis was emptied: it would leave
     blocks without their parents in the index."""
-    store = _Store(client, heartbeat_s=1000.0)
+    store = _Store(redis_server.url, heartbeat_s=1000.0)
     store.add(*_chain("a", 100))
     store.publisher.start()
     await _same(client, store)
@@ -192,9 +202,9 @@ async def test_a_batch_on_top_of_nothing_is_refused(client: redis.asyncio.Redis)
 
 
 async def test_what_is_published_again_is_not_synced_before_the_last_of_it(
-    client: redis.asyncio.Redis,
+    client: redis.asyncio.Redis, redis_server: RedisServer
 ) -> None:
-    store = _Store(client, heartbeat_s=1000.0)
+    store = _Store(redis_server.url, heartbeat_s=1000.0)
     store.add(*_chain("a", 3))
     store.publisher.start()
     await _same(client, store)
@@ -214,9 +224,9 @@ async def test_what_is_published_again_is_not_synced_before_the_last_of_it(
 
 
 async def test_changes_that_are_too_many_meanwhile_make_a_publication_no_younger(
-    client: redis.asyncio.Redis,
+    client: redis.asyncio.Redis, redis_server: RedisServer
 ) -> None:
-    store = _Store(client, heartbeat_s=1000.0, changes=ChangeLog(1))
+    store = _Store(redis_server.url, heartbeat_s=1000.0, changes=ChangeLog(1))
     store.add(*_chain("a", 3))
     publisher, seen = store.publisher, []
     finish = publisher._finish
@@ -245,11 +255,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 async def test_the_lag_is_of_a_change_that_waits_and_of_none_before(
-    client: redis.asyncio.Redis, clock: list[float]
+    client: redis.asyncio.Redis, clock: list[float], redis_server: RedisServer
 ) -> None:
     """Two seconds each, though something waits all the time."""
     changes = ChangeLog(clock=lambda: clock[0])
-    store = _Store(client, heartbeat_s=1000.0, changes=changes, batch_size=2)
+    store = _Store(redis_server.url, heartbeat_s=1000.0, changes=changes, batch_size=2)
     publisher, lags = store.publisher, list[float]()
     publisher.start()
     await _same(client, store)
@@ -272,17 +282,18 @@ async def test_the_lag_is_of_a_change_that_waits_and_of_none_before(
 
 @pytest.mark.parametrize("is_refused", [True, False])
 async def test_changes_that_a_full_publication_is_to_bring_wait_as_long_as_before(
-    client: redis.asyncio.Redis, clock: list[float], is_refused: bool
+    client: redis.asyncio.Redis, clock: list[float], is_refused: bool, redis_server: RedisServer
 ) -> None:
     """A batch is refused, for Redis was emptied; or there are too many, while it is on its way."""
     changes = ChangeLog(3, clock=lambda: clock[0])
-    store = _Store(client, heartbeat_s=1000.0, changes=changes)
+    store = _Store(redis_server.url, heartbeat_s=1000.0, changes=changes)
     publisher, lags = store.publisher, list[float]()
     publisher.start()
     await _same(client, store)
     apply, finish = publisher._apply, publisher._finish
 
     async def late(**told: Any) -> Any:
+        publisher._apply = apply
         clock[0] += 5.0
         if not is_refused:
             store.add(*_chain("c", 2))
@@ -307,28 +318,66 @@ async def test_changes_that_a_full_publication_is_to_bring_wait_as_long_as_befor
 
 
 async def test_a_redis_that_is_emptied_during_a_full_publication_gets_all_of_it(
-    client: redis.asyncio.Redis,
+    client: redis.asyncio.Redis, redis_server: RedisServer
 ) -> None:
     """Half a publication is never taken for a whole one, not even when its first half is lost."""
-    store = _Store(client, batch_size=10)
-    load, num_loads = store.publisher._load, itertools.count()
+    store = _Store(redis_server.url, batch_size=10)
+    load, num_loads = store.publisher._apply, itertools.count()
 
     async def emptied(**told: Any) -> Any:
         if next(num_loads) == 2:
             await client.flushall()
         return await load(**told)
 
-    store.publisher._load = emptied  # type: ignore[assignment]
+    store.publisher._apply = emptied  # type: ignore[assignment]
     store.add(*_chain("a", 50))
     store.publisher.start()
     await _same(client, store)
+    await store.publisher.stop()
+
+
+async def test_what_changes_during_a_full_publication_is_in_it(
+    client: redis.asyncio.Redis, seed: int, redis_server: RedisServer
+) -> None:
+    """The store comes and goes between its pieces; the index shows what was there before until all
+    of it is replaced, and is never a mixture."""
+    draw = random.Random(seed)
+    store = _Store(redis_server.url, heartbeat_s=1000.0, batch_size=7)
+    publisher, key = store.publisher, index.index_key("n1", LIFE.hex())
+    chain = _chain("a", 60)
+    store.add(*chain)
+    publisher.start()
+    await _same(client, store)
+    step, finish, num_present = publisher._apply, publisher._finish, 60
+    await client.hset(key, "sequence", 0)  # the next batch is refused
+
+    async def changing(**told: Any) -> Any:
+        nonlocal num_present
+        before, num_present = num_present, draw.randrange(60)
+        store.drop(*reversed(chain[num_present:before]))
+        store.add(*chain[before:num_present])
+        if publisher._is_filling:
+            assert await client.hlen(key) == 61
+        return await step(**told)
+
+    async def finishing(**told: Any) -> Any:
+        publisher._apply = step
+        return await finish(**told)
+
+    publisher._apply, publisher._finish = changing, finishing  # type: ignore[assignment]
+    num_present = 59
+    store.drop(chain[59])
+    await until(lambda: publisher.num_full_publications == 2)
+    await _same(client, store)
+    assert num_present == len(store.present)
+    await publisher.stop()
 
 
 async def test_what_arrives_late_of_an_earlier_publication_is_refused(
     client: redis.asyncio.Redis, store: _Store
 ) -> None:
     """A call that we gave up may still lie in a socket, and be read after all that came later."""
-    load, late = store.publisher._load, []
+    load, late = store.publisher._apply, []
 
     async def stuck(**told: Any) -> Any:
         if not late:
@@ -336,7 +385,7 @@ async def test_what_arrives_late_of_an_earlier_publication_is_refused(
             raise TimeoutError
         return await load(**told)
 
-    store.publisher._load = stuck  # type: ignore[assignment]
+    store.publisher._apply = stuck  # type: ignore[assignment]
     chain = _chain("a", 20)
     store.add(*chain)
     store.publisher.start()
@@ -348,22 +397,26 @@ async def test_what_arrives_late_of_an_earlier_publication_is_refused(
 
 
 async def test_a_store_stays_reachable_while_it_publishes_everything(
-    client: redis.asyncio.Redis,
+    client: redis.asyncio.Redis, redis_server: RedisServer
 ) -> None:
     """Millions of blocks take longer than a heartbeat counts."""
-    store = _Store(client, batch_size=10)
-    load, found = store.publisher._load, []
+    store = _Store(redis_server.url, batch_size=10)
+    load, heartbeat, found = store.publisher._apply, store.publisher.heartbeat, []
 
     async def slow(**told: Any) -> Any:
-        found.append(await client.getdel(index.beat_key("n1")))
-        await asyncio.sleep(store.publisher._heartbeat_s)
+        await client.delete(index.beat_key("n1"))
+        num_beats = heartbeat.num_beats
+        await until(lambda: heartbeat.num_beats > num_beats + 1)
+        found.append(await client.get(index.beat_key("n1")))
         return await load(**told)
 
-    store.publisher._load = slow  # type: ignore[assignment]
+    store.publisher._apply = slow  # type: ignore[assignment]
     store.add(*_chain("a", 50))
     store.publisher.start()
     await _same(client, store)
     assert found == [LIFE.hex().encode()] * 5
+    assert store.publisher.num_full_publications == 1
+    await store.publisher.stop()
 
 
 async def test_other_keys_in_redis_do_not_keep_a_store_from_publishing(
@@ -392,14 +445,15 @@ async def test_a_row_that_nobody_can_read_hides_no_other(
     assert len(told) == 3
 
 
-async def test_a_new_life_drops_the_index_of_the_earlier_one(client: redis.asyncio.Redis) -> None:
-    first = _Store(client)
+async def test_a_new_life_drops_the_index_of_the_earlier_one(
+    client: redis.asyncio.Redis, redis_server: RedisServer
+) -> None:
+    first = _Store(redis_server.url)
     first.add(*_chain("a", 10))
     first.publisher.start()
     await _same(client, first)
-    assert first.publisher._task is not None
-    first.publisher._task.cancel()  # killed: no goodbye
-    second = _Store(client, NEXT_LIFE)
+    first.kill()
+    second = _Store(redis_server.url, NEXT_LIFE)
     second.publisher.start()
     await _same(client, second)
     assert not await client.exists(index.index_key("n1", LIFE.hex()))
@@ -413,11 +467,13 @@ async def test_a_new_life_drops_the_index_of_the_earlier_one(client: redis.async
     assert await client.keys("baton:*") == []
 
 
-async def test_a_publisher_can_be_stopped_at_each_moment(client: redis.asyncio.Redis) -> None:
+async def test_a_publisher_can_be_stopped_at_each_moment(
+    client: redis.asyncio.Redis, redis_server: RedisServer
+) -> None:
     """Stopped after 0 to 79 turns of the loop while it talks to Redis without a pause: no cancel
     may be lost."""
     for num_turns in range(80):
-        store = _Store(client, heartbeat_s=0.0)
+        store = _Store(redis_server.url, heartbeat_s=0.0)
         store.publisher.start()
         for _ in range(num_turns):
             await asyncio.sleep(0)
@@ -426,12 +482,13 @@ async def test_a_publisher_can_be_stopped_at_each_moment(client: redis.asyncio.R
         assert store.publisher._task is not None and store.publisher._task.done()
 
 
-async def test_a_store_without_heartbeat_is_not_reachable(client: redis.asyncio.Redis) -> None:
-    store = _Store(client, heartbeat_ttl_s=0.5)
+async def test_a_store_without_heartbeat_is_not_reachable(
+    client: redis.asyncio.Redis, redis_server: RedisServer
+) -> None:
+    store = _Store(redis_server.url, heartbeat_ttl_s=0.5)
     store.publisher.start()
     await _same(client, store)
-    assert store.publisher._task is not None
-    store.publisher._task.cancel()
+    store.kill()
     lookup = PrefixIndex(client, 5.0)
     async with asyncio.timeout(20):
         while (await lookup.stores())[0].reachable:
@@ -451,11 +508,12 @@ async def test_a_redis_that_is_away_is_unavailable(redis_server: RedisServer) ->
 
 
 async def test_changes_beyond_the_bound_become_one_publication(
-    client: redis.asyncio.Redis,
+    client: redis.asyncio.Redis, redis_server: RedisServer
 ) -> None:
-    store = _Store(client, changes=ChangeLog(10))
+    store = _Store(redis_server.url, changes=ChangeLog(10))
     store.publisher.start()
     await _same(client, store)
     store.add(*_chain("a", 50))
     assert not store.publisher.synced
     await _same(client, store)
+    await store.publisher.stop()

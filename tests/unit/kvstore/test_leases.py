@@ -43,7 +43,7 @@ def test_no_lease_outlives_the_limit() -> None:
 
 def test_a_hold_never_lapses() -> None:
     table = LeaseTable(max_ttl_s=10)
-    hold = table.create_hold()
+    hold = table.create_endless()
     assert table.pop_due(1e12) is None
     assert table.remove(hold.lease_id) is hold
     invariants.run(invariants.check_leases(table))

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import struct
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,21 +153,6 @@ def test_other_checksums_change_nothing_else(
     for at, (before, after) in enumerate(zip(blocks, other, strict=True)):
         changed = found[at - first] if first <= at < first + len(found) else before.checksum
         assert after == dataclasses.replace(before, checksum=changed)
-
-
-@some
-@given(any_blocks, st.data())
-def test_whether_it_has_all_of_some(blocks: tuple[Block, ...], data: st.DataObject) -> None:
-    """In any order, also more than once."""
-    blocks = tuple({block.frame: block for block in blocks}.values())
-    pairs = [(block.frame, block.generation) for block in blocks]
-    others = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1))
-    wrong = st.sampled_from(pairs).map(lambda pair: (pair[0], pair[1] ^ 2)) if pairs else others
-    asked = data.draw(st.lists((st.sampled_from(pairs) if pairs else others) | others | wrong))
-    frames = np.array([frame for frame, _ in asked], np.int64)
-    generations = np.array([generation for _, generation in asked], np.uint64)
-    found = PackedBlocks.of(blocks).has_all(frames, generations)
-    assert found == (set(asked) <= set(pairs))
 
 
 @some

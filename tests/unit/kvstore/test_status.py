@@ -8,7 +8,8 @@ import pytest
 
 from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
 from kvstore.errors import GENERATION
-from kvstore.status import StoreStats, fill
+from kvstore.source import StoreStats
+from kvstore.status import fill
 from protos import inference_pb2, kvstore_pb2
 
 FILLED_BY_OTHERS = {
@@ -90,7 +91,7 @@ def _busy_store() -> BlockStore:
 @pytest.mark.parametrize("kind", list(FILLED_BY_OTHERS))
 def test_each_field_of_a_message_is_filled(kind: Any) -> None:
     message = kind()
-    fill(message, _busy_store())
+    fill(message, StoreStats.of(_busy_store()))
     filled = {field.name for field, _ in message.ListFields()}
     assert filled == set(kind.DESCRIPTOR.fields_by_name) - FILLED_BY_OTHERS[kind]
 

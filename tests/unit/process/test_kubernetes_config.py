@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 from process import kubernetes_config
 from process.settings import SettingsError
 
-pytest.importorskip("kubernetes")
+# Its import takes a second, which only a process that runs these tests has to spend.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("kubernetes") is None, reason="needs the kubernetes client"
+)
 
 KUBECONFIG = """
 apiVersion: v1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class _Raises(kvstore_pb2_grpc.KvStoreServicer):
         return kvstore_pb2.WriteReply(num_bytes=num_bytes)
 
     @rpc.streaming
-    async def Read(self, request: Any, context: Any) -> AsyncIterator[kvstore_pb2.ReadChunk]:
+    async def Read(self, request: Any, context: Any) -> AsyncGenerator[kvstore_pb2.ReadChunk, None]:
         yield kvstore_pb2.ReadChunk(index=7)
         raise self.error
 

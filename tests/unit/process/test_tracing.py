@@ -23,7 +23,6 @@ from process.spans import (
     NOOP_SPAN,
     RecordingSpan,
     SpanKind,
-    SpanLink,
     TraceContext,
     current_span,
     parse_traceparent,
@@ -144,13 +143,6 @@ def test_workers_only_follow() -> None:
     assert traced.follow("x", SILENT) is NOOP_SPAN
     traced.follow("x", PARENT, {"a": 1}).end()
     assert ended[0].parent == PARENT and ended[0].attributes == {"a": 1}
-
-
-def test_what_nobody_asked_for_is_traced_where_it_has_to_do_with_who_was() -> None:
-    traced, ended = tracing(sample_ratio=0.0)
-    assert traced.linked("x", []) is NOOP_SPAN
-    traced.linked("x", [SpanLink(PARENT, {"why": "written"})]).end()
-    assert ended[0].parent is None and ended[0].links == [SpanLink(PARENT, {"why": "written"})]
 
 
 def test_baggage_becomes_attributes_by_name_only() -> None:

@@ -51,7 +51,7 @@ class Sealing:
 
     def measure(self) -> asyncio.Task[Any]:
         """A reader asks for blocks to measure with."""
-        return asyncio.create_task(self.lender.lender.probes.lend("reader", 3, 5.0))
+        return asyncio.create_task(self.lender.lender._lend_probes("reader", 3, 5.0))
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
@@ -67,8 +67,8 @@ async def test_what_is_sealed_to_measure_with_is_kept_for_somebody(is_cancelled:
     await asyncio.wait([measuring])
     made.lender.check_integrity()
     if not is_cancelled:
-        made.lender.release(measuring.result()[0])
-    assert made.returned == [0, 1, 2] and not made.lender.lender.probes.unsealed
+        made.lender.release(measuring.result().lease_id)
+    assert made.returned == [0, 1, 2] and not made.lender.lender.unsealed_probes
 
 
 async def test_a_lease_that_is_kept_for_nobody_is_found_beside_one_to_measure_with() -> None:

@@ -200,11 +200,11 @@ def test_what_does_not_keep_it_is_found(seed: int) -> None:
     ) -> Accepted:
         return multi_step(tree, places, world.target(tree), rng.random)
 
-    found, _ = _run(world, by_multi_step, 5_000, seed)
+    found, _ = _run(world, by_multi_step, 2_500, seed)
     assert found > _LIMIT
-    found, _ = _run(world, by_multi_step, 5_000, seed, is_best=True)
+    found, _ = _run(world, by_multi_step, 2_500, seed, is_best=True)
     assert found < _LIMIT, "top-k children under the multi-step rule"
-    found, _ = _run(world, _accepts_all, 5_000, seed)
+    found, _ = _run(world, _accepts_all, 2_500, seed)
     assert found < _LIMIT, "a rule that accepts everything"
 
 
