@@ -34,7 +34,7 @@ CLIENTS_VENV := .venv-clients
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
 
 TORCH := $(shell grep '^torch==' constraints.txt)
-PACKAGES := baton checkpoints engine engine_client kernels/baton_kernels kvstore process services tokens tools
+PACKAGES := baton benchmarks checkpoints engine engine_client kernels/baton_kernels kvstore process services tokens tools
 # Several engines share few cores in the tests: one thread each, or they stall one another. And the
 # hundreds of processes that they start shall not compile this source each anew, as they do where an
 # image asks for that (a CI's, for instance).
