@@ -74,8 +74,8 @@ def third(cases: Iterable[T]) -> list[T]:
 
 
 def examples(full: int) -> int:
-    """A third of a property's examples: other ones for each seed. The long run has all."""
-    return full if LONG else math.ceil(full / 3)
+    """A sixth of a property's examples: other ones for each seed. The long run has all."""
+    return full if LONG else math.ceil(full / 6)
 
 
 # What a start keeps of a rehearsal: the run's own, so that no start finds what another code kept.

@@ -359,8 +359,3 @@ def states(engine: Engine) -> set[State]:
     return {
         sequence.state for group in engine._groups.values() for sequence in group.samples.values()
     }
-
-
-def with_samples(request: Request, num_samples: int) -> Request:
-    """The same request for another number of samples."""
-    return dataclasses.replace(request, num_samples=num_samples)

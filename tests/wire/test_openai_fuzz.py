@@ -19,7 +19,7 @@ from schemathesis.checks import not_a_server_error, positive_data_acceptance
 from tests.conftest import LONG
 from tests.harness.router_bench import Served, served
 
-NUM_EXAMPLES = 300 if LONG else 12
+NUM_EXAMPLES = 300 if LONG else 8
 ANY = settings(max_examples=NUM_EXAMPLES, suppress_health_check=list(HealthCheck))
 POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 GETS = ("/v1/models", "/v1/models/{model}", "/health", "/ready")
