@@ -37,7 +37,7 @@ from process.tasks import end_tasks, start_task
 
 logger = logging.getLogger(__name__)
 
-SLICE_S = 0.005
+SLICE_S = 0.002
 """Longest time that a check keeps the loop."""
 CHECK_BUDGET_S = 0.25
 """Longest time that a check takes which a call asked for."""

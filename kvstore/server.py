@@ -132,7 +132,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Reserve(
         self, request: kvstore_pb2.ReserveRequest, context: Context
     ) -> kvstore_pb2.ReserveReply:
-        store, now_s = self._node.seen(request.attachment_id)
+        self._node.seen(request.attachment_id)
         _check_ttl(request.ttl_ms)
         if not request.chains:
             raise InvalidArgument("chains", "nothing to reserve, or a worker of another version")
@@ -144,7 +144,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         )
         for chain, chain_hashes in chains:
             try:
-                reply.lease_id, answers, tail = store.reserve(
+                reply.lease_id, answers, tail = await self._node.reserve(
                     request.attachment_id,
                     chain.parent,
                     chain_hashes,
@@ -153,7 +153,6 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
                     lease_id=reply.lease_id,
                     is_probe=request.is_probe,
                     ttl_s=request.ttl_ms / 1000,
-                    now_s=now_s,
                 )
             except FailedPrecondition:
                 reply.chains.add(lacks_parent=True)
