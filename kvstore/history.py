@@ -18,7 +18,7 @@ Knows no store. Plain and synchronous, one thread; the clock is the wall's.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ class OneHistory:
     __slots__ = ("events", "num_events", "writer")
 
     def __init__(self) -> None:
-        self.events: deque[BlockEvent] = deque(maxlen=MAX_EVENTS)
+        self.events: list[BlockEvent] = []
         self.num_events = 0
         self.writer: TraceContext | None = None
         """Of the span that last wrote the block, if that request was traced."""
@@ -102,6 +102,8 @@ class BlockHistory:
                     blocks.popitem(last=False)
             else:
                 blocks.move_to_end(chain_hash)
+            if len(one.events) == MAX_EVENTS:
+                del one.events[0]
             one.events.append(event)
             one.num_events += 1
             if what is WRITTEN:

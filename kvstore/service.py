@@ -305,7 +305,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         if not request.chains:
             raise InvalidArgument("chains", "nothing to reserve, or a worker of another version")
         chains = wire.chains_from_proto(request)
-        lease_id, reserved = sink.reserve(
+        lease_id, reserved = await sink.reserve(
             request.attachment_id,
             request.lease_id,
             chains,

@@ -298,7 +298,7 @@ class BlockSource(Protocol):
 class BlockSink(Protocol):
     """What workers also write blocks into. See `BlockStore`."""
 
-    def reserve(
+    async def reserve(
         self,
         attachment_id: str,
         lease_id: str,

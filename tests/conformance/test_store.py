@@ -59,6 +59,13 @@ async def test_two_writers_of_one_block(
     assert status.num_bytes_written == 7 * 5000
 
 
+@pytest.fixture(params=[node.RESERVE_AT_ONCE, 3])
+def few_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reservation goes over one turn of the store's loop, and over several."""
+    monkeypatch.setattr(node, "RESERVE_AT_ONCE", request.param)
+
+
+@pytest.mark.usefixtures("few_at_once")
 async def test_a_chain_grows_by_several_puts_under_one_lease(
     store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
 ) -> None:
@@ -76,6 +83,7 @@ async def test_a_chain_grows_by_several_puts_under_one_lease(
     assert (await worker.status()).num_leases == 1
 
 
+@pytest.mark.usefixtures("few_at_once")
 async def test_blocks_of_several_prompts_go_in_one_put_that_keeps_no_lease(
     store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
 ) -> None:
@@ -189,6 +197,7 @@ async def test_a_handle_is_pinned_as_far_as_it_holds(
     assert await worker.client.pin(refs[3:], ttl_s=5, deadline=within()) == ("", 0)
 
 
+@pytest.mark.usefixtures("few_at_once")
 async def test_no_room_is_an_answer_not_an_error(
     store: serve.RunningStore, new_worker: NewWorker, chain: Chain, transport: str
 ) -> None:

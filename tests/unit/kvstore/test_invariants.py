@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from kvstore import invariants
+from kvstore.block_store import BlockStore
 from kvstore.invariants import SlicedCheck
 from tests.unit.kvstore.test_block_store import _Bench as Bench
 
@@ -71,3 +75,14 @@ async def test_without_time_the_result_of_the_last_check_is_given() -> None:
     assert await made.check(budget_s=0.0) == ""
     assert "pins kept" in await made.check(budget_s=60.0)
     assert "pins kept" in await made.check(budget_s=0.0)
+
+
+async def test_no_check_is_begun_that_cannot_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a million blocks, for which each status would wait in vain."""
+    bench = full_bench()
+    made = check_of(bench)
+    budget_s = NUM_BLOCKS * invariants.LEAST_S_PER_FRAME
+    begun: list[BlockStore] = []
+    monkeypatch.setattr(invariants, "check_store", lambda store: iter(begun.append(store) or ()))
+    assert await made.check(budget_s / 2) == "" and begun == []
+    assert await made.check(budget_s * 2) == "" and begun == [bench.store]
