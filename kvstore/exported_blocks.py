@@ -40,7 +40,7 @@ from kvstore.errors import IntegrityError
 from kvstore.leases import Leases, TimedLease
 
 FIRST_GENERATION = 2
-"""Even, as of every block that can be read, and not the 0 of a field that nobody set."""
+"""Even, as of every block that can be read, and not the 0 of a field that is not set."""
 
 
 class ExportOffer(NamedTuple):
@@ -127,7 +127,7 @@ class ExportLease(TimedLease):
         return sealed
 
     def tell(self) -> None:
-        """Have all who watch look."""
+        """Call every watcher."""
         for then in tuple(self.watchers):
             then()
 
@@ -169,7 +169,7 @@ class ExportedBlocks:
         max_ttl_s: float,
         on_free: Callable[[Sequence[int]], None],
     ) -> None:
-        """on_free: told of blocks that are lent no more; each `lend` of one is answered by one."""
+        """on_free: called with blocks that are lent no more: once for each `lend` of one."""
         self.num_blocks = num_blocks
         self.frame_bytes = frame_bytes
         self.counters = ExportCounters()
@@ -279,9 +279,9 @@ class ExportedBlocks:
         return self._leases.get(lease_id).seal(checksums)
 
     def hand_over(self, lease_id: str, ttl_s: float, now_s: float) -> None:
-        """From here on the lease is whoever's that was told of it: it lapses. What it names and is
-        not computed is given back. Raises: LeaseLapsed; IntegrityError where a block of it is not
-        sealed."""
+        """From here on the lease belongs to the holders of its handle: it lapses. Blocks that it
+        names and that are not computed are given back. Raises: LeaseLapsed; IntegrityError where a
+        block of it is not sealed."""
         lease = self._leases.get(lease_id)
         if lease.unsealed:
             raise IntegrityError(f"lease {lease_id}: {len(lease.unsealed)} blocks are not sealed")
@@ -523,7 +523,7 @@ class ExportedBlocks:
         self._settle(block_ids)
 
     def _settle(self, block_ids: Iterable[int]) -> None:
-        """Give back what nobody leases or holds any more."""
+        """Give back blocks that no lease and no hold names any more."""
         free: list[int] = []
         for block_id in block_ids:
             lent = self._lent[block_id]

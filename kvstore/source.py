@@ -65,11 +65,11 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class StoreInfo:
-    """What a worker is told when it attaches: who the source is, and where its frames lie.
+    """The answer to Attach: the identity of the source, and where its frames lie.
 
     slab_path: of a store's slab. nixl_metadata, region_address: of transport nixl; a lender has no
-    region for others. shared: a lender's memory, of transport cuda_ipc. keeps_history: the source
-    wants to be told which blocks were verified.
+    region for others. shared: a lender's memory, of transport cuda_ipc. keeps_history: Renew and
+    Release shall name the blocks that the worker has verified.
     """
 
     attachment_id: str
@@ -199,8 +199,8 @@ class StoreStats:
 
 
 class BlockSource(Protocol):
-    """What workers attach to and read blocks from, under leases. Calls name the attachment, whose
-    worker lives as long as it calls; leases travel with handles and are anybody's that has them.
+    """What workers attach to and read blocks from, under leases. A call that names an attachment
+    shows that its worker lives. Leases travel with handles: any worker may use one.
 
     Every method raises UnknownAttachment, and LeaseLapsed where it takes a lease.
     """

@@ -11,12 +11,11 @@ Reads, changes nothing. One asyncio loop; /metrics reads on it, too (process/met
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from prometheus_client.metrics_core import Metric
 
-from kvstore import tenancy
 from kvstore.block_store import BlockStore
 from kvstore.errors import REASONS
 from kvstore.index_publisher import PrefixIndexPublisher
@@ -24,6 +23,7 @@ from kvstore.node import StoreNode
 from kvstore.slab import Slab
 from kvstore.slot_pool import SlotState
 from kvstore.source import PastBlock, StoreStats
+from kvstore.tenancy import TenantSlots
 from process.metrics import Labels, counter, counters, gauge, gauges, trace_spans
 from protos import common_pb2, inference_pb2, kvstore_pb2
 
@@ -179,7 +179,7 @@ def _of_store(store: BlockStore, labels: Labels) -> Iterator[Metric]:
         "Blocks of every tier by tenant: those with a share of their own, and all others together.",
         labels,
         "tenant",
-        _by_tenant(store),
+        _by_tenant(stats.tenants, store.limits.shares.shares),
     )
     sums = (
         ("baton_store_lookups", "Prefixes asked for.", stats.num_lookups),
@@ -235,13 +235,13 @@ def _of_store(store: BlockStore, labels: Labels) -> Iterator[Metric]:
         "Blocks that were asked for and not given, by reason.",
         labels,
         "reason",
-        sorted((dict.fromkeys(REASONS, 0) | dict(store.refused)).items()),
+        sorted((dict.fromkeys(REASONS, 0) | dict(stats.refused)).items()),
     )
 
 
-def _by_tenant(store: BlockStore) -> list[tuple[str, float]]:
-    rows = tenancy.usage([store.table.frame_account, store.table.page_account])
-    shares = store.limits.shares.shares
+def _by_tenant(
+    rows: Sequence[TenantSlots], shares: Mapping[str, object]
+) -> list[tuple[str, float]]:
     named = [(row.tenant, row.num_slots) for row in rows if row.tenant in shares]
     others = sum(row.num_slots for row in rows) - sum(num for _, num in named)
     return [*named, (OTHER_TENANTS, others)]

@@ -112,9 +112,10 @@ def ttl_ms(ttl_s: float) -> int:
 def checksum_of(message: Checked) -> int:
     """Of everything in the message but its own field `checksum`, which is unset when this returns.
 
-    It is carried by the messages that say where to write: NIXL's writes ask nobody, and one that
-    went elsewhere would be found by whoever reads there next, or never. And NIXL ends a process
-    that gives it spoiled metadata (seen: SIGSEGV for one turned bit in a hundred).
+    It is carried by the messages that say where to write: the owner of the memory does not see
+    NIXL's writes, and one that went elsewhere would be found by the next reader there, or never.
+    And NIXL ends a process that gives it spoiled metadata (seen: SIGSEGV for one turned bit in a
+    hundred).
     """
     message.ClearField("checksum")
     return block_hash.checksum(message.SerializeToString(deterministic=True))
@@ -122,8 +123,8 @@ def checksum_of(message: Checked) -> int:
 
 def is_whole(message: Checked) -> bool:
     """Whether the message's checksum is its own; the field is unset when this returns."""
-    told = message.checksum
-    return checksum_of(message) == told
+    stated = message.checksum
+    return checksum_of(message) == stated
 
 
 def need_whole(request: kvstore_pb2.AttachRequest | kvstore_pb2.PushRequest) -> None:
@@ -222,7 +223,7 @@ def read_matched(
     if len(reply.blocks) > len(request.chain_hashes):
         raise SpoiledAnswer("more blocks than were asked for")
     for asked, block in zip(request.chain_hashes, reply.blocks, strict=False):
-        # A block in a page only, which nobody pinned, has generation 0.
+        # A block in a page only, which is not pinned, has generation 0.
         _check_committed(block, asked, num_frames, least=2 if request.pin else 0)
     if request.lease_id:
         _check_lease(reply.lease_id, request.lease_id)
@@ -364,6 +365,6 @@ def _check_frames(blocks: PackedBlocks, num_frames: int) -> None:
         raise SpoiledAnswer("a frame that does not exist")
 
 
-def _check_lease(told: str, asked: str) -> None:
-    if not told or (asked and told != asked):
+def _check_lease(answered: str, asked: str) -> None:
+    if not answered or (asked and answered != asked):
         raise SpoiledAnswer("another lease")

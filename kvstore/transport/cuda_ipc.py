@@ -15,9 +15,10 @@ between, and what the lender holds until then was not, either. One call says bot
 - a short copy is asked about when its last byte is here, for no hold: what is stale then;
 - a long one (`ask_early_bytes`: it takes as long as an answer) is asked about while it runs, for a
   hold; behind it only where the hold was not given or came to an end before;
-- nobody is asked about blocks that the lender already holds long enough (`GetItems.held_until_s`).
+- the lender is not asked about blocks that it holds already, and long enough
+  (`GetItems.held_until_s`).
 
-A lender that is gone, or another life of it, vouches for nothing.
+A lender that is gone answers for no block, and neither does another life of it.
 
 A copy goes in pieces (copy_pipeline.py); deadline and cancellation as in `DeviceShmTransport`. Only
 reads: a lender takes no bytes. One asyncio loop; copies are queued and waited for on threads. But
@@ -158,9 +159,9 @@ class CudaIpcTransport:
             if time.monotonic() >= held_until_s and self._asks_early(len(frames)):
                 until_s, gone = await self._hold_early(lease_id, frames, generations, deadline)
                 stale.update(gone)
-                # One that was kept stays so: whoever saw that wakes nobody (`here`).
+                # Never earlier than before: `here` wakes this task only where nothing is held.
                 held_until_s = max(held_until_s, until_s)
-            await is_here.wait()  # whoever awaits this one ends it with the copy
+            await is_here.wait()  # this task is cancelled when the copy is over without it
             left = np.delete(np.arange(len(frames)), list(stale))
             if len(left) and not is_held():
                 _, gone = await self._hold(lease_id, frames[left], generations[left], 0.0, deadline)
@@ -308,6 +309,6 @@ def _map(device: Device, shared: Shared) -> int:
 
 
 def _give_back(done: asyncio.Future[int], device: Device, shared: Shared) -> None:
-    """Of an attempt that nobody waits for any more."""
+    """Unmap what an attempt mapped whose caller has left."""
     if not done.cancelled() and done.exception() is None:
         done.get_loop().run_in_executor(None, device.unmap_shared, shared, done.result())
