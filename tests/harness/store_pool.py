@@ -282,7 +282,7 @@ async def home_store(process: StoreProcess, transport: str) -> AsyncIterator[Hom
         process.address, "w", b"i" * 16, engine.model_info.fingerprint, memory, transport
     )
     async with running(engine) as thread:
-        links = Links(thread, memory.block_bytes, 0.0)
+        links = Links(thread, memory.block_bytes, 0.0, second_budget_s=WAIT_S)
         connector = StoreConnector(target, thread, WorkerLimits(), on_attached=links.measure_later)
         assert await connector.start(wait_s=WAIT_S)
         try:
