@@ -195,6 +195,7 @@ def test_answers_over_a_quantized_cache_are_those_that_were_recorded() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_answers_of_an_exact_gpu_are_those_that_were_recorded(adapters: dict[str, Path]) -> None:
     """Recorded on an H200 (compute capability 9.0); another kind of device sums otherwise."""
     if torch.cuda.get_device_capability() != (9, 0):
