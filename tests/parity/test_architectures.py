@@ -30,7 +30,7 @@ from tests.harness.models import Tiny, small_config
 LENGTHS = [1, 3, 4, 5, 13, 21, 34]
 SHARED = 17
 NUM_OUTPUT = 14
-NUM_TYPES = 8
+NUM_TYPES = 6
 """Of the types, in a run that is not the full one."""
 
 

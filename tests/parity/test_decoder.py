@@ -145,7 +145,7 @@ def test_the_bundled_models_equal_transformers_code(
     oracle = load(name, decoder="transformers", dtype="float32")
     engine = load(name, decoder="own", device=device, dtype="float32", max_num_tokens_per_step=50,
                   max_num_running=20)  # fmt: skip
-    prompts = _prompts(rng, 6, engine.model_info.vocab_size)
+    prompts = _prompts(rng, 4, engine.model_info.vocab_size)
     requests = {str(i): (prompt, _greedy(16)) for i, prompt in enumerate(prompts)}
     assert run(engine, requests) == run(oracle, requests)
 
