@@ -400,8 +400,10 @@ async def measure(num_blocks: int, seconds: float, folder: Path) -> dict[str, An
             rows.append({"doing": name, "seconds": round(time.monotonic() - began_s, 1), **found})
 
         async def publish() -> None:
+            before = (await load.status()).index_sequence
             await client.flushall(asynchronous=True)
-            await asyncio.sleep(1.5)  # longer than from one heartbeat to the next
+            while (await load.status()).index_sequence == before:  # a heartbeat notices
+                await asyncio.sleep(0.05)
             await load.until_synced()
 
         await row("attach", asyncio.sleep(1.0))
