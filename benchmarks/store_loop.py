@@ -223,27 +223,24 @@ class Load:
     async def match(self, num_matches: int) -> None:
         """Pinned, and released."""
         for _ in range(num_matches):
-            reply = await self._match(self._draw.choice(self.chains))
-            await self._stub.Release(
-                kvstore_pb2.ReleaseRequest(
-                    attachment_id=self._attachment_id, lease_ids=[reply.lease_id]
-                ),
-                timeout=CALL_S,
-            )
+            await self._release((await self._match(self._draw.choice(self.chains))).lease_id)
 
     async def report(self, num_reports: int) -> None:
         """Damaged blocks with a chain below each."""
         for _ in range(num_reports):
             chain = self._new_chain(CHAIN)
             await self._write([chain], b"", CHECKSUM ^ 1)
-            blocks = (await self._match(chain)).blocks
+            matched = await self._match(chain)
             reply = await self._stub.Report(
-                kvstore_pb2.ReportRequest(attachment_id=self._attachment_id, blocks=blocks[:1]),
+                kvstore_pb2.ReportRequest(
+                    attachment_id=self._attachment_id, blocks=matched.blocks[:1]
+                ),
                 timeout=CALL_S,
             )
             if reply.num_dropped != CHAIN:
                 raise RuntimeError(f"{reply.num_dropped} blocks were dropped, not {CHAIN}")
             self.chains.remove(chain)
+            await self._release(matched.lease_id)
 
     async def list_all(self) -> int:
         """Returns: how many blocks."""
@@ -275,6 +272,12 @@ class Load:
         )
         reply: kvstore_pb2.MatchReply = await self._stub.Match(request, timeout=CALL_S)
         return reply
+
+    async def _release(self, lease_id: str) -> None:
+        request = kvstore_pb2.ReleaseRequest(
+            attachment_id=self._attachment_id, lease_ids=[lease_id]
+        )
+        await self._stub.Release(request, timeout=CALL_S)
 
     async def _write(self, chains: list[list[bytes]], parent: bytes, checksum: int) -> None:
         asked = [
@@ -400,8 +403,10 @@ async def measure(num_blocks: int, seconds: float, folder: Path) -> dict[str, An
             rows.append({"doing": name, "seconds": round(time.monotonic() - began_s, 1), **found})
 
         async def publish() -> None:
+            before = (await load.status()).index_sequence
             await client.flushall(asynchronous=True)
-            await asyncio.sleep(1.5)  # longer than from one heartbeat to the next
+            while (await load.status()).index_sequence == before:  # a heartbeat notices
+                await asyncio.sleep(0.05)
             await load.until_synced()
 
         await row("attach", asyncio.sleep(1.0))

@@ -6,8 +6,8 @@ memory, with it the file tier, the NIXL peers and the maintenance loop -> `stop`
 The mapping stays as long as the process lives: peers may hold its address.
 
 Every `sweep_interval_s` the loop ends what has lapsed, detaches workers that are gone, demotes
-blocks if frames are short, has the kernel make memory for the next frames, and recomputes the
-conservation laws if calls came since the last time and none comes now.
+blocks if frames are short, and has the kernel make memory for the next frames. The conservation
+laws are recomputed if calls came since the last time and none comes now.
 
 Knows no stubs (service.py) and no Redis (index_publisher.py). One asyncio loop.
 """
@@ -129,6 +129,7 @@ class StoreNode:
         self._num_frozen = 0  # of PrefixTree.num_inserted
         self._num_reserved = 0  # blocks since other calls had their turn
         self._maintenance: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
         self._toucher: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -154,7 +155,7 @@ class StoreNode:
                 pass  # no attach takes memory from here on
         except TimeoutError:
             logs.event(logger, "attaching_not_ended", level=logging.ERROR)
-        await end_tasks([self._maintenance, self._toucher])
+        await end_tasks([self._maintenance, self._checking, self._toucher])
         if self._check is not None:
             await self._check.stop()
         if self.peers is not None:
@@ -577,17 +578,22 @@ class StoreNode:
             self._freeze_blocks(self.store)
 
     async def _maintain(self, store: BlockStore, slab: Slab, check: SlicedCheck) -> None:
-        num_calls = 0
-        checked_heard, checked_s = 0, -1.0  # calls and beats, and time, of the last check
         while True:
             await asyncio.sleep(self.settings.sweep_interval_s)
-            now_s = self._clock()
             with check.in_use():
                 store.lapse(self._clock())
             with check.in_use():
                 self._detach_gone(store, slab)
             self.look_for_room()
             self._touch_ahead(store, slab)
+
+    async def _check_when_idle(self, check: SlicedCheck) -> None:
+        """In a task of its own: of a million blocks a check takes ten seconds."""
+        num_calls = 0
+        checked_heard, checked_s = 0, -1.0  # calls and beats, and time, of the last check
+        while True:
+            await asyncio.sleep(self.settings.sweep_interval_s)
+            now_s = self._clock()
             is_idle, num_calls = num_calls == check.num_calls, check.num_calls
             num_heard = num_calls + self._num_beats
             is_due = now_s - checked_s >= self.settings.integrity_interval_s
@@ -694,6 +700,7 @@ class StoreNode:
         self._check = SlicedCheck(store, self._clock)
         self._touch_ahead(store, slab)
         self._maintenance = start_task(self._maintain(store, slab, self._check), "maintenance")
+        self._checking = start_task(self._check_when_idle(self._check), "integrity")
 
     def _make_store(self, slab: Slab) -> BlockStore:
         settings = self.settings

@@ -10,9 +10,11 @@ import pytest
 
 from kvstore import invariants, serve
 from kvstore.block_store import BlockStore
+from kvstore.node import WorkerInfo
 from process import rpc
 from process.deadline import Deadline
 from protos import kvstore_pb2, kvstore_pb2_grpc
+from tests.harness.waiting import until
 
 WAIT_S = 30.0
 
@@ -53,3 +55,24 @@ async def test_a_status_does_not_wait_for_the_end_of_a_check(
             kvstore_pb2.GetStatusRequest(check_integrity=True), timeout=WAIT_S
         )
         assert (status.num_committed, status.integrity_error) == (6, "")
+
+
+async def test_leases_end_while_a_check_goes_on(
+    store: serve.RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a store of a million blocks, whose only worker is silent: no check comes to its end."""
+    began = asyncio.Event()
+
+    def check_store(truth: BlockStore) -> Iterator[None]:
+        began.set()
+        while True:
+            yield
+
+    monkeypatch.setattr(invariants, "check_store", check_store)
+    worker = await store.node.attach(WorkerInfo("w", bytes(16), bytes(32), 4096, "grpc"))
+    truth = store.node.store
+    assert truth is not None
+    truth.reserve(worker.attachment_id, b"", [bytes(16)], ttl_s=1.0, now_s=store.node.now_s())
+    async with asyncio.timeout(WAIT_S):
+        await began.wait()
+    await until(lambda: len(truth.leases) == 0)
