@@ -22,7 +22,6 @@ from engine.metrics import EngineMetrics
 from engine.request import ModelInfo, Request, Reservation, State
 from engine.sampling.history import TokenHistory, needs_history
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
 from engine.step_output import RequestEvent
 
 
@@ -63,9 +62,6 @@ class Entrance:
         self._cache_roots = CacheRoots()
         self._num_queued = 0
         self._continued: list[Group] = []
-        self.on_reserved: Callable[[Sequence], None] = lambda sequence: None
-        """Told of each reserved request's first sample: it has blocks, and its prompt's chain
-        hashes."""
 
     def reserve(self, request: Request) -> Reservation:
         """See engine/loop.py:Engine."""
@@ -82,7 +78,6 @@ class Entrance:
         if sequence.num_prompt_tokens >= size:
             sequence.chain_hash(sequence.num_prompt_tokens // size - 1, size)  # and all before it
         self._enter(group, sequence.num_local_tokens)
-        self.on_reserved(sequence)
         return Reservation(
             request.request_id,
             tuple(sequence.block_ids),

@@ -94,7 +94,6 @@ class Engine:
         self._constraints = parts.constraints
         self._booking = parts.booking
         self._speculator = parts.speculator
-        self.draft_sharing = parts.draft_sharing
 
     @property
     def park_bytes(self) -> int:

@@ -38,7 +38,6 @@ from engine.request import EngineStats, ModelInfo, StopPolicy
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.speculation.cost_clock import cost_clock
-from engine.speculation.draft_sharing import DraftSharing
 from engine.speculation.drafter import Drafter, close_all
 from engine.speculation.wanted import make_speculator
 from engine.steps import Steps
@@ -128,11 +127,6 @@ class Parts:
             eos_token_ids=eos_token_ids,
             clock=cost_clock(config, model.info.device, clock),
         )
-        if self.speculator is not None:
-            self.entrance.on_reserved = self.speculator.expect
-        self.draft_sharing = DraftSharing(
-            config.speculation.draft_share_bytes, model.layout, drafters or ()
-        )
         plain = PlainSteps(
             model,
             self.kv,
@@ -195,7 +189,6 @@ class Parts:
         self.entrance.check_integrity()
         if self.speculator is not None:
             self.speculator.check_integrity()
-        self.draft_sharing.check_integrity()
         self.constraints.check_integrity()
         self.model.check_integrity()
         self.model.adapters.check_integrity(

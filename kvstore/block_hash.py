@@ -25,7 +25,6 @@ CHAIN_HASH_BYTES = 16
 _START = bytes(CHAIN_HASH_BYTES)
 _ROOT_PERSON = b"baton-root-v1"
 _CHAIN_PERSON = b"baton-chain-v1"
-_DRAFT_PERSON = b"baton-draft-v1"
 TURN_TOKENS = 1024
 """Tokens that HashTurns hashes in one turn of the loop, at least: 0.05 ms, about the cost of the
 turn itself."""
@@ -102,23 +101,6 @@ def chain_on(
         rest.extend(part[num_known:])
         num_known = max(num_known - len(part), 0)
     return [*hashes, *chain(root, rest, block_size, hashes[-1] if hashes else b"")]
-
-
-def draft_page(model_fingerprint: str, num_tokens: int, chain_hash: bytes) -> bytes:
-    """The 16-byte key of a page of a draft model's own KV: of the `num_tokens` tokens that end with
-    the target's block of this chain hash, which binds tenant, adapter and all tokens before.
-
-    Args: model_fingerprint: the draft model's, hex digits, case does not matter.
-    Raises: ValueError for a fingerprint that is not hex or a hash of another length.
-    """
-    if len(chain_hash) != CHAIN_HASH_BYTES:
-        raise ValueError(f"chain_hash: has {CHAIN_HASH_BYTES} bytes, got {len(chain_hash)}")
-    digest = hashlib.blake2b(digest_size=CHAIN_HASH_BYTES, person=_DRAFT_PERSON)
-    model = bytes.fromhex(model_fingerprint)
-    for part in (model, num_tokens.to_bytes(8, "little"), chain_hash):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
 
 
 def checksum(view: bytes | bytearray | memoryview | npt.NDArray[np.uint8]) -> int:

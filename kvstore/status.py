@@ -185,7 +185,7 @@ def _of_store(store: BlockStore, labels: Labels) -> Iterator[Metric]:
         ("baton_store_lookups", "Prefixes asked for.", stats.num_lookups),
         (
             "baton_store_blocks_asked",
-            "Blocks that were looked up, pages of draft models among them.",
+            "Blocks that were looked up.",
             stats.num_blocks_asked,
         ),
         (

@@ -124,7 +124,7 @@ def load(
     word is a string.
 
     Raises: SettingsError naming the file and key, and the nearest known key when the key is
-    unknown.
+    unknown, or what the class says of it in `REMOVED` when it was known once.
     """
     values: dict[str, Any] = {}
     for file in files:
@@ -150,7 +150,7 @@ def build(
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     known = {name: hints[name] for name in names}
     arguments: dict[str, Any] = {}
-    _check_known(known, values, where)
+    _check_known(cls, known, values, where)
     for key, value in values.items():
         try:
             if dataclasses.is_dataclass(known[key]):
@@ -178,9 +178,14 @@ def _build_group(hint: Any, value: Any, where: str, group: str) -> Any:
     return build(typing.cast(type[Any], hint), value, where=where, group=group)
 
 
-def _check_known(known: Mapping[str, Any], values: Mapping[str, Any], where: str) -> None:
+def _check_known(
+    cls: type[Any], known: Mapping[str, Any], values: Mapping[str, Any], where: str
+) -> None:
     for key in values:
         if key not in known:
+            removed = getattr(cls, "REMOVED", {}).get(key)
+            if removed is not None:
+                raise SettingsError(f"{where}: '{key}' was removed: {removed}")
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise SettingsError(
                 f"{where}: unknown key '{key}'" + (f", nearest is '{near[0]}'" if near else "")
@@ -193,7 +198,7 @@ def _check_keys(cls: type[Any], values: Mapping[str, Any], where: str) -> None:
     """
     hints = typing.get_type_hints(cls)
     known = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-    _check_known(known, values, where)
+    _check_known(cls, known, values, where)
     for key, value in values.items():
         if dataclasses.is_dataclass(known[key]) and isinstance(value, Mapping):
             _check_keys(typing.cast(type[Any], known[key]), value, f"{where}: {key}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from process.settings import NonNegativeInt, PositiveInt, SettingsError, check_address, check_ranges
+from process.settings import PositiveInt, SettingsError, check_address, check_ranges
 
 DRAFTERS = ("ngram",)
 MAX_DRAFT_DEADLINE_S = 60.0
@@ -41,6 +42,11 @@ class SpeculationConfig:
     """Guessing several tokens a step; on where a drafter is named. Answers are those of plain
     decoding up to rounding, as with batching. Raises SettingsError for a value out of range."""
 
+    REMOVED: ClassVar[Mapping[str, str]] = {
+        "draft_share_bytes": "no store keeps draft models' KV any more; leave it out"
+    }
+    """Keys of earlier versions, and what the error says of each."""
+
     drafters: tuple[str, ...] = ()
     """Drafters beside the draft models: "ngram" proposes what followed the newest tokens before, in
     prompt or output."""
@@ -60,11 +66,6 @@ class SpeculationConfig:
 
     draft_kv_bytes: PositiveInt = 256 * 2**20
     """Of each draft model's own KV cache, and of an EAGLE head's, at most."""
-
-    draft_share_bytes: NonNegativeInt = 64 * 2**20
-    """Of this process' memory for draft models' KV on its way to the worker's store and back, where
-    there are both: a text that a draft model has not seen is fetched where that is sooner than
-    computing it. 0: always compute it, and store none."""
 
     draft_workers: tuple[str, ...] = ()
     """host:port or unix:/path of each draft worker (`python -m services.draft`), whose model

@@ -21,10 +21,6 @@ class Held:
     block_ids: list[int] = field(default_factory=list)
     num_tokens: int = 0
     """Of the sequence, from its first, whose KV lies there."""
-    is_settled: bool = False
-    """What is missing is computed: nobody is asked for it any more (draft_share.py)."""
-    is_caught_up: bool = False
-    """All of the sequence lay there once: what is missing since is what was drawn."""
 
 
 class DraftCache:
@@ -35,10 +31,6 @@ class DraftCache:
         self._block_size = block_size
         self._free = list(range(num_blocks))
         self._held: dict[Key, Held] = {}  # who was used longest ago comes first
-
-    def find(self, key: Key) -> Held | None:
-        """What this sequence has; None: nothing."""
-        return self._held.get(key)
 
     def num_tokens(self, key: Key) -> int:
         """Of this sequence, from its first, that lie here."""

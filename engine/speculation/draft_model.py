@@ -8,15 +8,13 @@ k_i draws instead (drawing.py); what was drawn twice is one node with two tries.
 
 It has a KV cache of its own, for the tokens that the sequence has. Of one path each node is
 computed once; nodes of a tree that has branched are computed anew with each step of it. Nothing of
-them is kept for the next call. A sequence that it has not caught up with (a long
-prompt, a new worker) gets no draft until it has: by computing, or with pages of KV that another
-worker left in the store, where those come sooner (draft_share.py). Engine thread only.
+them is kept for the next call. A sequence that it has not caught up with (a long prompt, a new
+worker) gets no draft until all its tokens are computed. Engine thread only.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,13 +22,10 @@ import torch
 
 from engine import noise
 from engine.batch import Batch, Span
-from engine.kv.layout import KvLayout
 from engine.models.interface import Guesses, LoadedModel
 from engine.request import ModelInfo
 from engine.schedule.order import Key
 from engine.speculation.draft_cache import DraftCache
-from engine.speculation.draft_pages import DraftPages, Fetch
-from engine.speculation.draft_share import MAX_PUT_PAGES, DraftShare
 from engine.speculation.drafter import Distribution, Draft, Place, Task
 from engine.speculation.drawing import Children, Parent, draw_children, proposing
 from engine.speculation.tree import EMPTY, ROOT, Try, ordered
@@ -71,7 +66,6 @@ class DraftModel:
         expansion: k1, k2, ...: children at each step.
         num_blocks: of its cache.
         max_num_tokens: that one call computes to catch up.
-        clock: seconds; by it is measured whether pages or computing come sooner.
     """
 
     def __init__(
@@ -81,7 +75,6 @@ class DraftModel:
         *,
         num_blocks: int,
         max_num_tokens: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = model.info.model
         self._model = model
@@ -92,10 +85,6 @@ class DraftModel:
         self._block_size = model.layout.block_size
         self._cache = DraftCache(num_blocks, self._block_size)
         self._takes_trees = model.guesses is Guesses.TREES
-        self._clock = clock
-        self._share: DraftShare | None = None
-        self._is_sound = True
-        """No call has failed in its middle, so that what counts as computed was."""
 
     @property
     def info(self) -> ModelInfo:
@@ -108,9 +97,6 @@ class DraftModel:
 
     def propose(self, tasks: Sequence[Task]) -> list[Draft]:
         """See Drafter."""
-        if self._share is not None:
-            self._share.settle(self._cache, {task.key for task in tasks})
-        was_sound, self._is_sound = self._is_sound, False
         growing, logits = self._begin(tasks)
         begun = {one.task.key: one for one in growing}
         for depth, width in enumerate(self._expansion):
@@ -120,8 +106,6 @@ class DraftModel:
             if depth > 0:
                 logits = self._forward(growing)
             self._expand(growing, logits, width)
-        self._is_sound = was_sound
-        self._keep(tasks)
         return [
             _draft(begun[task.key]) if task.key in begun else Draft(EMPTY, {}) for task in tasks
         ]
@@ -138,39 +122,7 @@ class DraftModel:
 
     def forget(self, key: Key) -> None:
         """See Drafter."""
-        try:
-            if self._share is not None:
-                self._share.forget(key, self._cache.find(key) if self._is_sound else None)
-        finally:
-            self._cache.forget(key)
-
-    @property
-    def layout(self) -> KvLayout:
-        """See SharesPages."""
-        return self._model.layout
-
-    def share(self, pages: DraftPages | None) -> None:
-        """See SharesPages."""
-        if self._share is not None:
-            self._share.close()
-        self._share = None
-        if pages is not None:
-            self._share = DraftShare(pages, self.info.fingerprint, self._memory, self._clock)
-
-    @property
-    def fetches(self) -> Sequence[Fetch]:
-        """See SharesPages."""
-        return () if self._share is None else self._share.fetches
-
-    def expect(self, key: Key, num_tokens: int, chain_hashes: Sequence[bytes]) -> bool:
-        """See SharesPages."""
-        is_short = num_tokens + self._num_nodes <= self._model.info.context_window
-        return self._share is not None and is_short and self._share.expect(key, chain_hashes)
-
-    def begin_step(self) -> None:
-        """See SharesPages."""
-        if self._share is not None:
-            self._share.begin_step()
+        self._cache.forget(key)
 
     def check_integrity(self) -> None:
         """See Drafter."""
@@ -185,7 +137,6 @@ class DraftModel:
         spans: list[Span] = []
         draws: list[int] = []
         growing: list[_Growing] = []
-        num_late_tokens = 0
         for task in tasks:
             num_tokens = len(task.token_ids)
             num_slots = num_tokens + self._num_nodes
@@ -194,14 +145,10 @@ class DraftModel:
                 held = self._cache.hold(task.key, num_slots, busy)
             if held is None or left == 0:
                 continue
-            if self._share is not None and self._share.is_coming(task, held):
-                continue  # pages of its KV are on their way
             # The last one is computed in any case: its logits are wanted.
             start = min(held.num_tokens, num_tokens - 1)
             count = min(num_tokens - start, left)
             left -= count
-            if self._share is not None and self._share.is_late(held, num_tokens):
-                num_late_tokens += count
             end = start + count
             token_ids += task.token_ids[start:end]
             block_ids = tuple(held.block_ids)
@@ -209,30 +156,12 @@ class DraftModel:
             spans.append(Span(start, count, block_ids[: -(-end // self._block_size)]))
             held.num_tokens = end
             if end == num_tokens:
-                held.is_caught_up = True
                 draws.append(len(token_ids) - 1)
                 growing.append(_Growing(task, block_ids))
         if not spans:
             return [], torch.empty(0)
         batch = Batch(tuple(token_ids), tuple(spans), tuple(draws))
-        if not num_late_tokens or self._share is None:
-            return growing, self._model.forward(batch)
-        began_s = self._clock()
-        logits = self._model.forward(batch)
-        if logits.is_cuda:  # launched is not computed
-            torch.cuda.synchronize(logits.device)
-        self._share.on_computed(len(token_ids), num_late_tokens, self._clock() - began_s)
-        return growing, logits
-
-    def _keep(self, tasks: Sequence[Task]) -> None:
-        """Others may go on from what these sequences have filled."""
-        if self._share is None:
-            return
-        left = MAX_PUT_PAGES
-        for task in tasks:
-            held = self._cache.find(task.key)
-            if held is not None and left > 0 and self._is_sound:
-                left = self._share.keep(task, held, left)
+        return growing, self._model.forward(batch)
 
     @property
     def _num_nodes(self) -> int:

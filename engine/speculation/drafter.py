@@ -20,8 +20,6 @@ from engine.speculation.tree import TokenTree
 
 if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
-    from engine.kv.layout import KvLayout
-    from engine.speculation.draft_pages import DraftPages, Fetch
 
 
 class Task(NamedTuple):
@@ -42,11 +40,6 @@ class Task(NamedTuple):
     """Children are draws, each with a `Try`, and none is left out: by random numbers that depend on
     the sampling's seed, which is another for each step, and on the path to their parent. Who does
     not draw so may choose, without tries. The target's noise is of another seed."""
-    chain_hashes: Sequence[bytes] = ()
-    """Of the target's leading full blocks, as many as are known. May be kept: it grows, and no
-    hash in it changes."""
-    owner: str = ""
-    """`Request.owner`."""
 
 
 class Draft(NamedTuple):
@@ -107,35 +100,3 @@ def close_all(drafters: Iterable[Drafter]) -> None:
         for drafter in drafters:
             if isinstance(drafter, Closes):
                 stack.callback(drafter.close)
-
-
-@runtime_checkable
-class SharesPages(Protocol):
-    """A Drafter with KV of its own, of which other workers may have what is missing here
-    (draft_share.py)."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def layout(self) -> KvLayout:
-        """Of its KV."""
-        ...
-
-    def share(self, pages: DraftPages | None) -> None:
-        """From now on through these; None: no more. What was asked for before is dropped."""
-        ...
-
-    @property
-    def fetches(self) -> Sequence[Fetch]:
-        """Asked for and not dropped."""
-        ...
-
-    def expect(self, key: Key, num_tokens: int, chain_hashes: Sequence[bytes]) -> bool:
-        """Guesses for a sequence that begins with so many tokens may be wanted soon. Returns:
-        something is kept for it until `forget`."""
-        ...
-
-    def begin_step(self) -> None:
-        """What was to be written of sequences that are forgotten from here on is bounded anew."""
-        ...

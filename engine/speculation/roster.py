@@ -12,17 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from engine.request import State
 from engine.schedule.order import Key
 from engine.sequence import Sequence as Sample
-from engine.speculation.drafter import Draft, Drafter, SharesPages, Task
+from engine.speculation.drafter import Draft, Drafter, Task
 from engine.speculation.tree import EMPTY
 
 logger = logging.getLogger(__name__)
-
-MAX_EXPECTED = 32
-"""Samples that something is kept for before they have a place in steps: each step goes through
-them. Guessed; those that came first run first."""
 
 FIRST_REST_S = 60.0
 MAX_REST_S = 3600.0
@@ -32,11 +27,6 @@ MAX_REST_S = 3600.0
 def rest_s(num_failures: int) -> float:
     """How long a drafter is not asked after its n-th failure, the first one being 1. Pure."""
     return min(MAX_REST_S, FIRST_REST_S * 2.0 ** min(num_failures - 1, 16))
-
-
-_TO_COME = (State.RESERVED, State.WAITING_FOR_GRAMMAR, State.WAITING)
-"""States of who was expected and has no place in steps yet."""
-_OVER = (State.FINISHED, State.ABORTED)
 
 
 class Roster:
@@ -55,12 +45,6 @@ class Roster:
         self._due_s: dict[int, float] = {}  # of those that are not asked now
         self._drafters = drafters
         self._known: dict[Key, Sample] = {}
-        self._expected: set[Key] = set()  # of the known ones
-        self._sharers = {
-            index: drafter
-            for index, drafter in enumerate(drafters)
-            if isinstance(drafter, SharesPages)
-        }
 
     def __len__(self) -> int:
         return len(self._drafters)
@@ -103,45 +87,16 @@ class Roster:
             self._forget(sample.key)
             self._known[sample.key] = sample
 
-    def expect(self, sample: Sample) -> None:
-        """It has blocks, and will have a place in steps sooner or later."""
-        for key in [key for key in self._expected if self._known[key].state in _OVER]:
-            self._forget(key)
-        sharers = [index for index in self._sharers if index not in self.failed]
-        if not sharers or len(self._expected) >= MAX_EXPECTED:
-            return
-        key, num_tokens = sample.key, len(sample.token_ids)
-        self.meet(sample)
-        is_kept = False
-        for index in sharers:
-            try:
-                is_kept |= self._sharers[index].expect(key, num_tokens, sample.chain_hashes)
-            except Exception:
-                self.fail(index)
-        if is_kept:
-            self._expected.add(key)
-        else:
-            self._forget(key)
-
     def forget_all_but(self, running: Collection[Key]) -> None:
         """The others have no place in steps."""
         if self.failed:
             self._ask_again()
-        for index, sharer in self._sharers.items():
-            if index not in self.failed:
-                sharer.begin_step()
-        self._expected.difference_update(running)
         for key in [key for key in self._known if key not in running]:
-            if not self._is_to_come(key):
-                self._forget(key)
-
-    def _is_to_come(self, key: Key) -> bool:
-        return key in self._expected and self._known[key].state in _TO_COME
+            self._forget(key)
 
     def _forget(self, key: Key) -> None:
         if self._known.pop(key, None) is None:
             return
-        self._expected.discard(key)
         for index, drafter in enumerate(self._drafters):
             try:
                 if index not in self.failed:

@@ -144,11 +144,6 @@ class Speculator:
         else:
             self._began_s, self._beside_s = self._clock(), 0.0
 
-    def expect(self, sample: Sample) -> None:
-        """Its request was reserved: what drafters lack of its prompt may come meanwhile."""
-        if sample.request.beam is None and sample.request.hold_after is None:
-            self._roster.expect(sample)
-
     def rests(self, planned: Sequence[Planned], *, num_unread: int = 0) -> bool:
         """Nobody would be asked for a step of this plan, so that it may as well be launched ahead.
         Changes nothing.
@@ -380,8 +375,6 @@ class Speculator:
             self._config.max_num_nodes if max_depth > 0 else 0,
             max_depth,
             self._is_drawn(sampling),
-            sample.chain_hashes,
-            sample.request.owner,
         )
 
     def _is_drawn(self, sampling: Sampling) -> bool:

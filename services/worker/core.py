@@ -162,7 +162,6 @@ class WorkerCore:
         )
         self.lender = self._side_ways.lender
         self.parking = self._side_ways.parking
-        self.draft_pages = self._side_ways.draft_pages
         self.adapters: WorkerAdapters = WorkerAdapters(
             self.thread,
             engine.adapters(),

@@ -22,7 +22,6 @@ from engine.lora.registry import AdapterInfo
 from engine.metrics import MetricsSnapshot
 from engine.parking import Parking
 from engine.request import EngineStats, ModelInfo, Request, Reservation
-from engine.speculation.draft_sharing import DraftSharing
 from engine.step_output import StepOutput
 
 
@@ -74,8 +73,6 @@ class WorkerEngine(Protocol):
     def model_info(self) -> ModelInfo: ...
     @property
     def park_bytes(self) -> int: ...
-    @property
-    def draft_sharing(self) -> DraftSharing: ...
 
     def use_parking(self, parking: Parking) -> None: ...
     def reserve(self, request: Request) -> Reservation: ...

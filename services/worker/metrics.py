@@ -29,7 +29,6 @@ from process.metrics import (
     trace_spans,
 )
 from services.worker.core import WorkerCore
-from services.worker.draft_pages import StoreDraftPages
 from services.worker.parking import StoreParking
 
 
@@ -58,8 +57,6 @@ class WorkerCollector(Collector):
         yield trace_spans(labels, counts.num_exported, counts.num_failed, counts.num_dropped)
         if core.parking is not None:
             yield from _of_parking(core.parking, labels)
-        if core.draft_pages is not None:
-            yield from _of_draft_pages(core.draft_pages, labels)
         if snapshot is not None:
             yield from _of_engine(snapshot, labels)
 
@@ -230,51 +227,6 @@ def _of_parking(parking: StoreParking, labels: Labels) -> Iterator[Metric]:
         labels,
         "class",
         parking.staging.num_rows.items(),
-    )
-
-
-def _of_draft_pages(pages: StoreDraftPages, labels: Labels) -> Iterator[Metric]:
-    """Draft models' own KV on its way to the store and back."""
-    counts = pages.counts
-    one_by_one = (
-        ("baton_draft_pages_put", "Pages of draft models' KV that were stored.", counts.num_put),
-        ("baton_draft_pages_fetched", "Pages that came from the store.", counts.num_fetched),
-        (
-            "baton_draft_recomputed_tokens",
-            "Tokens that a draft model computed of texts that it had not seen.",
-            counts.num_recomputed_tokens,
-        ),
-    )
-    for name, text, count in one_by_one:
-        yield counter(name, text, labels, count)
-    by_name = (
-        (
-            "baton_draft_pages_not_put",
-            "Pages that were to be stored and were not, by reason.",
-            "reason",
-            counts.not_put,
-        ),
-        (
-            "baton_draft_pages_not_fetched",
-            "Pages that were asked for and did not come, by reason.",
-            "reason",
-            counts.not_fetched,
-        ),
-        (
-            "baton_draft_choices",
-            "Texts that a draft model had not seen: fetched or recomputed.",
-            "path",
-            counts.choices,
-        ),
-    )
-    for name, text, by, found in by_name:
-        yield counters(name, text, labels, by, sorted(dict(found).items()))
-    yield gauges(
-        "baton_draft_page_rows",
-        "Pages of staging memory by class.",
-        labels,
-        "class",
-        pages.staging.num_rows.items(),
     )
 
 

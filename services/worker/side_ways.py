@@ -1,20 +1,18 @@
-"""SideWays: what one life of a worker has beside its way to the store: whoever lends its blocks,
-where preempted requests' blocks go, and where draft models' KV goes. Each is there only where role,
-settings and engine ask for it; parking and draft pages are attachments of their own.
+"""SideWays: what one life of a worker has beside its connection to the store: the lender of its
+blocks, and the parking of preempted requests' blocks, which is an attachment of its own. Each is
+there only where role, settings and engine ask for it.
 
 Belongs to the loop's thread.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvstore.transport.base import BlockMemory
 from services.worker.config import WorkerSettings
 from services.worker.connector import StoreConnector
-from services.worker.draft_pages import StoreDraftPages
 from services.worker.engine_port import WorkerEngine
 from services.worker.engine_thread import EngineThread
 from services.worker.lender import WorkerLender
@@ -30,8 +28,6 @@ class SideWays:
     """Who lends this worker's blocks to others; None: it lends none."""
     parking: StoreParking | None = None
     """Where preempted requests' blocks go, with a store; None: where the engine says."""
-    draft_pages: StoreDraftPages | None = None
-    """Where draft models' KV goes that others may go on from; None: nowhere."""
 
     @classmethod
     def make(
@@ -45,20 +41,18 @@ class SideWays:
         address: Callable[[], str],
         on_room: Callable[[], None],
     ) -> SideWays:
-        """Of a life that begins; the engine is told of them. What a life before shared draft
-        models' KV through is let go in any case.
+        """Of a life that begins; the engine is told of its parking.
 
         Args:
             target: the store, as this life; None: it has none.
             address: where this worker's lender is found, once it listens.
             on_room: told when the engine has blocks back.
-        Raises: SettingsError for a bound without room for a block or page.
+        Raises: SettingsError for a bound without room for a block.
         """
         if target is None:
-            engine.draft_sharing.use(None)
             return cls()
-        limits, layout = settings.limits, engine.kv.layout
-        lender = parking = draft_pages = None
+        limits = settings.limits
+        lender = parking = None
 
         def make_connector(memory: BlockMemory) -> StoreConnector:
             return StoreConnector(replace(target, memory=memory), thread, limits)
@@ -74,31 +68,24 @@ class SideWays:
             )
         if engine.park_bytes:
             parking = StoreParking(
-                layout,
+                engine.kv.layout,
                 engine.park_bytes,
                 limits,
                 worker_incarnation=target.worker_incarnation,
                 make_connector=make_connector,
             )
             engine.use_parking(parking)
-        draft_bytes = engine.draft_sharing.num_bytes
-        if draft_bytes and role == "decode":  # only decode workers guess
-            draft_pages = StoreDraftPages(
-                layout.block_bytes, draft_bytes, limits, make_connector=make_connector
-            )
-        engine.draft_sharing.use(draft_pages)
-        return cls(lender, parking, draft_pages)
+        return cls(lender, parking)
 
     async def attach(self, wait_s: float) -> None:
         """Attach to the store, waiting at most `wait_s`. Raises: as StoreConnector.start."""
-        both = [way for way in (self.parking, self.draft_pages) if way is not None]
-        await asyncio.gather(*(way.start(wait_s=wait_s) for way in both))
+        if self.parking is not None:
+            await self.parking.start(wait_s=wait_s)
 
     async def detach(self, timeout_s: float) -> None:
         """Move nothing more; what is lent stays lent."""
-        for way in (self.parking, self.draft_pages):
-            if way is not None:
-                await way.stop(timeout_s=timeout_s)
+        if self.parking is not None:
+            await self.parking.stop(timeout_s=timeout_s)
 
 
 def _lends(engine: WorkerEngine, settings: WorkerSettings, role: str) -> bool:

@@ -66,16 +66,13 @@ class Staging:
             taken = self.rows.num_rows - free - quarantined
         return {"free": free, "taken": taken, "quarantined": quarantined}
 
-    def give_back(self, holder: RowHolder, first: int = 0) -> None:
-        """Its rows from there on, which nobody reads or writes any more; under the lock."""
-        rows, holder.rows = holder.rows[first:], holder.rows[:first]
+    def give_back(self, holder: RowHolder) -> None:
+        """Its rows, which are neither read nor written any more; under the lock."""
+        rows, holder.rows = holder.rows, ()
         self.rows.give_back(rows)
 
     def quarantine(
-        self,
-        holder: RowHolder,
-        quarantine: Quarantine,
-        then: Callable[[], object] = lambda: None,
+        self, holder: RowHolder, quarantine: Quarantine, then: Callable[[], object]
     ) -> None:
         """Those of its rows that a transfer may still write into are out of use until it is over;
         `then` on the loop."""

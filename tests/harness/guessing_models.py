@@ -195,7 +195,6 @@ def random_speculation(
         draft_models=tuple(names[:num_drafts]),
         draft_heads=tuple(heads[one] for one in HEADS if one in who),
         expansion=tuple(rng.randint(1, 3) for _ in range(rng.randint(1, 4))),
-        draft_share_bytes=rng.choice([0, 1 << 14, 1 << 16]),
         draft_deadline_s=20.0,
         max_num_nodes=rng.randint(1, 12),
         acceptance=rng.choice(["exact", "exact", "naive", "multi_step"]),

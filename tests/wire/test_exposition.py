@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import re
 import urllib.request
-from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +19,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from engine.speculation.draft_pages import PageCounts
 from kvstore import block_hash, serve
 from kvstore.config import KvStoreSettings
 from process.metrics import LoopCollector, MetricsServer
@@ -32,7 +30,6 @@ from services.draft.thread import DraftThread
 from services.router.metrics import RouterMetrics
 from services.worker import metrics as worker_metrics
 from services.worker.draft_channel import DraftPeers
-from services.worker.draft_pages import StoreDraftPages
 from services.worker.identity import Identity
 from services.worker.metrics import WorkerCollector
 from services.worker.parking import StoreParking
@@ -278,12 +275,7 @@ def _of_all() -> set[str]:
         num_bytes_stored=1, num_bytes_fetched=1, lost={"missing": 1}, staging=staging
     )
     labels = {"worker_id": "w", "role": "d"}
-    one = Counter(missing=1)
-    pages = SimpleNamespace(counts=PageCounts(1, 1, one, one, one, 1), staging=staging)
-    rows = [
-        *worker_metrics._of_parking(cast(StoreParking, parking), labels),
-        *worker_metrics._of_draft_pages(cast(StoreDraftPages, pages), labels),
-    ]
+    rows = worker_metrics._of_parking(cast(StoreParking, parking), labels)
     registry = CollectorRegistry()
     registry.register(router)
     registry.register(_Rows([*rows, *_of_drafts()]))

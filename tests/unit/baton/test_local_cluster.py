@@ -50,6 +50,10 @@ def test_no_temporary_folder_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
         ("store.capacity_byte=1", "store: settings: unknown key 'capacity_byte'"),
         ("router.routing_polcy=joint", "router: settings: unknown key 'routing_polcy'"),
         ("worker.engine.kv_dtyp=int8", "prefill: settings: engine: unknown key 'kv_dtyp'"),
+        (
+            "decode.engine.speculation.draft_share_bytes=0",
+            "decode: settings: engine: speculation: 'draft_share_bytes' was removed",
+        ),
         ("decode.limits.drain_s=soon", "decode: settings: limits: drain_s: expected float"),
         ("draft.engine.modl=x", "draft: settings: engine: unknown key 'modl'"),
         ("autoscaler.plan.x=1", "autoscaler: settings: plan: unknown key 'x'"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 from msgspec import Meta
@@ -14,6 +15,8 @@ from process import settings
 
 @dataclass(frozen=True)
 class Inner:
+    REMOVED: ClassVar[Mapping[str, str]] = {"num_pages": "set num_blocks"}
+
     num_blocks: int = 4
     """Blocks."""
 
@@ -75,6 +78,7 @@ def test_the_file_with_the_wrong_key_is_named(tmp_path: Path, text: str) -> None
     [
         ("timeuot_s=1", "unknown key 'timeuot_s', nearest is 'timeout_s'"),
         ("inner.num_block=1", "unknown key 'num_block', nearest is 'num_blocks'"),
+        ("inner.num_pages=1", "settings: inner: 'num_pages' was removed: set num_blocks"),
         ("timeout_s=fast", "timeout_s: expected float, got 'fast'"),
         ("timeout_s=-1", "timeout_s: must be above 0"),
         ("inner=3", "inner: expected a group of keys"),

@@ -18,8 +18,7 @@ from process.settings import SettingsError
 from services.worker.parked_put import Stage
 from services.worker.parking import StoreParking
 from tests.harness.waiting import until
-from tests.unit.worker.parking_bench import LAYOUT, LIMITS, lot
-from tests.unit.worker.staging_bench import WAIT_S, StalledReads, gated
+from tests.unit.worker.parking_bench import LAYOUT, LIMITS, WAIT_S, StalledReads, gated, lot
 
 
 def blocks_of(num_blocks: int, seed: int = 0) -> Blocks:
