@@ -22,10 +22,10 @@ from engine.constraints import end_token_ids
 from engine.errors import InvalidRequest
 from engine.group import Group
 from engine.holdings import Holdings
+from engine.outputs import FilledBlock, RequestOutput
 from engine.request import FinishReason, Request, Sampling, State
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence as Sample
-from engine.step_output import FilledBlock, RequestEvent
 
 _PLAIN = Sampling(max_tokens=1)
 _ALLOWED = frozenset({"max_tokens", "stop_token_ids", "ignore_eos", "seed", "sample_index"})
@@ -60,7 +60,7 @@ class Beams:
         *,
         eos_token_ids: frozenset[int],
         end: Callable[[Group, State, str], None],
-        tell: Callable[[RequestEvent], None],
+        tell: Callable[[RequestOutput], None],
     ) -> None:
         self._holdings = holdings
         self._scheduler = scheduler
@@ -86,14 +86,14 @@ class Beams:
 
     def begin(
         self, group: Group, candidates: Candidates, filled: tuple[FilledBlock, ...] = ()
-    ) -> list[RequestEvent]:
+    ) -> list[RequestOutput]:
         """The prompt is computed: go on from its candidates. Raises: InvalidLogits."""
         state = self._new_state(group)
         return self._follow(group, beam_search.begin(state, candidates), filled)
 
     def advance(
         self, group: Group, logits: torch.Tensor, filled: tuple[FilledBlock, ...]
-    ) -> list[RequestEvent]:
+    ) -> list[RequestOutput]:
         """All open beams have computed their tokens.
 
         Args:
@@ -123,7 +123,7 @@ class Beams:
 
     def _follow(
         self, group: Group, step: BeamStep, filled: tuple[FilledBlock, ...]
-    ) -> list[RequestEvent]:
+    ) -> list[RequestOutput]:
         """Make the group's samples the new open beams, or end it."""
         group.beam_state = step.state
         if step.state.is_over:
@@ -153,7 +153,7 @@ class Beams:
 
     def _report(
         self, group: Group, state: BeamState, filled: tuple[FilledBlock, ...]
-    ) -> list[RequestEvent]:
+    ) -> list[RequestOutput]:
         best = state.finished[: group.request.num_samples]
         sample = next(iter(group.samples.values()))
         events = [
@@ -192,9 +192,9 @@ def _event(
     finish_reason: FinishReason | None = None,
     beam_start: Candidates = (),
     is_request_over: bool = False,
-) -> RequestEvent:
+) -> RequestOutput:
     is_token = finish_reason is not None and finish_reason.is_token
-    return RequestEvent(
+    return RequestOutput(
         request_id=sample.request.request_id,
         token_ids=tuple(token_ids),
         logprobs=None,

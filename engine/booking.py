@@ -5,7 +5,9 @@ nothing. Engine thread only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Values
+from dataclasses import replace
 
 import torch
 
@@ -18,14 +20,13 @@ from engine.growth import Growth
 from engine.holdings import Holdings
 from engine.lora.registry import Adapters
 from engine.metrics import EngineMetrics
+from engine.outputs import FilledBlock, RequestOutput, SampleTrace, TokenLogprobs, make_output
 from engine.preemptor import Preemptor
 from engine.request import FinishReason, State, StopPolicy
 from engine.sampling.row import LATE, Drawn
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, should_hold
 from engine.speculation.tree import ROOT, TokenTree
-from engine.step_output import FilledBlock, RequestEvent
-from engine.told import event_without_tokens, logprobs_of, traces_of
 
 
 class Booking:
@@ -67,7 +68,7 @@ class Booking:
 
     def advance(
         self, sequence: Sequence, num_tokens: int, drawn: Values[Drawn], now: float
-    ) -> list[RequestEvent]:
+    ) -> list[RequestOutput]:
         """Book what the step computed for one sequence, and its draws: none, one, or one for each
         sample of a prompt that forks here.
 
@@ -97,8 +98,8 @@ class Booking:
                     return self.go_on(group, now, filled)
                 except EngineError as problem:
                     return [self.fail(sequence, problem)]
-            return [event_without_tokens(sequence, filled=filled)]
-        events: list[RequestEvent] = []
+            return [make_output(sequence, filled=filled)]
+        events: list[RequestOutput] = []
         for sample, one in zip(self.fork(sequence.group), drawn, strict=True):
             events.append(self._take(sample, one, filled if sample is sequence else (), now))
             if events[-1].error is not None:
@@ -108,7 +109,9 @@ class Booking:
             events[-1] = events[-1]._replace(is_request_over=True)
         return events
 
-    def decode(self, sequence: Sequence, num_tokens: int, drawn: Drawn, now: float) -> RequestEvent:
+    def decode(
+        self, sequence: Sequence, num_tokens: int, drawn: Drawn, now: float
+    ) -> RequestOutput:
         """`advance` for one sample of its own with one draw: most rows of most steps."""
         if drawn is LATE:
             return self._draw_later(sequence, num_tokens)
@@ -120,10 +123,10 @@ class Booking:
         sequence.num_computed_tokens += num_tokens
         return self._take(sequence, drawn, self._holdings.cache_full_blocks(sequence), now)
 
-    def _draw_later(self, sequence: Sequence, num_tokens: int) -> RequestEvent:
+    def _draw_later(self, sequence: Sequence, num_tokens: int) -> RequestOutput:
         """The mask of its draw was late: the next step computes its last token again."""
         sequence.num_computed_tokens += num_tokens - 1
-        return event_without_tokens(sequence, filled=self._holdings.cache_full_blocks(sequence))
+        return make_output(sequence, filled=self._holdings.cache_full_blocks(sequence))
 
     def decode_tree(
         self,
@@ -132,7 +135,7 @@ class Booking:
         tree: TokenTree,
         drawn: Values[Drawn],
         now: float,
-    ) -> tuple[list[RequestEvent], int]:
+    ) -> tuple[list[RequestOutput], int]:
         """`decode` for a sample with guesses: the path through them that was drawn token by token,
         and the token after it. `move_kept` must follow before the events are told, and
         `shrink` unless the next step's guesses take the blocks of this one's.
@@ -146,7 +149,7 @@ class Booking:
             # A guess whose KV is no number spoils its neighbours' sums: once more, without any.
             sequence.takes_guesses = False
             self._holdings.forget_guesses(sequence)
-            return [event_without_tokens(sequence)], 0
+            return [make_output(sequence)], 0
         if drawn[0] is LATE:
             return [self._draw_later(sequence, num_tokens)], 0
         num_before = len(sequence.token_ids)
@@ -201,7 +204,7 @@ class Booking:
         """See decode_tree; also for one that is over by now."""
         self._holdings.shrink(sequence)
 
-    def advance_beams(self, group: Group, logits: torch.Tensor, now: float) -> list[RequestEvent]:
+    def advance_beams(self, group: Group, logits: torch.Tensor, now: float) -> list[RequestOutput]:
         """Book a step of all open beams of a request, each of which computed all its tokens; or of
         its prompt.
 
@@ -221,25 +224,25 @@ class Booking:
         except EngineError as error:
             return [self.fail(next(iter(group.samples.values())), error)]
 
-    def _tell(self, event: RequestEvent) -> None:
+    def _tell(self, event: RequestOutput) -> None:
         name, rank = event.request_id, event.sample_index
         self._totals.num_output_tokens += len(event.token_ids)
         self._metrics.on_tokens(name, len(event.token_ids), sample_index=rank, now=self._now)
         if event.finish_reason is not None:
             self._metrics.on_finish(name, event.finish_reason, sample_index=rank)
 
-    def fail(self, sequence: Sequence, error: EngineError) -> RequestEvent:
+    def fail(self, sequence: Sequence, error: EngineError) -> RequestOutput:
         """An error of its own ends the request, all samples of it."""
         group = sequence.group
         for sample in group.samples.values():
             self._holdings.distrust(sample)
-        event = event_without_tokens(sequence, error=error, is_request_over=True)
+        event = make_output(sequence, error=error, is_request_over=True)
         self.end(group, State.ABORTED, type(error).__name__)
         return event
 
     def _take(
         self, sequence: Sequence, drawn: Drawn, filled: tuple[FilledBlock, ...], now: float
-    ) -> RequestEvent:
+    ) -> RequestOutput:
         """One drawn token, and those that a grammar forces with it."""
         num_before = len(sequence.token_ids)
         try:
@@ -257,7 +260,7 @@ class Booking:
         reason: FinishReason | None,
         filled: tuple[FilledBlock, ...],
         now: float,
-    ) -> RequestEvent:
+    ) -> RequestOutput:
         """The event of what was accepted, and what follows from it for the sample.
 
         Args:
@@ -281,17 +284,17 @@ class Booking:
         elif sequence.state is State.PREFILLING:
             sequence.move(State.RUNNING)
         # Positional, as it is made for every row of every step: a third of the price by name.
-        return RequestEvent(
+        return RequestOutput(
             name,
             token_ids,
-            None if taken[0][0].logprobs is None else logprobs_of(taken),
+            None if taken[0][0].logprobs is None else _get_logprobs(taken),
             filled,
             num_computed,
             reason,
             token_ids[-1] if reason is not None and reason.is_token else None,
             None,
             index,
-            None if taken[0][0].trace is None else traces_of(taken, token_ids, num_before),
+            None if taken[0][0].trace is None else _make_traces(taken, token_ids, num_before),
             (reason is not None or is_holding) and self._is_over(group),
         )
 
@@ -315,7 +318,7 @@ class Booking:
 
     def go_on(
         self, group: Group, now: float, filled: tuple[FilledBlock, ...] | None = None
-    ) -> list[RequestEvent]:
+    ) -> list[RequestOutput]:
         """The prompt is computed; what follows was drawn by an earlier leg.
 
         Args:
@@ -324,7 +327,7 @@ class Booking:
         """
         sequence = group.prompt
         if not group.beam_start:
-            events = [] if filled is None else [event_without_tokens(sequence, filled=filled)]
+            events = [] if filled is None else [make_output(sequence, filled=filled)]
             if filled is None:
                 self._scheduler.add(sequence)
             self._fork_outputs(group)
@@ -401,3 +404,40 @@ class Booking:
         self._adapters.release(group.request.adapter)
         del self._groups[group.request.request_id]
         self._metrics.on_end(group.request.request_id, outcome)
+
+
+def _get_logprobs(taken: Values[tuple[Drawn, int]]) -> tuple[TokenLogprobs, ...]:
+    """The log probabilities of each sampled token that has some."""
+    return tuple(one.logprobs for one, _ in taken if one.logprobs is not None)
+
+
+def _make_traces(
+    taken: Values[tuple[Drawn, int]], token_ids: tuple[int, ...], num_before: int
+) -> tuple[SampleTrace, ...]:
+    """The trace of each token that a step appended, in order."""
+    traces: tuple[SampleTrace, ...] = ()
+    for one, num_known in taken:
+        if one.trace is not None:
+            traces += _add_forced(one.trace, token_ids[len(traces) : num_known - num_before])
+    return traces
+
+
+def _add_forced(trace: SampleTrace, token_ids: tuple[int, ...]) -> tuple[SampleTrace, ...]:
+    """A trace for each token: the first token replaces the sampled one, whose text begins with it;
+    the grammar forced the others."""
+    first = replace(trace, token_id=token_ids[0], is_forced=token_ids[0] != trace.token_id)
+    forced = [
+        SampleTrace(
+            position=trace.position + offset,
+            token_id=token_id,
+            raw_logprob=math.nan,
+            processed_logprob=math.nan,
+            top=(),
+            support_size=1,
+            processors=("grammar",),
+            rng_key=None,
+            is_forced=True,
+        )
+        for offset, token_id in enumerate(token_ids[1:], 1)
+    ]
+    return (first, *forced)

@@ -19,11 +19,11 @@ from engine.kv.layout import KvLayout
 from engine.lora.registry import Adapters
 from engine.lora.roots import CacheRoots
 from engine.metrics import EngineMetrics
+from engine.outputs import RequestOutput
 from engine.request import ModelInfo, Request, Reservation, State
 from engine.sampling.history import TokenHistory, needs_history
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.step_output import RequestEvent
 
 
 class Entrance:
@@ -207,10 +207,10 @@ class Entrance:
         """Somebody waits for several places at once: nobody else shall get one meanwhile."""
         return bool(self._continued)
 
-    def let_in_ready(self, clock: Callable[[], float]) -> list[RequestEvent]:
+    def let_in_ready(self, clock: Callable[[], float]) -> list[RequestOutput]:
         """Those whose grammar is compiled, or why it is not; and those that go on from where an
         earlier leg left them, their prompts computed."""
-        events: list[RequestEvent] = []
+        events: list[RequestOutput] = []
         if not self.has_waiting:
             return events
         for group in self._constraints.poll():

@@ -21,9 +21,9 @@ from engine.in_flight import InFlight
 from engine.kept_paths import KeptPaths
 from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
+from engine.outputs import FilledBlock
 from engine.parking import Blocks
 from engine.sequence import HOLE, Sequence
-from engine.step_output import FilledBlock
 
 
 class Holdings:

@@ -207,7 +207,7 @@ class Sampling:
     """What the output must look like."""
 
     trace: bool = False
-    """Report a `StepTrace` with every token."""
+    """Report a `SampleTrace` with every token."""
 
 
 MAX_LOGPROBS = 64

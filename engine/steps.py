@@ -13,9 +13,9 @@ from engine.entrance import Entrance
 from engine.group import Group
 from engine.holdings import Holdings
 from engine.metrics import EngineMetrics
+from engine.outputs import RequestOutput, StepOutput
 from engine.runner import Runner
 from engine.scheduler import Scheduler
-from engine.step_output import RequestEvent, StepOutput
 
 IDLE_WAIT_S = 0.002
 """How long a step waits that has nothing to compute yet. Short beside a compilation, long beside a
@@ -52,7 +52,7 @@ class Steps:
         self._totals = totals
         self._groups = groups
         self._clock = clock
-        self._untold: list[RequestEvent] = []
+        self._untold: list[RequestOutput] = []
 
     def has_work(self) -> bool:
         """Whether `take` would compute or tell anything. What is in flight of live samples is work,

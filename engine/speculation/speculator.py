@@ -18,6 +18,7 @@ from typing import NamedTuple
 from engine.constraints import end_token_ids
 from engine.holdings import Holdings
 from engine.models.interface import Guesses
+from engine.outputs import RequestOutput
 from engine.request import Sampling
 from engine.schedule.order import Key
 from engine.sequence import Sequence as Sample
@@ -39,7 +40,6 @@ from engine.speculation.possible import (
 )
 from engine.speculation.roster import Roster
 from engine.speculation.tree import EMPTY, TokenTree, merge, numbered
-from engine.step_output import RequestEvent
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class Speculator:
 
     def learn(
         self,
-        events: Sequence[RequestEvent],
+        events: Sequence[RequestOutput],
         num_kept: Mapping[Key, int],
         *,
         num_rows: int,
@@ -308,7 +308,7 @@ class Speculator:
     def _learn(
         self,
         began: float,
-        events: Sequence[RequestEvent],
+        events: Sequence[RequestOutput],
         num_kept: Mapping[Key, int],
         num_rows: int,
         seen_s: Mapping[int, float],

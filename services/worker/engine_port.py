@@ -20,10 +20,10 @@ from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter
 from engine.lora.registry import AdapterInfo
 from engine.metrics import MetricsSnapshot
+from engine.outputs import StepOutput
 from engine.parking import Parking
 from engine.request import EngineStats, ModelInfo, Request, Reservation
 from engine.speculation.draft_sharing import DraftSharing
-from engine.step_output import StepOutput
 
 
 class KvPart(Protocol):
