@@ -49,8 +49,8 @@ class Beams:
     """See the module.
 
     Args:
-        end: ends a group, as Booking.end does.
-        tell: counts what an event of a finished hypothesis tells, for the metrics.
+        end: ends a group, as OutputProcessor.end does.
+        count_output: counts the output of a finished hypothesis in the metrics.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Beams:
         *,
         eos_token_ids: frozenset[int],
         end: Callable[[Group, State, str], None],
-        tell: Callable[[RequestOutput], None],
+        count_output: Callable[[RequestOutput], None],
     ) -> None:
         self._holdings = holdings
         self._scheduler = scheduler
         self._eos_token_ids = eos_token_ids
         self._end = end
-        self._tell = tell
+        self._count_output = count_output
 
     def check_start(self, group: Group, candidates: Candidates, vocab_size: int) -> Candidates:
         """What `start` was given of an earlier leg. Raises: InvalidRequest."""
@@ -169,7 +169,7 @@ class Beams:
             for rank, one in enumerate(best)
         ]
         for event in events:
-            self._tell(event)
+            self._count_output(event)
         self._end(group, State.FINISHED, "finished")
         return events
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Values
 
 from engine import admission
-from engine.booking import Booking
 from engine.config import EngineConfig
 from engine.constraints import Constraints
 from engine.errors import DuplicateRequest, EngineError, InvalidRequest, NoBlocks
@@ -19,6 +18,7 @@ from engine.kv.layout import KvLayout
 from engine.lora.registry import Adapters
 from engine.lora.roots import CacheRoots
 from engine.metrics import EngineMetrics
+from engine.output_processor import OutputProcessor
 from engine.outputs import RequestOutput
 from engine.request import ModelInfo, Request, Reservation, State
 from engine.sampling.history import TokenHistory, needs_history
@@ -44,7 +44,7 @@ class Entrance:
         adapters: Adapters,
         constraints: Constraints,
         scheduler: Scheduler,
-        booking: Booking,
+        output_processor: OutputProcessor,
         holdings: Holdings,
         metrics: EngineMetrics,
         has_stop_policy: bool,
@@ -56,7 +56,7 @@ class Entrance:
         self._adapters = adapters
         self._constraints = constraints
         self._scheduler = scheduler
-        self._booking = booking
+        self._output_processor = output_processor
         self._holdings = holdings
         self._metrics = metrics
         self._has_stop_policy = has_stop_policy
@@ -100,7 +100,9 @@ class Entrance:
         """See engine/loop.py:Engine."""
         sequence, size = group.prompt, self._holdings.block_size
         drawn = admission.check_start(group, num_loaded_tokens, outputs, self._model_info, size)
-        candidates = self._booking.beams.check_start(group, beam_start, self._model_info.vocab_size)
+        candidates = self._output_processor.beams.check_start(
+            group, beam_start, self._model_info.vocab_size
+        )
         self._holdings.fill_holes(sequence)
         group.beam_start = candidates
         if group.num_rows > 1:
@@ -218,7 +220,7 @@ class Entrance:
             if error is None:
                 self._let_in(group)
             else:
-                events.append(self._booking.fail(group.prompt, error))
+                events.append(self._output_processor.fail(group.prompt, error))
         continued, self._continued = self._continued, []
         for group in continued:
             if self._groups.get(group.request.request_id) is not group:
@@ -227,9 +229,9 @@ class Entrance:
                 self._continued.append(group)
                 continue
             try:
-                events += self._booking.go_on(group, clock())
+                events += self._output_processor.resume(group, clock())
             except EngineError as problem:
-                events.append(self._booking.fail(group.prompt, problem))
+                events.append(self._output_processor.fail(group.prompt, problem))
         return events
 
     def check_integrity(self) -> None:

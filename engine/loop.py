@@ -92,7 +92,7 @@ class Engine:
         self._preemptor = parts.preemptor
         self._scheduler = parts.scheduler
         self._constraints = parts.constraints
-        self._booking = parts.booking
+        self._output_processor = parts.output_processor
         self._speculator = parts.speculator
         self.draft_sharing = parts.draft_sharing
 
@@ -187,7 +187,7 @@ class Engine:
         WrongState."""
         group = self._group(request_id, State.HOLDING)
         outcome = "finished" if group.request.hold_after is not None else "moved"
-        self._booking.end(group, State.FINISHED, outcome)
+        self._output_processor.end(group, State.FINISHED, outcome)
 
     def abort(self, request_id: str) -> None:
         """End a request in any state and give its blocks back. Does nothing for a request that is
@@ -197,7 +197,7 @@ class Engine:
         """
         group = self._groups.get(request_id)
         if group is not None:
-            self._booking.end(group, State.ABORTED, "aborted")
+            self._output_processor.end(group, State.ABORTED, "aborted")
 
     def finish_sample(self, request_id: str, sample_index: int) -> None:
         """End one sample and give its blocks back; the others go on. The last one ends the request.
@@ -211,7 +211,7 @@ class Engine:
             return
         if not 0 <= sample_index < group.num_rows:
             raise InvalidRequest("sample_index", f"{sample_index} is outside [0, {group.num_rows})")
-        self._booking.finish_sample(group, sample_index)
+        self._output_processor.finish_sample(group, sample_index)
 
     def preempt(self, request_id: str, sample_index: int = 0) -> None:
         """Take a started sample's blocks away now, as if others needed them: it goes on later, to

@@ -4,8 +4,9 @@ the laws that hold among all of them. Who drives them: engine/loop.py. Engine th
 What the parts do: engine/scheduler.py who computes next, engine/holdings.py whose blocks are which,
 engine/preemptor.py how blocks are taken away and brought back, engine/constraints.py grammars,
 engine/entrance.py from a request to the queue, engine/steps.py one step after the other,
-engine/plain_steps.py its forward pass, engine/runner.py that and its draws, engine/booking.py what
-came of it, engine/in_flight.py steps that are computed before they are told.
+engine/plain_steps.py its forward pass, engine/runner.py that and its draws,
+engine/output_processor.py what came of it, engine/in_flight.py steps that are computed before
+they are told.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Sequence as Values
 from contextlib import ExitStack
 
 from engine import accounts
-from engine.booking import Booking
 from engine.config import EngineConfig
 from engine.constraints import Constraints, MakeService
 from engine.decode_rows import DecodeRows
@@ -31,6 +31,7 @@ from engine.kv.radix_tree import RadixTree
 from engine.kv.sizing import choose_num_blocks, free_memory_bytes
 from engine.metrics import EngineMetrics
 from engine.models.interface import LoadedModel
+from engine.output_processor import OutputProcessor
 from engine.parking import Parking, choose_parking
 from engine.plain_steps import PlainSteps
 from engine.preemptor import Preemptor
@@ -94,7 +95,7 @@ class Parts:
             eos_token_ids=eos_token_ids,
             jump_forward=config.jump_forward,
         )
-        self.booking = Booking(
+        self.output_processor = OutputProcessor(
             self.groups,
             self.holdings,
             self.scheduler,
@@ -114,7 +115,7 @@ class Parts:
             adapters=model.adapters,
             constraints=self.constraints,
             scheduler=self.scheduler,
-            booking=self.booking,
+            output_processor=self.output_processor,
             holdings=self.holdings,
             metrics=self.metrics,
             has_stop_policy=stop_policy is not None,
@@ -144,7 +145,7 @@ class Parts:
         runner = Runner(
             model,
             plain,
-            self.booking,
+            self.output_processor,
             self.in_flight,
             DecodeRows(
                 self.ahead,

@@ -32,13 +32,13 @@ from typing import NamedTuple
 import torch
 
 from engine.begun import BegunStep, may_be_early
-from engine.booking import Booking
 from engine.decode_rows import DecodeRows
 from engine.errors import IntegrityError, InvalidLogits
 from engine.foresight import Foresight
 from engine.in_flight import InFlight, Planned, Taken
 from engine.models.interface import LoadedModel
 from engine.outlook import Following
+from engine.output_processor import OutputProcessor
 from engine.outputs import RequestOutput, TokenLogprobs
 from engine.plain_steps import PlainSteps
 from engine.request import State
@@ -82,7 +82,7 @@ class Runner:
         self,
         model: LoadedModel,
         plain: PlainSteps,
-        booking: Booking,
+        output_processor: OutputProcessor,
         in_flight: InFlight,
         rows: DecodeRows,
         foresight: Foresight,
@@ -93,7 +93,7 @@ class Runner:
     ) -> None:
         self._model = model
         self._plain = plain
-        self._booking = booking
+        self._output_processor = output_processor
         self._in_flight = in_flight
         self._rows = rows
         self._foresight = foresight
@@ -271,7 +271,7 @@ class Runner:
         taken_over = {} if following is None else following.guesses
         for sequence, _ in planned:
             if sequence.key in guesses and sequence.key not in taken_over:
-                self._booking.shrink(sequence)
+                self._output_processor.shrink(sequence)
         if following is not None:
             following.wait_for_copies()  # or who is told now would wait for that step, too
             self.is_device_behind = self._in_flight.has_copied = False
@@ -359,17 +359,17 @@ class Runner:
                 continue  # a sibling's error ended it
             if num_kept is not None and sequence.key in guesses:
                 tree = guesses[sequence.key].tree
-                told, num_kept[sequence.key] = self._booking.decode_tree(
+                told, num_kept[sequence.key] = self._output_processor.decode_tree(
                     sequence, num_tokens, tree, own, now
                 )
                 events += told
             elif sequence.key in scored:
                 events += self._book_scored(sequence, num_tokens, own, scored[sequence.key], now)
             elif own and sequence.state is State.RUNNING:
-                events.append(self._booking.decode(sequence, num_tokens, own[0], now))
+                events.append(self._output_processor.decode(sequence, num_tokens, own[0], now))
             else:
-                events += self._booking.advance(sequence, num_tokens, own, now)
-        self._booking.move_kept()
+                events += self._output_processor.advance(sequence, num_tokens, own, now)
+        self._output_processor.move_kept()
         return events
 
     def _book_scored(
@@ -382,9 +382,9 @@ class Runner:
     ) -> list[RequestOutput]:
         """The first event tells them."""
         if isinstance(logprobs, InvalidLogits):
-            return [self._booking.fail(sequence, logprobs)]
+            return [self._output_processor.fail(sequence, logprobs)]
         sequence.num_scored_tokens += len(logprobs)  # samples that part now are forks of it
-        first, *others = self._booking.advance(sequence, num_tokens, drawn, now)
+        first, *others = self._output_processor.advance(sequence, num_tokens, drawn, now)
         return [first if first.error else first._replace(prompt_logprobs=logprobs), *others]
 
     def _book_beams(self, step: Step, logits: torch.Tensor) -> list[RequestOutput]:
@@ -398,7 +398,7 @@ class Runner:
             if len(own) != len(group.samples):
                 raise IntegrityError(f"{len(own)} of {len(group.samples)} beams were in a step")
             own.sort(key=lambda row: step.samples[row].sample_index)
-            events += self._booking.advance_beams(group, logits[own], self._clock())
+            events += self._output_processor.advance_beams(group, logits[own], self._clock())
         return events
 
 

@@ -1,6 +1,8 @@
-"""Booking: what one step did, written into the sequences and told as events: tokens computed and
-drawn, blocks filled, samples forked, held or ended. Why one ends is growth's (growth.py); schedules
-nothing. Engine thread only.
+"""OutputProcessor: applies the results of a step to the sequences. It counts computed tokens, puts
+full blocks into the prefix cache, appends sampled tokens, checks stop conditions, forks samples,
+frees finished sequences and makes the RequestOutputs.
+
+It schedules nothing. Engine thread only.
 """
 
 from __future__ import annotations
@@ -14,26 +16,27 @@ import torch
 from engine.accounts import Totals
 from engine.beam import Beams
 from engine.constraints import Constraints
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import EngineError, IntegrityError, InvalidRequest, PolicyFailed
 from engine.group import Group
-from engine.growth import Growth
 from engine.holdings import Holdings
 from engine.lora.registry import Adapters
 from engine.metrics import EngineMetrics
 from engine.outputs import FilledBlock, RequestOutput, SampleTrace, TokenLogprobs, make_output
 from engine.preemptor import Preemptor
-from engine.request import FinishReason, State, StopPolicy
+from engine.request import FinishReason, State, StopPolicy, StopView
 from engine.sampling.row import LATE, Drawn
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, should_hold
+from engine.sequence import Sequence, finish_reason, should_hold
 from engine.speculation.tree import ROOT, TokenTree
 
 
-class Booking:
-    """See the module.
+class OutputProcessor:
+    """Turns what a step computed and sampled into tokens of sequences and into RequestOutputs.
 
     Args:
-        groups: the live requests by id; those that end are taken out.
+        groups: the live requests by id; a request that ends is removed.
+        stop_policy: asked after each step whether a sample ends; None: only the request's own
+            stop conditions count.
     """
 
     def __init__(
@@ -55,13 +58,18 @@ class Booking:
         self._scheduler = scheduler
         self._preemptor = preemptor
         self._constraints = constraints
-        self._growth = Growth(constraints, eos_token_ids=eos_token_ids, stop_policy=stop_policy)
+        self._eos_token_ids = eos_token_ids
+        self._stop_policy = stop_policy
         self._adapters = adapters
         self._metrics = metrics
         self._totals = totals
         self._now = 0.0
         self.beams = Beams(
-            holdings, scheduler, eos_token_ids=eos_token_ids, end=self.end, tell=self._tell
+            holdings,
+            scheduler,
+            eos_token_ids=eos_token_ids,
+            end=self.end,
+            count_output=self._count_output,
         )
 
     # -- a step
@@ -69,11 +77,12 @@ class Booking:
     def advance(
         self, sequence: Sequence, num_tokens: int, drawn: Values[Drawn], now: float
     ) -> list[RequestOutput]:
-        """Book what the step computed for one sequence, and its draws: none, one, or one for each
-        sample of a prompt that forks here.
+        """Apply what a step computed and sampled for one sequence.
 
         Args:
-            now: the metrics' clock.
+            drawn: nothing if the step did not reach the sequence's last token; else one sampled
+                token, or one for each sample of a prompt that forks here.
+            now: seconds on the metrics' clock.
         """
         if sequence.state is State.WAITING:
             sequence.move(State.PREFILLING)
@@ -81,7 +90,7 @@ class Booking:
         if drawn and sequence.group.is_forked:
             return [self.decode(sequence, num_tokens, drawn[0], now)]
         if drawn and drawn[0] is LATE:  # samples that part here share one mask
-            return [self._draw_later(sequence, num_tokens)]
+            return [self._sample_again(sequence, num_tokens)]
         error: EngineError | None = None
         for one in drawn:
             error = error or one.error
@@ -95,7 +104,7 @@ class Booking:
             group = sequence.group
             if group.is_continued and sequence.num_pending_tokens == 0:
                 try:
-                    return self.go_on(group, now, filled)
+                    return self.resume(group, now, filled)
                 except EngineError as problem:
                     return [self.fail(sequence, problem)]
             return [make_output(sequence, filled=filled)]
@@ -112,9 +121,10 @@ class Booking:
     def decode(
         self, sequence: Sequence, num_tokens: int, drawn: Drawn, now: float
     ) -> RequestOutput:
-        """`advance` for one sample of its own with one draw: most rows of most steps."""
+        """`advance` for a sample that has forked already or is alone, with one sampled token: most
+        rows of most steps."""
         if drawn is LATE:
-            return self._draw_later(sequence, num_tokens)
+            return self._sample_again(sequence, num_tokens)
         error = drawn.error
         if sequence.grammar is not None:
             error = sequence.grammar.error or error  # the cause of an empty mask
@@ -123,8 +133,9 @@ class Booking:
         sequence.num_computed_tokens += num_tokens
         return self._take(sequence, drawn, self._holdings.cache_full_blocks(sequence), now)
 
-    def _draw_later(self, sequence: Sequence, num_tokens: int) -> RequestOutput:
-        """The mask of its draw was late: the next step computes its last token again."""
+    def _sample_again(self, sequence: Sequence, num_tokens: int) -> RequestOutput:
+        """The grammar's mask was not ready in time, so nothing was sampled: the next step computes
+        the sequence's last token again."""
         sequence.num_computed_tokens += num_tokens - 1
         return make_output(sequence, filled=self._holdings.cache_full_blocks(sequence))
 
@@ -136,22 +147,25 @@ class Booking:
         drawn: Values[Drawn],
         now: float,
     ) -> tuple[list[RequestOutput], int]:
-        """`decode` for a sample with guesses: the path through them that was drawn token by token,
-        and the token after it. `move_kept` must follow before the events are told, and
-        `shrink` unless the next step's guesses take the blocks of this one's.
+        """`decode` for a sample with draft tokens: accepts the path through the tree that was
+        sampled token by token, and the token after it.
+
+        `move_kept` must follow before the outputs leave the engine, and `shrink` unless the next
+        step's draft tokens take the blocks of this step's.
 
         Args:
-            drawn: after its last token, then after each node.
-        Returns: its events, and how many nodes were kept.
+            drawn: the token sampled after the sequence's last token, then after each node.
+        Returns: its outputs, and the number of nodes accepted.
         """
         first_error = drawn[0].error if len(tree) else None
         if first_error is not None and (sequence.grammar is None or not sequence.grammar.error):
-            # A guess whose KV is no number spoils its neighbours' sums: once more, without any.
+            # A draft token whose KV is no number spoils the sums of its neighbours: compute the
+            # step again without draft tokens.
             sequence.takes_guesses = False
             self._holdings.forget_guesses(sequence)
             return [make_output(sequence)], 0
         if drawn[0] is LATE:
-            return [self._draw_later(sequence, num_tokens)], 0
+            return [self._sample_again(sequence, num_tokens)], 0
         num_before = len(sequence.token_ids)
         taken: list[tuple[Drawn, int]] = []  # and how many tokens there are with it
         path: list[int] = []
@@ -168,7 +182,7 @@ class Booking:
                 error = sequence.grammar.error or error
             if error is None:
                 try:
-                    reason = self._growth.accept(sequence, one)
+                    reason = self._accept(sequence, one)
                 except EngineError as problem:
                     error = problem
             if error is not None:
@@ -185,31 +199,31 @@ class Booking:
             return [self.fail(sequence, error)], 0
         del sequence.token_ids[taken[-1][1] :]  # of a draw that failed
         sequence.num_computed_tokens += num_tokens
-        # The last token that is known is computed by the next step, also if it was guessed.
+        # The next step computes the last known token, also if it was a draft token.
         num_kept = min(len(path), len(sequence.token_ids) - num_before - 1)
         kept = path[:num_kept]
         self._holdings.kept_paths.keep(sequence.block_ids, sequence.num_computed_tokens, kept)
         sequence.num_computed_tokens += num_kept
         filled = self._holdings.cache_full_blocks(sequence)
-        events = [self._told(sequence, taken, num_before, reason, filled, now)]
+        events = [self._finish_step(sequence, taken, num_before, reason, filled, now)]
         if error is not None:
             events.append(self.fail(sequence, error))
         return events, num_kept
 
     def move_kept(self) -> None:
-        """See decode_tree."""
+        """Move the KV of all accepted draft tokens of the step to their slots (see decode_tree)."""
         self._holdings.kept_paths.move()
 
     def shrink(self, sequence: Sequence) -> None:
-        """See decode_tree; also for one that is over by now."""
+        """Free the blocks of a sequence's draft tokens (see decode_tree); it may have ended."""
         self._holdings.shrink(sequence)
 
     def advance_beams(self, group: Group, logits: torch.Tensor, now: float) -> list[RequestOutput]:
-        """Book a step of all open beams of a request, each of which computed all its tokens; or of
-        its prompt.
+        """Apply a step of all open beams of a request, each of which computed all its tokens; or
+        the step that ended its prompt.
 
         Args:
-            logits: [number of open beams, V], a row for each in their order.
+            logits: [number of open beams, V], one row for each beam, in their order.
         """
         self._now = now
         filled: tuple[FilledBlock, ...] = ()
@@ -224,7 +238,8 @@ class Booking:
         except EngineError as error:
             return [self.fail(next(iter(group.samples.values())), error)]
 
-    def _tell(self, event: RequestOutput) -> None:
+    def _count_output(self, event: RequestOutput) -> None:
+        """Count a finished hypothesis of a beam search in the metrics."""
         name, rank = event.request_id, event.sample_index
         self._totals.num_output_tokens += len(event.token_ids)
         self._metrics.on_tokens(name, len(event.token_ids), sample_index=rank, now=self._now)
@@ -232,7 +247,7 @@ class Booking:
             self._metrics.on_finish(name, event.finish_reason, sample_index=rank)
 
     def fail(self, sequence: Sequence, error: EngineError) -> RequestOutput:
-        """An error of its own ends the request, all samples of it."""
+        """End a request and all its samples with an error of its own."""
         group = sequence.group
         for sample in group.samples.values():
             self._holdings.distrust(sample)
@@ -243,16 +258,16 @@ class Booking:
     def _take(
         self, sequence: Sequence, drawn: Drawn, filled: tuple[FilledBlock, ...], now: float
     ) -> RequestOutput:
-        """One drawn token, and those that a grammar forces with it."""
+        """Append one sampled token, and those that the grammar forces after it."""
         num_before = len(sequence.token_ids)
         try:
-            reason = self._growth.accept(sequence, drawn)
+            reason = self._accept(sequence, drawn)
         except EngineError as error:
             return self.fail(sequence, error)
         taken = ((drawn, len(sequence.token_ids)),)
-        return self._told(sequence, taken, num_before, reason, filled, now)
+        return self._finish_step(sequence, taken, num_before, reason, filled, now)
 
-    def _told(
+    def _finish_step(
         self,
         sequence: Sequence,
         taken: Values[tuple[Drawn, int]],
@@ -261,11 +276,12 @@ class Booking:
         filled: tuple[FilledBlock, ...],
         now: float,
     ) -> RequestOutput:
-        """The event of what was accepted, and what follows from it for the sample.
+        """Count the appended tokens, change the sample's state and make its output.
 
         Args:
-            taken: each draw, and how many tokens the sample had with it.
-            num_before: how many it had before all of them.
+            taken: each sampled token, and the number of the sample's tokens with it.
+            num_before: the number of the sample's tokens before all of them.
+            reason: why the sample ends; None: it goes on.
         """
         group = sequence.group
         name, index = sequence.key
@@ -283,7 +299,8 @@ class Booking:
             self._end_sample(sequence)
         elif sequence.state is State.PREFILLING:
             sequence.move(State.RUNNING)
-        # Positional, as it is made for every row of every step: a third of the price by name.
+        # Positional arguments: one is made for every row of every step, and by name it costs
+        # three times as much.
         return RequestOutput(
             name,
             token_ids,
@@ -298,14 +315,53 @@ class Booking:
             (reason is not None or is_holding) and self._is_over(group),
         )
 
+    # -- tokens and stop conditions
+
+    def _accept(self, sequence: Sequence, drawn: Drawn) -> FinishReason | None:
+        """Append a sampled token and those that the grammar forces after it, up to one that ends
+        the sample. Returns: why it ends; None: it goes on. Raises: EngineError from its grammar or
+        the stop policy."""
+        if sequence.grammar is None or self._stop_policy is not None:  # it sees every token
+            reason = self._append(sequence, (drawn.token_id,))
+        else:
+            reason = self._append(sequence, self._constraints.retokenized(sequence, drawn.token_id))
+            if reason is None:
+                reason = self._append(sequence, self._constraints.forced(sequence))
+        if reason is None and self._stop_policy is not None:
+            reason = _ask_policy(sequence, self._stop_policy)
+        return reason
+
+    def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> FinishReason | None:
+        """Append tokens up to one that ends the sample. Returns: why it ends; None: it goes on.
+        Raises: EngineError from its grammar."""
+        grammar = sequence.grammar
+        for token_id in token_ids:
+            if grammar is not None and not grammar.accept(token_id):
+                raise grammar.error or IntegrityError(
+                    f"{sequence.key}: token {token_id} was drawn against its grammar"
+                )
+            sequence.add_token(token_id)
+            reason = finish_reason(
+                sequence.request.sampling,
+                token_id,
+                len(sequence.token_ids) - sequence.num_prompt_tokens,
+                sequence.group.max_output_tokens,
+                self._eos_token_ids,
+            )
+            if reason is not None:
+                return reason
+        if grammar is not None and grammar.is_complete:
+            return FinishReason.GRAMMAR
+        return None
+
     def _is_over(self, group: Group) -> bool:
-        """Every sample has finished, or holds."""
+        """Whether every sample has finished or is HOLDING."""
         return all(sample.state is State.HOLDING for sample in group.samples.values())
 
     # -- forks
 
     def fork(self, group: Group) -> list[Sequence]:
-        """One sequence for each sample, from the one that has computed the prompt."""
+        """Make a sequence for each sample from the one that has computed the prompt."""
         sequence = group.prompt
         samples = [sequence]
         group.is_forked = True
@@ -316,13 +372,15 @@ class Booking:
             samples.append(twin)
         return samples
 
-    def go_on(
+    def resume(
         self, group: Group, now: float, filled: tuple[FilledBlock, ...] | None = None
     ) -> list[RequestOutput]:
-        """The prompt is computed; what follows was drawn by an earlier leg.
+        """Continue a request whose prompt is computed from the tokens or beam candidates that
+        another engine has sampled.
 
         Args:
-            filled: by the step that computed its last token; None: no step did.
+            filled: blocks filled by the step that computed the prompt's last token; None: no step
+                of this engine computed it.
         Raises: EngineError.
         """
         sequence = group.prompt
@@ -340,22 +398,23 @@ class Booking:
         return self.beams.begin(group, candidates, filled or ())
 
     def _fork_outputs(self, group: Group) -> None:
-        """Fork with the tokens that an earlier leg drew; a sample that they end is over.
+        """Fork a request with the tokens that another engine has sampled; a sample that they end
+        is over.
 
-        Raises: EngineError where they are not in the request's grammar.
+        Raises: EngineError if the request's grammar does not allow them.
         """
         outputs, group.first_outputs = group.first_outputs, ()
         for sample, token_ids in zip(self.fork(group), outputs, strict=True):
-            if self._growth.add(sample, token_ids) is not None:
+            if self._append(sample, token_ids) is not None:
                 group.unwanted.add(sample.sample_index)
-        if group.unwanted >= set(group.samples):  # a grammar's end, which `start` cannot see
+        if group.unwanted >= set(group.samples):  # the grammar ends them, which `start` cannot see
             raise InvalidRequest("outputs", "every sample has ended already")
         self._drop_unwanted(group)
 
     # -- ends
 
     def finish_sample(self, group: Group, sample_index: int) -> None:
-        """Nobody wants more of this sample; the last one ends the request."""
+        """End one sample because the client wants no more of it; the last one ends the request."""
         if not group.is_forked or group.request.beam is not None:
             group.unwanted.add(sample_index)
             if len(group.unwanted) == group.request.num_samples:
@@ -384,17 +443,17 @@ class Booking:
         self._holdings.give_back_spare(group)
 
     def _drop_sample(self, sequence: Sequence) -> None:
-        """Its blocks go back, the tail of the chain to be evicted first."""
+        """Free the sample's blocks, so that the tail of its chain is evicted first."""
         self._scheduler.remove(sequence)
         self._preemptor.forget(sequence)
         self._holdings.give_back(sequence)
         del sequence.group.samples[sequence.sample_index]
 
     def end(self, group: Group, state: State, outcome: str) -> None:
-        """FINISHED or ABORTED: give back all that the request has, and forget it.
+        """End a request as FINISHED or ABORTED: free everything that it has and remove it.
 
         Args:
-            outcome: for the metrics: "finished", "aborted", or an error's name.
+            outcome: label of the metrics: "finished", "moved", "aborted", or an error's name.
         """
         for sequence in list(group.samples.values()):
             sequence.move(state)
@@ -404,6 +463,20 @@ class Booking:
         self._adapters.release(group.request.adapter)
         del self._groups[group.request.request_id]
         self._metrics.on_end(group.request.request_id, outcome)
+
+
+def _ask_policy(sequence: Sequence, policy: StopPolicy) -> FinishReason | None:
+    request = sequence.request
+    view = StopView(
+        request.request_id,
+        sequence.sample_index,
+        request.prompt_token_ids,
+        sequence.output_token_ids,
+    )
+    try:
+        return FinishReason.POLICY if policy(view) else None
+    except Exception as error:  # the policy is foreign code
+        raise PolicyFailed(f"the stop policy raised {type(error).__name__}: {error}") from error
 
 
 def _get_logprobs(taken: Values[tuple[Drawn, int]]) -> tuple[TokenLogprobs, ...]:
