@@ -10,12 +10,15 @@ What a launch still writes into when its sequence gives it back is held until th
 (engine/in_flight.py): whoever takes more than is free without it waits for the launch.
 
 Engine thread only. Every block that a sequence or a group's spare list names, or that is lent, is
-referenced once for it, and by nobody else (engine/accounts.py recomputes that).
+referenced once for it, and by nothing else (`check_integrity` recomputes that).
 """
 
 from __future__ import annotations
 
-from engine.errors import NoBlocks, WrongState
+from collections import Counter
+from collections.abc import Mapping
+
+from engine.errors import IntegrityError, NoBlocks, WrongState
 from engine.group import Group
 from engine.in_flight import InFlight
 from engine.kept_paths import KeptPaths
@@ -23,6 +26,7 @@ from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
 from engine.outputs import FilledBlock
 from engine.parking import Blocks
+from engine.request import STARTED, WITHOUT_BLOCKS, State
 from engine.sequence import HOLE, Sequence
 
 
@@ -374,3 +378,77 @@ class Holdings:
                 for block_id in sequence.block_ids[num_shared:]
             }
         )
+
+    # -- invariants
+
+    def check_integrity(self, groups: Mapping[str, Group]) -> None:
+        """Recompute every block's class and reference count from the live requests, the blocks that
+        samples share, each group's spare blocks and the lent blocks; check the pending steps, too.
+        Cheap enough for every step in a test and every idle moment of a worker.
+
+        Args:
+            groups: the live requests by id.
+        Raises: IntegrityError naming the block or the request.
+        """
+        references: Counter[int] = Counter(self.lent)
+        for group in groups.values():
+            references.update(group.spare_block_ids)
+            for sequence in group.samples.values():
+                references.update(sequence.held_block_ids)
+                _check_sequence(sequence, self.block_size)
+                self._check_tail(sequence)
+            self._check_group(group)
+        self.pool.check_integrity(references)
+        self.in_flight.check_integrity(
+            sequence for group in groups.values() for sequence in group.samples.values()
+        )
+        self.tree.check_integrity()
+
+    def _check_group(self, group: Group) -> None:
+        name = group.request.request_id
+        if not group.samples:
+            raise IntegrityError(f"{name} is live without samples")
+        if not group.is_whole:
+            if group.spare_block_ids:
+                raise IntegrityError(f"{name} keeps blocks that it was not promised")
+            return
+        sequence = next(iter(group.samples.values()))
+        if sequence.state in WITHOUT_BLOCKS | {State.RESERVED, State.WAITING_FOR_GRAMMAR}:
+            return  # no blocks yet, or with holes
+        num_rows = len(group.samples) if group.is_forked else group.num_rows
+        num_promised = num_rows * group.num_own_blocks
+        num_there = len(group.spare_block_ids) + self.num_distinct(group)
+        if num_there != num_promised:
+            raise IntegrityError(
+                f"{name} has {num_there} blocks of its own, {num_promised} promised"
+            )
+
+    def _check_tail(self, sequence: Sequence) -> None:
+        """In a quantized cache: of the blocks of computed tokens, the unfilled one has a tail, and
+        no other."""
+        tails, size = self.kv.tails, self.block_size
+        if tails is None or sequence.state not in STARTED:
+            return
+        num_computed = sequence.num_computed_tokens
+        num_full = num_computed // size
+        name = f"{sequence.request.request_id}/{sequence.sample_index}"
+        for block_id in sequence.block_ids[:num_full]:
+            if block_id in tails:
+                raise IntegrityError(f"block {block_id} of {name} is full and has a tail")
+        if num_computed % size and sequence.block_ids[num_full] not in tails:
+            raise IntegrityError(f"{name} computed a part of a block that has no tail")
+
+
+def _check_sequence(sequence: Sequence, block_size: int) -> None:
+    name, state = f"{sequence.request.request_id}/{sequence.sample_index}", sequence.state
+    if state not in (State.RESERVED, State.WAITING_FOR_GRAMMAR) and HOLE in sequence.block_ids:
+        raise IntegrityError(f"{name} is {state.value} and misses a block")
+    if state in WITHOUT_BLOCKS and sequence.block_ids:
+        raise IntegrityError(f"{name} is {state.value} and has blocks")
+    if not 0 <= sequence.num_computed_tokens <= len(sequence.token_ids):
+        raise IntegrityError(f"{name} computed more tokens than it has")
+    if sequence.num_computed_tokens > len(sequence.block_ids) * block_size:
+        raise IntegrityError(f"{name} computed beyond its blocks")
+    is_continued = sequence.group.is_continued
+    if state in STARTED and sequence.num_pending_tokens < 1 and not is_continued:
+        raise IntegrityError(f"{name} is {state.value} with nothing to compute")

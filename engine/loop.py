@@ -33,13 +33,13 @@ from engine.load import load
 from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter
 from engine.lora.registry import AdapterInfo
-from engine.metrics import MetricsSnapshot
+from engine.metrics import EngineStats, MetricsSnapshot
 from engine.models.interface import LoadedModel, Progress
 from engine.outputs import StepOutput
 from engine.parking import Parking
 from engine.parts import Parts, park_bytes
 from engine.quarantine import quarantine, quarantine_cached
-from engine.request import EngineStats, Request, Reservation, State, StopPolicy
+from engine.request import Request, Reservation, State, StopPolicy
 from engine.speculation.draft_port import DraftPeer
 from engine.speculation.drafter import Drafter
 from engine.warm_up import warm_up

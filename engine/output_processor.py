@@ -13,14 +13,13 @@ from dataclasses import replace
 
 import torch
 
-from engine.accounts import Totals
 from engine.beam import Beams
 from engine.constraints import Constraints
 from engine.errors import EngineError, IntegrityError, InvalidRequest, PolicyFailed
 from engine.group import Group
 from engine.holdings import Holdings
 from engine.lora.registry import Adapters
-from engine.metrics import EngineMetrics
+from engine.metrics import EngineMetrics, Totals
 from engine.outputs import FilledBlock, RequestOutput, SampleTrace, TokenLogprobs, make_output
 from engine.preemptor import Preemptor
 from engine.request import FinishReason, State, StopPolicy, StopView

@@ -12,11 +12,11 @@ they are told.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Values
 from contextlib import ExitStack
 
-from engine import accounts
 from engine.config import EngineConfig
 from engine.constraints import Constraints, MakeService
 from engine.decode_rows import DecodeRows
@@ -29,13 +29,13 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
 from engine.kv.sizing import choose_num_blocks, free_memory_bytes
-from engine.metrics import EngineMetrics
+from engine.metrics import EngineMetrics, EngineStats, Totals, compute_stats
 from engine.models.interface import LoadedModel
 from engine.output_processor import OutputProcessor
 from engine.parking import Parking, choose_parking
 from engine.plain_steps import PlainSteps
 from engine.preemptor import Preemptor
-from engine.request import EngineStats, ModelInfo, StopPolicy
+from engine.request import ModelInfo, StopPolicy
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.speculation.cost_clock import cost_clock
@@ -89,7 +89,7 @@ class Parts:
         self.scheduler = Scheduler(config, self.holdings, self.preemptor, self.metrics)
         eos_token_ids = frozenset(model.info.eos_token_ids)
         self.groups: dict[str, Group] = {}
-        self.totals = accounts.Totals()
+        self.totals = Totals()
         self.constraints = Constraints(
             make_grammars,
             eos_token_ids=eos_token_ids,
@@ -182,11 +182,11 @@ class Parts:
 
     def stats(self) -> EngineStats:
         """Levels and counts now."""
-        return accounts.stats(self.groups, self.holdings, self.totals, self.preemptor.num_by_cause)
+        return compute_stats(self.groups, self.holdings, self.totals, self.preemptor.num_by_cause)
 
     def check_integrity(self) -> None:
         """See engine/loop.py:Engine."""
-        accounts.check_integrity(self.groups, self.holdings)
+        self.holdings.check_integrity(self.groups)
         self.kv.check_integrity()
         self.scheduler.check_integrity()
         self.preemptor.check_integrity(
@@ -200,7 +200,9 @@ class Parts:
         self.constraints.check_integrity()
         self.model.check_integrity()
         self.model.adapters.check_integrity(
-            accounts.num_by_adapter(group.request for group in self.groups.values())
+            Counter(
+                group.request.adapter for group in self.groups.values() if group.request.adapter
+            )
         )
 
 

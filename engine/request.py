@@ -318,45 +318,6 @@ it must be quick. An exception ends that request with PolicyFailed."""
 
 
 @dataclass(frozen=True)
-class EngineStats:
-    """Levels now, and counts since start."""
-
-    num_reserved: int
-    num_waiting: int
-    num_running: int
-    num_holding: int
-
-    num_blocks: int
-    num_free_blocks: int
-    """Never used, or evicted; or there for guesses alone, which whoever needs them gets."""
-    num_cached_blocks: int
-    """Cached and evictable: nobody references them."""
-    num_referenced_blocks: int
-    """All others that somebody has."""
-    num_quarantined_blocks: int
-
-    num_steps: int
-    num_computed_tokens: int
-    """Tokens that went through the model."""
-    num_output_tokens: int
-    num_local_prefix_tokens: int
-    """Prompt tokens found in the device cache."""
-    num_evicted_blocks: int
-
-    num_preempted: int = 0
-    """Requests with a sample that is PREEMPTED, PARKED or SWAPPING; counted as waiting, too, unless
-    another sample runs."""
-    num_preemptions: tuple[tuple[str, int], ...] = ()
-    """Since start, by cause (engine/preemptor.py)."""
-    num_computing_steps: int = 0
-    """Of the steps, those that went through the model; the others only told of something."""
-    num_decode_tokens: int = 0
-    """Of the computed tokens, those of draws after the first."""
-    step_s: float = field(default=0.0, compare=False)
-    """Seconds inside steps that computed something. No two runs take the same."""
-
-
-@dataclass(frozen=True)
 class ModelInfo:
     """What others must know of the loaded model. Two engines may exchange KV only if `fingerprint`
     is equal."""

@@ -7,12 +7,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from engine.accounts import Totals, num_running_and_waiting
 from engine.constraints import Constraints
 from engine.entrance import Entrance
 from engine.group import Group
 from engine.holdings import Holdings
-from engine.metrics import EngineMetrics
+from engine.metrics import EngineMetrics, Totals, count_running_and_waiting
 from engine.outputs import RequestOutput, StepOutput
 from engine.runner import Runner
 from engine.scheduler import Scheduler
@@ -100,7 +99,7 @@ class Steps:
             self._metrics.on_step(num_prefills, num_decodes, seconds, num_used_blocks)
             if num_guessed:
                 self._metrics.on_guesses(num_guessed, num_kept)
-        num_running, num_waiting = num_running_and_waiting(self._groups)
+        num_running, num_waiting = count_running_and_waiting(self._groups)
         return StepOutput(
             events=tuple(events),
             num_scheduled_tokens=num_prefills + num_decodes,

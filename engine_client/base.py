@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from engine.metrics import MetricsSnapshot
+from engine.metrics import EngineStats, MetricsSnapshot
 from engine.outputs import SampleTrace, TokenLogprobs
-from engine.request import Beam, EngineStats, FinishReason, ModelInfo, Sampling
+from engine.request import Beam, FinishReason, ModelInfo, Sampling
 from engine_client.failure import Failure
 
 

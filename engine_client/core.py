@@ -25,9 +25,9 @@ from engine.errors import IntegrityError
 from engine.loop import Engine
 from engine.lora.errors import AdapterInUse
 from engine.lora.registry import AdapterInfo
-from engine.metrics import MetricsSnapshot
+from engine.metrics import EngineStats, MetricsSnapshot
 from engine.outputs import RequestOutput
-from engine.request import EngineStats, ModelInfo, Request
+from engine.request import ModelInfo, Request
 from engine_client.base import Ask, LoadedAdapter, News
 from engine_client.failure import Failure
 from engine_client.messages import check_types

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.metrics import EngineStats
 from engine.outputs import RequestOutput, StepOutput
-from engine.request import EngineStats
 from services.decode.moving import Luggage
 from services.worker.provenance import Leg
 

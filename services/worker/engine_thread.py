@@ -38,8 +38,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from engine.metrics import EngineStats
 from engine.outputs import StepOutput
-from engine.request import EngineStats
 from process import logs
 from process.errors import Internal, Unavailable
 from process.tasks import end_tasks, start_task

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 
 from google.protobuf import json_format
 
+from engine.metrics import EngineStats
 from engine.outputs import SampleTrace, TokenLogprobs
-from engine.request import EngineStats, FinishReason, ModelInfo
+from engine.request import FinishReason, ModelInfo
 from kvstore.links import Link, Verdict
 from protos import common_pb2
 from services.worker.provenance import Leg, WorkerCounts
