@@ -21,7 +21,7 @@ from engine.beam_search import BeamState, BeamStep, Candidates
 from engine.constraints import end_token_ids
 from engine.errors import InvalidRequest
 from engine.group import Group
-from engine.holdings import Holdings
+from engine.kv.cache_manager import KVCacheManager
 from engine.outputs import FilledBlock, RequestOutput
 from engine.request import FinishReason, Request, Sampling, State
 from engine.scheduler import Scheduler
@@ -55,14 +55,14 @@ class Beams:
 
     def __init__(
         self,
-        holdings: Holdings,
+        cache_manager: KVCacheManager,
         scheduler: Scheduler,
         *,
         eos_token_ids: frozenset[int],
         end: Callable[[Group, State, str], None],
         count_output: Callable[[RequestOutput], None],
     ) -> None:
-        self._holdings = holdings
+        self._cache_manager = cache_manager
         self._scheduler = scheduler
         self._eos_token_ids = eos_token_ids
         self._end = end
@@ -135,10 +135,10 @@ class Beams:
         new: list[Sample] = []
         for index, parent in enumerate(step.parents):
             is_first = parent not in step.parents[:index]
-            sample = old[parent] if is_first else self._holdings.fork(old[parent], index)
+            sample = old[parent] if is_first else self._cache_manager.fork(old[parent], index)
             new.append(sample)
         for index in old.keys() - set(step.parents):
-            self._holdings.make_spare(old[index])
+            self._cache_manager.free_to_spare(old[index])
         group.samples = {}
         for index, (sample, token_id) in enumerate(zip(new, step.token_ids, strict=True)):
             sample.sample_index, sample.key = index, (group.request.request_id, index)

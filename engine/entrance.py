@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.constraints import Constraints
 from engine.errors import DuplicateRequest, EngineError, InvalidRequest, NoBlocks
 from engine.group import Group
-from engine.holdings import Holdings
+from engine.kv.cache_manager import KVCacheManager
 from engine.kv.layout import KvLayout
 from engine.lora.registry import Adapters
 from engine.lora.roots import CacheRoots
@@ -45,7 +45,7 @@ class Entrance:
         constraints: Constraints,
         scheduler: Scheduler,
         output_processor: OutputProcessor,
-        holdings: Holdings,
+        cache_manager: KVCacheManager,
         metrics: EngineMetrics,
         has_stop_policy: bool,
     ) -> None:
@@ -57,7 +57,7 @@ class Entrance:
         self._constraints = constraints
         self._scheduler = scheduler
         self._output_processor = output_processor
-        self._holdings = holdings
+        self._cache_manager = cache_manager
         self._metrics = metrics
         self._has_stop_policy = has_stop_policy
         self._cache_roots = CacheRoots()
@@ -74,11 +74,11 @@ class Entrance:
         try:
             if self._scheduler.has_preempted:
                 raise NoBlocks("preempted requests wait for blocks, and go first")
-            self._holdings.give_first(group, sequence)
+            self._cache_manager.allocate_first(group, sequence)
         except BaseException:
             self._constraints.forget(group)  # its grammar is compiled for no request
             raise
-        size = self._holdings.block_size
+        size = self._cache_manager.block_size
         if sequence.num_prompt_tokens >= size:
             sequence.chain_hash(sequence.num_prompt_tokens // size - 1, size)  # and all before it
         self._enter(group, sequence.num_local_tokens)
@@ -98,12 +98,12 @@ class Entrance:
         beam_start: tuple[tuple[int, float], ...],
     ) -> None:
         """See engine/loop.py:Engine."""
-        sequence, size = group.prompt, self._holdings.block_size
+        sequence, size = group.prompt, self._cache_manager.block_size
         drawn = admission.check_start(group, num_loaded_tokens, outputs, self._model_info, size)
         candidates = self._output_processor.beams.check_start(
             group, beam_start, self._model_info.vocab_size
         )
-        self._holdings.fill_holes(sequence)
+        self._cache_manager.fill_holes(sequence)
         group.beam_start = candidates
         if group.num_rows > 1:
             group.first_outputs = drawn
@@ -111,11 +111,11 @@ class Entrance:
             sequence.token_ids.extend(drawn[0])
         num_known = max(num_loaded_tokens, sequence.num_local_tokens)
         num_needless = len(sequence.token_ids) - (0 if group.is_continued else 1)
-        num_computed = self._holdings.num_resumable(min(num_known, num_needless))
+        num_computed = self._cache_manager.num_resumable(min(num_known, num_needless))
         sequence.num_computed_tokens = num_computed
         # What was loaded nobody needs to be told of.
         sequence.num_told_blocks = max(sequence.num_told_blocks, num_computed // size)
-        self._holdings.cache_full_blocks(sequence)
+        self._cache_manager.cache_full_blocks(sequence)
         self._metrics.on_start(
             group.request.request_id,
             num_loaded_tokens=max(0, num_known - sequence.num_local_tokens),

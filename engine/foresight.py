@@ -46,7 +46,7 @@ class Foresight:
             if sequence.state not in WITHOUT_BLOCKS:
                 continue
             num_known = len(sequence.chain_hashes)
-            # As Holdings.give_first asks for: what may be found, its last token left out.
+            # As KVCacheManager.allocate_first asks for: what may be found, its last token left out.
             num_wanted = (len(sequence.token_ids) - 1) // size - num_known
             num_more = min(num_wanted, num_tokens_left // size)
             if num_more > 0:

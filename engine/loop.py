@@ -38,7 +38,6 @@ from engine.models.interface import LoadedModel, Progress
 from engine.outputs import StepOutput
 from engine.parking import Parking
 from engine.parts import Parts, park_bytes
-from engine.quarantine import quarantine, quarantine_cached
 from engine.request import Request, Reservation, State, StopPolicy
 from engine.speculation.draft_port import DraftPeer
 from engine.speculation.drafter import Drafter
@@ -88,7 +87,7 @@ class Engine:
         self._groups = parts.groups
         self._pool = parts.pool
         self._in_flight = parts.in_flight
-        self._holdings = parts.holdings
+        self._cache_manager = parts.cache_manager
         self._preemptor = parts.preemptor
         self._scheduler = parts.scheduler
         self._constraints = parts.constraints
@@ -176,7 +175,7 @@ class Engine:
         """
         return hold(
             self._group(request_id),
-            self._holdings,
+            self._cache_manager,
             self._scheduler,
             self._preemptor,
             self._constraints,
@@ -236,7 +235,7 @@ class Engine:
         Raises: UnknownRequest, WrongState for a block that is not the request's own; nothing was
             done.
         """
-        quarantine(self._group(request_id), tuple(block_ids), self._holdings)
+        self._cache_manager.quarantine(self._group(request_id), tuple(block_ids))
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """The transfer is over. Raises: WrongState naming a block that is not quarantined; nothing
@@ -249,7 +248,7 @@ class Engine:
         Raises: UnknownRequest, WrongState."""
         sequence = self._group(request_id, State.RESERVED).prompt
         with contextlib.suppress(NoBlocks):  # `start` tries again, and says so
-            self._holdings.fill_holes(sequence)
+            self._cache_manager.fill_holes(sequence)
         return tuple(sequence.block_ids)
 
     def hold_cached(self, chain_hashes: Values[bytes], first: int = 0) -> tuple[int, ...]:
@@ -260,18 +259,18 @@ class Engine:
         Returns: the ids of its blocks [first, ..); empty where it has no more than `first`, and
         nothing is kept.
         """
-        return quarantine_cached(chain_hashes, first, self._holdings)
+        return self._cache_manager.hold_cached(chain_hashes, first)
 
     def lend_blocks(self, num_blocks: int) -> tuple[int, ...]:
         """Blocks for somebody who is no request and writes into them what he likes, soon to be
         returned: at most `num_blocks`, at most half of the free ones, none while preempted requests
         wait. Nothing is evicted for them."""
-        return () if self._scheduler.has_preempted else self._holdings.lend(num_blocks)
+        return () if self._scheduler.has_preempted else self._cache_manager.lend_blocks(num_blocks)
 
     def return_blocks(self, block_ids: Iterable[int]) -> None:
         """End of `lend_blocks`; nothing may touch them any more. Raises: WrongState for a block
         that is not lent; nothing was done."""
-        self._holdings.take_back(tuple(block_ids))
+        self._cache_manager.return_blocks(tuple(block_ids))
 
     def block_ids(self, request_id: str, sample_index: int = 0) -> tuple[int, ...]:
         """The blocks of a live sample in order, -1 for one that was quarantined before `start`.

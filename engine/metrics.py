@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import IntegrityError
 from engine.group import Group
-from engine.holdings import Holdings
+from engine.kv.cache_manager import KVCacheManager
 from engine.request import FinishReason, State
 
 STEP_BOUNDS_S = (
@@ -227,13 +227,13 @@ def count_running_and_waiting(groups: Mapping[str, Group]) -> tuple[int, int]:
 
 def compute_stats(
     groups: Mapping[str, Group],
-    holdings: Holdings,
+    cache_manager: KVCacheManager,
     totals: Totals,
     num_preemptions: Mapping[str, int],
 ) -> EngineStats:
     """Levels now and counts since start, as one value."""
     states = Counter([group.state for group in groups.values()])
-    pool, num_idle_blocks = holdings.pool, holdings.in_flight.num_idle_blocks
+    pool, num_idle_blocks = cache_manager.pool, cache_manager.in_flight.num_idle_blocks
     num_preempted = sum(
         any(sequence.state in _PREEMPTED for sequence in group.samples.values())
         for group in (groups.values() if num_preemptions else ())
@@ -244,14 +244,14 @@ def compute_stats(
         num_running=sum(states[state] for state in _RUNNING),
         num_holding=states[State.HOLDING],
         num_blocks=pool.num_blocks,
-        num_free_blocks=pool.num_free + num_idle_blocks + holdings.num_for_guesses,
+        num_free_blocks=pool.num_free + num_idle_blocks + cache_manager.num_draft_blocks,
         num_cached_blocks=pool.num_evictable,
-        num_referenced_blocks=holdings.num_used,
+        num_referenced_blocks=cache_manager.num_used,
         num_quarantined_blocks=pool.num_quarantined - num_idle_blocks,
         num_steps=totals.num_steps,
         num_computed_tokens=totals.num_computed_tokens,
         num_output_tokens=totals.num_output_tokens,
-        num_local_prefix_tokens=holdings.num_local_prefix_tokens,
+        num_local_prefix_tokens=cache_manager.num_local_prefix_tokens,
         num_evicted_blocks=pool.num_evicted,
         num_preempted=num_preempted,
         num_preemptions=tuple(sorted(num_preemptions.items())),

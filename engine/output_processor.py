@@ -17,7 +17,7 @@ from engine.beam import Beams
 from engine.constraints import Constraints
 from engine.errors import EngineError, IntegrityError, InvalidRequest, PolicyFailed
 from engine.group import Group
-from engine.holdings import Holdings
+from engine.kv.cache_manager import KVCacheManager
 from engine.lora.registry import Adapters
 from engine.metrics import EngineMetrics, Totals
 from engine.outputs import FilledBlock, RequestOutput, SampleTrace, TokenLogprobs, make_output
@@ -41,7 +41,7 @@ class OutputProcessor:
     def __init__(
         self,
         groups: dict[str, Group],
-        holdings: Holdings,
+        cache_manager: KVCacheManager,
         scheduler: Scheduler,
         preemptor: Preemptor,
         constraints: Constraints,
@@ -53,7 +53,7 @@ class OutputProcessor:
         stop_policy: StopPolicy | None,
     ) -> None:
         self._groups = groups
-        self._holdings = holdings
+        self._cache_manager = cache_manager
         self._scheduler = scheduler
         self._preemptor = preemptor
         self._constraints = constraints
@@ -64,7 +64,7 @@ class OutputProcessor:
         self._totals = totals
         self._now = 0.0
         self.beams = Beams(
-            holdings,
+            cache_manager,
             scheduler,
             eos_token_ids=eos_token_ids,
             end=self.end,
@@ -98,7 +98,7 @@ class OutputProcessor:
         if error is not None:
             return [self.fail(sequence, error)]
         sequence.num_computed_tokens += num_tokens
-        filled = self._holdings.cache_full_blocks(sequence)
+        filled = self._cache_manager.cache_full_blocks(sequence)
         if not drawn:
             group = sequence.group
             if group.is_continued and sequence.num_pending_tokens == 0:
@@ -130,13 +130,13 @@ class OutputProcessor:
         if error is not None:
             return self.fail(sequence, error)
         sequence.num_computed_tokens += num_tokens
-        return self._take(sequence, drawn, self._holdings.cache_full_blocks(sequence), now)
+        return self._take(sequence, drawn, self._cache_manager.cache_full_blocks(sequence), now)
 
     def _sample_again(self, sequence: Sequence, num_tokens: int) -> RequestOutput:
         """The grammar's mask was not ready in time, so nothing was sampled: the next step computes
         the sequence's last token again."""
         sequence.num_computed_tokens += num_tokens - 1
-        return make_output(sequence, filled=self._holdings.cache_full_blocks(sequence))
+        return make_output(sequence, filled=self._cache_manager.cache_full_blocks(sequence))
 
     def decode_tree(
         self,
@@ -149,8 +149,8 @@ class OutputProcessor:
         """`decode` for a sample with draft tokens: accepts the path through the tree that was
         sampled token by token, and the token after it.
 
-        `move_kept` must follow before the outputs leave the engine, and `shrink` unless the next
-        step's draft tokens take the blocks of this step's.
+        `compact_accepted_kv` must follow before the outputs leave the engine, and
+        `free_draft_blocks` unless the next step's draft tokens take the blocks of this step's.
 
         Args:
             drawn: the token sampled after the sequence's last token, then after each node.
@@ -161,7 +161,7 @@ class OutputProcessor:
             # A draft token whose KV is no number spoils the sums of its neighbours: compute the
             # step again without draft tokens.
             sequence.takes_guesses = False
-            self._holdings.forget_guesses(sequence)
+            self._cache_manager.discard_draft_blocks(sequence)
             return [make_output(sequence)], 0
         if drawn[0] is LATE:
             return [self._sample_again(sequence, num_tokens)], 0
@@ -201,21 +201,21 @@ class OutputProcessor:
         # The next step computes the last known token, also if it was a draft token.
         num_kept = min(len(path), len(sequence.token_ids) - num_before - 1)
         kept = path[:num_kept]
-        self._holdings.kept_paths.keep(sequence.block_ids, sequence.num_computed_tokens, kept)
+        self._cache_manager.keep_accepted(sequence.block_ids, sequence.num_computed_tokens, kept)
         sequence.num_computed_tokens += num_kept
-        filled = self._holdings.cache_full_blocks(sequence)
+        filled = self._cache_manager.cache_full_blocks(sequence)
         events = [self._finish_step(sequence, taken, num_before, reason, filled, now)]
         if error is not None:
             events.append(self.fail(sequence, error))
         return events, num_kept
 
-    def move_kept(self) -> None:
+    def compact_accepted_kv(self) -> None:
         """Move the KV of all accepted draft tokens of the step to their slots (see decode_tree)."""
-        self._holdings.kept_paths.move()
+        self._cache_manager.compact_accepted_kv()
 
-    def shrink(self, sequence: Sequence) -> None:
+    def free_draft_blocks(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence's draft tokens (see decode_tree); it may have ended."""
-        self._holdings.shrink(sequence)
+        self._cache_manager.free_draft_blocks(sequence)
 
     def advance_beams(self, group: Group, logits: torch.Tensor, now: float) -> list[RequestOutput]:
         """Apply a step of all open beams of a request, each of which computed all its tokens; or
@@ -231,7 +231,7 @@ class OutputProcessor:
                 sequence.move(State.PREFILLING)
                 self._metrics.on_first_scheduled(group.request.request_id)
             sequence.num_computed_tokens = len(sequence.token_ids)
-            filled += self._holdings.cache_full_blocks(sequence)
+            filled += self._cache_manager.cache_full_blocks(sequence)
         try:
             return self.beams.advance(group, logits, filled)
         except EngineError as error:
@@ -249,7 +249,7 @@ class OutputProcessor:
         """End a request and all its samples with an error of its own."""
         group = sequence.group
         for sample in group.samples.values():
-            self._holdings.distrust(sample)
+            self._cache_manager.uncache(sample)
         event = make_output(sequence, error=error, is_request_over=True)
         self.end(group, State.ABORTED, type(error).__name__)
         return event
@@ -365,7 +365,7 @@ class OutputProcessor:
         samples = [sequence]
         group.is_forked = True
         for index in range(1, group.num_rows):
-            twin = self._holdings.fork(sequence, index)
+            twin = self._cache_manager.fork(sequence, index)
             group.samples[index] = twin
             self._scheduler.add_fork(sequence, twin)
             samples.append(twin)
@@ -424,7 +424,7 @@ class OutputProcessor:
             sample = group.samples[sample_index]
             sample.move(State.ABORTED)
             self._drop_sample(sample)
-            self._holdings.give_back_spare(group)
+            self._cache_manager.free_spare(group)
 
     def _drop_unwanted(self, group: Group) -> None:
         unwanted, group.unwanted = group.unwanted, set()
@@ -439,13 +439,13 @@ class OutputProcessor:
             return
         sequence.move(State.FINISHED)
         self._drop_sample(sequence)
-        self._holdings.give_back_spare(group)
+        self._cache_manager.free_spare(group)
 
     def _drop_sample(self, sequence: Sequence) -> None:
         """Free the sample's blocks, so that the tail of its chain is evicted first."""
         self._scheduler.remove(sequence)
         self._preemptor.forget(sequence)
-        self._holdings.give_back(sequence)
+        self._cache_manager.free(sequence)
         del sequence.group.samples[sequence.sample_index]
 
     def end(self, group: Group, state: State, outcome: str) -> None:
@@ -457,7 +457,7 @@ class OutputProcessor:
         for sequence in list(group.samples.values()):
             sequence.move(state)
             self._drop_sample(sequence)
-        self._holdings.give_back_spare(group)
+        self._cache_manager.free_spare(group)
         self._constraints.forget(group)
         self._adapters.release(group.request.adapter)
         del self._groups[group.request.request_id]

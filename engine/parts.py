@@ -1,12 +1,12 @@
 """Parts: what an engine is made of, made in the order in which each needs the ones before it, and
 the laws that hold among all of them. Who drives them: engine/loop.py. Engine thread only.
 
-What the parts do: engine/scheduler.py who computes next, engine/holdings.py whose blocks are which,
-engine/preemptor.py how blocks are taken away and brought back, engine/constraints.py grammars,
-engine/entrance.py from a request to the queue, engine/steps.py one step after the other,
+What the parts do: engine/scheduler.py who computes next, engine/kv/cache_manager.py whose blocks
+are which, engine/preemptor.py how blocks are taken away and brought back, engine/constraints.py
+grammars, engine/entrance.py from a request to the queue, engine/steps.py one step after the other,
 engine/plain_steps.py its forward pass, engine/runner.py that and its draws,
-engine/output_processor.py what came of it, engine/in_flight.py steps that are computed before
-they are told.
+engine/output_processor.py what came of it, engine/in_flight.py steps that are computed before they
+are told.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from engine.decode_rows import DecodeRows
 from engine.entrance import Entrance
 from engine.foresight import Foresight
 from engine.group import Group
-from engine.holdings import Holdings
 from engine.in_flight import InFlight
 from engine.kv.block_pool import BlockPool
+from engine.kv.cache_manager import KVCacheManager
 from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
 from engine.kv.sizing import choose_num_blocks, free_memory_bytes
@@ -82,11 +82,11 @@ class Parts:
         is_ahead = config.overlap and stop_policy is None
         self.ahead = model.ahead if is_ahead else None
         self.in_flight = InFlight(self.ahead, self.pool, self.kv.layout.block_size)
-        self.holdings = Holdings(self.kv, RadixTree(self.pool), self.in_flight)
+        self.cache_manager = KVCacheManager(self.kv, RadixTree(self.pool), self.in_flight)
         self.metrics = EngineMetrics(clock, num_blocks)
         parking = choose_parking(config, self.kv.device, park_bytes(config, self.kv), parking)
-        self.preemptor = Preemptor(self.holdings, parking, self.metrics)
-        self.scheduler = Scheduler(config, self.holdings, self.preemptor, self.metrics)
+        self.preemptor = Preemptor(self.cache_manager, parking, self.metrics)
+        self.scheduler = Scheduler(config, self.cache_manager, self.preemptor, self.metrics)
         eos_token_ids = frozenset(model.info.eos_token_ids)
         self.groups: dict[str, Group] = {}
         self.totals = Totals()
@@ -97,7 +97,7 @@ class Parts:
         )
         self.output_processor = OutputProcessor(
             self.groups,
-            self.holdings,
+            self.cache_manager,
             self.scheduler,
             self.preemptor,
             self.constraints,
@@ -116,13 +116,13 @@ class Parts:
             constraints=self.constraints,
             scheduler=self.scheduler,
             output_processor=self.output_processor,
-            holdings=self.holdings,
+            cache_manager=self.cache_manager,
             metrics=self.metrics,
             has_stop_policy=stop_policy is not None,
         )
         self.speculator = make_speculator(
             config,
-            self.holdings,
+            self.cache_manager,
             drafters,
             guesses=model.guesses,
             context_window=window,
@@ -149,13 +149,13 @@ class Parts:
             self.in_flight,
             DecodeRows(
                 self.ahead,
-                self.holdings,
+                self.cache_manager,
                 eos_token_ids,
                 clears_blocks=model.reads_unwritten,
                 # Who guesses sees each prompt's step.
                 takes_prompts=config.overlap_prompts and self.speculator is None,
             ),
-            Foresight(self.scheduler, self.holdings.block_size),
+            Foresight(self.scheduler, self.cache_manager.block_size),
             self.speculator,
             begins_early=self.ahead is not None,
             clock=clock,
@@ -165,7 +165,7 @@ class Parts:
             self.scheduler,
             runner,
             self.constraints,
-            self.holdings,
+            self.cache_manager,
             self.metrics,
             self.totals,
             groups=self.groups,
@@ -182,11 +182,13 @@ class Parts:
 
     def stats(self) -> EngineStats:
         """Levels and counts now."""
-        return compute_stats(self.groups, self.holdings, self.totals, self.preemptor.num_by_cause)
+        return compute_stats(
+            self.groups, self.cache_manager, self.totals, self.preemptor.num_by_cause
+        )
 
     def check_integrity(self) -> None:
         """See engine/loop.py:Engine."""
-        self.holdings.check_integrity(self.groups)
+        self.cache_manager.check_integrity(self.groups)
         self.kv.check_integrity()
         self.scheduler.check_integrity()
         self.preemptor.check_integrity(

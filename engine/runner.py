@@ -271,7 +271,7 @@ class Runner:
         taken_over = {} if following is None else following.guesses
         for sequence, _ in planned:
             if sequence.key in guesses and sequence.key not in taken_over:
-                self._output_processor.shrink(sequence)
+                self._output_processor.free_draft_blocks(sequence)
         if following is not None:
             following.wait_for_copies()  # or who is told now would wait for that step, too
             self.is_device_behind = self._in_flight.has_copied = False
@@ -369,7 +369,7 @@ class Runner:
                 events.append(self._output_processor.decode(sequence, num_tokens, own[0], now))
             else:
                 events += self._output_processor.advance(sequence, num_tokens, own, now)
-        self._output_processor.move_kept()
+        self._output_processor.compact_accepted_kv()
         return events
 
     def _book_scored(

@@ -19,8 +19,8 @@ from operator import attrgetter
 
 from engine.config import EngineConfig
 from engine.errors import IntegrityError, NoBlocks
-from engine.holdings import Holdings
 from engine.in_flight import Planned
+from engine.kv.cache_manager import KVCacheManager
 from engine.line import Line
 from engine.metrics import EngineMetrics
 from engine.outlook import Following, outlook
@@ -49,12 +49,12 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        holdings: Holdings,
+        cache_manager: KVCacheManager,
         preemptor: Preemptor,
         metrics: EngineMetrics,
     ) -> None:
         self._config = config
-        self._holdings = holdings
+        self._cache_manager = cache_manager
         self._preemptor = preemptor
         self._metrics = metrics
         self._policy = policy_of(config.policy)
@@ -193,7 +193,7 @@ class Scheduler:
             sequence = self._who_waits(key)
             if sequence.state in WITHOUT_BLOCKS:
                 try:
-                    self._holdings.give_first(sequence.group, sequence)
+                    self._cache_manager.allocate_first(sequence.group, sequence)
                 except NoBlocks:
                     # Those let in before took what was cached for it: its turn comes again.
                     return True
@@ -213,7 +213,7 @@ class Scheduler:
         starting = [one for one in starting if one.state in WITHOUT_BLOCKS]
         if not starting:
             return False
-        size = self._holdings.block_size
+        size = self._cache_manager.block_size
         filling: set[bytes] = set()
         for sequence, row in live.values():
             first, end = row.position // size, (row.position + row.num_tokens) // size
@@ -222,7 +222,7 @@ class Scheduler:
                 filling.update(sequence.chain_hashes[first:end])
         if not filling:
             return False
-        return any(self._holdings.next_missing(one) in filling for one in starting)
+        return any(self._cache_manager.next_uncached_hash(one) in filling for one in starting)
 
     def _who_waits(self, key: Key) -> Sequence:
         return next(one for one in (self.waiting, self.queued, self.preempted) if key in one)[key]
@@ -239,7 +239,7 @@ class Scheduler:
             seen = outlook(one, live.get(one.key))
             if not seen.is_over:
                 num_tokens -= 1 if seen.has_drawn else seen.num_pending_tokens
-        num_blocks = self._holdings.num_available
+        num_blocks = self._cache_manager.num_available
         if self._is_preempting:
             # Each may need one more soon; else it would take it back. Never below none: who has its
             # blocks already takes none.
@@ -276,7 +276,7 @@ class Scheduler:
             group, request = sequence.group, sequence.request
             num_blocks, num_matched = 0, sequence.num_computed_tokens
             if sequence.state in WITHOUT_BLOCKS:
-                num_blocks, num_matched = self._holdings.count(group, sequence)
+                num_blocks, num_matched = self._cache_manager.count_needed(group, sequence)
             yield Waiting(
                 key=sequence.key,
                 priority=request.priority,
@@ -338,7 +338,7 @@ class Scheduler:
                 continue  # a victim
             sequence = self.running[key]
             end = sequence.num_computed_tokens + num_tokens
-            if end <= len(sequence.block_ids) * self._holdings.block_size:
+            if end <= len(sequence.block_ids) * self._cache_manager.block_size:
                 if not sequence.is_tail_shared:
                     continue
             while not self._has_room(sequence, end):
@@ -350,7 +350,7 @@ class Scheduler:
                 if victim == key:
                     break
             else:
-                self._holdings.grow(sequence, end)
+                self._cache_manager.allocate_slots(sequence, end)
         return plan
 
     def _rank(self, key: Key) -> tuple[int, int, int]:
@@ -361,8 +361,8 @@ class Scheduler:
     def _has_room(self, sequence: Sequence, end: int) -> bool:
         if sequence.group.is_whole:
             return True
-        num_missing = self._holdings.num_missing(sequence, end)
-        return num_missing <= self._holdings.num_available
+        num_missing = self._cache_manager.num_missing(sequence, end)
+        return num_missing <= self._cache_manager.num_available
 
     def _holders(self) -> Iterator[Holder]:
         """Whoever has blocks that may be taken."""

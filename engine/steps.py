@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from engine.constraints import Constraints
 from engine.entrance import Entrance
 from engine.group import Group
-from engine.holdings import Holdings
+from engine.kv.cache_manager import KVCacheManager
 from engine.metrics import EngineMetrics, Totals, count_running_and_waiting
 from engine.outputs import RequestOutput, StepOutput
 from engine.runner import Runner
@@ -35,7 +35,7 @@ class Steps:
         scheduler: Scheduler,
         runner: Runner,
         constraints: Constraints,
-        holdings: Holdings,
+        cache_manager: KVCacheManager,
         metrics: EngineMetrics,
         totals: Totals,
         *,
@@ -46,7 +46,7 @@ class Steps:
         self._scheduler = scheduler
         self._runner = runner
         self._constraints = constraints
-        self._holdings = holdings
+        self._cache_manager = cache_manager
         self._metrics = metrics
         self._totals = totals
         self._groups = groups
@@ -95,7 +95,7 @@ class Steps:
             self._totals.num_computing_steps += 1
             self._totals.num_decode_tokens += num_decodes
             self._totals.step_s += seconds
-            num_used_blocks = self._holdings.num_used
+            num_used_blocks = self._cache_manager.num_used
             self._metrics.on_step(num_prefills, num_decodes, seconds, num_used_blocks)
             if num_guessed:
                 self._metrics.on_guesses(num_guessed, num_kept)
@@ -103,7 +103,7 @@ class Steps:
         return StepOutput(
             events=tuple(events),
             num_scheduled_tokens=num_prefills + num_decodes,
-            num_free_blocks=self._holdings.num_available,
+            num_free_blocks=self._cache_manager.num_available,
             num_running=num_running,
             num_waiting=num_waiting,
             step=self._totals.num_steps,
@@ -112,7 +112,7 @@ class Steps:
         )
 
     def _idle(self) -> None:
-        self._holdings.in_flight.settle()  # nobody waits for it, and here is the time
+        self._cache_manager.in_flight.settle()  # nobody waits for it, and here is the time
         if self._constraints.has_waiting:
             self._constraints.wait(IDLE_WAIT_S)
         elif self._scheduler.running:  # bytes are on their way

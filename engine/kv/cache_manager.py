@@ -1,27 +1,29 @@
-"""Holdings: which sequence has which blocks of the device cache: first ones, more as it grows, a
-fork's, a preempted one's, and back. Between the sequences on one side and the pool, the prefix tree
-and the cache's bytes on the other. Decides nothing: who gets blocks is engine/scheduler.py's.
+"""KVCacheManager: allocates, shares and frees the KV blocks of sequences. It stands between the
+sequences on one side and the block pool, the prefix cache and the cache's bytes on the other.
+Which sequence gets blocks is decided by engine/scheduler.py.
 
-Copy-on-write: a block that is being filled belongs to one sequence, or to several right after a
-fork; the first that is about to write gets a copy, the last one the block itself. Full blocks are
+Copy-on-write: an unfilled block belongs to one sequence, or to several right after a fork. The
+first of them that is about to write gets a copy, the last one the block itself. Full blocks are
 never written again.
 
-What a launch still writes into when its sequence gives it back is held until that is over
-(engine/in_flight.py): whoever takes more than is free without it waits for the launch.
+A block that a pending step still writes when its sequence frees it is held until that step is over
+(engine/in_flight.py). A caller that needs more blocks than are free without those waits for it.
 
 Engine thread only. Every block that a sequence or a group's spare list names, or that is lent, is
-referenced once for it, and by nothing else (`check_integrity` recomputes that).
+referenced once for it, and by nothing else (`check_integrity` recomputes that). A draft token's KV
+that `keep_accepted` was asked to move is not in its place before `compact_accepted_kv`, and no
+output names its block before that.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Sequence as Values
 
 from engine.errors import IntegrityError, NoBlocks, WrongState
 from engine.group import Group
 from engine.in_flight import InFlight
-from engine.kept_paths import KeptPaths
 from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
 from engine.outputs import FilledBlock
@@ -30,8 +32,9 @@ from engine.request import STARTED, WITHOUT_BLOCKS, State
 from engine.sequence import HOLE, Sequence
 
 
-class Holdings:
-    """See the module."""
+class KVCacheManager:
+    """The blocks of all sequences. Args: kv: the device cache; tree: the prefix cache, with its
+    block pool; in_flight: the pending steps."""
 
     def __init__(self, kv: KvMemory, tree: RadixTree, in_flight: InFlight) -> None:
         self.kv = kv
@@ -40,25 +43,27 @@ class Holdings:
         self.in_flight = in_flight
         self.block_size = kv.layout.block_size
         self.lent: set[int] = set()
-        """Blocks of somebody who is no request, referenced once each."""
-        self.kept_paths = KeptPaths(kv, in_flight)
+        """Blocks that `lend_blocks` gave to a caller other than a request, referenced once each."""
+        self._moves: list[tuple[int, int, int, int]] = []
+        """(source block, slot, target block, slot) for `compact_accepted_kv`."""
         self.num_local_prefix_tokens = 0
         """Prompt tokens whose KV was cached when their request got its first blocks."""
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be taken."""
-        num_waited_for = self.in_flight.num_idle_blocks + self.num_for_guesses
+        """Blocks that can be allocated."""
+        num_waited_for = self.in_flight.num_idle_blocks + self.num_draft_blocks
         return self.pool.num_available + num_waited_for
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody has, and nobody else can get."""
-        return self.pool.num_referenced - self.num_for_guesses
+        """Blocks that are referenced and that no other sequence can get."""
+        return self.pool.num_referenced - self.num_draft_blocks
 
     @property
-    def num_for_guesses(self) -> int:
-        """Blocks that are there for the guesses of a begun step alone: free, for who needs them."""
+    def num_draft_blocks(self) -> int:
+        """Blocks that only hold draft tokens of a begun step: a sequence that needs them gets
+        them."""
         num_blocks = 0
         for sequence in self.in_flight.growing():
             surplus = self._surplus(sequence)
@@ -67,51 +72,52 @@ class Holdings:
         return num_blocks
 
     def _make_room(self, num_blocks: int) -> None:
-        """Have so many that can be taken: by waiting for what is in flight, or else by giving up a
-        step that has some for guesses. Neither is done where both would not suffice."""
+        """Make `num_blocks` allocatable, if possible: wait for the pending step, then give up a
+        begun step that has blocks for draft tokens. Does neither if both together would not
+        suffice."""
         num_missing = num_blocks - self.pool.num_available
         if num_missing <= 0:
             return
         num_idle = self.in_flight.num_idle_blocks
-        if num_missing > num_idle + self.num_for_guesses:
+        if num_missing > num_idle + self.num_draft_blocks:
             return
         if num_idle:
             self.in_flight.settle()
         if num_blocks > self.pool.num_available:
             for sequence in self.in_flight.give_up_step():
-                self.shrink(sequence)
+                self.free_draft_blocks(sequence)
 
     # -- first blocks
 
-    def num_wanted(self, group: Group, sequence: Sequence) -> int:
-        """Blocks that a sequence without any must get, and the group's spare ones with them."""
+    def num_required(self, group: Group, sequence: Sequence) -> int:
+        """Blocks to allocate for a sequence without any, the group's spare ones included."""
         size = self.block_size
         if not group.is_whole:
             return -(-len(sequence.token_ids) // size)
         return sequence.num_prompt_tokens // size + group.num_rows * group.num_own_blocks
 
-    def count(self, group: Group, sequence: Sequence) -> tuple[int, int]:
-        """(free or evictable blocks that `give_first` would use up, tokens that are cached)."""
+    def count_needed(self, group: Group, sequence: Sequence) -> tuple[int, int]:
+        """(free or evictable blocks that `allocate_first` would use, tokens that are cached)."""
         num_shared, num_reused = self.tree.match_counts(self._shareable(sequence))
-        num_fresh = self.num_wanted(group, sequence) - num_shared
+        num_fresh = self.num_required(group, sequence) - num_shared
         return num_fresh + num_reused, num_shared * self.block_size
 
-    def next_missing(self, sequence: Sequence) -> bytes | None:
-        """Of a sequence without blocks, the chain hash of the first full block that it could share,
-        and that is not cached; None: all are, but for what must be computed anyway."""
+    def next_uncached_hash(self, sequence: Sequence) -> bytes | None:
+        """For a sequence without blocks: the chain hash of the first full block that it could share
+        and that is not cached. None: all of them are cached."""
         hashes = self._shareable(sequence)
         num_shared = self.tree.match_length(hashes)
         return hashes[num_shared] if num_shared < len(hashes) else None
 
-    def give_first(self, group: Group, sequence: Sequence) -> None:
-        """Reference blocks for all tokens that the sequence has (all that it may have, if the group
-        `is_whole`): those that hold its longest cached prefix, and new ones.
+    def allocate_first(self, group: Group, sequence: Sequence) -> None:
+        """Allocate blocks for all tokens that the sequence has (for all that it may ever have, if
+        the group `is_whole`): those of its longest cached prefix, and new ones.
 
-        The shared prefix ends at least one token before its last: that one is computed, to draw the
-        next. Raises: NoBlocks, and nothing was taken.
+        The shared prefix ends at least one token before the sequence's last token, which must be
+        computed to sample the next one. Raises: NoBlocks, and nothing was allocated.
         """
         size = self.block_size
-        num_blocks = self.num_wanted(group, sequence)
+        num_blocks = self.num_required(group, sequence)
         block_ids, num_shared = self._reserve(self._shareable(sequence), num_blocks)
         num_kept = num_blocks
         if group.is_whole:
@@ -147,30 +153,31 @@ class Holdings:
         return sequence.chain_hashes[:num_shareable]
 
     def fill_holes(self, sequence: Sequence) -> None:
-        """New blocks in place of those quarantined. Raises: NoBlocks, and nothing was taken."""
+        """Allocate blocks in place of quarantined ones. Raises: NoBlocks, and nothing was
+        allocated."""
         if HOLE in sequence.block_ids:
             holes = [index for index, block_id in enumerate(sequence.block_ids) if block_id == HOLE]
             self._make_room(len(holes))
             for index, block_id in zip(holes, self.tree.take(len(holes)), strict=True):
                 sequence.block_ids[index] = block_id
 
-    def lend(self, num_blocks: int) -> tuple[int, ...]:
-        """Reference blocks for somebody who is no request: at most half of the free ones, and
-        nothing is evicted. Returns: at most `num_blocks` ids."""
+    def lend_blocks(self, num_blocks: int) -> tuple[int, ...]:
+        """Reference scratch blocks for a caller that is not a request: at most half of the free
+        ones; nothing is evicted for them. Returns: at most `num_blocks` ids."""
         block_ids = self.tree.take(min(num_blocks, self.pool.num_free // 2))
         self.lent.update(block_ids)
         return block_ids
 
-    def take_back(self, block_ids: tuple[int, ...]) -> None:
-        """End of `lend`. Raises: WrongState for a block that is not lent, or named twice; nothing
-        was done."""
+    def return_blocks(self, block_ids: tuple[int, ...]) -> None:
+        """Free blocks that were lent. Raises: WrongState for a block that is not lent, or named
+        twice; nothing was done."""
         if len(set(block_ids)) < len(block_ids) or not self.lent.issuperset(block_ids):
             raise WrongState(f"blocks {block_ids}: one is not lent, or was named twice")
         self.lent.difference_update(block_ids)
         self.pool.put_back(block_ids)
 
     def share_cached(self, sequence: Sequence) -> None:
-        """Reference what the prefix cache has of a sequence without blocks, and nothing more."""
+        """Give a sequence without blocks its cached prefix, and no new blocks."""
         block_ids = self.tree.match(self._shareable(sequence))
         self.tree.share(block_ids)
         sequence.block_ids = list(block_ids)
@@ -181,7 +188,7 @@ class Holdings:
     # -- more blocks
 
     def num_missing(self, sequence: Sequence, end: int) -> int:
-        """Blocks to take before tokens up to `end` can be computed, a copy of a shared one
+        """Blocks to allocate before tokens up to `end` can be computed, the copy of a shared block
         included."""
         num_more = -(-end // self.block_size) - len(sequence.block_ids)
         num_missing = max(num_more, 0)
@@ -191,8 +198,9 @@ class Holdings:
             num_missing += sequence.is_tail_shared
         return num_missing
 
-    def grow(self, sequence: Sequence, end: int) -> None:
-        """Take them: the group's own spare ones, if it `is_whole`. Raises: NoBlocks."""
+    def allocate_slots(self, sequence: Sequence, end: int) -> None:
+        """Allocate the blocks for tokens up to `end`, from the group's spare ones if it `is_whole`.
+        Raises: NoBlocks."""
         group = sequence.group
         num_missing = self.num_missing(sequence, end)
         if num_missing == 0:
@@ -211,16 +219,17 @@ class Holdings:
         else:
             sequence.block_ids += self.tree.take(num_missing)
 
-    def fit(self, sequence: Sequence, num_guesses: int) -> None:
-        """Have blocks for its tokens and so many guesses behind them, and no more: of those that
-        the last step's guesses had, as many as there are. Raises: NoBlocks."""
-        self.shrink(sequence, num_guesses)
-        self.grow(sequence, len(sequence.token_ids) + num_guesses)
+    def fit_draft_blocks(self, sequence: Sequence, num_guesses: int) -> None:
+        """Allocate or free blocks so that the sequence has exactly those for its tokens and
+        `num_guesses` draft tokens after them. Blocks of the last step's draft tokens are used
+        again. Raises: NoBlocks."""
+        self.free_draft_blocks(sequence, num_guesses)
+        self.allocate_slots(sequence, len(sequence.token_ids) + num_guesses)
 
     def _own_tail(self, sequence: Sequence) -> None:
         index = sequence.num_computed_tokens // self.block_size
         if sequence.group.is_whole:
-            self.pool.put_back((sequence.group.spare_block_ids.pop(),))  # taken again right away
+            self.pool.put_back((sequence.group.spare_block_ids.pop(),))  # allocated again below
         block_id, source = self.tree.writable(sequence.block_ids[index])
         if source is not None:
             self.kv.copy(source, block_id)
@@ -230,7 +239,7 @@ class Holdings:
         sequence.is_tail_shared = False
 
     def fork(self, sequence: Sequence, sample_index: int) -> Sequence:
-        """Another sample with the same computed tokens in the same blocks."""
+        """Make another sample that shares the blocks of the computed tokens."""
         twin = sequence.fork(sample_index)
         num_blocks = -(-sequence.num_computed_tokens // self.block_size)
         del twin.block_ids[num_blocks:]
@@ -239,10 +248,10 @@ class Holdings:
             sequence.is_tail_shared = twin.is_tail_shared = True
         return twin
 
-    def room(self, sequence: Sequence, *, num_kept_blocks: int) -> int:
-        """Tokens after its last known one that may be computed at once: as many as the blocks hold
-        that it has, may take of its group's own, or that are free but for `num_kept_blocks`.
-        Nothing is evicted for guesses."""
+    def max_draft_tokens(self, sequence: Sequence, *, num_kept_blocks: int) -> int:
+        """Draft tokens for which there is room after the sequence's last token: in its own blocks,
+        in its group's spare ones, or in free ones, `num_kept_blocks` of which stay free. Nothing is
+        evicted for draft tokens."""
         size = self.block_size
         num_own = len(sequence.block_ids)
         if sequence.group.is_whole:
@@ -251,13 +260,13 @@ class Holdings:
             num_own += max(0, self.pool.num_free - num_kept_blocks)
         return num_own * size - len(sequence.token_ids)
 
-    def forget_guesses(self, sequence: Sequence) -> None:
-        """Blocks that were for guesses go back, and what those left behind the known tokens is
-        zero: it may not be numbers, and 0 times NaN is NaN."""
-        self.shrink(sequence)
+    def discard_draft_blocks(self, sequence: Sequence) -> None:
+        """Free the blocks of draft tokens, and clear the slots after the known tokens: their KV may
+        be NaN, and 0 times NaN is NaN."""
+        self.free_draft_blocks(sequence)
         place = sequence.num_computed_tokens
         if self.kv.tails is not None:
-            return  # they left nothing
+            return  # draft tokens leave nothing in a quantized cache
         if place % self.block_size and self.kv.is_whole:  # other ranks' kernels read no further
             block_id = sequence.block_ids[place // self.block_size]
             self.kv.clear_tokens(block_id, place % self.block_size)
@@ -267,9 +276,9 @@ class Holdings:
         num_kept = max(-(-num_tokens // self.block_size), sequence.num_cached_blocks)
         return sequence.block_ids[num_kept:]
 
-    def shrink(self, sequence: Sequence, num_guesses: int = 0) -> None:
-        """Give back blocks that hold none of its tokens, nor of so many guesses behind them: they
-        were for others."""
+    def free_draft_blocks(self, sequence: Sequence, num_guesses: int = 0) -> None:
+        """Free blocks that hold neither tokens of the sequence nor the next `num_guesses` draft
+        tokens."""
         surplus = self._surplus(sequence, num_guesses)
         if not surplus:
             return
@@ -283,13 +292,13 @@ class Holdings:
     # -- content
 
     def cache_full_blocks(self, sequence: Sequence) -> tuple[FilledBlock, ...]:
-        """Offer blocks that became full to the prefix cache. Returns those that no event named
-        yet."""
+        """Insert blocks that became full into the prefix cache. Returns: those that no output has
+        named yet."""
         size = self.block_size
         num_full = sequence.num_computed_tokens // size
         if self.kv.tails is not None:
-            # It may also be a former owner's, who gave a block back unfilled: one that was loaded
-            # has none of its own.
+            # A loaded block has no tail of its own, but one may be left of a former owner that
+            # freed the block unfilled.
             for block_id in sequence.block_ids[sequence.num_cached_blocks : num_full]:
                 self.kv.tails.close(block_id)
         if sequence.request.beam is not None:
@@ -311,46 +320,115 @@ class Holdings:
         sequence.num_told_blocks = max(sequence.num_told_blocks, num_full)
         return filled
 
-    def distrust(self, sequence: Sequence) -> None:
-        """Its logits were not numbers, so its KV may not be either: nobody else shall find it."""
+    def uncache(self, sequence: Sequence) -> None:
+        """Remove the sequence's own blocks from the prefix cache: its logits are not numbers, so
+        its KV may not be either."""
         for block_id in sequence.block_ids[sequence.num_trusted_blocks :]:
             if block_id != HOLE:
                 self.tree.forget(block_id)
 
     def num_resumable(self, num_tokens: int) -> int:
-        """Of so many computed tokens, those whose bytes in the blocks are all there is of them: of
-        a quantized cache the full blocks', since an unfilled one lies beside (KvMemory.tails)."""
+        """Of `num_tokens` computed tokens, those whose KV lies completely in the blocks: in a
+        quantized cache those of full blocks, since unfilled blocks lie in KvMemory.tails."""
         if self.kv.tails is None:
             return num_tokens
         return num_tokens // self.block_size * self.block_size
 
-    def content(self, sequence: Sequence) -> Blocks:
-        """A copy of the blocks that hold its computed tokens, as far as they can go on from it. CPU
-        only."""
+    def copy_out(self, sequence: Sequence) -> Blocks:
+        """Copy the blocks of the sequence's computed tokens, up to `num_resumable`. CPU only."""
         num_blocks = -(-self.num_resumable(sequence.num_computed_tokens) // self.block_size)
         return self.kv.host_view[sequence.block_ids[:num_blocks]]
 
-    def fill(self, sequence: Sequence, blocks: Blocks, num_tokens: int) -> None:
-        """Write `content` of `num_tokens` tokens back into the blocks that are not found in the
-        prefix cache."""
+    def copy_in(self, sequence: Sequence, blocks: Blocks, num_tokens: int) -> None:
+        """Write what `copy_out` returned for `num_tokens` tokens back into the blocks that were not
+        found in the prefix cache."""
         for index in range(sequence.num_local_tokens // self.block_size, len(blocks)):
             self.kv.host_view[sequence.block_ids[index]] = blocks[index]
         num_tokens = self.num_resumable(num_tokens)
         sequence.num_computed_tokens = max(num_tokens, sequence.num_local_tokens)
 
-    # -- back
+    # -- quarantine: blocks that a transfer may still touch stay out of use until it is over
+    # (engine/kv/block_pool.py), whatever becomes of their request
 
-    def give_back(self, sequence: Sequence) -> None:
-        """Its references end, the tail of the chain to be evicted first."""
+    def quarantine(self, group: Group, block_ids: tuple[int, ...]) -> None:
+        """Keep blocks of one request out of use (see Engine.quarantine). Raises: WrongState for a
+        block that is not the request's own, or named twice; nothing was done."""
+        is_reserved = group.state is State.RESERVED
+        sequence = next(iter(group.samples.values()))
+        first = sequence.num_local_tokens // self.block_size if is_reserved else 0
+        own = {block_id: first + i for i, block_id in enumerate(sequence.block_ids[first:])}
+        for sample in group.samples.values():
+            if not is_reserved:
+                own.update(dict.fromkeys(sample.block_ids, 0))
+        for block_id, num_named in Counter(block_ids).items():
+            if block_id == HOLE or block_id not in own or num_named > 1:
+                name = group.request.request_id
+                raise WrongState(f"block {block_id} is not {name}'s own, or was named twice")
+        self.pool.hold(block_ids)
+        if is_reserved:
+            for block_id in block_ids:
+                sequence.block_ids[own[block_id]] = HOLE
+            self.pool.put_back(block_ids)
+
+    def hold_cached(self, chain_hashes: Values[bytes], first: int) -> tuple[int, ...]:
+        """Hold the last block of a chain's longest cached prefix, which pins those before it.
+        Returns: the ids of blocks [first, ..) in order; empty: nothing is held."""
+        block_ids = self.tree.match(chain_hashes)[first:]
+        last = block_ids[-1:]
+        self.tree.share(last)
+        self.pool.hold(last)
+        self.pool.put_back(last)
+        return block_ids
+
+    # -- accepted draft tokens
+
+    def keep_accepted(self, block_ids: Values[int], first: int, nodes: Values[int]) -> None:
+        """Record that the KV of accepted nodes of a token tree moves to the slots of their tokens.
+        `compact_accepted_kv` does it, and must follow before an output names them. In a quantized
+        cache it is done at once, because a block that they fill is cached right away.
+
+        Args:
+            block_ids: of the tree's sequence.
+            first: the slot of the tree's first node, and of the first accepted token.
+            nodes: the accepted nodes, the root's child first.
+        """
+        size = self.block_size
+        if self.kv.tails is not None:
+            self.kv.tails.keep(block_ids, first, nodes)
+            self.in_flight.has_copied = self.in_flight.has_copied or len(nodes) > 0
+            return
+        for place, node in enumerate(nodes):
+            if place != node:
+                source, target = first + node, first + place
+                self._moves.append(
+                    (
+                        *(block_ids[source // size], source % size),
+                        *(block_ids[target // size], target % size),
+                    )
+                )
+
+    def compact_accepted_kv(self) -> None:
+        """Move what `keep_accepted` recorded since the last call, for all sequences at once."""
+        if self._moves:
+            self.kv.move_tokens(self._moves)
+            self._moves = []
+            # On a device the move is queued after the sampling, so no wait for sampled tokens says
+            # when it is over.
+            self.in_flight.has_copied = True
+
+    # -- free
+
+    def free(self, sequence: Sequence) -> None:
+        """Free the sequence's blocks, so that the tail of its chain is evicted first."""
         self.in_flight.let_go(sequence)
         self.pool.put_back(reversed(sequence.held_block_ids))
         sequence.block_ids = []
         sequence.block_table = ()
         sequence.is_tail_shared = False
 
-    def make_spare(self, sequence: Sequence) -> None:
-        """`give_back` for a sequence of a whole group whose place another takes: blocks that nobody
-        else has stay the group's."""
+    def free_to_spare(self, sequence: Sequence) -> None:
+        """`free` for a sequence of a whole group that another one replaces: blocks that no other
+        sequence has become spare blocks of the group."""
         num_shared = sequence.num_prompt_tokens // self.block_size
         for block_id in sequence.block_ids[num_shared:]:
             if self.pool.num_references(block_id) == 1:
@@ -358,10 +436,11 @@ class Holdings:
             else:
                 self.pool.put_back((block_id,))
         del sequence.block_ids[num_shared:]
-        self.give_back(sequence)
+        self.free(sequence)
 
-    def give_back_spare(self, group: Group) -> None:
-        """What a whole group's live samples cannot need any more, after one of them ended."""
+    def free_spare(self, group: Group) -> None:
+        """Free the spare blocks of a whole group that its live samples cannot need any more, after
+        one of them has ended."""
         if not group.spare_block_ids:
             return
         num_kept = len(group.samples) * group.num_own_blocks - self.num_distinct(group)
@@ -369,7 +448,8 @@ class Holdings:
         del group.spare_block_ids[num_kept:]
 
     def num_distinct(self, group: Group) -> int:
-        """Different blocks that its live samples have after the prompt's full ones."""
+        """Number of different blocks that the group's live samples have after the prompt's full
+        ones."""
         num_shared = len(group.request.prompt_token_ids) // self.block_size
         return len(
             {
