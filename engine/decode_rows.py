@@ -4,9 +4,9 @@ makes by itself; for anything else the answer is None: a plain step. Prompts are
 model `takes_prompts`.
 
 A step is planned before the tokens of the one before are known: everybody goes on who is not known
-to end. Known is the length (engine/outlook.py); a row too many of who ends by its token is
-engine/in_flight.py's matter. Takes blocks for the tokens it plans, evicts for them, but never takes
-them from anybody. Engine thread only.
+to end. Known is the length (engine/scheduler.py:predict); a row too many of who ends by its token
+is engine/in_flight.py's matter. Takes blocks for the tokens it plans, evicts for them, but never
+takes them from anybody. Engine thread only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from engine.constraints import end_token_ids
 from engine.in_flight import Planned
 from engine.kv.cache_manager import KVCacheManager
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, DecodesAhead, LaunchRow, MixedRow
-from engine.outlook import Following, is_last
 from engine.request import State
 from engine.sampling.row import Draw
-from engine.schedule.order import Key
-from engine.sequence import Sequence
+from engine.scheduler import NextPlan, samples_last_token
+from engine.sequence import Key, Sequence
 
 
 class _Part(NamedTuple):
@@ -76,7 +75,7 @@ class DecodeRows:
     def after(
         self,
         live: Mapping[Key, Planned],
-        following: Following,
+        following: NextPlan,
         *,
         has_prompts: Callable[[], bool],
     ) -> list[Planned] | None:
@@ -91,7 +90,7 @@ class DecodeRows:
         """
         if following.is_decoding:
             return self._decodes_after(live, following.planned, has_prompts)
-        ending = {key for key, (sequence, row) in live.items() if is_last(sequence, row)}
+        ending = {key for key, (sequence, row) in live.items() if samples_last_token(sequence, row)}
         if ending and has_prompts():
             return None
         parts = self._parts([one for one in following.planned if one[0].key not in ending], live)

@@ -40,7 +40,7 @@ class Foresight:
                 num_full = min(num_full, sequence.num_prompt_tokens // size)
             if num_full > len(sequence.chain_hashes):
                 sequence.chain_hash(num_full - 1, size)  # and all before it
-        if not self._scheduler.has_line:
+        if not self._scheduler.has_queued:
             return
         for sequence in self._scheduler.next_in_line():
             if sequence.state not in WITHOUT_BLOCKS:

@@ -160,7 +160,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request: the engine takes blocks and starts it when its turn comes, by the policy
-        and by who fits (engine/schedule/admit.py).
+        and by who fits (engine/scheduler.py:admit).
 
         Raises: RequestTooLong, InvalidRequest, DuplicateRequest.
         """

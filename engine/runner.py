@@ -37,16 +37,14 @@ from engine.errors import IntegrityError, InvalidLogits
 from engine.foresight import Foresight
 from engine.in_flight import InFlight, Planned, Taken
 from engine.models.interface import LoadedModel
-from engine.outlook import Following
 from engine.output_processor import OutputProcessor
 from engine.outputs import RequestOutput, TokenLogprobs
 from engine.plain_steps import PlainSteps
 from engine.request import State
 from engine.sampling import pipeline
 from engine.sampling.logprobs import raw_logprobs
-from engine.schedule.order import Key
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.scheduler import NextPlan, Scheduler
+from engine.sequence import Key, Sequence
 from engine.speculation.drafter import Guess
 from engine.speculation.heads.hidden import Wants
 from engine.speculation.speculator import Speculator
@@ -206,7 +204,7 @@ class Runner:
                 raise
         return self._in_flight.take()
 
-    def _goes_on(self, live: Mapping[Key, Planned], following: Following) -> bool:
+    def _goes_on(self, live: Mapping[Key, Planned], following: NextPlan) -> bool:
         """Nobody would be asked in the step after the one that is in flight."""
         if self._speculator is None:
             return True

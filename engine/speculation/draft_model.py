@@ -27,7 +27,7 @@ from engine.batch import Batch, Span
 from engine.kv.layout import KvLayout
 from engine.models.interface import Guesses, LoadedModel
 from engine.request import ModelInfo
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.draft_cache import DraftCache
 from engine.speculation.draft_pages import DraftPages, Fetch
 from engine.speculation.draft_share import MAX_PUT_PAGES, DraftShare

@@ -26,7 +26,7 @@ import torch
 
 from engine.errors import IntegrityError
 from engine.kv.memory import TORCH_DTYPES, KvMemory
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.draft_cache import DraftCache, Held
 from engine.speculation.draft_choice import DraftChoice, Way
 from engine.speculation.draft_pages import (

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from engine.outputs import RequestOutput
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.expansion import Calibration, calibrated, observe_tree
 from engine.speculation.tree import TokenTree
 

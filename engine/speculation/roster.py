@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from engine.request import State
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.sequence import Sequence as Sample
 from engine.speculation.drafter import Draft, Drafter, SharesPages, Task
 from engine.speculation.tree import EMPTY

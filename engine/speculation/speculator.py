@@ -20,7 +20,7 @@ from engine.kv.cache_manager import KVCacheManager
 from engine.models.interface import Guesses
 from engine.outputs import RequestOutput
 from engine.request import Sampling
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.sequence import Sequence as Sample
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Distribution, Draft, Drafter, Guess, Place, Task

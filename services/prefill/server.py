@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 
 from engine.outputs import RequestOutput, TokenLogprobs
-from engine.schedule.step import MAX_PROMPT_ROWS
+from engine.scheduler import MAX_PROMPT_ROWS
 from process import rpc, spans
 from process.errors import BatonError, InvalidArgument
 from process.spans import NOOP_SPAN, Span

@@ -18,7 +18,7 @@ from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.outputs import RequestOutput, TokenLogprobs
 from engine.request import Beam, Request
-from engine.schedule.step import MAX_PROMPT_ROWS, Candidate, plan_step
+from engine.scheduler import MAX_PROMPT_ROWS, RunningSequence, plan_step
 from tests.harness.engines import PROMPT, all_events, fake_model, make
 
 
@@ -131,8 +131,8 @@ def test_logits_that_are_no_numbers_end_the_request(make_request: Callable[..., 
 
 
 def test_rows_of_a_step_are_bounded() -> None:
-    def prompt(name: str, order: int, **fields: Any) -> Candidate:
-        return Candidate((name, 0), 1000, has_drawn=False, priority=0, order=order, **fields)
+    def prompt(name: str, order: int, **fields: Any) -> RunningSequence:
+        return RunningSequence((name, 0), 1000, has_drawn=False, priority=0, order=order, **fields)
 
     plan = plan_step(
         [

@@ -19,7 +19,7 @@ from engine.kv.memory import KvMemory
 from engine.loop import Engine
 from engine.models.load import load_model
 from engine.request import Request, Sampling
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_cache import Held
 from engine.speculation.draft_choice import NUM_PROBES

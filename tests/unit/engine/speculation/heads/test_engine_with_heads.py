@@ -26,7 +26,7 @@ from engine.loop import Engine, load_engine
 from engine.models.interface import Ends, LoadedModel
 from engine.outputs import RequestOutput
 from engine.request import ModelInfo, Request, Sampling
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Drafter, Task
 from engine.speculation.heads.hidden import Computed, Wants
