@@ -43,7 +43,7 @@ from engine.decoder.weights import DecoderWeights
 from engine.loop import Engine
 from engine.models.load import Loaded, load_model
 from engine.request import ModelInfo, Request, Sampling
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Drafter, Task
 from engine.speculation.load import load_drafters

@@ -21,11 +21,11 @@ from engine.beam_search import BeamState, BeamStep, Candidates
 from engine.constraints import end_token_ids
 from engine.errors import InvalidRequest
 from engine.group import Group
-from engine.holdings import Holdings
+from engine.kv.cache_manager import KVCacheManager
+from engine.outputs import FilledBlock, RequestOutput
 from engine.request import FinishReason, Request, Sampling, State
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence as Sample
-from engine.step_output import FilledBlock, RequestEvent
 
 _PLAIN = Sampling(max_tokens=1)
 _ALLOWED = frozenset({"max_tokens", "stop_token_ids", "ignore_eos", "seed", "sample_index"})
@@ -49,24 +49,24 @@ class Beams:
     """See the module.
 
     Args:
-        end: ends a group, as Booking.end does.
-        tell: counts what an event of a finished hypothesis tells, for the metrics.
+        end: ends a group, as OutputProcessor.end does.
+        count_output: counts the output of a finished hypothesis in the metrics.
     """
 
     def __init__(
         self,
-        holdings: Holdings,
+        cache_manager: KVCacheManager,
         scheduler: Scheduler,
         *,
         eos_token_ids: frozenset[int],
         end: Callable[[Group, State, str], None],
-        tell: Callable[[RequestEvent], None],
+        count_output: Callable[[RequestOutput], None],
     ) -> None:
-        self._holdings = holdings
+        self._cache_manager = cache_manager
         self._scheduler = scheduler
         self._eos_token_ids = eos_token_ids
         self._end = end
-        self._tell = tell
+        self._count_output = count_output
 
     def check_start(self, group: Group, candidates: Candidates, vocab_size: int) -> Candidates:
         """What `start` was given of an earlier leg. Raises: InvalidRequest."""
@@ -86,14 +86,14 @@ class Beams:
 
     def begin(
         self, group: Group, candidates: Candidates, filled: tuple[FilledBlock, ...] = ()
-    ) -> list[RequestEvent]:
+    ) -> list[RequestOutput]:
         """The prompt is computed: go on from its candidates. Raises: InvalidLogits."""
         state = self._new_state(group)
         return self._follow(group, beam_search.begin(state, candidates), filled)
 
     def advance(
         self, group: Group, logits: torch.Tensor, filled: tuple[FilledBlock, ...]
-    ) -> list[RequestEvent]:
+    ) -> list[RequestOutput]:
         """All open beams have computed their tokens.
 
         Args:
@@ -123,7 +123,7 @@ class Beams:
 
     def _follow(
         self, group: Group, step: BeamStep, filled: tuple[FilledBlock, ...]
-    ) -> list[RequestEvent]:
+    ) -> list[RequestOutput]:
         """Make the group's samples the new open beams, or end it."""
         group.beam_state = step.state
         if step.state.is_over:
@@ -135,10 +135,10 @@ class Beams:
         new: list[Sample] = []
         for index, parent in enumerate(step.parents):
             is_first = parent not in step.parents[:index]
-            sample = old[parent] if is_first else self._holdings.fork(old[parent], index)
+            sample = old[parent] if is_first else self._cache_manager.fork(old[parent], index)
             new.append(sample)
         for index in old.keys() - set(step.parents):
-            self._holdings.make_spare(old[index])
+            self._cache_manager.free_to_spare(old[index])
         group.samples = {}
         for index, (sample, token_id) in enumerate(zip(new, step.token_ids, strict=True)):
             sample.sample_index, sample.key = index, (group.request.request_id, index)
@@ -153,7 +153,7 @@ class Beams:
 
     def _report(
         self, group: Group, state: BeamState, filled: tuple[FilledBlock, ...]
-    ) -> list[RequestEvent]:
+    ) -> list[RequestOutput]:
         best = state.finished[: group.request.num_samples]
         sample = next(iter(group.samples.values()))
         events = [
@@ -169,7 +169,7 @@ class Beams:
             for rank, one in enumerate(best)
         ]
         for event in events:
-            self._tell(event)
+            self._count_output(event)
         self._end(group, State.FINISHED, "finished")
         return events
 
@@ -192,9 +192,9 @@ def _event(
     finish_reason: FinishReason | None = None,
     beam_start: Candidates = (),
     is_request_over: bool = False,
-) -> RequestEvent:
+) -> RequestOutput:
     is_token = finish_reason is not None and finish_reason.is_token
-    return RequestEvent(
+    return RequestOutput(
         request_id=sample.request.request_id,
         token_ids=tuple(token_ids),
         logprobs=None,

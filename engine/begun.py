@@ -14,8 +14,7 @@ from engine.in_flight import StepRow
 from engine.sampling import pipeline
 from engine.sampling.copies import Mark
 from engine.sampling.row import LATE, Draw, Drawn
-from engine.schedule.order import Key
-from engine.sequence import Sequence
+from engine.sequence import Key, Sequence
 from engine.speculation.drafter import Guess
 from engine.step_builder import Step
 

@@ -4,9 +4,9 @@ makes by itself; for anything else the answer is None: a plain step. Prompts are
 model `takes_prompts`.
 
 A step is planned before the tokens of the one before are known: everybody goes on who is not known
-to end. Known is the length (engine/outlook.py); a row too many of who ends by its token is
-engine/in_flight.py's matter. Takes blocks for the tokens it plans, evicts for them, but never takes
-them from anybody. Engine thread only.
+to end. Known is the length (engine/scheduler.py:predict); a row too many of who ends by its token
+is engine/in_flight.py's matter. Takes blocks for the tokens it plans, evicts for them, but never
+takes them from anybody. Engine thread only.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from engine.constraints import end_token_ids
-from engine.holdings import Holdings
 from engine.in_flight import Planned
+from engine.kv.cache_manager import KVCacheManager
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, DecodesAhead, LaunchRow, MixedRow
-from engine.outlook import Following, is_last
 from engine.request import State
 from engine.sampling.row import Draw
-from engine.schedule.order import Key
-from engine.sequence import Sequence
+from engine.scheduler import NextPlan, samples_last_token
+from engine.sequence import Key, Sequence
 
 
 class _Part(NamedTuple):
@@ -52,7 +51,7 @@ class DecodeRows:
     def __init__(
         self,
         ahead: DecodesAhead | None,
-        holdings: Holdings,
+        cache_manager: KVCacheManager,
         eos_token_ids: frozenset[int],
         *,
         clears_blocks: bool = True,
@@ -60,7 +59,7 @@ class DecodeRows:
     ) -> None:
         self._ahead = ahead
         self._clears_blocks = clears_blocks
-        self._holdings = holdings
+        self._cache_manager = cache_manager
         self._eos_token_ids = eos_token_ids
         self.takes_prompts = takes_prompts and ahead is not None and ahead.takes_prompts
 
@@ -76,7 +75,7 @@ class DecodeRows:
     def after(
         self,
         live: Mapping[Key, Planned],
-        following: Following,
+        following: NextPlan,
         *,
         has_prompts: Callable[[], bool],
     ) -> list[Planned] | None:
@@ -91,14 +90,14 @@ class DecodeRows:
         """
         if following.is_decoding:
             return self._decodes_after(live, following.planned, has_prompts)
-        ending = {key for key, (sequence, row) in live.items() if is_last(sequence, row)}
+        ending = {key for key, (sequence, row) in live.items() if samples_last_token(sequence, row)}
         if ending and has_prompts():
             return None
         parts = self._parts([one for one in following.planned if one[0].key not in ending], live)
         if parts is None:
             return None
         growing: list[tuple[Sequence, int]] = []
-        size = self._holdings.block_size
+        size = self._cache_manager.block_size
         for part in parts:
             sequence = part.sequence
             if sequence.is_tail_shared and sequence.key in live:
@@ -115,7 +114,7 @@ class DecodeRows:
     ) -> list[Planned] | None:
         """`after` where everybody decodes. The host does it in each step, for each row: what
         `_parts` and `_rows` do in three loops and three calls is one of each here."""
-        ahead, size = self._ahead, self._holdings.block_size
+        ahead, size = self._ahead, self._cache_manager.block_size
         if ahead is None:
             return None
         rows: list[Planned] = []
@@ -216,7 +215,7 @@ class DecodeRows:
     def grow_by_one(self, sequences: Iterable[Sequence]) -> bool:
         """Take the blocks that these lack for their last token, the only one that they have to
         compute. False: there are not enough, and none was taken."""
-        size = self._holdings.block_size
+        size = self._cache_manager.block_size
         growing = [
             (one, len(one.token_ids))
             for one in sequences
@@ -233,11 +232,11 @@ class DecodeRows:
         num_missing = 0
         for sequence, end in growing:
             if not sequence.group.is_whole:
-                num_missing += self._holdings.num_missing(sequence, end)
-        if num_missing > self._holdings.pool.num_available:
+                num_missing += self._cache_manager.num_missing(sequence, end)
+        if num_missing > self._cache_manager.pool.num_available:
             return False
         for sequence, end in growing:
-            self._holdings.grow(sequence, end)
+            self._cache_manager.allocate_slots(sequence, end)
         return True
 
     def _rows(self, parts: list[_Part]) -> list[Planned]:
@@ -255,7 +254,7 @@ class DecodeRows:
             adapter = sequence.group.adapter_slot
             return DecodeRow(sequence.key, token_id, start, table, draw, adapter)
         token_ids = tuple(known[start:end]) if start < len(known) else (DRAWN_BEFORE,)
-        num_blocks = -(-end // self._holdings.block_size)
+        num_blocks = -(-end // self._cache_manager.block_size)
         return MixedRow(sequence.key, token_ids, start, table[:num_blocks], draw)
 
     def _entered(self, sequence: Sequence, start: int, end: int, clears: bool) -> tuple[int, ...]:
@@ -264,11 +263,11 @@ class DecodeRows:
         Args:
             clears: the last one, if they are the first in it and do not fill it.
         """
-        size = self._holdings.block_size
+        size = self._cache_manager.block_size
         last_block_start = (end - 1) // size * size
         if clears and start <= last_block_start and end < last_block_start + size:
             # As engine/step_builder.py: a plain step may come upon what it does not write.
-            self._holdings.kv.clear(sequence.block_ids[last_block_start // size])
+            self._cache_manager.kv.clear(sequence.block_ids[last_block_start // size])
         if len(sequence.block_table) != len(sequence.block_ids):
             sequence.block_table = tuple(sequence.block_ids)
         return sequence.block_table

@@ -9,20 +9,20 @@ from collections.abc import Callable
 from collections.abc import Sequence as Values
 
 from engine import admission
-from engine.booking import Booking
 from engine.config import EngineConfig
 from engine.constraints import Constraints
 from engine.errors import DuplicateRequest, EngineError, InvalidRequest, NoBlocks
 from engine.group import Group
-from engine.holdings import Holdings
+from engine.kv.cache_manager import KVCacheManager
 from engine.kv.layout import KvLayout
 from engine.lora.registry import Adapters
 from engine.lora.roots import CacheRoots
 from engine.metrics import EngineMetrics
+from engine.output_processor import OutputProcessor
+from engine.outputs import RequestOutput
 from engine.request import ModelInfo, Request, Reservation, State
 from engine.sampling.history import TokenHistory, needs_history
 from engine.scheduler import Scheduler
-from engine.step_output import RequestEvent
 
 
 class Entrance:
@@ -43,8 +43,8 @@ class Entrance:
         adapters: Adapters,
         constraints: Constraints,
         scheduler: Scheduler,
-        booking: Booking,
-        holdings: Holdings,
+        output_processor: OutputProcessor,
+        cache_manager: KVCacheManager,
         metrics: EngineMetrics,
         has_stop_policy: bool,
     ) -> None:
@@ -55,8 +55,8 @@ class Entrance:
         self._adapters = adapters
         self._constraints = constraints
         self._scheduler = scheduler
-        self._booking = booking
-        self._holdings = holdings
+        self._output_processor = output_processor
+        self._cache_manager = cache_manager
         self._metrics = metrics
         self._has_stop_policy = has_stop_policy
         self._cache_roots = CacheRoots()
@@ -70,11 +70,11 @@ class Entrance:
         try:
             if self._scheduler.has_preempted:
                 raise NoBlocks("preempted requests wait for blocks, and go first")
-            self._holdings.give_first(group, sequence)
+            self._cache_manager.allocate_first(group, sequence)
         except BaseException:
             self._constraints.forget(group)  # its grammar is compiled for no request
             raise
-        size = self._holdings.block_size
+        size = self._cache_manager.block_size
         if sequence.num_prompt_tokens >= size:
             sequence.chain_hash(sequence.num_prompt_tokens // size - 1, size)  # and all before it
         self._enter(group, sequence.num_local_tokens)
@@ -93,10 +93,12 @@ class Entrance:
         beam_start: tuple[tuple[int, float], ...],
     ) -> None:
         """See engine/loop.py:Engine."""
-        sequence, size = group.prompt, self._holdings.block_size
+        sequence, size = group.prompt, self._cache_manager.block_size
         drawn = admission.check_start(group, num_loaded_tokens, outputs, self._model_info, size)
-        candidates = self._booking.beams.check_start(group, beam_start, self._model_info.vocab_size)
-        self._holdings.fill_holes(sequence)
+        candidates = self._output_processor.beams.check_start(
+            group, beam_start, self._model_info.vocab_size
+        )
+        self._cache_manager.fill_holes(sequence)
         group.beam_start = candidates
         if group.num_rows > 1:
             group.first_outputs = drawn
@@ -104,11 +106,11 @@ class Entrance:
             sequence.token_ids.extend(drawn[0])
         num_known = max(num_loaded_tokens, sequence.num_local_tokens)
         num_needless = len(sequence.token_ids) - (0 if group.is_continued else 1)
-        num_computed = self._holdings.num_resumable(min(num_known, num_needless))
+        num_computed = self._cache_manager.num_resumable(min(num_known, num_needless))
         sequence.num_computed_tokens = num_computed
         # What was loaded nobody needs to be told of.
         sequence.num_told_blocks = max(sequence.num_told_blocks, num_computed // size)
-        self._holdings.cache_full_blocks(sequence)
+        self._cache_manager.cache_full_blocks(sequence)
         self._metrics.on_start(
             group.request.request_id,
             num_loaded_tokens=max(0, num_known - sequence.num_local_tokens),
@@ -202,10 +204,10 @@ class Entrance:
         """Somebody waits for several places at once: nobody else shall get one meanwhile."""
         return bool(self._continued)
 
-    def let_in_ready(self, clock: Callable[[], float]) -> list[RequestEvent]:
+    def let_in_ready(self, clock: Callable[[], float]) -> list[RequestOutput]:
         """Those whose grammar is compiled, or why it is not; and those that go on from where an
         earlier leg left them, their prompts computed."""
-        events: list[RequestEvent] = []
+        events: list[RequestOutput] = []
         if not self.has_waiting:
             return events
         for group in self._constraints.poll():
@@ -213,7 +215,7 @@ class Entrance:
             if error is None:
                 self._let_in(group)
             else:
-                events.append(self._booking.fail(group.prompt, error))
+                events.append(self._output_processor.fail(group.prompt, error))
         continued, self._continued = self._continued, []
         for group in continued:
             if self._groups.get(group.request.request_id) is not group:
@@ -222,9 +224,9 @@ class Entrance:
                 self._continued.append(group)
                 continue
             try:
-                events += self._booking.go_on(group, clock())
+                events += self._output_processor.resume(group, clock())
             except EngineError as problem:
-                events.append(self._booking.fail(group.prompt, problem))
+                events.append(self._output_processor.fail(group.prompt, problem))
         return events
 
     def check_integrity(self) -> None:

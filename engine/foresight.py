@@ -40,13 +40,13 @@ class Foresight:
                 num_full = min(num_full, sequence.num_prompt_tokens // size)
             if num_full > len(sequence.chain_hashes):
                 sequence.chain_hash(num_full - 1, size)  # and all before it
-        if not self._scheduler.has_line:
+        if not self._scheduler.has_queued:
             return
         for sequence in self._scheduler.next_in_line():
             if sequence.state not in WITHOUT_BLOCKS:
                 continue
             num_known = len(sequence.chain_hashes)
-            # As Holdings.give_first asks for: what may be found, its last token left out.
+            # As KVCacheManager.allocate_first asks for: what may be found, its last token left out.
             num_wanted = (len(sequence.token_ids) - 1) // size - num_known
             num_more = min(num_wanted, num_tokens_left // size)
             if num_more > 0:

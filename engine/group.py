@@ -2,7 +2,7 @@
 
 A group has one sequence up to its prompt's end. There it forks: one for each sample, which share
 all blocks so far; the block that holds the prompt's last tokens is copied by whoever writes it
-while another has it, too (engine/holdings.py).
+while another has it, too (engine/kv/cache_manager.py).
 
 A group that `is_whole` took all blocks that it may ever need before it began, and is never
 preempted: those its samples have not come to yet are its `spare_block_ids`. With F full prompt

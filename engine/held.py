@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from engine.constraints import Constraints
 from engine.errors import WrongState
 from engine.group import Group
-from engine.holdings import Holdings
+from engine.kv.cache_manager import KVCacheManager
 from engine.preemptor import Preemptor
 from engine.request import STARTED, WITHOUT_BLOCKS, State
 from engine.scheduler import Scheduler
@@ -49,7 +49,7 @@ class Held:
 
 def hold(
     group: Group,
-    holdings: Holdings,
+    cache_manager: KVCacheManager,
     scheduler: Scheduler,
     preemptor: Preemptor,
     constraints: Constraints,
@@ -66,17 +66,17 @@ def hold(
     sequence = group.prompt
     if sequence.state not in _MAY_HOLD or group.request.hold_after is not None:
         raise WrongState(f"request {name} is {sequence.state.value}")
-    holdings.in_flight.let_go(sequence)
-    holdings.in_flight.settle()
-    holdings.shrink(sequence)
+    cache_manager.in_flight.let_go(sequence)
+    cache_manager.in_flight.settle()
+    cache_manager.free_draft_blocks(sequence)
     scheduler.remove(sequence)
     constraints.forget(group)
     preemptor.forget(sequence)
     if sequence.state in WITHOUT_BLOCKS:
-        holdings.share_cached(sequence)
+        cache_manager.share_cached(sequence)
     sequence.move(State.HOLDING)
-    size = holdings.block_size
-    num_computed = holdings.num_resumable(sequence.num_computed_tokens)
+    size = cache_manager.block_size
+    num_computed = cache_manager.num_resumable(sequence.num_computed_tokens)
     num_full = num_computed // size
     if num_full:
         sequence.chain_hash(num_full - 1, size)  # and all before it

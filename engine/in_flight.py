@@ -30,8 +30,7 @@ from engine.errors import IntegrityError
 from engine.kv.block_pool import BlockPool
 from engine.models.interface import DecodeRow, DecodesAhead, Launch, LaunchRow, MixedRow
 from engine.sampling.row import Drawn
-from engine.schedule.order import Key
-from engine.sequence import Sequence
+from engine.sequence import Key, Sequence
 
 Planned = tuple[Sequence, LaunchRow]
 

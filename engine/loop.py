@@ -33,15 +33,14 @@ from engine.load import load
 from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter
 from engine.lora.registry import AdapterInfo
-from engine.metrics import MetricsSnapshot
+from engine.metrics import EngineStats, MetricsSnapshot
 from engine.models.interface import LoadedModel, Progress
+from engine.outputs import StepOutput
 from engine.parking import Parking
 from engine.parts import Parts, park_bytes
-from engine.quarantine import quarantine, quarantine_cached
-from engine.request import EngineStats, Request, Reservation, State, StopPolicy
+from engine.request import Request, Reservation, State, StopPolicy
 from engine.speculation.draft_port import DraftPeer
 from engine.speculation.drafter import Drafter
-from engine.step_output import StepOutput
 from engine.warm_up import warm_up
 
 
@@ -88,11 +87,11 @@ class Engine:
         self._groups = parts.groups
         self._pool = parts.pool
         self._in_flight = parts.in_flight
-        self._holdings = parts.holdings
+        self._cache_manager = parts.cache_manager
         self._preemptor = parts.preemptor
         self._scheduler = parts.scheduler
         self._constraints = parts.constraints
-        self._booking = parts.booking
+        self._output_processor = parts.output_processor
         self._speculator = parts.speculator
 
     @property
@@ -160,7 +159,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request: the engine takes blocks and starts it when its turn comes, by the policy
-        and by who fits (engine/schedule/admit.py).
+        and by who fits (engine/scheduler.py:admit).
 
         Raises: RequestTooLong, InvalidRequest, DuplicateRequest.
         """
@@ -175,7 +174,7 @@ class Engine:
         """
         return hold(
             self._group(request_id),
-            self._holdings,
+            self._cache_manager,
             self._scheduler,
             self._preemptor,
             self._constraints,
@@ -186,7 +185,7 @@ class Engine:
         WrongState."""
         group = self._group(request_id, State.HOLDING)
         outcome = "finished" if group.request.hold_after is not None else "moved"
-        self._booking.end(group, State.FINISHED, outcome)
+        self._output_processor.end(group, State.FINISHED, outcome)
 
     def abort(self, request_id: str) -> None:
         """End a request in any state and give its blocks back. Does nothing for a request that is
@@ -196,7 +195,7 @@ class Engine:
         """
         group = self._groups.get(request_id)
         if group is not None:
-            self._booking.end(group, State.ABORTED, "aborted")
+            self._output_processor.end(group, State.ABORTED, "aborted")
 
     def finish_sample(self, request_id: str, sample_index: int) -> None:
         """End one sample and give its blocks back; the others go on. The last one ends the request.
@@ -210,7 +209,7 @@ class Engine:
             return
         if not 0 <= sample_index < group.num_rows:
             raise InvalidRequest("sample_index", f"{sample_index} is outside [0, {group.num_rows})")
-        self._booking.finish_sample(group, sample_index)
+        self._output_processor.finish_sample(group, sample_index)
 
     def preempt(self, request_id: str, sample_index: int = 0) -> None:
         """Take a started sample's blocks away now, as if others needed them: it goes on later, to
@@ -235,7 +234,7 @@ class Engine:
         Raises: UnknownRequest, WrongState for a block that is not the request's own; nothing was
             done.
         """
-        quarantine(self._group(request_id), tuple(block_ids), self._holdings)
+        self._cache_manager.quarantine(self._group(request_id), tuple(block_ids))
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """The transfer is over. Raises: WrongState naming a block that is not quarantined; nothing
@@ -248,7 +247,7 @@ class Engine:
         Raises: UnknownRequest, WrongState."""
         sequence = self._group(request_id, State.RESERVED).prompt
         with contextlib.suppress(NoBlocks):  # `start` tries again, and says so
-            self._holdings.fill_holes(sequence)
+            self._cache_manager.fill_holes(sequence)
         return tuple(sequence.block_ids)
 
     def hold_cached(self, chain_hashes: Values[bytes], first: int = 0) -> tuple[int, ...]:
@@ -259,18 +258,18 @@ class Engine:
         Returns: the ids of its blocks [first, ..); empty where it has no more than `first`, and
         nothing is kept.
         """
-        return quarantine_cached(chain_hashes, first, self._holdings)
+        return self._cache_manager.hold_cached(chain_hashes, first)
 
     def lend_blocks(self, num_blocks: int) -> tuple[int, ...]:
         """Blocks for somebody who is no request and writes into them what he likes, soon to be
         returned: at most `num_blocks`, at most half of the free ones, none while preempted requests
         wait. Nothing is evicted for them."""
-        return () if self._scheduler.has_preempted else self._holdings.lend(num_blocks)
+        return () if self._scheduler.has_preempted else self._cache_manager.lend_blocks(num_blocks)
 
     def return_blocks(self, block_ids: Iterable[int]) -> None:
         """End of `lend_blocks`; nothing may touch them any more. Raises: WrongState for a block
         that is not lent; nothing was done."""
-        self._holdings.take_back(tuple(block_ids))
+        self._cache_manager.return_blocks(tuple(block_ids))
 
     def block_ids(self, request_id: str, sample_index: int = 0) -> tuple[int, ...]:
         """The blocks of a live sample in order, -1 for one that was quarantined before `start`.

@@ -1,17 +1,17 @@
-"""EngineMetrics: what the engine knows about its own speed, as counts and histograms. Plain Python:
-it knows no exporter, no names of metrics, no tensors, and no clock but the one that it is given.
+"""EngineMetrics: the engine's own counts and histograms; EngineStats: its levels and totals now.
 
-Its moments in a request's life, told by the engine's loop:
+Plain Python: it knows no exporter, no metric names, no tensors, and no clock but the one that it is
+given. The engine calls these methods in a request's life:
 
     on_reserve, on_start, on_first_scheduled, on_tokens ..., on_finish (per sample), on_end
 
-    queue time  start -> first scheduled: it could have run, and waited for its turn
-    TTFT        reserve -> first token: what the caller waits for; not of a request whose first
-                token an earlier leg drew
-    ITL         between two steps that gave one sample tokens; tokens of one step come as one
+    queue time  start -> first scheduled: the request could have run, and waited for its turn
+    TTFT        reserve -> first token, as the caller sees it; not measured for a request whose
+                first token another engine has sampled
+    ITL         between two steps that gave one sample tokens; the tokens of one step count once
     TPOT        (last token - first step's) / tokens after the first step, per sample that ended
 
-A request in flight has one record here, which `on_end` drops; every method is O(1). Engine thread
+A live request has one record here, which `on_end` removes; every method is O(1). Engine thread
 only; a snapshot is a frozen value for any thread.
 """
 
@@ -19,11 +19,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from engine.errors import IntegrityError
-from engine.request import FinishReason
+from engine.group import Group
+from engine.kv.cache_manager import KVCacheManager
+from engine.request import FinishReason, State
 
 STEP_BOUNDS_S = (
     *(0.000_25, 0.000_5, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
@@ -145,6 +147,118 @@ class MetricsSnapshot:
     def cache_utilisation(self) -> float:
         """Share of the KV blocks that requests use."""
         return self.num_used_blocks / self.num_blocks
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Levels now, and counts since start. A frozen value for any thread."""
+
+    num_reserved: int
+    num_waiting: int
+    num_running: int
+    num_holding: int
+
+    num_blocks: int
+    num_free_blocks: int
+    """Blocks that were never used or are evicted, those that are free once the pending step is
+    over, and those that only hold draft tokens of a step that can be given up."""
+    num_cached_blocks: int
+    """Cached and evictable: nothing references them."""
+    num_referenced_blocks: int
+    """All other blocks that a request has."""
+    num_quarantined_blocks: int
+
+    num_steps: int
+    num_computed_tokens: int
+    """Tokens that went through the model."""
+    num_output_tokens: int
+    num_local_prefix_tokens: int
+    """Prompt tokens found in the device cache."""
+    num_evicted_blocks: int
+
+    num_preempted: int = 0
+    """Requests with a sample that is PREEMPTED, PARKED or SWAPPING; counted as waiting, too, unless
+    another sample runs."""
+    num_preemptions: tuple[tuple[str, int], ...] = ()
+    """(cause, times) since start (engine/preemptor.py)."""
+    num_computing_steps: int = 0
+    """The steps that ran the model; the others only reported outputs."""
+    num_decode_tokens: int = 0
+    """Of the computed tokens, those computed for output tokens after the first."""
+    step_s: float = field(default=0.0, compare=False)
+    """Seconds inside steps that ran the model. Not compared, because no two runs take the same."""
+
+
+_RUNNING = (State.RUNNING, State.PREFILLING)
+_WAITING = (
+    State.QUEUED,
+    State.WAITING_FOR_GRAMMAR,
+    State.WAITING,
+    State.PREEMPTED,
+    State.PARKED,
+    State.SWAPPING,
+)
+_PREEMPTED = frozenset({State.PREEMPTED, State.PARKED, State.SWAPPING})
+
+
+@dataclass
+class Totals:
+    """Counts since start that EngineStats reports."""
+
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    num_computing_steps: int = 0
+    num_decode_tokens: int = 0
+    num_output_tokens: int = 0
+    step_s: float = 0.0
+
+
+def count_running_and_waiting(groups: Mapping[str, Group]) -> tuple[int, int]:
+    """Numbers of running and of waiting requests, as in `compute_stats`, which counts more."""
+    num_running = num_waiting = 0
+    for group in groups.values():
+        state = group.state
+        if state in _RUNNING:
+            num_running += 1
+        elif state in _WAITING:
+            num_waiting += 1
+    return num_running, num_waiting
+
+
+def compute_stats(
+    groups: Mapping[str, Group],
+    cache_manager: KVCacheManager,
+    totals: Totals,
+    num_preemptions: Mapping[str, int],
+) -> EngineStats:
+    """Levels now and counts since start, as one value."""
+    states = Counter([group.state for group in groups.values()])
+    pool, num_idle_blocks = cache_manager.pool, cache_manager.in_flight.num_idle_blocks
+    num_preempted = sum(
+        any(sequence.state in _PREEMPTED for sequence in group.samples.values())
+        for group in (groups.values() if num_preemptions else ())
+    )
+    return EngineStats(
+        num_reserved=states[State.RESERVED],
+        num_waiting=sum(states[state] for state in _WAITING),
+        num_running=sum(states[state] for state in _RUNNING),
+        num_holding=states[State.HOLDING],
+        num_blocks=pool.num_blocks,
+        num_free_blocks=pool.num_free + num_idle_blocks + cache_manager.num_draft_blocks,
+        num_cached_blocks=pool.num_evictable,
+        num_referenced_blocks=cache_manager.num_used,
+        num_quarantined_blocks=pool.num_quarantined - num_idle_blocks,
+        num_steps=totals.num_steps,
+        num_computed_tokens=totals.num_computed_tokens,
+        num_output_tokens=totals.num_output_tokens,
+        num_local_prefix_tokens=cache_manager.num_local_prefix_tokens,
+        num_evicted_blocks=pool.num_evicted,
+        num_preempted=num_preempted,
+        num_preemptions=tuple(sorted(num_preemptions.items())),
+        num_computing_steps=totals.num_computing_steps,
+        num_decode_tokens=totals.num_decode_tokens,
+        step_s=totals.step_s,
+    )
 
 
 @dataclass(slots=True)

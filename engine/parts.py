@@ -1,40 +1,41 @@
 """Parts: what an engine is made of, made in the order in which each needs the ones before it, and
 the laws that hold among all of them. Who drives them: engine/loop.py. Engine thread only.
 
-What the parts do: engine/scheduler.py who computes next, engine/holdings.py whose blocks are which,
-engine/preemptor.py how blocks are taken away and brought back, engine/constraints.py grammars,
-engine/entrance.py from a request to the queue, engine/steps.py one step after the other,
-engine/plain_steps.py its forward pass, engine/runner.py that and its draws, engine/booking.py what
-came of it, engine/in_flight.py steps that are computed before they are told.
+What the parts do: engine/scheduler.py who computes next, engine/kv/cache_manager.py whose blocks
+are which, engine/preemptor.py how blocks are taken away and brought back, engine/constraints.py
+grammars, engine/entrance.py from a request to the queue, engine/steps.py one step after the other,
+engine/plain_steps.py its forward pass, engine/runner.py that and its draws,
+engine/output_processor.py what came of it, engine/in_flight.py steps that are computed before they
+are told.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Values
 from contextlib import ExitStack
 
-from engine import accounts
-from engine.booking import Booking
 from engine.config import EngineConfig
 from engine.constraints import Constraints, MakeService
 from engine.decode_rows import DecodeRows
 from engine.entrance import Entrance
 from engine.foresight import Foresight
 from engine.group import Group
-from engine.holdings import Holdings
 from engine.in_flight import InFlight
 from engine.kv.block_pool import BlockPool
+from engine.kv.cache_manager import KVCacheManager
 from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
 from engine.kv.sizing import choose_num_blocks, free_memory_bytes
-from engine.metrics import EngineMetrics
+from engine.metrics import EngineMetrics, EngineStats, Totals, compute_stats
 from engine.models.interface import LoadedModel
+from engine.output_processor import OutputProcessor
 from engine.parking import Parking, choose_parking
 from engine.plain_steps import PlainSteps
 from engine.preemptor import Preemptor
-from engine.request import EngineStats, ModelInfo, StopPolicy
+from engine.request import ModelInfo, StopPolicy
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.speculation.cost_clock import cost_clock
@@ -80,22 +81,22 @@ class Parts:
         is_ahead = config.overlap and stop_policy is None
         self.ahead = model.ahead if is_ahead else None
         self.in_flight = InFlight(self.ahead, self.pool, self.kv.layout.block_size)
-        self.holdings = Holdings(self.kv, RadixTree(self.pool), self.in_flight)
+        self.cache_manager = KVCacheManager(self.kv, RadixTree(self.pool), self.in_flight)
         self.metrics = EngineMetrics(clock, num_blocks)
         parking = choose_parking(config, self.kv.device, park_bytes(config, self.kv), parking)
-        self.preemptor = Preemptor(self.holdings, parking, self.metrics)
-        self.scheduler = Scheduler(config, self.holdings, self.preemptor, self.metrics)
+        self.preemptor = Preemptor(self.cache_manager, parking, self.metrics)
+        self.scheduler = Scheduler(config, self.cache_manager, self.preemptor, self.metrics)
         eos_token_ids = frozenset(model.info.eos_token_ids)
         self.groups: dict[str, Group] = {}
-        self.totals = accounts.Totals()
+        self.totals = Totals()
         self.constraints = Constraints(
             make_grammars,
             eos_token_ids=eos_token_ids,
             jump_forward=config.jump_forward,
         )
-        self.booking = Booking(
+        self.output_processor = OutputProcessor(
             self.groups,
-            self.holdings,
+            self.cache_manager,
             self.scheduler,
             self.preemptor,
             self.constraints,
@@ -113,14 +114,14 @@ class Parts:
             adapters=model.adapters,
             constraints=self.constraints,
             scheduler=self.scheduler,
-            booking=self.booking,
-            holdings=self.holdings,
+            output_processor=self.output_processor,
+            cache_manager=self.cache_manager,
             metrics=self.metrics,
             has_stop_policy=stop_policy is not None,
         )
         self.speculator = make_speculator(
             config,
-            self.holdings,
+            self.cache_manager,
             drafters,
             guesses=model.guesses,
             context_window=window,
@@ -138,17 +139,17 @@ class Parts:
         runner = Runner(
             model,
             plain,
-            self.booking,
+            self.output_processor,
             self.in_flight,
             DecodeRows(
                 self.ahead,
-                self.holdings,
+                self.cache_manager,
                 eos_token_ids,
                 clears_blocks=model.reads_unwritten,
                 # Who guesses sees each prompt's step.
                 takes_prompts=config.overlap_prompts and self.speculator is None,
             ),
-            Foresight(self.scheduler, self.holdings.block_size),
+            Foresight(self.scheduler, self.cache_manager.block_size),
             self.speculator,
             begins_early=self.ahead is not None,
             clock=clock,
@@ -158,7 +159,7 @@ class Parts:
             self.scheduler,
             runner,
             self.constraints,
-            self.holdings,
+            self.cache_manager,
             self.metrics,
             self.totals,
             groups=self.groups,
@@ -175,11 +176,13 @@ class Parts:
 
     def stats(self) -> EngineStats:
         """Levels and counts now."""
-        return accounts.stats(self.groups, self.holdings, self.totals, self.preemptor.num_by_cause)
+        return compute_stats(
+            self.groups, self.cache_manager, self.totals, self.preemptor.num_by_cause
+        )
 
     def check_integrity(self) -> None:
         """See engine/loop.py:Engine."""
-        accounts.check_integrity(self.groups, self.holdings)
+        self.cache_manager.check_integrity(self.groups)
         self.kv.check_integrity()
         self.scheduler.check_integrity()
         self.preemptor.check_integrity(
@@ -192,7 +195,9 @@ class Parts:
         self.constraints.check_integrity()
         self.model.check_integrity()
         self.model.adapters.check_integrity(
-            accounts.num_by_adapter(group.request for group in self.groups.values())
+            Counter(
+                group.request.adapter for group in self.groups.values() if group.request.adapter
+            )
         )
 
 

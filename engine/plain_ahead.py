@@ -32,7 +32,7 @@ from engine.models.interface import (
 )
 from engine.sampling import pipeline
 from engine.sampling.row import Draw, Drawn
-from engine.schedule.order import Key
+from engine.sequence import Key
 
 MAX_UNREAD = 2
 

@@ -13,8 +13,7 @@ from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
 from engine.sampling.copies import Mark
-from engine.schedule.order import Key
-from engine.sequence import Sequence
+from engine.sequence import Key, Sequence
 from engine.speculation.drafter import Guess
 from engine.speculation.heads.hidden import Wants
 from engine.speculation.speculator import Speculator

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from engine.errors import ParkingRefused
-from engine.holdings import Holdings
+from engine.kv.cache_manager import KVCacheManager
 from engine.metrics import EngineMetrics
 from engine.parking import Parking
 from engine.request import State
@@ -34,8 +34,10 @@ def parking_key(sequence: Sequence) -> str:
 class Preemptor:
     """See the module. Without a parking, everything is computed again."""
 
-    def __init__(self, holdings: Holdings, parking: Parking | None, metrics: EngineMetrics) -> None:
-        self._holdings = holdings
+    def __init__(
+        self, cache_manager: KVCacheManager, parking: Parking | None, metrics: EngineMetrics
+    ) -> None:
+        self._cache_manager = cache_manager
         self._parking = parking
         self._metrics = metrics
         self.num_by_cause: Counter[str] = Counter()
@@ -49,7 +51,7 @@ class Preemptor:
         cause."""
         cause = self._park(sequence)
         self._count(cause)
-        self._holdings.give_back(sequence)
+        self._cache_manager.free(sequence)
         sequence.num_computed_tokens = sequence.num_local_tokens = 0
         sequence.num_cached_blocks = 0
         sequence.move(State.PARKED if cause == "swap" else State.PREEMPTED)
@@ -58,12 +60,12 @@ class Preemptor:
     def _park(self, sequence: Sequence) -> str:
         if self._parking is None or sequence.num_computed_tokens == 0:
             return "recompute"
-        num_full = sequence.num_computed_tokens // self._holdings.block_size
+        num_full = sequence.num_computed_tokens // self._cache_manager.block_size
         try:
             self._parking.put(
                 parking_key(sequence),
                 sequence.chain_hashes[:num_full],
-                self._holdings.content(sequence),
+                self._cache_manager.copy_out(sequence),
                 owner=sequence.request.owner,
             )
         except ParkingRefused:
@@ -87,9 +89,9 @@ class Preemptor:
         if blocks is None:
             self._count("lost")
         else:
-            self._holdings.fill(sequence, blocks, sequence.num_parked_tokens)
+            self._cache_manager.copy_in(sequence, blocks, sequence.num_parked_tokens)
         self.forget(sequence)
-        self._holdings.cache_full_blocks(sequence)
+        self._cache_manager.cache_full_blocks(sequence)
         sequence.move(State.WAITING)
         return True
 

@@ -1,5 +1,5 @@
 """The values that cross the engine's surface: what is asked (Request, Sampling), what is promised
-(Reservation), and the states of a request; what came of a step is in `step_output`. Plain frozen
+(Reservation), and the states of a request; what came of a step is in outputs.py. Plain frozen
 values: no torch, no RPC. Any thread may read them.
 
 Life of a request (each arrow is one call or one step):
@@ -207,7 +207,7 @@ class Sampling:
     """What the output must look like."""
 
     trace: bool = False
-    """Report a `StepTrace` with every token."""
+    """Report a `SampleTrace` with every token."""
 
 
 MAX_LOGPROBS = 64
@@ -315,45 +315,6 @@ class StopView:
 StopPolicy = Callable[[StopView], bool]
 """True: end this sample here (FinishReason.POLICY). Called on the engine's thread after each token:
 it must be quick. An exception ends that request with PolicyFailed."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Levels now, and counts since start."""
-
-    num_reserved: int
-    num_waiting: int
-    num_running: int
-    num_holding: int
-
-    num_blocks: int
-    num_free_blocks: int
-    """Never used, or evicted; or there for guesses alone, which whoever needs them gets."""
-    num_cached_blocks: int
-    """Cached and evictable: nobody references them."""
-    num_referenced_blocks: int
-    """All others that somebody has."""
-    num_quarantined_blocks: int
-
-    num_steps: int
-    num_computed_tokens: int
-    """Tokens that went through the model."""
-    num_output_tokens: int
-    num_local_prefix_tokens: int
-    """Prompt tokens found in the device cache."""
-    num_evicted_blocks: int
-
-    num_preempted: int = 0
-    """Requests with a sample that is PREEMPTED, PARKED or SWAPPING; counted as waiting, too, unless
-    another sample runs."""
-    num_preemptions: tuple[tuple[str, int], ...] = ()
-    """Since start, by cause (engine/preemptor.py)."""
-    num_computing_steps: int = 0
-    """Of the steps, those that went through the model; the others only told of something."""
-    num_decode_tokens: int = 0
-    """Of the computed tokens, those of draws after the first."""
-    step_s: float = field(default=0.0, compare=False)
-    """Seconds inside steps that computed something. No two runs take the same."""
 
 
 @dataclass(frozen=True)

@@ -23,32 +23,32 @@ hidden states.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Values
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from engine.begun import BegunStep, may_be_early
-from engine.booking import Booking
 from engine.decode_rows import DecodeRows
 from engine.errors import IntegrityError, InvalidLogits
 from engine.foresight import Foresight
 from engine.in_flight import InFlight, Planned, Taken
 from engine.models.interface import LoadedModel
-from engine.outlook import Following
+from engine.output_processor import OutputProcessor
+from engine.outputs import RequestOutput, TokenLogprobs
 from engine.plain_steps import PlainSteps
 from engine.request import State
 from engine.sampling import pipeline
-from engine.schedule.order import Key
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.sampling.logprobs import raw_logprobs
+from engine.scheduler import NextPlan, Scheduler
+from engine.sequence import Key, Sequence
 from engine.speculation.drafter import Guess
 from engine.speculation.heads.hidden import Wants
 from engine.speculation.speculator import Speculator
 from engine.step_builder import Step
-from engine.step_output import RequestEvent, TokenLogprobs
-from engine.told import embeddings_of, prompt_logprobs_of, with_embedding
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ _NOTHING: Mapping[Key, tuple[TokenLogprobs, ...] | InvalidLogits] = MappingProxy
 class Result(NamedTuple):
     """What a step did."""
 
-    events: list[RequestEvent]
+    events: list[RequestOutput]
     num_prefill_tokens: int
     num_decode_tokens: int
     """Those that were known, and guesses that were kept."""
@@ -80,7 +80,7 @@ class Runner:
         self,
         model: LoadedModel,
         plain: PlainSteps,
-        booking: Booking,
+        output_processor: OutputProcessor,
         in_flight: InFlight,
         rows: DecodeRows,
         foresight: Foresight,
@@ -91,7 +91,7 @@ class Runner:
     ) -> None:
         self._model = model
         self._plain = plain
-        self._booking = booking
+        self._output_processor = output_processor
         self._in_flight = in_flight
         self._rows = rows
         self._foresight = foresight
@@ -204,7 +204,7 @@ class Runner:
                 raise
         return self._in_flight.take()
 
-    def _goes_on(self, live: Mapping[Key, Planned], following: Following) -> bool:
+    def _goes_on(self, live: Mapping[Key, Planned], following: NextPlan) -> bool:
         """Nobody would be asked in the step after the one that is in flight."""
         if self._speculator is None:
             return True
@@ -256,8 +256,8 @@ class Runner:
         """Book what a plain step has drawn, and begin the next one if that `is_early`. Plan, draws
         and guesses are the step's as far as they are wanted."""
         step, speculator = begun.step, self._speculator
-        embeddings = embeddings_of(step, self._model) if step.batch.wants_hidden else {}
-        scored = prompt_logprobs_of(planned, step, begun.all_logits) if step.scored else {}
+        embeddings = _compute_embeddings(step, self._model) if step.batch.wants_hidden else {}
+        scored = _compute_prompt_logprobs(planned, step, begun.all_logits) if step.scored else {}
         num_kept: dict[Key, int] = {}
         events = self._book(planned, drawn, guesses, num_kept, scored)
         if speculator is not None:
@@ -269,7 +269,7 @@ class Runner:
         taken_over = {} if following is None else following.guesses
         for sequence, _ in planned:
             if sequence.key in guesses and sequence.key not in taken_over:
-                self._booking.shrink(sequence)
+                self._output_processor.free_draft_blocks(sequence)
         if following is not None:
             following.wait_for_copies()  # or who is told now would wait for that step, too
             self.is_device_behind = self._in_flight.has_copied = False
@@ -278,7 +278,7 @@ class Runner:
         num_prefills = len(step.batch.token_ids) - step.num_decode_tokens
         num_prefills -= sum(len(guess.tree) for guess in begun.guesses.values())
         if embeddings:
-            events = [with_embedding(event, embeddings) for event in events]
+            events = [_add_embedding(event, embeddings) for event in events]
         if step.has_beams:
             events += self._book_beams(step, begun.logits)
         num_guessed = sum(len(guess.tree) for guess in guesses.values())
@@ -330,9 +330,14 @@ class Runner:
         guesses: Mapping[Key, Guess] | None = None,
         num_kept: dict[Key, int] | None = None,
         scored: Mapping[Key, tuple[TokenLogprobs, ...] | InvalidLogits] = _NOTHING,
-    ) -> list[RequestEvent]:
-        """`num_kept`: takes how many nodes of each guess were. `scored`: of prompt_logprobs_of."""
-        events: list[RequestEvent] = []
+    ) -> list[RequestOutput]:
+        """Book one step.
+
+        Args:
+            num_kept: filled here with the number of draft nodes accepted, by sequence.
+            scored: the log probabilities of prompt tokens (_compute_prompt_logprobs).
+        """
+        events: list[RequestOutput] = []
         guesses = guesses or {}
         first = 0
         now = self._clock()
@@ -352,17 +357,17 @@ class Runner:
                 continue  # a sibling's error ended it
             if num_kept is not None and sequence.key in guesses:
                 tree = guesses[sequence.key].tree
-                told, num_kept[sequence.key] = self._booking.decode_tree(
+                told, num_kept[sequence.key] = self._output_processor.decode_tree(
                     sequence, num_tokens, tree, own, now
                 )
                 events += told
             elif sequence.key in scored:
                 events += self._book_scored(sequence, num_tokens, own, scored[sequence.key], now)
             elif own and sequence.state is State.RUNNING:
-                events.append(self._booking.decode(sequence, num_tokens, own[0], now))
+                events.append(self._output_processor.decode(sequence, num_tokens, own[0], now))
             else:
-                events += self._booking.advance(sequence, num_tokens, own, now)
-        self._booking.move_kept()
+                events += self._output_processor.advance(sequence, num_tokens, own, now)
+        self._output_processor.compact_accepted_kv()
         return events
 
     def _book_scored(
@@ -372,24 +377,82 @@ class Runner:
         drawn: list[pipeline.Drawn],
         logprobs: tuple[TokenLogprobs, ...] | InvalidLogits,
         now: float,
-    ) -> list[RequestEvent]:
+    ) -> list[RequestOutput]:
         """The first event tells them."""
         if isinstance(logprobs, InvalidLogits):
-            return [self._booking.fail(sequence, logprobs)]
+            return [self._output_processor.fail(sequence, logprobs)]
         sequence.num_scored_tokens += len(logprobs)  # samples that part now are forks of it
-        first, *others = self._booking.advance(sequence, num_tokens, drawn, now)
+        first, *others = self._output_processor.advance(sequence, num_tokens, drawn, now)
         return [first if first.error else first._replace(prompt_logprobs=logprobs), *others]
 
-    def _book_beams(self, step: Step, logits: torch.Tensor) -> list[RequestEvent]:
+    def _book_beams(self, step: Step, logits: torch.Tensor) -> list[RequestOutput]:
         rows: dict[str, list[int]] = {}
         for row, sample in enumerate(step.samples):
             if sample.request.beam is not None:
                 rows.setdefault(sample.request.request_id, []).append(row)
-        events: list[RequestEvent] = []
+        events: list[RequestOutput] = []
         for own in rows.values():
             group = step.samples[own[0]].group
             if len(own) != len(group.samples):
                 raise IntegrityError(f"{len(own)} of {len(group.samples)} beams were in a step")
             own.sort(key=lambda row: step.samples[row].sample_index)
-            events += self._booking.advance_beams(group, logits[own], self._clock())
+            events += self._output_processor.advance_beams(group, logits[own], self._clock())
         return events
+
+
+def _compute_prompt_logprobs(
+    planned: Values[tuple[Sequence, int]], step: Step, logits: torch.Tensor
+) -> dict[Key, tuple[TokenLogprobs, ...] | InvalidLogits]:
+    """Log probabilities of prompt tokens that a step computed, by sequence; an InvalidLogits where
+    one is no number. Called before the step's tokens are added to `num_computed_tokens`.
+
+    Args:
+        logits: [R, V], which has the rows of `step.scored`.
+    """
+    by_sequence: dict[Key, tuple[TokenLogprobs, ...] | InvalidLogits] = {}
+    for sequence, num_tokens in planned:
+        if sequence.key not in step.scored:
+            continue
+        places = sequence.scored_places(sequence.num_computed_tokens + num_tokens)
+        token_ids = sequence.token_ids[places.start + 1 : places.stop + 1]
+        found = raw_logprobs(
+            logits,
+            step.scored[sequence.key],
+            token_ids,
+            [sequence.request.prompt_logprobs or 0] * len(token_ids),
+        )
+        bad = next((place for place, one in enumerate(found) if math.isnan(one.logprob)), None)
+        if bad is not None:
+            by_sequence[sequence.key] = InvalidLogits(
+                f"the log probability of prompt token {places.start + 1 + bad} is no number"
+            )
+            continue
+        if sequence.num_scored_tokens == 0:
+            found.insert(0, TokenLogprobs(sequence.token_ids[0], math.nan, ()))
+        by_sequence[sequence.key] = tuple(found)
+    return by_sequence
+
+
+def _compute_embeddings(step: Step, model: LoadedModel) -> dict[str, tuple[float, ...]]:
+    """Embeddings by request id, of those requests that ask for one and whose prompt ended in
+    `step`, which must be the model's last forward pass."""
+    rows = {
+        sample.request.request_id: row
+        for row, sample in enumerate(step.samples)
+        if sample.gives_embedding
+    }
+    if not rows:
+        return {}
+    hidden = step.drawn_of(model.hidden())[list(rows.values())].float()
+    values = torch.nn.functional.normalize(hidden, dim=-1).tolist()
+    return {name: tuple(one) for name, one in zip(rows, values, strict=True)}
+
+
+def _add_embedding(
+    output: RequestOutput, embeddings: Mapping[str, tuple[float, ...]]
+) -> RequestOutput:
+    """`output` with its request's embedding, if there is one and no error."""
+    embedding = embeddings.get(output.request_id)
+    if embedding is None or output.error is not None:
+        return output
+    return output._replace(embedding=embedding)

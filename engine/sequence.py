@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING
 
 from engine.errors import IntegrityError
 from engine.request import ALLOWED, FinishReason, Request, Sampling, State
-from engine.schedule.order import Key
 
 if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
     from engine.group import Group
     from engine.parking import Parked
     from engine.sampling.history import TokenHistory
+
+Key = tuple[str, int]
+"""(request id, sample index)."""
 
 HOLE = -1
 """Stands in `block_ids` for a block that was quarantined before `start`; start takes a new one for

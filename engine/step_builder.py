@@ -23,8 +23,7 @@ from engine.kv.memory import KvMemory
 from engine.request import State
 from engine.sampling.copies import bring
 from engine.sampling.row import Draw
-from engine.schedule.order import Key
-from engine.sequence import Sequence
+from engine.sequence import Key, Sequence
 from engine.speculation.acceptance import Proposals
 from engine.speculation.drafter import Guess
 from engine.speculation.heads.hidden import Wants

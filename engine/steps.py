@@ -7,15 +7,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from engine.accounts import Totals, num_running_and_waiting
 from engine.constraints import Constraints
 from engine.entrance import Entrance
 from engine.group import Group
-from engine.holdings import Holdings
-from engine.metrics import EngineMetrics
+from engine.kv.cache_manager import KVCacheManager
+from engine.metrics import EngineMetrics, Totals, count_running_and_waiting
+from engine.outputs import RequestOutput, StepOutput
 from engine.runner import Runner
 from engine.scheduler import Scheduler
-from engine.step_output import RequestEvent, StepOutput
 
 IDLE_WAIT_S = 0.002
 """How long a step waits that has nothing to compute yet. Short beside a compilation, long beside a
@@ -36,7 +35,7 @@ class Steps:
         scheduler: Scheduler,
         runner: Runner,
         constraints: Constraints,
-        holdings: Holdings,
+        cache_manager: KVCacheManager,
         metrics: EngineMetrics,
         totals: Totals,
         *,
@@ -47,12 +46,12 @@ class Steps:
         self._scheduler = scheduler
         self._runner = runner
         self._constraints = constraints
-        self._holdings = holdings
+        self._cache_manager = cache_manager
         self._metrics = metrics
         self._totals = totals
         self._groups = groups
         self._clock = clock
-        self._untold: list[RequestEvent] = []
+        self._untold: list[RequestOutput] = []
 
     def has_work(self) -> bool:
         """Whether `take` would compute or tell anything. What is in flight of live samples is work,
@@ -96,15 +95,15 @@ class Steps:
             self._totals.num_computing_steps += 1
             self._totals.num_decode_tokens += num_decodes
             self._totals.step_s += seconds
-            num_used_blocks = self._holdings.num_used
+            num_used_blocks = self._cache_manager.num_used
             self._metrics.on_step(num_prefills, num_decodes, seconds, num_used_blocks)
             if num_guessed:
                 self._metrics.on_guesses(num_guessed, num_kept)
-        num_running, num_waiting = num_running_and_waiting(self._groups)
+        num_running, num_waiting = count_running_and_waiting(self._groups)
         return StepOutput(
             events=tuple(events),
             num_scheduled_tokens=num_prefills + num_decodes,
-            num_free_blocks=self._holdings.num_available,
+            num_free_blocks=self._cache_manager.num_available,
             num_running=num_running,
             num_waiting=num_waiting,
             step=self._totals.num_steps,
@@ -113,7 +112,7 @@ class Steps:
         )
 
     def _idle(self) -> None:
-        self._holdings.in_flight.settle()  # nobody waits for it, and here is the time
+        self._cache_manager.in_flight.settle()  # nobody waits for it, and here is the time
         if self._constraints.has_waiting:
             self._constraints.wait(IDLE_WAIT_S)
         elif self._scheduler.running:  # bytes are on their way

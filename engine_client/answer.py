@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.outputs import SampleTrace, TokenLogprobs
 from engine.request import FinishReason
-from engine.step_output import StepTrace, TokenLogprobs
 from engine_client.base import News
 from process.errors import BatonError
 from tokens.text import OutputText, TextDelta
@@ -62,7 +62,7 @@ class Sample:
     stop_string: str = ""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One per token, where asked for."""
-    traces: tuple[StepTrace, ...] | None = None
+    traces: tuple[SampleTrace, ...] | None = None
     score: float | None = None
     """Of a hypothesis of beam search."""
 
@@ -110,7 +110,7 @@ class SampleBuilder:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._traces: list[StepTrace] = []
+        self._traces: list[SampleTrace] = []
         self._finish_reason: FinishReason | None = None
         self._stop_token_id: int | None = None
         self._score: float | None = None

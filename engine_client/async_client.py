@@ -16,8 +16,8 @@ from typing import Self
 import msgspec
 
 from engine.config import EngineConfig
-from engine.metrics import MetricsSnapshot
-from engine.request import EngineStats, ModelInfo
+from engine.metrics import EngineStats, MetricsSnapshot
+from engine.request import ModelInfo
 from engine_client import fleet, link
 from engine_client.base import Ask, LoadedAdapter, News
 from engine_client.config import ClientLimits

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from engine.metrics import MetricsSnapshot
-from engine.request import Beam, EngineStats, FinishReason, ModelInfo, Sampling
-from engine.step_output import StepTrace, TokenLogprobs
+from engine.metrics import EngineStats, MetricsSnapshot
+from engine.outputs import SampleTrace, TokenLogprobs
+from engine.request import Beam, FinishReason, ModelInfo, Sampling
 from engine_client.failure import Failure
 
 
@@ -52,7 +52,7 @@ class News:
     sample_index: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    traces: tuple[StepTrace, ...] | None = None
+    traces: tuple[SampleTrace, ...] | None = None
     finish_reason: FinishReason | None = None
     """Set in the last news of a sample that ended by itself."""
     stop_token_id: int | None = None

@@ -25,9 +25,9 @@ from engine.errors import IntegrityError
 from engine.loop import Engine
 from engine.lora.errors import AdapterInUse
 from engine.lora.registry import AdapterInfo
-from engine.metrics import MetricsSnapshot
-from engine.request import EngineStats, ModelInfo, Request
-from engine.step_output import RequestEvent
+from engine.metrics import EngineStats, MetricsSnapshot
+from engine.outputs import RequestOutput
+from engine.request import ModelInfo, Request
 from engine_client.base import Ask, LoadedAdapter, News
 from engine_client.failure import Failure
 from engine_client.messages import check_types
@@ -306,7 +306,7 @@ class EngineCore:
 
     # -- out
 
-    def _take(self, event: RequestEvent) -> None:
+    def _take(self, event: RequestOutput) -> None:
         live = self._live.get(event.request_id)
         if live is None:
             return  # its last sample was ended in this very step

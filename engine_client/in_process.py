@@ -12,9 +12,9 @@ from typing import Self
 
 from engine.config import EngineConfig
 from engine.loop import Engine, load_engine
-from engine.metrics import MetricsSnapshot
+from engine.metrics import EngineStats, MetricsSnapshot
 from engine.models.interface import Progress
-from engine.request import EngineStats, ModelInfo, StopPolicy
+from engine.request import ModelInfo, StopPolicy
 from engine_client.base import Ask, LoadedAdapter, News
 from engine_client.core import EngineCore
 from process.errors import FailedPrecondition, InvalidArgument

@@ -26,8 +26,8 @@ from checkpoints.resolve import resolve
 from checkpoints.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from engine.config import EngineConfig
 from engine.errors import LoadError
-from engine.metrics import MetricsSnapshot
-from engine.request import EngineStats, ModelInfo, StopPolicy
+from engine.metrics import EngineStats, MetricsSnapshot
+from engine.request import ModelInfo, StopPolicy
 from engine_client.answer import Answer, AnswerBuilder, Prompt
 from engine_client.base import Ask, EngineClient, LoadedAdapter, News
 from engine_client.failure import Failure

@@ -18,8 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from engine.config import EngineConfig
-from engine.metrics import MetricsSnapshot
-from engine.request import EngineStats
+from engine.metrics import EngineStats, MetricsSnapshot
 from engine_client import fleet, link
 from engine_client.base import Ask, LoadedAdapter, News
 from engine_client.config import ClientLimits

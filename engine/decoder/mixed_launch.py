@@ -21,7 +21,7 @@ from engine.errors import IntegrityError
 from engine.models.interface import DRAWN_BEFORE, MixedRow
 from engine.sampling import pipeline
 from engine.sampling.row import Drawn
-from engine.schedule.order import Key
+from engine.sequence import Key
 
 ForwardDrawn = Callable[[Batch, torch.Tensor | None], torch.Tensor]
 """LoadedModel.forward of a batch whose token ids may be `place_of`s among these [R] int32 valid

@@ -25,7 +25,7 @@ from engine import noise
 from engine.errors import IntegrityError
 from engine.models.interface import DecodeRow
 from engine.request import Sampling
-from engine.schedule.order import Key
+from engine.sequence import Key
 
 Words = NDArray[np.int32]
 

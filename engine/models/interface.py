@@ -21,7 +21,7 @@ from engine.kv.sizing import DeviceMemory, device_memory
 from engine.lora.registry import Adapters
 from engine.request import ModelInfo
 from engine.sampling.row import Draw, Drawn
-from engine.schedule.order import Key
+from engine.sequence import Key
 
 DRAWN_BEFORE = -1
 """Stands for a token that is not read yet."""

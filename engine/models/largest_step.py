@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.models.interface import LoadedModel
 from engine.sampling import pipeline
-from engine.schedule.step import MAX_PROMPT_ROWS
+from engine.scheduler import MAX_PROMPT_ROWS
 
 MOST_LAYERS = 3
 """Whose inputs one head goes by: EAGLE-3's."""

@@ -10,8 +10,8 @@ the sequence by `Tails.keep`.
 
 Spans of one token are attended together, on CUDA by a kernel that reads the cache as it is; longer
 ones one by one, over copies as numbers. Engine thread only; lives for one forward pass. Blocks that
-it fills keep their tails until it is booked (engine/holdings.py): a step that fails is computed
-again.
+it fills keep their tails until it is booked (engine/kv/cache_manager.py): a step that fails is
+computed again.
 """
 
 from __future__ import annotations

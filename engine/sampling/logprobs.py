@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from engine.outputs import TokenLogprobs
 from engine.sampling import dense
-from engine.step_output import TokenLogprobs
 
 
 def raw_logprobs(

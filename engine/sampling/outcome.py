@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from engine.errors import EmptySupport, EngineError, InvalidLogits
+from engine.outputs import SampleTrace, TokenLogprobs
 from engine.sampling.logprobs import raw_logprobs
 from engine.sampling.recipe import Row, masks_ends, recipe_of
 from engine.sampling.row import Draw, Drawn
-from engine.step_output import StepTrace, TokenLogprobs
 
 _new_drawn: Callable[[Iterable[object]], Drawn] = partial(tuple.__new__, Drawn)
 
@@ -103,7 +103,7 @@ def report(
         trace = None
         if sampling.trace:
             outcome = outcomes[row.place]
-            trace = StepTrace(
+            trace = SampleTrace(
                 position=row.draw.position,
                 token_id=token_id,
                 raw_logprob=raw.logprob,

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from engine.errors import EngineError
+from engine.outputs import SampleTrace, TokenLogprobs
 from engine.request import Sampling
 from engine.sampling.history import TokenHistory
 from engine.speculation.acceptance import Proposals
-from engine.step_output import StepTrace, TokenLogprobs
 
 
 class Draw(NamedTuple):
@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
     """-1 with an error."""
 
     logprobs: TokenLogprobs | None = None
-    trace: StepTrace | None = None
+    trace: SampleTrace | None = None
     error: EngineError | None = None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from engine.errors import IntegrityError
-from engine.schedule.order import Key
+from engine.sequence import Key
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from engine import noise
 from engine.batch import Batch, Span
 from engine.models.interface import Guesses, LoadedModel
 from engine.request import ModelInfo
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.draft_cache import DraftCache
 from engine.speculation.drafter import Distribution, Draft, Place, Task
 from engine.speculation.drawing import Children, Parent, draw_children, proposing

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from engine.errors import IntegrityError
 from engine.request import Sampling
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.draft_port import (
     MAX_NEW_TOKENS,
     MAX_OVER,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.schedule.order import Key
+from engine.sequence import Key
 
 MAX_ADDRESSES = 8
 """Of draft workers, that are kept of one request."""

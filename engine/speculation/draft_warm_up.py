@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from engine.request import Sampling
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.drafter import Drafter, Task
 
 _NUM_TOKENS = 4

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from engine.request import Sampling
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.acceptance import Distribution as Distribution
 from engine.speculation.acceptance import Place as Place
 from engine.speculation.acceptance import Proposals

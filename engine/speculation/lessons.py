@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from engine.schedule.order import Key
+from engine.outputs import RequestOutput
+from engine.sequence import Key
 from engine.speculation.expansion import Calibration, calibrated, observe_tree
 from engine.speculation.tree import TokenTree
-from engine.step_output import RequestEvent
 
 
 class _Belief(NamedTuple):
@@ -28,7 +28,7 @@ class _Outcome(NamedTuple):
     """Of a step."""
 
     believed: Sequence[_Belief]
-    events: Sequence[RequestEvent]
+    events: Sequence[RequestOutput]
     num_kept: Mapping[Key, int]
 
 
@@ -58,7 +58,7 @@ class Lessons:
         for one in self._believed:
             one.tree.prepare()
 
-    def hear(self, events: Sequence[RequestEvent], num_kept: Mapping[Key, int]) -> None:
+    def hear(self, events: Sequence[RequestOutput], num_kept: Mapping[Key, int]) -> None:
         """The step is over.
 
         Args:

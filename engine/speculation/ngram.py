@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.config import NgramConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge

@@ -31,7 +31,7 @@ from itertools import count
 
 from engine.errors import IntegrityError, LoadError
 from engine.request import ModelInfo
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.draft_port import (
     MAX_OVER,
     VERIFIER_BYTES,

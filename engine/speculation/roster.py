@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.sequence import Sequence as Sample
 from engine.speculation.drafter import Draft, Drafter, Task
 from engine.speculation.tree import EMPTY

@@ -16,10 +16,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from engine.constraints import end_token_ids
-from engine.holdings import Holdings
+from engine.kv.cache_manager import KVCacheManager
 from engine.models.interface import Guesses
+from engine.outputs import RequestOutput
 from engine.request import Sampling
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.sequence import Sequence as Sample
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Distribution, Draft, Drafter, Guess, Place, Task
@@ -39,7 +40,6 @@ from engine.speculation.possible import (
 )
 from engine.speculation.roster import Roster
 from engine.speculation.tree import EMPTY, TokenTree, merge, numbered
-from engine.step_output import RequestEvent
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Speculator:
         self,
         config: SpeculationConfig,
         drafters: Sequence[Drafter],
-        holdings: Holdings,
+        cache_manager: KVCacheManager,
         *,
         guesses: Guesses,
         context_window: int,
@@ -86,7 +86,7 @@ class Speculator:
     ) -> None:
         self._config = config
         self._roster = Roster(drafters, clock)
-        self._holdings = holdings
+        self._cache_manager = cache_manager
         self._guesses = guesses
         self._context_window = context_window
         self._max_num_tokens = max_num_tokens
@@ -228,7 +228,7 @@ class Speculator:
                 continue
             sample = by_key[task.key]
             num_known = len(sample.token_ids)
-            room = self._holdings.room(sample, num_kept_blocks=num_running)
+            room = self._cache_manager.max_draft_tokens(sample, num_kept_blocks=num_running)
             room = min(room, self._context_window - num_known, budget)
             if len(tree) > room:
                 if one.is_raw:
@@ -239,7 +239,7 @@ class Speculator:
                 guess = with_proposals(guess, task, one.all_of_them)
             num_nodes = len(guess.tree)
             if num_nodes or guess.proposals:
-                self._holdings.fit(sample, num_nodes)
+                self._cache_manager.fit_draft_blocks(sample, num_nodes)
                 guesses[task.key] = guess
                 budget -= num_nodes
         # What is done with the drafts is part of their price.
@@ -270,11 +270,11 @@ class Speculator:
         self._asked = {}
         for sample, _ in planned:
             if sample.key in guesses:
-                self._holdings.shrink(sample)
+                self._cache_manager.free_draft_blocks(sample)
 
     def learn(
         self,
-        events: Sequence[RequestEvent],
+        events: Sequence[RequestOutput],
         num_kept: Mapping[Key, int],
         *,
         num_rows: int,
@@ -303,7 +303,7 @@ class Speculator:
     def _learn(
         self,
         began: float,
-        events: Sequence[RequestEvent],
+        events: Sequence[RequestOutput],
         num_kept: Mapping[Key, int],
         num_rows: int,
         seen_s: Mapping[int, float],

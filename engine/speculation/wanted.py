@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.config import EngineConfig
-from engine.holdings import Holdings
+from engine.kv.cache_manager import KVCacheManager
 from engine.models.interface import Guesses
 from engine.speculation.drafter import Drafter
 from engine.speculation.ngram import PromptLookup
@@ -15,7 +15,7 @@ from process.settings import SettingsError
 
 def make_speculator(
     config: EngineConfig,
-    holdings: Holdings,
+    cache_manager: KVCacheManager,
     drafters: Sequence[Drafter] | None = None,
     *,
     guesses: Guesses,
@@ -46,7 +46,7 @@ def make_speculator(
     return Speculator(
         wanted,
         drafters,
-        holdings,
+        cache_manager,
         guesses=guesses,
         context_window=context_window,
         max_num_tokens=config.max_num_tokens_per_step,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.step_output import RequestEvent
+from engine.outputs import RequestOutput
 from services.decode.ask import DecodeAsk
 from services.decode.intake import Handover, Intake
 from services.worker.provenance import Leg
@@ -45,7 +45,7 @@ class AnswerChains:
                 num_prompt_blocks=num_prompt_blocks,
             )
 
-    def add(self, event: RequestEvent) -> None:
+    def add(self, event: RequestOutput) -> None:
         """What a step filled."""
         chain = self._chains.get(event.sample_index)
         if chain is not None and event.filled:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from engine.errors import UnknownRequest
 from engine.held import Held
-from engine.step_output import FilledBlock
+from engine.outputs import FilledBlock
 from kvstore.errors import MISSING, STORE_UNAVAILABLE
 from process.deadline import Deadline
 from services.decode.ask import DecodeAsk

@@ -31,8 +31,8 @@ from collections.abc import Callable
 
 from engine.errors import NoBlocks
 from engine.held import Held
+from engine.outputs import RequestOutput
 from engine.request import Reservation
-from engine.step_output import RequestEvent
 from kvstore.errors import DEADLINE
 from process.deadline import Deadline
 from process.errors import (
@@ -369,7 +369,7 @@ class DecodeRequest:
 
     # ---- what the engine says
 
-    def on_event(self, event: RequestEvent) -> None:
+    def on_event(self, event: RequestOutput) -> None:
         """One step's news, for the sink; the worker flushes when all of the step is told."""
         if self._done.done():
             return
@@ -398,7 +398,7 @@ class DecodeRequest:
         self.sink.finished(self.key, event, self._leg, self._clock.seconds)
         self._done.set_result(None)
 
-    def _note_reached(self, event: RequestEvent) -> None:
+    def _note_reached(self, event: RequestOutput) -> None:
         leg = self._leg
         if event.token_ids or event.finish_reason is not None:
             leg.num_reached = None  # who draws has all of the prompt

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc.aio
 
-from engine.step_output import RequestEvent
+from engine.outputs import RequestOutput
 from process import rpc, spans
 from process.errors import BatonError, InvalidArgument
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
@@ -59,13 +59,13 @@ class Outbound:
         reserved = decode_pb2.DecodeReserved(num_tokens_local=num_tokens_local)
         self.outbox.put(decode_pb2.DecodeEvent(key=key, reserved=reserved))
 
-    def tokens(self, key: int, event: RequestEvent) -> None:
+    def tokens(self, key: int, event: RequestOutput) -> None:
         tokens = decode_pb2.DecodeTokens()
         _fill(tokens, event)
         self.outbox.put(decode_pb2.DecodeEvent(key=key, tokens=tokens))
 
     def finished(
-        self, key: int, event: RequestEvent | None, leg: Leg, seconds: dict[str, float]
+        self, key: int, event: RequestOutput | None, leg: Leg, seconds: dict[str, float]
     ) -> None:
         finished = decode_pb2.DecodeFinished(
             finish_reason=common_pb2.FINISH_REASON_CANCELLED,
@@ -254,7 +254,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         return Handover(handle, outputs, over, beam_start, refusal, alone)
 
 
-def _fill(part: decode_pb2.DecodeTokens | decode_pb2.DecodeFinished, event: RequestEvent) -> None:
+def _fill(part: decode_pb2.DecodeTokens | decode_pb2.DecodeFinished, event: RequestOutput) -> None:
     """One sample's news."""
     part.sample_index = event.sample_index
     part.token_ids.extend(event.token_ids)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.request import EngineStats
-from engine.step_output import RequestEvent, StepOutput
+from engine.metrics import EngineStats
+from engine.outputs import RequestOutput, StepOutput
 from services.decode.moving import Luggage
 from services.worker.provenance import Leg
 
@@ -46,11 +46,11 @@ class EventSink(Protocol):
         """It has its blocks, and waits for its places."""
 
     def reserved(self, key: int, num_tokens_local: int) -> None: ...
-    def tokens(self, key: int, event: RequestEvent) -> None:
+    def tokens(self, key: int, event: RequestOutput) -> None:
         """News of one sample while the request goes on; they may be the sample's last."""
 
     def finished(
-        self, key: int, event: RequestEvent | None, leg: Leg, seconds: dict[str, float]
+        self, key: int, event: RequestOutput | None, leg: Leg, seconds: dict[str, float]
     ) -> None:
         """`event` None: cancelled."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from engine.step_output import StepOutput
+from engine.outputs import StepOutput
 from process.deadline import Deadline
 from process.errors import Internal
 from services.decode.ask import DecodeAsk

@@ -11,8 +11,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.outputs import FilledBlock, RequestOutput, TokenLogprobs
 from engine.request import Beam, Sampling
-from engine.step_output import FilledBlock, RequestEvent, TokenLogprobs
 from process import spans
 from process.deadline import Deadline
 from process.errors import Internal
@@ -111,7 +111,7 @@ class PrefillAsk:
         return 0 if self.prompt_logprobs is not None else self.num_context_tokens - 1
 
 
-Firsts = Sequence[RequestEvent]
+Firsts = Sequence[RequestOutput]
 """The event with the first token of each sample, in their order."""
 
 
@@ -126,7 +126,7 @@ class PrefillJob:
     pins: Pins
     early: EarlyHandles
     first: asyncio.Future[Firsts]
-    firsts: dict[int, RequestEvent] = field(default_factory=dict)
+    firsts: dict[int, RequestOutput] = field(default_factory=dict)
     """Of the samples that have drawn, until all have."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """That are not shown yet."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from engine.step_output import FilledBlock
+from engine.outputs import FilledBlock
 from kvstore.blocks import Block, PackedBlocks
 from kvstore.exported_blocks import ExportOffer
 from process.errors import BatonError

@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from engine.outputs import FilledBlock
 from engine.request import Reservation
-from engine.step_output import FilledBlock
 from kvstore.blocks import Block
 from kvstore.client import KvStoreClient
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc.aio
 
-from engine.schedule.step import MAX_PROMPT_ROWS
-from engine.step_output import RequestEvent, TokenLogprobs
+from engine.outputs import RequestOutput, TokenLogprobs
+from engine.scheduler import MAX_PROMPT_ROWS
 from process import rpc, spans
 from process.errors import BatonError, InvalidArgument
 from process.spans import NOOP_SPAN, Span
@@ -235,7 +235,7 @@ def _prefix_runs(hints: Iterable[common_pb2.PrefixRun]) -> tuple[PrefixRun, ...]
     return tuple(runs)
 
 
-def _first_message(event: RequestEvent) -> prefill_pb2.PrefillReply:
+def _first_message(event: RequestOutput) -> prefill_pb2.PrefillReply:
     reply = prefill_pb2.PrefillReply(
         sample_index=event.sample_index,
         token_ids=event.token_ids,

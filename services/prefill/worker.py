@@ -30,8 +30,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from engine.outputs import FilledBlock, StepOutput, TokenLogprobs
 from engine.request import Request, Reservation
-from engine.step_output import FilledBlock, StepOutput, TokenLogprobs
 from kvstore.errors import STORE_UNAVAILABLE
 from process.deadline import Deadline
 from process.errors import Internal, Unavailable

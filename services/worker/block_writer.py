@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.step_output import FilledBlock
+from engine.outputs import FilledBlock
 from kvstore.blocks import Block
 from kvstore.client import KvStoreClient
 from process import spans

@@ -19,8 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnknownRequest, WrongState
-from engine.metrics import MetricsSnapshot
-from engine.request import EngineStats
+from engine.metrics import EngineStats, MetricsSnapshot
 from engine.speculation.draft_traces import DraftTraces
 from kvstore import block_hash
 from kvstore.block_hash import HashTurns

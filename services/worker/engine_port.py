@@ -19,10 +19,10 @@ from engine.kv.layout import KvLayout
 from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter
 from engine.lora.registry import AdapterInfo
-from engine.metrics import MetricsSnapshot
+from engine.metrics import EngineStats, MetricsSnapshot
+from engine.outputs import StepOutput
 from engine.parking import Parking
-from engine.request import EngineStats, ModelInfo, Request, Reservation
-from engine.step_output import StepOutput
+from engine.request import ModelInfo, Request, Reservation
 
 
 class KvPart(Protocol):

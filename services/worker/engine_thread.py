@@ -38,8 +38,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine.request import EngineStats
-from engine.step_output import StepOutput
+from engine.metrics import EngineStats
+from engine.outputs import StepOutput
 from process import logs
 from process.errors import Internal, Unavailable
 from process.tasks import end_tasks, start_task

@@ -3,7 +3,7 @@ where the KV came from. Nothing for a request that is not traced. Values in, spa
 
 from __future__ import annotations
 
-from engine.step_output import RequestEvent, StepOutput
+from engine.outputs import RequestOutput, StepOutput
 from process.spans import Span, Value
 from services.worker.provenance import Leg, StageClock
 
@@ -46,7 +46,7 @@ class TracedChunks:
         """The first tokens' KV is there already."""
         self._num_known = num_loaded_tokens
 
-    def add(self, event: RequestEvent, output: StepOutput) -> None:
+    def add(self, event: RequestOutput, output: StepOutput) -> None:
         """A step's news of the request."""
         if not self._span.is_recording:
             return

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 
 from google.protobuf import json_format
 
-from engine.request import EngineStats, FinishReason, ModelInfo
-from engine.step_output import StepTrace, TokenLogprobs
+from engine.metrics import EngineStats
+from engine.outputs import SampleTrace, TokenLogprobs
+from engine.request import FinishReason, ModelInfo
 from kvstore.links import Link, Verdict
 from protos import common_pb2
 from services.worker.provenance import Leg, WorkerCounts
@@ -163,7 +164,7 @@ def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[common_pb2.Toke
     ]
 
 
-def traces_to_proto(traces: Iterable[StepTrace]) -> list[common_pb2.StepTrace]:
+def traces_to_proto(traces: Iterable[SampleTrace]) -> list[common_pb2.StepTrace]:
     """One message per token. The RNG key, signed in the engine, is its 64 bits here."""
     return [
         common_pb2.StepTrace(

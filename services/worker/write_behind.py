@@ -42,7 +42,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.step_output import FilledBlock
+from engine.outputs import FilledBlock
 from kvstore.blocks import PackedBlocks
 from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Request, Sampling
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_fake import FakeDraftChannel
 from engine.speculation.draft_model import DraftModel

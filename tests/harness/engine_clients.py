@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from engine.config import EngineConfig
-from engine.metrics import MetricsSnapshot
-from engine.request import EngineStats, ModelInfo
+from engine.metrics import EngineStats, MetricsSnapshot
+from engine.request import ModelInfo
 from engine_client import link
 from engine_client.async_client import AsyncProcessClient
 from engine_client.base import Ask, EngineClient, LoadedAdapter, News

@@ -10,9 +10,9 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.models.interface import DecodeRow, Launch, LaunchRow, MixedRow
+from engine.outputs import RequestOutput, StepOutput
 from engine.plain_ahead import AheadModel, PlainAhead
 from engine.sampling.row import Drawn
-from engine.step_output import RequestEvent, StepOutput
 from tests.harness.compile_process import one_compile_process as one_compile_process
 
 SIZE = 4
@@ -46,7 +46,7 @@ def all_steps(engine: Engine) -> list[StepOutput]:
     return outputs
 
 
-def all_events(engine: Engine) -> Iterator[RequestEvent]:
+def all_events(engine: Engine) -> Iterator[RequestOutput]:
     """As they come, until nothing is left; integrity is checked after each step."""
     while engine.has_work():
         events = engine.step().events
@@ -54,20 +54,20 @@ def all_events(engine: Engine) -> Iterator[RequestEvent]:
         yield from events
 
 
-def finish(engine: Engine) -> dict[str, list[RequestEvent]]:
+def finish(engine: Engine) -> dict[str, list[RequestOutput]]:
     """`all_events` by request."""
-    events: dict[str, list[RequestEvent]] = {}
+    events: dict[str, list[RequestOutput]] = {}
     for event in all_events(engine):
         events.setdefault(event.request_id, []).append(event)
     return events
 
 
-def tokens_of(events: Iterable[RequestEvent]) -> list[int]:
+def tokens_of(events: Iterable[RequestOutput]) -> list[int]:
     """All that they told."""
     return [token for event in events for token in event.token_ids]
 
 
-def without_ids(events: Sequence[RequestEvent]) -> list[RequestEvent]:
+def without_ids(events: Sequence[RequestOutput]) -> list[RequestOutput]:
     """Which block is taken is nobody's business."""
     return [
         event._replace(filled=tuple(block._replace(block_id=0) for block in event.filled))

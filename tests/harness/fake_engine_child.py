@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engine.batch import Batch
     from engine.loop import Engine, Progress
     from engine.lora.registry import AdapterInfo
-    from engine.request import EngineStats
+    from engine.metrics import EngineStats
 
 CONTEXT_WINDOW = 20_000
 

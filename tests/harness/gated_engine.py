@@ -18,9 +18,9 @@ from engine.config import EngineConfig
 from engine.fake import HIDDEN_SIZE as HIDDEN_SIZE
 from engine.fake import FakeModel
 from engine.loop import Engine
+from engine.outputs import StepOutput
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
-from engine.step_output import StepOutput
 from kvstore import block_hash
 from process.errors import Internal
 from services.worker.engine_thread import EngineThread

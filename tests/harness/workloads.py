@@ -15,10 +15,10 @@ from engine.fake import FakeModel
 from engine.grammar.service import GrammarService
 from engine.loop import Engine
 from engine.models.interface import LoadedModel
+from engine.outputs import RequestOutput
 from engine.parking import Blocks, HostParking, Parked, Parking
 from engine.plain_ahead import AheadModel
 from engine.request import FinishReason, GrammarSpec, Request, Sampling, State
-from engine.step_output import RequestEvent
 from tests.harness.engines import hasher
 
 SIZE = 4
@@ -139,7 +139,7 @@ def _constrained(sampling: Sampling, rng: random.Random, bench: Bench) -> Sampli
     )
 
 
-def outcomes(events: Sequence[RequestEvent]) -> dict[int, Outcome]:
+def outcomes(events: Sequence[RequestOutput]) -> dict[int, Outcome]:
     """By sample."""
     found: dict[int, Outcome] = {}
     for event in events:
@@ -162,7 +162,7 @@ def undisturbed(requests: Sequence[Request], bench: Bench = PLAIN) -> dict[str, 
         engine = bench.engine(config)
         engine.reserve(request)
         engine.start(request.request_id)
-        events: list[RequestEvent] = []
+        events: list[RequestOutput] = []
         while engine.has_work():
             events += engine.step().events
         assert events[-1].is_request_over
@@ -294,7 +294,7 @@ def disturbed(
     """All together, begun at random steps in random ways, blocks taken away at random.
     Where it is told what to expect, some are begun in the middle, as if handed over."""
     drawn = drawn_before(requests, expected, rng) if expected is not None else {}
-    events: dict[str, list[RequestEvent]] = {}
+    events: dict[str, list[RequestOutput]] = {}
     left = list(requests)
     over: set[str] = set()
     num_steps = 0

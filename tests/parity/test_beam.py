@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from checkpoints.resolve import resolve
 from engine import beam_search
 from engine.loop import Engine
+from engine.outputs import RequestOutput
 from engine.request import Beam, FinishReason, Request, Sampling
-from engine.step_output import RequestEvent
 from tests.harness.engines import all_events, block_hash
 from tests.harness.models import VOCAB_SIZE, Tiny
 
@@ -157,9 +157,9 @@ def ask(
     )
 
 
-def finish(engine: Engine) -> dict[str, list[RequestEvent]]:
+def finish(engine: Engine) -> dict[str, list[RequestOutput]]:
     """Step until all is done, with the books checked after every step; events that tell tokens."""
-    told: dict[str, list[RequestEvent]] = {}
+    told: dict[str, list[RequestOutput]] = {}
     for event in all_events(engine):
         assert event.error is None, event.error
         if event.token_ids or event.beam_start:
@@ -167,7 +167,7 @@ def finish(engine: Engine) -> dict[str, list[RequestEvent]]:
     return told
 
 
-def check_told(events: list[RequestEvent], search: Search, ends: list[int]) -> None:
+def check_told(events: list[RequestOutput], search: Search, ends: list[int]) -> None:
     """Hypotheses and their order are transformers'; scores up to the rounding of another batch."""
     assert [event.sample_index for event in events] == list(range(len(search.hypotheses)))
     assert [event.token_ids for event in events] == search.hypotheses

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from engine.loop import Engine
+from engine.outputs import TokenLogprobs
 from engine.request import Request, Sampling
-from engine.step_output import TokenLogprobs
 from tests.harness.engines import all_events, block_hash
 from tests.harness.models import VOCAB_SIZE, Tiny
 

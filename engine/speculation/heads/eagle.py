@@ -25,7 +25,7 @@ from engine.batch import Batch, Span
 from engine.errors import IntegrityError
 from engine.kv.memory import KvMemory
 from engine.models.step_attention import StepAttention
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.draft_cache import DraftCache, Held
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.heads.children import best_children

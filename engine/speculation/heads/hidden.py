@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.drafter import Drafter
 
 

@@ -12,7 +12,7 @@ import torch
 from engine.models.interface import LoadedModel
 from engine.request import State
 from engine.sampling.copies import bring
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.sequence import Sequence as Sample
 from engine.speculation.drafter import Guess
 from engine.speculation.heads.hidden import Computed

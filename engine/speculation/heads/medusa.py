@@ -19,7 +19,7 @@ from torch.nn.functional import linear, silu
 
 from engine.errors import LoadError
 from engine.models.interface import Ends
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.heads.checkpoint import HeadCheckpoint
 from engine.speculation.heads.children import Children, best_children

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from engine.models.interface import LoadedModel
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.sequence import Sequence as Sample
 from engine.speculation.drafter import Drafter, Guess
 from engine.speculation.heads.hidden import ReadsHidden, Wants

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from engine.config import EngineConfig
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_port import Ask
 from engine.speculation.drafter import Draft, Task

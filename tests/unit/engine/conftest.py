@@ -14,9 +14,9 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.models.interface import LoadedModel
+from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
-from engine.step_output import RequestEvent
 from tests.harness import engines
 from tests.harness.compile_process import one_compile_process as one_compile_process
 from tests.harness.engines import hasher
@@ -81,12 +81,12 @@ def make_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine
 
 
 @pytest.fixture
-def finish() -> Callable[..., dict[str, list[RequestEvent]]]:
+def finish() -> Callable[..., dict[str, list[RequestOutput]]]:
     """Step until nothing is left; events by request. Integrity is checked after each step."""
     return engines.finish
 
 
 @pytest.fixture
-def tokens() -> Callable[[list[RequestEvent]], list[int]]:
+def tokens() -> Callable[[list[RequestOutput]], list[int]]:
     """All output tokens of one request's events."""
     return engines.tokens_of

@@ -12,8 +12,8 @@ from engine.config import EngineConfig
 from engine.errors import EngineError, InvalidRequest
 from engine.fake import FakeModel
 from engine.loop import Engine
+from engine.outputs import RequestOutput
 from engine.request import Beam, GrammarKind, GrammarSpec, Request, Sampling
-from engine.step_output import RequestEvent
 from tests.harness.engines import all_events, hasher
 from tests.harness.workloads import VOCAB, Outcome, outcomes, random_sampling, undisturbed
 
@@ -129,7 +129,7 @@ def _start(engine: Engine, request: Request) -> None:
 
 
 def _finish(engine: Engine) -> tuple[dict[str, dict[int, Outcome]], dict[str, EngineError]]:
-    events: dict[str, list[RequestEvent]] = {}
+    events: dict[str, list[RequestOutput]] = {}
     errors: dict[str, EngineError] = {}
     for event in all_events(engine):
         events.setdefault(event.request_id, []).append(event)

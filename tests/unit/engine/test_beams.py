@@ -14,8 +14,8 @@ import torch
 from engine import beam_search
 from engine.errors import InvalidRequest, NoBlocks, RequestTooLong
 from engine.fake import FakeModel
+from engine.outputs import RequestOutput
 from engine.request import Beam, FinishReason, Request
-from engine.step_output import RequestEvent
 
 Make = Callable[..., Any]
 EOS = 0
@@ -34,7 +34,7 @@ def _expected(model: FakeModel, request: Request) -> list[tuple[tuple[int, ...],
     return [(one.token_ids, one.score) for one in state.finished[: request.num_samples]]
 
 
-def _found(events: list[RequestEvent]) -> list[tuple[tuple[int, ...], float | None]]:
+def _found(events: list[RequestOutput]) -> list[tuple[tuple[int, ...], float | None]]:
     told = [event for event in events if event.token_ids]
     assert [event.sample_index for event in told] == list(range(len(told)))
     assert [event.is_request_over for event in told] == [False] * (len(told) - 1) + [True]

@@ -25,8 +25,8 @@ from engine.grammar.service import Compilation, GrammarService
 from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import Vocabulary
 from engine.loop import Engine, load_engine
+from engine.outputs import RequestOutput
 from engine.request import FinishReason, GrammarKind, GrammarSpec, Request, State
-from engine.step_output import RequestEvent
 from tests.harness.workloads import outcomes
 from tokens.tokenizer import Tokenizer
 
@@ -64,9 +64,9 @@ def make(service: GrammarService) -> Iterator[Make]:
         engine.check_integrity()
 
 
-def _finish(engine: Engine) -> dict[str, list[RequestEvent]]:
+def _finish(engine: Engine) -> dict[str, list[RequestOutput]]:
     deadline = time.monotonic() + LIMIT_S
-    events: dict[str, list[RequestEvent]] = {}
+    events: dict[str, list[RequestOutput]] = {}
     while engine.has_work():
         assert time.monotonic() < deadline
         for event in engine.step().events:
@@ -314,7 +314,7 @@ def test_a_preempted_request_keeps_its_place_in_the_grammar(make: Make, make_req
     for preemption in ("never", "recompute", "swap"):
         engine = make(preemption=preemption)
         engine.submit(request)
-        events: list[RequestEvent] = []
+        events: list[RequestOutput] = []
         while engine.has_work():
             events += engine.step().events
             if preemption != "never" and "a" in engine._groups and len(events) % 2:

@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import Request, Sampling, State
-from engine.schedule.step import Candidate, plan_step
+from engine.scheduler import RunningSequence, plan_step
 from tests.harness.engines import hasher
 
 
@@ -42,7 +42,7 @@ def test_the_short_way_is_the_same_plan(seed: int, scale: Callable[[int], int]) 
         while engine.has_work():
             running = scheduler.running
             candidates = [
-                Candidate(
+                RunningSequence(
                     key,
                     one.num_pending_tokens,
                     one.state is State.RUNNING,

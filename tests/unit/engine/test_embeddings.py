@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
+from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
-from engine.step_output import RequestEvent
 from tests.harness.engines import PROMPT, SIZE, fake_model, hasher, make
 
 
@@ -23,7 +23,7 @@ def _expected(prompt: tuple[int, ...]) -> torch.Tensor:
 def test_a_prompt_of_which_one_token_is_left_is_not_launched_ahead() -> None:
     prompt = PROMPT[: 2 * SIZE + 1]  # all but the last token is found in the prefix cache
     engine = make(AheadModel(fake_model(), is_late=True))
-    found: list[RequestEvent] = []
+    found: list[RequestOutput] = []
     for name in ("first", "again"):
         engine.reserve(_request(name, prompt, 1))
         engine.start(name)
@@ -42,7 +42,7 @@ def test_it_comes_once_also_when_the_request_was_preempted() -> None:
     for name in ("other", "one"):
         engine.reserve(_request(name, PROMPT, 12, wants=name == "one"))
         engine.start(name)
-    events: list[RequestEvent] = []
+    events: list[RequestOutput] = []
     while engine.has_work():
         events += [event for event in engine.step().events if event.request_id == "one"]
         engine.check_integrity()

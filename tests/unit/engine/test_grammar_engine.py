@@ -23,8 +23,8 @@ from engine.grammar.service import GrammarService
 from engine.grammar.vocabulary import GrammarTokenizer, Vocabulary
 from engine.loop import Engine, load_engine
 from engine.models.interface import LoadedModel
+from engine.outputs import RequestOutput
 from engine.request import FinishReason, GrammarSpec, Request
-from engine.step_output import RequestEvent
 from tests.harness.compile_process import SharedProcess
 from tests.unit.engine.grammar.driver import (
     BUNDLED,
@@ -93,9 +93,9 @@ def make(process: SharedProcess, bundled: LoadedModel) -> Iterator[Make]:
 Outcome = tuple[list[int], FinishReason | None, Exception | None]
 
 
-def finish(engine: Engine) -> dict[tuple[str, int], list[RequestEvent]]:
+def finish(engine: Engine) -> dict[tuple[str, int], list[RequestOutput]]:
     deadline = time.monotonic() + LIMIT_S
-    events: dict[tuple[str, int], list[RequestEvent]] = {}
+    events: dict[tuple[str, int], list[RequestOutput]] = {}
     while engine.has_work():
         assert time.monotonic() < deadline
         for event in engine.step().events:
@@ -104,7 +104,7 @@ def finish(engine: Engine) -> dict[tuple[str, int], list[RequestEvent]]:
     return events
 
 
-def outcome(events: list[RequestEvent]) -> Outcome:
+def outcome(events: list[RequestOutput]) -> Outcome:
     token_ids = [token_id for event in events for token_id in event.token_ids]
     return token_ids, events[-1].finish_reason, events[-1].error
 

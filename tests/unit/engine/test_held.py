@@ -15,8 +15,8 @@ from engine.errors import UnknownRequest, WrongState
 from engine.fake import FakeModel
 from engine.held import Held
 from engine.loop import Engine
+from engine.outputs import RequestOutput
 from engine.request import Beam, Request, Sampling, State
-from engine.step_output import RequestEvent
 from tests.harness.engines import all_steps, hasher, late_engine
 from tests.harness.workloads import SIZE, small_engine, undisturbed, workload
 
@@ -124,7 +124,7 @@ def test_it_can_be_taken_out_in_each_state(
     request = make_request("a", prompt, max_tokens=20)
     engine.reserve(request)
     engine.start("a")
-    events: list[RequestEvent] = []
+    events: list[RequestOutput] = []
     while state is not State.WAITING and engine._groups["a"].state is not state:
         events += engine.step().events
         if how != "never" and len(events) == 5:

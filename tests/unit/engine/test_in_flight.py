@@ -12,8 +12,8 @@ import pytest
 
 from engine.errors import IntegrityError, NoBlocks
 from engine.loop import Engine
+from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
-from engine.step_output import RequestEvent
 from tests.harness.engines import (
     PROMPT,
     SIZE,
@@ -206,7 +206,7 @@ def test_an_exception_leaves_every_request_as_it_was(
     prompts = {"a": PROMPT, "b": tuple(range(50, 61))}
     for name, prompt in prompts.items():
         engine.submit(make_request(name, prompt, max_tokens=10))
-    events: list[RequestEvent] = []
+    events: list[RequestOutput] = []
     num_failures = 0
     while engine.has_work():
         before = {

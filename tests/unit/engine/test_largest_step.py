@@ -12,7 +12,7 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.models.largest_step import largest_step_bytes
-from engine.schedule.step import MAX_PROMPT_ROWS
+from engine.scheduler import MAX_PROMPT_ROWS
 from engine.speculation.config import SpeculationConfig
 
 

@@ -55,10 +55,10 @@ def test_what_is_not_lent_is_not_taken_back(make_engine: Make, make_request: Mak
 def test_a_lent_block_that_nobody_remembers_breaks_the_law(make_engine: Make) -> None:
     engine = make_engine()
     (block_id,) = engine.lend_blocks(1)
-    engine._holdings.lent.clear()
+    engine._cache_manager.lent.clear()
     with pytest.raises(IntegrityError, match=f"block {block_id} has 1 references"):
         engine.check_integrity()
-    engine._holdings.lent.add(block_id)
+    engine._cache_manager.lent.add(block_id)
 
 
 def test_an_engine_with_one_free_block_lends_none(make_engine: Make, make_request: Make) -> None:

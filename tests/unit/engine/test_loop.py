@@ -20,8 +20,8 @@ from engine.errors import (
 )
 from engine.fake import FakeModel
 from engine.loop import Engine
+from engine.outputs import RequestOutput
 from engine.request import FinishReason
-from engine.step_output import RequestEvent
 
 Make = Callable[..., Any]
 PROMPT = tuple(range(1, 15))  # 3 full blocks of 4, and 2 tokens
@@ -418,7 +418,7 @@ def test_logprobs_come_with_tokens(make_engine: Make, make_request: Make, finish
     engine = make_engine(budget=5, running=2)
     _start(engine, make_request("a", PROMPT, logprobs=2))
     _start(engine, make_request("b", PROMPT))
-    events: dict[str, list[RequestEvent]] = finish(engine)
+    events: dict[str, list[RequestOutput]] = finish(engine)
     for event in events["a"]:
         assert (event.logprobs is None) == (event.token_ids == ())
         for token_id, one in zip(event.token_ids, event.logprobs or (), strict=True):

@@ -13,10 +13,10 @@ import pytest
 from engine.errors import IntegrityError, WrongState
 from engine.loop import Engine
 from engine.models.interface import DRAWN_BEFORE, MixedRow
+from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
 from engine.scheduler import Scheduler
-from engine.step_output import RequestEvent
 from tests.harness.engines import (
     PROMPT,
     SIZE,
@@ -354,7 +354,7 @@ def test_nobody_loses_blocks_for_a_step_that_is_planned_ahead(make_request: Make
     prompts = {"a": tuple(range(1, 31)), "b": tuple(range(40, 65))}
     for name, prompt in prompts.items():
         engine.submit(make_request(name, prompt, max_tokens=20))
-    events: list[RequestEvent] = []
+    events: list[RequestOutput] = []
     was_preempted = False
     while engine.has_work():
         num_before = engine.stats().num_preempted

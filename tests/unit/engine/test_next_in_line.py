@@ -1,4 +1,4 @@
-"""The order in which the scheduler looks at those that wait is that of engine/schedule/order.py."""
+"""The order in which the scheduler looks at those that wait is that of engine/scheduler.py:rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
 from engine.request import State
-from engine.schedule.order import Policy, Waiting, rank
+from engine.scheduler import SchedulingPolicy, WaitingSequence, rank
 
 
 def _sequence(number: int, order: int, priority: int, state: State) -> Any:
@@ -25,7 +25,7 @@ def _sequence(number: int, order: int, priority: int, state: State) -> Any:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_it_is_that_of_rank(policy: Policy, seed: int) -> None:
+def test_it_is_that_of_rank(policy: SchedulingPolicy, seed: int) -> None:
     """Those of three kinds; who came first may join the line last (its grammar took its time)."""
     rng = random.Random(f"line {seed}")
     config = EngineConfig(num_blocks=16, policy=policy)
@@ -44,7 +44,7 @@ def test_it_is_that_of_rank(policy: Policy, seed: int) -> None:
                 scheduler.preempted[one.key] = one
             is_preempted = kind in (State.PREEMPTED, State.PARKED)
             waiting.append(
-                Waiting(one.key, one.request.priority, order, 1, is_preempted=is_preempted)
+                WaitingSequence(one.key, one.request.priority, order, 1, is_preempted=is_preempted)
             )
         ranked = sorted(waiting, key=lambda one: rank(one, policy, 3))
         assert [one.key for one in scheduler.next_in_line()] == [one.key for one in ranked]

@@ -11,9 +11,9 @@ import pytest
 from engine.config import EngineConfig
 from engine.loop import Engine
 from engine.models.interface import DRAWN_BEFORE
+from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
 from engine.request import Beam, Request, Sampling
-from engine.step_output import RequestEvent
 from tests.harness.engines import (
     PROMPT,
     WINDOW,
@@ -143,7 +143,7 @@ def test_each_samples_events_are_those_of_plain_steps(
         }
 
 
-def _merged(events: Sequence[RequestEvent]) -> list[Any]:
+def _merged(events: Sequence[RequestOutput]) -> list[Any]:
     """But that of several samples which ends last says that the request is over."""
     return [event._replace(is_request_over=False) for event in events]
 

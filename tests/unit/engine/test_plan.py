@@ -5,12 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.order import Policy
-from engine.schedule.step import Candidate, plan_step
+from engine.scheduler import RunningSequence, SchedulingPolicy, plan_step
 
 
-def _candidate(order: int, pending: int, drawn: bool, priority: int) -> Candidate:
-    return Candidate(
+def _candidate(order: int, pending: int, drawn: bool, priority: int) -> RunningSequence:
+    return RunningSequence(
         key=(str(order), 0),
         num_pending_tokens=pending,
         has_drawn=drawn,
@@ -25,7 +24,7 @@ policies = st.sampled_from(("fcfs", "priority", "cache_aware"))
 
 @given(rows=rows, budget=st.integers(1, 64), bound=st.integers(0, 20), policy=policies)
 def test_a_plan_keeps_its_promises(
-    rows: list[tuple[int, bool, int]], budget: int, bound: int, policy: Policy
+    rows: list[tuple[int, bool, int]], budget: int, bound: int, policy: SchedulingPolicy
 ) -> None:
     candidates = [_candidate(i, *row) for i, row in enumerate(rows)]
     budget = max(budget, len(candidates))  # the engine lets no more in

@@ -14,9 +14,9 @@ from engine.config import EngineConfig
 from engine.errors import IntegrityError, NoBlocks, ParkingRefused, WrongState
 from engine.fake import FakeModel
 from engine.loop import Engine
+from engine.outputs import RequestOutput
 from engine.parking import Blocks, HostParking, choose_parking
 from engine.request import Request, State
-from engine.step_output import RequestEvent
 from process.settings import SettingsError
 from tests.harness.workloads import BadParking, disturbed, maybe_ahead, states, workload
 
@@ -55,7 +55,7 @@ def test_a_preempted_request_goes_on_to_the_same_tokens(
 ) -> None:
     engine = make_engine(preemption=preemption)
     engine.submit(make_request("a", range(1, 15), max_tokens=20))
-    events: list[RequestEvent] = []
+    events: list[RequestOutput] = []
     while engine.has_work():
         events += engine.step().events
         if len(events) % 3 == 2 and "a" in engine._groups:

@@ -16,9 +16,9 @@ from engine.batch import Batch
 from engine.errors import InvalidLogits, InvalidRequest
 from engine.fake import FakeModel
 from engine.loop import Engine
+from engine.outputs import RequestOutput, TokenLogprobs
 from engine.request import Beam, Request
-from engine.schedule.step import MAX_PROMPT_ROWS, Candidate, plan_step
-from engine.step_output import RequestEvent, TokenLogprobs
+from engine.scheduler import MAX_PROMPT_ROWS, RunningSequence, plan_step
 from tests.harness.engines import PROMPT, all_events, fake_model, make
 
 
@@ -26,7 +26,7 @@ def _scored(request: Request, num_top: int = 2) -> Request:
     return replace(request, prompt_logprobs=num_top)
 
 
-def _told(events: Sequence[RequestEvent]) -> list[TokenLogprobs]:
+def _told(events: Sequence[RequestOutput]) -> list[TokenLogprobs]:
     return [one for event in events for one in event.prompt_logprobs or ()]
 
 
@@ -48,7 +48,7 @@ def test_each_token_has_them_once_computed_or_cached(
     num_samples: int,
     make_engine: Callable[..., Engine],
     make_request: Callable[..., Request],
-    finish: Callable[..., dict[str, list[RequestEvent]]],
+    finish: Callable[..., dict[str, list[RequestOutput]]],
 ) -> None:
     model = fake_model()
     engine = make_engine(budget=budget)
@@ -84,7 +84,7 @@ def test_a_preempted_prompt_is_not_told_twice_and_misses_none(
 
 
 def test_an_embedding_beside_them_is_its_own_prompts(
-    make_request: Callable[..., Request], finish: Callable[..., dict[str, list[RequestEvent]]]
+    make_request: Callable[..., Request], finish: Callable[..., dict[str, list[RequestOutput]]]
 ) -> None:
     model, engine = fake_model(), make(fake_model())
     engine.submit(_scored(make_request("scored", PROMPT, max_tokens=1)))
@@ -131,8 +131,8 @@ def test_logits_that_are_no_numbers_end_the_request(make_request: Callable[..., 
 
 
 def test_rows_of_a_step_are_bounded() -> None:
-    def prompt(name: str, order: int, **fields: Any) -> Candidate:
-        return Candidate((name, 0), 1000, has_drawn=False, priority=0, order=order, **fields)
+    def prompt(name: str, order: int, **fields: Any) -> RunningSequence:
+        return RunningSequence((name, 0), 1000, has_drawn=False, priority=0, order=order, **fields)
 
     plan = plan_step(
         [

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest, RequestTooLong
+from engine.outputs import RequestOutput
 from engine.request import FinishReason, Request
-from engine.step_output import RequestEvent
 from tests.harness.engines import finish as finished
 from tests.harness.workloads import outcomes
 
@@ -158,7 +158,7 @@ def test_a_sample_can_be_finished_from_outside(
     engine.finish_sample("a", 0)
     with pytest.raises(InvalidRequest):
         engine.finish_sample("a", 3)
-    events: list[RequestEvent] = finish(engine)["a"]
+    events: list[RequestOutput] = finish(engine)["a"]
     assert {event.sample_index for event in events} == {2}
     assert events[-1].is_request_over
     engine.finish_sample("a", 2)

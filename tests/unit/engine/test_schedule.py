@@ -10,26 +10,36 @@ from collections.abc import Callable, Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.admit import Admission, Room, admit, admit_ranked
-from engine.schedule.compatibility import BatchTraits, may_share_batch
-from engine.schedule.order import Policy, Waiting, is_pass, rank
-from engine.schedule.victim import Holder, choose_victim
+from engine.scheduler import (
+    AdmissionResult,
+    BatchTraits,
+    BlockHolder,
+    FreeCapacity,
+    SchedulingPolicy,
+    WaitingSequence,
+    admit,
+    admit_ranked,
+    choose_victim,
+    is_pass,
+    may_share_batch,
+    rank,
+)
 
 policies = st.sampled_from(("fcfs", "priority", "cache_aware"))
 
 
-def _waiting(order: int, **fields: object) -> Waiting:
+def _waiting(order: int, **fields: object) -> WaitingSequence:
     base: dict[str, object] = {
         "key": (str(order), 0),
         "priority": 0,
         "order": order,
         "num_tokens": 1,
     }
-    return Waiting(**(base | fields))  # type: ignore[arg-type]
+    return WaitingSequence(**(base | fields))  # type: ignore[arg-type]
 
 
 @st.composite
-def _queues(draw: st.DrawFn) -> list[Waiting]:
+def _queues(draw: st.DrawFn) -> list[WaitingSequence]:
     fields = st.fixed_dictionaries(
         {
             "priority": st.integers(-1, 1),
@@ -46,7 +56,7 @@ def _queues(draw: st.DrawFn) -> list[Waiting]:
 
 
 rooms = st.builds(
-    Room,
+    FreeCapacity,
     num_blocks=st.integers(0, 16),
     num_tokens=st.integers(0, 40),
     batch=st.builds(
@@ -59,7 +69,7 @@ rooms = st.builds(
 
 @given(queue=_queues(), room=rooms, policy=policies, max_passes=st.integers(0, 4))
 def test_who_is_let_in_fits_and_passes_nobody_too_often(
-    queue: list[Waiting], room: Room, policy: Policy, max_passes: int
+    queue: list[WaitingSequence], room: FreeCapacity, policy: SchedulingPolicy, max_passes: int
 ) -> None:
     outcome = admit(queue, room, policy, max_passes)
     by_key = {one.key: one for one in queue}
@@ -90,7 +100,7 @@ def test_who_is_let_in_fits_and_passes_nobody_too_often(
 
 @given(queue=_queues(), room=rooms, policy=policies, max_passes=st.integers(0, 4))
 def test_whoever_could_be_let_in_is(
-    queue: list[Waiting], room: Room, policy: Policy, max_passes: int
+    queue: list[WaitingSequence], room: FreeCapacity, policy: SchedulingPolicy, max_passes: int
 ) -> None:
     """No room is left idle: the first in order is let in if it fits."""
     outcome = admit(queue, room, policy, max_passes)
@@ -115,8 +125,8 @@ def test_whoever_could_be_let_in_is(
 
 
 def _admit_looking_at_all(
-    queue: list[Waiting], room: Room, policy: Policy, max_passes: int
-) -> Admission:
+    queue: list[WaitingSequence], room: FreeCapacity, policy: SchedulingPolicy, max_passes: int
+) -> AdmissionResult:
     """The rules, read plainly: everybody who waits may be passed, wherever it stands."""
     remaining = sorted(queue, key=lambda one: rank(one, policy, max_passes))
     lacking: set[object] = set()
@@ -151,19 +161,19 @@ def _admit_looking_at_all(
             adapters = batch.adapters | ({one.adapter} if one.adapter else set())
             batch = BatchTraits(batch.num_rows + one.num_places, adapters)
     left = {one.key: passes[one.key] for one in remaining if passes[one.key]}
-    return Admission(tuple(keys), left)
+    return AdmissionResult(tuple(keys), left)
 
 
 @given(queue=_queues(), room=rooms, policy=policies, max_passes=st.integers(0, 4))
 def test_who_stands_behind_the_last_let_in_is_not_looked_at(
-    queue: list[Waiting], room: Room, policy: Policy, max_passes: int
+    queue: list[WaitingSequence], room: FreeCapacity, policy: SchedulingPolicy, max_passes: int
 ) -> None:
     """And the outcome is as if all were."""
     expected = _admit_looking_at_all(queue, room, policy, max_passes)
     ranked = sorted(queue, key=lambda one: rank(one, policy, max_passes))
-    taken: list[Waiting] = []
+    taken: list[WaitingSequence] = []
 
-    def coming() -> Iterator[Waiting]:
+    def coming() -> Iterator[WaitingSequence]:
         for one in ranked:
             taken.append(one)
             yield one
@@ -190,7 +200,7 @@ def test_orders_of_the_policies() -> None:
         _waiting(6, is_preempted=True),
     ]
 
-    def order(policy: Policy) -> list[int]:
+    def order(policy: SchedulingPolicy) -> list[int]:
         return [one.order for one in sorted(queue, key=lambda one: rank(one, policy, 9))]
 
     assert order("fcfs") == [6, 1, 2, 3, 4, 5]
@@ -199,7 +209,7 @@ def test_orders_of_the_policies() -> None:
 
 
 def test_a_later_one_that_fits_passes_until_the_head_is_aged() -> None:
-    room = Room(3, 100, BatchTraits(0, frozenset()), 100)
+    room = FreeCapacity(3, 100, BatchTraits(0, frozenset()), 100)
     head = _waiting(1, num_blocks=5)
     for num_passes in range(3):
         aged = head._replace(num_passes=num_passes)
@@ -224,7 +234,7 @@ def test_the_cold_do_not_starve_behind_a_stream_of_the_warm(
             for _ in range(rng.randint(1, 3)):
                 order += 1
                 queue.append(_waiting(order, num_matched_tokens=rng.randint(4, 64)))
-            room = Room(8, 100, BatchTraits(0, frozenset()), rng.randint(1, 3))
+            room = FreeCapacity(8, 100, BatchTraits(0, frozenset()), rng.randint(1, 3))
             outcome = admit(queue, room, "cache_aware", max_passes)
             assert outcome.keys
             if (("0", 0)) not in outcome.keys:
@@ -263,9 +273,12 @@ def test_what_shares_a_batch(
     rows=st.lists(st.tuples(st.integers(-1, 1), st.integers(0, 9), st.integers(0, 2))),
     policy=policies,
 )
-def test_the_victim_matters_least(rows: list[tuple[int, int, int]], policy: Policy) -> None:
+def test_the_victim_matters_least(
+    rows: list[tuple[int, int, int]], policy: SchedulingPolicy
+) -> None:
     holders = [
-        Holder((f"{order} {priority}", sample), priority, order) for priority, order, sample in rows
+        BlockHolder((f"{order} {priority}", sample), priority, order)
+        for priority, order, sample in rows
     ]
     victim = choose_victim(holders, policy)
     if victim is None:
@@ -281,7 +294,7 @@ def test_the_victim_matters_least(rows: list[tuple[int, int, int]], policy: Poli
 
 def test_passes_are_counted_once_for_each_who_goes_first() -> None:
     queue = [_waiting(i, num_matched_tokens=10 * i) for i in range(4)]
-    room = Room(8, 100, BatchTraits(0, frozenset()), 2)
+    room = FreeCapacity(8, 100, BatchTraits(0, frozenset()), 2)
     outcome = admit(queue, room, "cache_aware", max_passes=5)
     assert outcome.keys == (("3", 0), ("2", 0))
     assert Counter(outcome.num_passes) == Counter({("0", 0): 2, ("1", 0): 2})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.step_output import FilledBlock
+from engine.outputs import FilledBlock
 from kvstore.blocks import PackedBlocks
 from kvstore.errors import LeaseLapsed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.step_output import FilledBlock
+from engine.outputs import FilledBlock
 from kvstore.blocks import Block
 from kvstore.client import PutResult
 from kvstore.errors import LeaseLapsed, TransferFailed

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.errors import RankFailed
-from engine.step_output import StepOutput
+from engine.outputs import StepOutput
 from process.errors import FailedPrecondition, Internal, Unavailable
 from services.worker import engine_thread
 from services.worker.engine_thread import EngineThread

@@ -15,7 +15,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import WrongState
 from engine.loop import Engine
-from engine.step_output import StepOutput
+from engine.outputs import StepOutput
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of, request, running
 from tests.harness.waiting import until
 from tests.harness.workloads import PLAIN, disturbed, undisturbed, workload

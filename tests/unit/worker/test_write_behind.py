@@ -18,7 +18,7 @@ import pytest
 
 from engine.fake import FakeModel
 from engine.loop import Engine
-from engine.step_output import RequestEvent, StepOutput
+from engine.outputs import RequestOutput, StepOutput
 from kvstore import block_hash
 from kvstore.blocks import Block, PackedBlocks
 from kvstore.client import KvStoreClient, PutChain, PutResult
@@ -123,7 +123,7 @@ class Bench:
         self.connector = FakeConnector(self.store)
         self.counts = WorkerCounts()
         self.thread: EngineThread
-        self.events: list[RequestEvent] = []
+        self.events: list[RequestOutput] = []
         self.done = asyncio.Event()
         self.root = block_hash.root_key(SALT, engine.model_info.fingerprint)
         self.writes: WriteBehind
@@ -138,7 +138,7 @@ class Bench:
         if any(event.is_request_over for event in output.events):
             self.done.set()
 
-    async def generate(self, prompt: tuple[int, ...], num_tokens: int) -> list[RequestEvent]:
+    async def generate(self, prompt: tuple[int, ...], num_tokens: int) -> list[RequestOutput]:
         """A whole request. Returns: its events."""
         self.events, self.done = [], asyncio.Event()
         asked = request(self.engine, prompt, max_tokens=num_tokens)

@@ -17,12 +17,12 @@ from engine.fake import FakeModel
 from engine.kv.memory import KvMemory
 from engine.loop import Engine
 from engine.models.interface import LoadedModel
+from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
 from engine.request import Request
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
-from engine.step_output import RequestEvent
 from tests.harness.engines import SIZE, WINDOW, all_steps, tokens_of
 
 OTHER = tuple(range(40, 51))
@@ -157,9 +157,9 @@ def late_engine(fake: LateFake, **fields: Any) -> Engine:
     return guessing_engine(LateModel(fake), fake, **fields)[0]
 
 
-def decoding(engine: Engine, *requests: Request) -> list[RequestEvent]:
+def decoding(engine: Engine, *requests: Request) -> list[RequestOutput]:
     """These, and what was told until a step is under way that verifies guesses for all of them."""
-    events: list[RequestEvent] = []
+    events: list[RequestOutput] = []
     for request in requests:
         engine.submit(request)
     while not engine._in_flight.is_live or engine.stats().num_waiting:
@@ -168,12 +168,12 @@ def decoding(engine: Engine, *requests: Request) -> list[RequestEvent]:
     return events
 
 
-def rest_of(engine: Engine) -> list[RequestEvent]:
+def rest_of(engine: Engine) -> list[RequestOutput]:
     events = [event for output in all_steps(engine) for event in output.events]
     stats = engine.stats()
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
     return events
 
 
-def told_of(events: Sequence[RequestEvent], name: str) -> list[int]:
+def told_of(events: Sequence[RequestOutput], name: str) -> list[int]:
     return tokens_of([event for event in events if event.request_id == name])

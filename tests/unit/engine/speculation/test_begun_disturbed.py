@@ -13,8 +13,8 @@ from engine.begun import BegunStep
 from engine.errors import NoBlocks, WrongState
 from engine.foresight import Foresight
 from engine.loop import Engine
+from engine.outputs import RequestOutput
 from engine.request import Request, State
-from engine.step_output import RequestEvent
 from tests.harness.engines import PROMPT, SIZE, all_steps, tokens_of, write_tokens
 from tests.unit.engine.speculation.late_steps import (
     OTHER,
@@ -191,7 +191,7 @@ def _anything(late: LateFake, make_request: Make, rng: random.Random) -> int:
         preemption=rng.choice(["never", "recompute", "swap"]),
     )
     expected: dict[str, list[int]] = {}
-    events: list[RequestEvent] = []
+    events: list[RequestOutput] = []
     num_early = num_made = 0
     while num_made < 12 or engine.has_work():
         if num_made < 12 and (rng.random() < 0.2 or not engine.has_work()):

@@ -16,12 +16,12 @@ from engine.begun import BegunStep, may_be_early
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
+from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
 from engine.request import Beam, Request
 from engine.sampling.copies import Mark
 from engine.speculation.heads.hidden import Computed, Wants
 from engine.step_builder import Step
-from engine.step_output import RequestEvent
 from tests.harness.engines import PROMPT, SIZE, WINDOW, all_steps, tokens_of, write_tokens
 from tests.unit.engine.speculation.late_steps import (
     OTHER,
@@ -182,7 +182,7 @@ def test_who_goes_by_hidden_states_is_asked_when_it_has_seen_them(
 ) -> None:
     engine, drafter = guessing_engine(LateModel(late), late, drafter=Reading(late))
     engine.submit(make_request("a", PROMPT, max_tokens=20))
-    events: list[RequestEvent] = []
+    events: list[RequestOutput] = []
     while engine.has_work():
         events += engine.step().events
         assert not engine._in_flight.is_live
@@ -195,7 +195,7 @@ def _with_beams(make_request: Make, name: str) -> Request:
     return dataclasses.replace(request, beam=Beam(4))
 
 
-def _found(engine: Engine, events: Sequence[RequestEvent], name: str) -> list[object]:
+def _found(engine: Engine, events: Sequence[RequestOutput], name: str) -> list[object]:
     events = [*events, *rest_of(engine)]
     own = [event for event in events if event.request_id == name and event.token_ids]
     return [(event.token_ids, event.score) for event in own]

@@ -24,7 +24,7 @@ from engine.fake import FakeModel
 from engine.loop import Engine, load_engine
 from engine.models.interface import Guesses
 from engine.request import Request, Sampling
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation import load as load_module
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_cache import DraftCache

@@ -29,7 +29,7 @@ from engine.models.interface import Guesses
 from engine.models.load import load_model
 from engine.plain_ahead import AheadModel
 from engine.request import Request
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge

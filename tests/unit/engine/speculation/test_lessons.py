@@ -14,6 +14,7 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.fake import FakeModel
 from engine.loop import Engine
+from engine.outputs import RequestOutput
 from engine.request import Request
 from engine.speculation import lessons
 from engine.speculation.config import SpeculationConfig
@@ -22,7 +23,6 @@ from engine.speculation.expansion import Calibration, observe_tree
 from engine.speculation.expansion import calibrated as by_calibration
 from engine.speculation.lessons import Lessons
 from engine.speculation.tree import TokenTree, chain, merge
-from engine.step_output import RequestEvent
 from tests.harness.workloads import SIZE, VOCAB, WINDOW, steps_beyond, undisturbed
 from tests.unit.engine.speculation.test_engine import KnowsTheAnswers
 
@@ -35,8 +35,8 @@ def _tree(rng: random.Random) -> TokenTree:
     return merge(chains)
 
 
-def _event(name: str, token_ids: tuple[int, ...]) -> RequestEvent:
-    return RequestEvent(name, token_ids, None, (), 0, None, None, None)
+def _event(name: str, token_ids: tuple[int, ...]) -> RequestOutput:
+    return RequestOutput(name, token_ids, None, (), 0, None, None, None)
 
 
 def test_what_is_heard_is_learnt_when_there_is_time(seed: int) -> None:

@@ -24,14 +24,14 @@ from engine.decoder.sources import random_weights
 from engine.fake import FakeModel
 from engine.loop import Engine, load_engine
 from engine.models.interface import Ends, LoadedModel
+from engine.outputs import RequestOutput
 from engine.request import ModelInfo, Request, Sampling
-from engine.schedule.order import Key
+from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Drafter, Task
 from engine.speculation.heads.hidden import Computed, Wants
 from engine.speculation.heads.load import load_heads
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
-from engine.step_output import RequestEvent
 from tests.harness import published_heads as heads
 from tests.harness.engines import all_events, hasher, tokens_of
 from tests.harness.models import FAMILIES, Tiny
@@ -193,7 +193,7 @@ def test_a_step_that_failed_leaves_no_hidden_states() -> None:
     assert spy.places["r", 0][-1][1] <= 3 + 5
 
 
-def _events(engine: Engine) -> Iterator[RequestEvent]:
+def _events(engine: Engine) -> Iterator[RequestOutput]:
     while engine.has_work():
         yield from engine.step().events
 

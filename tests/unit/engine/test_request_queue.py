@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.fake import FakeModel
-from engine.line import Line
 from engine.loop import Engine
-from engine.scheduler import NUM_LOOKED_AT
+from engine.scheduler import NUM_LOOKED_AT, RequestQueue
 
 Make = Callable[..., Any]
 
@@ -31,7 +30,7 @@ class _Waiting:
 def test_a_line_is_a_sorted_list(
     comings: list[tuple[int, bool]], has_priorities: bool, num: int
 ) -> None:
-    line, model = Line(has_priorities=has_priorities), []
+    line, model = RequestQueue(has_priorities=has_priorities), []
     for number, (priority, leaves) in enumerate(comings):
         one: Any = _Waiting(number, priority)
         line.add(one)

@@ -1,1 +1,0 @@
-"""Which requests get how many tokens in the next step: a pure function over values."""
