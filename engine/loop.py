@@ -1,51 +1,107 @@
-"""Engine: continuous batching of one model over one device cache. Tokens in, tokens and filled
+"""Engine: continuous batching of one model over one device cache. Tokens in, tokens and filled KV
 blocks out.
 
-Prefill and decode are the same loop: a step is {sample: number of tokens}. What a role is lies in
-how it is called: a prefill worker reserves with `hold_after=1` and reads the blocks, a decode
-worker loads blocks between `reserve` and `start`; who loads nothing can `submit`, and leave it to
-the engine when blocks are taken. States and their meaning: engine/request.py; its parts:
-engine/parts.py. No RPC, no asyncio, no text.
+Prefill and decode are the same loop: a step is {sequence: number of tokens}. A role is a way to
+call it: a prefill worker reserves with `hold_after=1` and reads the blocks; a decode worker loads
+blocks between `reserve` and `start`; a caller that loads nothing can `submit`, and the engine
+allocates blocks when the request's turn comes. States and their meaning: engine/request.py. No RPC,
+no asyncio, no text.
+
+What a step calls, in order: engine/input_processor.py admits requests whose grammar is compiled,
+engine/scheduler.py plans, engine/runner.py runs the model and samples, engine/output_processor.py
+applies the results. Blocks belong to engine/kv/cache_manager.py, preempted sequences to
+engine/preemptor.py, steps that run ahead to engine/in_flight.py.
 
 Threads: every method is called from one thread, the engine's. Other threads may read `kv` bytes of
-filled blocks, write those of reserved blocks that are not started, and read `model_info`. Where
-blocks are taken away (`EngineConfig.preemption`), filled blocks may be read by others only of
-requests that hold, which are never preempted, and those that `hold_cached` named.
+filled blocks, write those of reserved blocks that are not started, and read `model_info`. If blocks
+may be preempted (`EngineConfig.preemption`), other threads may read filled blocks only of held
+requests, which are never preempted, and those that `hold_cached` named.
 
-Invariants: a full block of a started request changes no more; free + evictable + referenced +
-quarantined == total; who was let in ends (`check_integrity`, tests/unit/engine/test_preemption.py).
+Invariants: a full block of a started request does not change any more; free + evictable +
+referenced + quarantined == total; every admitted request ends (`check_integrity`,
+tests/unit/engine/test_preemption.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Values
 from pathlib import Path
 
+import torch
+
+from checkpoints.resolve import resolve
 from engine.config import EngineConfig
-from engine.constraints import MakeService
+from engine.constraints import Constraints, MakeService
+from engine.decode_rows import DecodeRows
+from engine.entrance import Entrance
 from engine.errors import InvalidRequest, NoBlocks, UnknownRequest, WrongState
+from engine.foresight import Foresight
 from engine.group import Group
-from engine.held import Held, hold
-from engine.load import load
+from engine.in_flight import InFlight
+from engine.kv.block_pool import BlockPool
+from engine.kv.cache_manager import KVCacheManager
+from engine.kv.memory import KvMemory
+from engine.kv.radix_tree import RadixTree
+from engine.kv.sizing import choose_num_blocks, free_memory_bytes, held_bytes
 from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter
 from engine.lora.registry import AdapterInfo
-from engine.metrics import EngineStats, MetricsSnapshot
+from engine.metrics import (
+    EngineMetrics,
+    EngineStats,
+    MetricsSnapshot,
+    Totals,
+    compute_stats,
+    count_running_and_waiting,
+)
 from engine.models.interface import LoadedModel, Progress
-from engine.outputs import StepOutput
-from engine.parking import Parking
-from engine.parts import Parts, park_bytes
-from engine.request import Request, Reservation, State, StopPolicy
+from engine.models.phases import Phases, closed_on_failure
+from engine.output_processor import OutputProcessor
+from engine.outputs import RequestOutput, StepOutput
+from engine.parking import Parking, choose_parking
+from engine.plain_steps import PlainSteps
+from engine.preemptor import Preemptor
+from engine.request import (
+    STARTED,
+    WITHOUT_BLOCKS,
+    DetachedRequest,
+    ModelInfo,
+    Request,
+    Reservation,
+    State,
+    StopPolicy,
+)
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+from engine.speculation.cost_clock import cost_clock
 from engine.speculation.draft_port import DraftPeer
-from engine.speculation.drafter import Drafter
+from engine.speculation.draft_sharing import DraftSharing
+from engine.speculation.drafter import Drafter, close_all
+from engine.speculation.wanted import make_speculator
 from engine.warm_up import warm_up
+
+IDLE_WAIT_S = 0.002
+"""Seconds that a step waits if it has nothing to compute yet. Short beside a compilation, long
+beside a look at the waiting requests; guessed."""
+
+_MAY_DETACH = STARTED | {
+    State.WAITING_FOR_GRAMMAR,
+    State.PREEMPTED,
+    State.PARKED,
+    State.SWAPPING,
+}
 
 
 class Engine:
-    """See the module. `kv` is the device cache, `model_info` what was loaded."""
+    """One model with its device cache, its requests and its step loop.
+
+    `kv` is the device cache, `model_info` describes the loaded model.
+    """
 
     def __init__(
         self,
@@ -71,34 +127,116 @@ class Engine:
         Raises: TooFewBlocks; SettingsError for a preemption that the device cannot do.
         """
         self.config = config
+        self._clock = clock
+        self._undelivered: list[RequestOutput] = []
+        """Outputs of a step that an exception cut short: the next step returns them."""
         self._model = model
-        self._parts = parts = Parts(
+        self._drafters = drafters or ()
+        window = model.info.context_window
+        device = model.device_memory()
+        num_blocks = choose_num_blocks(
             config,
-            model,
+            model.layout,
+            window,
+            free_memory_bytes(model.info.device),
+            None if device is None else dataclasses.replace(device, draft_bytes=draft_bytes),
+            model.kv_record,
+        )
+        self.kv: KvMemory = model.make_memory(num_blocks)
+        self.model_info: ModelInfo = dataclasses.replace(model.info, num_blocks=num_blocks)
+        model.attach(self.kv)
+        self._pool = BlockPool(num_blocks)
+        if self.kv.tails is not None:
+            self.kv.tails.is_live = self._pool.is_used
+        # A stop policy sees every token before the next one is sampled.
+        is_ahead = config.overlap and stop_policy is None
+        self._ahead = model.ahead if is_ahead else None
+        self._in_flight = InFlight(self._ahead, self._pool, self.kv.layout.block_size)
+        self._cache_manager = KVCacheManager(self.kv, RadixTree(self._pool), self._in_flight)
+        self._metrics = EngineMetrics(clock, num_blocks)
+        parking = choose_parking(config, self.kv.device, self.park_bytes, parking)
+        self._preemptor = Preemptor(self._cache_manager, parking, self._metrics)
+        self._scheduler = Scheduler(config, self._cache_manager, self._preemptor, self._metrics)
+        eos_token_ids = frozenset(model.info.eos_token_ids)
+        self._groups: dict[str, Group] = {}
+        self._totals = Totals()
+        self._constraints = Constraints(
+            make_grammars,
+            eos_token_ids=eos_token_ids,
+            jump_forward=config.jump_forward,
+        )
+        self._output_processor = OutputProcessor(
+            self._groups,
+            self._cache_manager,
+            self._scheduler,
+            self._preemptor,
+            self._constraints,
+            model.adapters,
+            self._metrics,
+            self._totals,
+            eos_token_ids=eos_token_ids,
             stop_policy=stop_policy,
-            parking=parking,
-            make_grammars=make_grammars,
-            drafters=drafters,
-            draft_bytes=draft_bytes,
+        )
+        self._entrance = Entrance(
+            config,
+            self.model_info,
+            self.kv.layout,
+            self._groups,
+            adapters=model.adapters,
+            constraints=self._constraints,
+            scheduler=self._scheduler,
+            output_processor=self._output_processor,
+            cache_manager=self._cache_manager,
+            metrics=self._metrics,
+            has_stop_policy=stop_policy is not None,
+        )
+        self._speculator = make_speculator(
+            config,
+            self._cache_manager,
+            drafters,
+            guesses=model.guesses,
+            context_window=window,
+            eos_token_ids=eos_token_ids,
+            clock=cost_clock(config, model.info.device, clock),
+        )
+        if self._speculator is not None:
+            self._entrance.on_reserved = self._speculator.expect
+        self.draft_sharing = DraftSharing(
+            config.speculation.draft_share_bytes, model.layout, drafters or ()
+        )
+        plain = PlainSteps(
+            model,
+            self.kv,
+            self._constraints,
+            self._in_flight,
+            self._speculator,
+            eos_token_ids=eos_token_ids,
+        )
+        self._runner = Runner(
+            model,
+            plain,
+            self._output_processor,
+            self._in_flight,
+            DecodeRows(
+                self._ahead,
+                self._cache_manager,
+                eos_token_ids,
+                clears_blocks=model.reads_unwritten,
+                # A speculator must see each prompt's step.
+                takes_prompts=config.overlap_prompts and self._speculator is None,
+            ),
+            Foresight(self._scheduler, self._cache_manager.block_size),
+            self._speculator,
+            begins_early=self._ahead is not None,
             clock=clock,
         )
-        self.kv = parts.kv
-        self.model_info = parts.model_info
-        self._groups = parts.groups
-        self._pool = parts.pool
-        self._in_flight = parts.in_flight
-        self._cache_manager = parts.cache_manager
-        self._preemptor = parts.preemptor
-        self._scheduler = parts.scheduler
-        self._constraints = parts.constraints
-        self._output_processor = parts.output_processor
-        self._speculator = parts.speculator
-        self.draft_sharing = parts.draft_sharing
 
     @property
     def park_bytes(self) -> int:
-        """Bytes that a parking may take of this process' memory; 0: nothing is ever parked."""
-        return park_bytes(self.config, self.kv)
+        """Bytes of host memory that swapped blocks may take; 0: nothing is ever swapped."""
+        if self.config.preemption != "swap":
+            return 0
+        return self.config.park_bytes or self.kv.num_blocks * self.kv.layout.block_bytes
 
     def use_parking(self, parking: Parking) -> None:
         """Park there from now on. For who can make one only when the engine is loaded.
@@ -118,7 +256,7 @@ class Engine:
         """Run the model once per kind of batch, so that the first request does not pay for it.
         Writes no KV."""
         most = self.config.max_num_tokens_per_step, self.config.max_num_running
-        warm_up(self._model, self._parts.ahead, *most, progress)
+        warm_up(self._model, self._ahead, *most, progress)
 
     # -- a request's life
 
@@ -130,7 +268,7 @@ class Engine:
         Raises: NoBlocks (nothing was taken; also while preempted requests wait for blocks),
             RequestTooLong, InvalidRequest, DuplicateRequest.
         """
-        return self._parts.entrance.reserve(request)
+        return self._entrance.reserve(request)
 
     def start(
         self,
@@ -156,7 +294,7 @@ class Engine:
             in the request's grammar end it instead, with an event of the next step.
         """
         group = self._group(request_id, State.RESERVED)
-        self._parts.entrance.start(group, num_loaded_tokens, outputs, tuple(beam_start))
+        self._entrance.start(group, num_loaded_tokens, outputs, tuple(beam_start))
 
     def submit(self, request: Request) -> None:
         """Queue a request: the engine takes blocks and starts it when its turn comes, by the policy
@@ -164,21 +302,45 @@ class Engine:
 
         Raises: RequestTooLong, InvalidRequest, DuplicateRequest.
         """
-        self._parts.entrance.submit(request)
+        self._entrance.submit(request)
 
-    def hold(self, request_id: str) -> Held:
-        """Take a started request out of the steps as it stands, to go on elsewhere: HOLDING, whose
-        blocks stay readable until `release`. No event of it comes any more.
+    def detach(self, request_id: str) -> DetachedRequest:
+        """Take a started request out of the steps as it stands, so that another engine can continue
+        it. It is HOLDING then: its blocks stay readable until `release`, and no output of it
+        follows.
 
-        Raises: UnknownRequest; WrongState for one that was not started, or of several samples or
-        beams.
+        Nothing of it is in flight afterwards, so no byte of its blocks changes before `release`. A
+        token that a pending step samples for it is dropped; the other engine samples it again. What
+        a preempted request lost is not recomputed: it holds what the prefix cache still has.
+
+        Raises: UnknownRequest; WrongState for a request that was not started or has ended, or of
+            several samples or beams, each of which has blocks of its own; nothing changed.
         """
-        return hold(
-            self._group(request_id),
-            self._cache_manager,
-            self._scheduler,
-            self._preemptor,
-            self._constraints,
+        group = self._group(request_id)
+        if group.num_rows > 1 or group.request.beam is not None:
+            raise WrongState(f"request {request_id} has several samples or beams")
+        sequence, blocks = group.prompt, self._cache_manager
+        if sequence.state not in _MAY_DETACH or group.request.hold_after is not None:
+            raise WrongState(f"request {request_id} is {sequence.state.value}")
+        self._in_flight.let_go(sequence)
+        self._in_flight.settle()
+        blocks.free_draft_blocks(sequence)
+        self._scheduler.remove(sequence)
+        self._constraints.forget(group)
+        self._preemptor.forget(sequence)
+        if sequence.state in WITHOUT_BLOCKS:
+            blocks.share_cached(sequence)
+        sequence.move(State.HOLDING)
+        size = blocks.block_size
+        num_computed = blocks.num_resumable(sequence.num_computed_tokens)
+        num_full = num_computed // size
+        if num_full:
+            sequence.chain_hash(num_full - 1, size)  # and all before it
+        return DetachedRequest(
+            tuple(sequence.token_ids),
+            num_computed,
+            tuple(sequence.block_ids[: -(-num_computed // size)]),
+            tuple(sequence.chain_hashes[:num_full]),
         )
 
     def release(self, request_id: str) -> None:
@@ -310,27 +472,80 @@ class Engine:
     # -- the step
 
     def has_work(self) -> bool:
-        """Whether `step` would compute anything. False also where all blocks are others', which
-        are reserved or held: a call must free some first."""
-        return self._parts.steps.has_work()
+        """Whether `step` would compute or return anything. False also if all blocks belong to
+        reserved or held requests: a call must free some first. A pending step counts as work if one
+        of its sequences is live."""
+        has_outputs = bool(self._undelivered)
+        return has_outputs or self._entrance.has_waiting or self._scheduler.has_work()
 
     @property
     def is_device_behind(self) -> bool:
-        """The device may still write into blocks that an event named, or that nobody has any more:
-        a plain step gave it work, and no draw has waited for it. False while only launches and
-        begun steps are under way: what they write into is kept until they are over."""
-        return self._parts.steps.is_device_behind
+        """Whether the device may still write into blocks that an output named or that are free: a
+        plain step gave it work, and no sampled token was waited for since. False while only steps
+        that run ahead are pending, because the blocks that they write are kept until they end."""
+        return self._runner.is_device_behind
 
     def step(self) -> StepOutput:
-        """One forward pass over all scheduled samples, and one draw for each whose last token was
-        in it.
+        """One forward pass over all scheduled sequences, and one sampled token for each whose last
+        token was in it.
 
-        Where the model can, the step after this one is begun, too (`EngineConfig.overlap`): no call
-        tells, but by the time it takes. With nothing to compute while somebody waits for a grammar
-        or for bytes, it waits for that, at most steps.IDLE_WAIT_S. An exception of the model leaves
-        every request as it was before.
+        If the model can, the step after this one is begun, too (`EngineConfig.overlap`); only the
+        time that the next call takes shows it. With nothing to compute while a request waits for a
+        grammar or for swapped bytes, it waits for those, at most IDLE_WAIT_S. An exception of the
+        model leaves every request as it was before; outputs of a step that it cut short come with
+        the next one.
         """
-        return self._parts.steps.take()
+        began_s = self._clock()
+        self._undelivered += self._entrance.let_in_ready(self._clock)
+        is_admitting = not self._entrance.wants_places
+        has_begun = self._runner.has_begun
+        plan = {} if has_begun else self._scheduler.next_plan(is_admitting=is_admitting)
+        num_prefills = num_decodes = num_guessed = num_kept = 0
+        is_computing = bool(plan) or has_begun
+        if is_computing:
+            result = self._runner.run(
+                plan,
+                self._scheduler,
+                is_admitting=is_admitting,
+                is_settled=not self._entrance.has_waiting,
+            )
+            self._undelivered += result.events
+            num_prefills, num_decodes = result.num_prefill_tokens, result.num_decode_tokens
+            num_guessed, num_kept = result.num_guessed_tokens, result.num_kept_tokens
+        elif not self._undelivered:
+            self._idle()
+        outputs, self._undelivered = self._undelivered, []
+        totals = self._totals
+        totals.num_steps += 1
+        # Accepted draft tokens are among the decodes.
+        totals.num_computed_tokens += num_prefills + num_decodes + num_guessed - num_kept
+        if is_computing:
+            seconds = self._clock() - began_s
+            totals.num_computing_steps += 1
+            totals.num_decode_tokens += num_decodes
+            totals.step_s += seconds
+            num_used_blocks = self._cache_manager.num_used
+            self._metrics.on_step(num_prefills, num_decodes, seconds, num_used_blocks)
+            if num_guessed:
+                self._metrics.on_guesses(num_guessed, num_kept)
+        num_running, num_waiting = count_running_and_waiting(self._groups)
+        return StepOutput(
+            events=tuple(outputs),
+            num_scheduled_tokens=num_prefills + num_decodes,
+            num_free_blocks=self._cache_manager.num_available,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            step=totals.num_steps,
+            began_s=began_s,
+            ended_s=self._clock(),
+        )
+
+    def _idle(self) -> None:
+        self._in_flight.settle()  # no sequence waits for it, and there is time now
+        if self._constraints.has_waiting:
+            self._constraints.wait(IDLE_WAIT_S)
+        elif self._scheduler.running:  # swapped bytes are on their way
+            time.sleep(IDLE_WAIT_S)
 
     def _group(self, request_id: str, state: State | None = None) -> Group:
         group = self._groups.get(request_id)
@@ -341,9 +556,13 @@ class Engine:
         return group
 
     def close(self) -> None:
-        """End the threads and the process that grammars are compiled in, what is in flight, and the
-        processes of other ranks; the models that guess, too. No step after it."""
-        self._parts.close()
+        """End the pending step, the threads and the process that compile grammars, the draft models
+        and the processes of other ranks. No step may follow."""
+        with contextlib.ExitStack() as stack:  # the last first; each, whatever another raises
+            stack.callback(self._model.close)
+            stack.callback(close_all, self._drafters)
+            stack.callback(self._constraints.close)
+            stack.callback(self._in_flight.close)
 
     def check_alive(self) -> None:
         """For when there is nothing to do; cheap. Raises: RankFailed when a process that computes a
@@ -358,20 +577,39 @@ class Engine:
     # -- accounts
 
     def check_integrity(self) -> None:
-        """Recompute every block's class and reference count from the live requests, and whatever
-        else is counted.
+        """Recompute every block's class and reference count from the live requests, and everything
+        else that is counted.
 
         Raises: IntegrityError.
         """
-        self._parts.check_integrity()
+        self._cache_manager.check_integrity(self._groups)
+        self.kv.check_integrity()
+        self._scheduler.check_integrity()
+        self._preemptor.check_integrity(
+            sequence for group in self._groups.values() for sequence in group.samples.values()
+        )
+        self._metrics.check_integrity()
+        self._entrance.check_integrity()
+        if self._speculator is not None:
+            self._speculator.check_integrity()
+        self.draft_sharing.check_integrity()
+        self._constraints.check_integrity()
+        self._model.check_integrity()
+        self._model.adapters.check_integrity(
+            Counter(
+                group.request.adapter for group in self._groups.values() if group.request.adapter
+            )
+        )
 
     def stats(self) -> EngineStats:
         """Levels and counts now."""
-        return self._parts.stats()
+        return compute_stats(
+            self._groups, self._cache_manager, self._totals, self._preemptor.num_by_cause
+        )
 
     def metrics(self) -> MetricsSnapshot:
         """How fast it is and was."""
-        return self._parts.metrics.snapshot()
+        return self._metrics.snapshot()
 
 
 def load_engine(
@@ -382,18 +620,54 @@ def load_engine(
     prepares_grammars: bool = False,
     draft_peers: Values[DraftPeer] = (),
 ) -> Engine:
-    """Resolve the checkpoint, load the model, size the cache, warm up.
+    """Load an engine that is ready for its first request: checkpoint, model, draft models, cache,
+    warm-up, in this order, because each takes of the memory that those before it left.
 
-    Args: prepares_grammars: for who will serve some: `Engine.prepare_grammars`, which takes memory.
-        draft_peers: the ways to `speculation.draft_workers`.
+    Args:
+        prepares_grammars: call `Engine.prepare_grammars`, which takes memory.
+        draft_peers: the channels to `speculation.draft_workers`.
     Raises: LoadError (missing or broken checkpoint, model type, too few blocks), errors of
         checkpoints.resolve; each one line that says what is wrong and how to fix it.
     """
-    return load(
-        Engine,
-        config,
-        progress=progress,
-        stop_policy=stop_policy,
-        prepares_grammars=prepares_grammars,
-        draft_peers=draft_peers,
-    )
+    # Imported here: they import transformers, which takes as long as all the rest, and which an
+    # engine over a model that was not loaded does without.
+    from engine.grammar.service import GrammarService
+    from engine.models.load import load_model
+    from engine.speculation.heads.load import load_heads
+    from engine.speculation.load import load_drafters
+
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    model = load_model(config, progress=progress)
+    phases = Phases()
+    with closed_on_failure() as closes:
+        closes.append(model.close)
+        # Resolved now, so that the first grammar does not wait for it.
+        folder = resolve(config.model, files="tokenizer").path
+
+        def make_grammars() -> GrammarService:
+            return GrammarService.from_checkpoint(folder, model.info.vocab_size, config.grammar)
+
+        with phases.timed("drafters"):
+            before_bytes = held_bytes(model.info.device)
+            drafters = load_drafters(config, model.info, progress, draft_peers)
+            closes.append(lambda: close_all(drafters))
+            drafters += load_heads(config, model)
+            draft_bytes = held_bytes(model.info.device) - before_bytes
+        with phases.timed("cache"):
+            engine = Engine(
+                config,
+                model,
+                stop_policy=stop_policy,
+                make_grammars=make_grammars,
+                drafters=drafters,
+                draft_bytes=draft_bytes,
+            )
+        with phases.timed("warm-up"):
+            engine.warm_up(progress)
+        if prepares_grammars:
+            with phases.timed("grammars"):
+                engine.prepare_grammars()
+    seconds = (*model.info.seconds, *phases.seconds)
+    engine.model_info = dataclasses.replace(engine.model_info, seconds=seconds)
+    return engine

@@ -303,6 +303,24 @@ class Reservation:
 
 
 @dataclass(frozen=True)
+class DetachedRequest:
+    """What a request had when it was detached, for the engine that continues it."""
+
+    token_ids: tuple[int, ...]
+    """Prompt and output."""
+
+    num_computed_tokens: int
+    """Tokens, from the first one on, whose KV lies in `block_ids` and can be taken over: all but
+    the last one for a request that was decoding, fewer for one that was not there yet."""
+
+    block_ids: tuple[int, ...]
+    """The blocks with their KV; the last one may be unfilled."""
+
+    chain_hashes: tuple[bytes, ...]
+    """Chain hashes of the full ones among them."""
+
+
+@dataclass(frozen=True)
 class StopView:
     """What a stop policy sees of one sample after each of its tokens."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import time
-import types
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
     from engine.metrics import EngineStats
 
 CONTEXT_WINDOW = 20_000
-
-# A FakeModel loads nothing. What loads models imports transformers, which takes longer than a test.
-_loading = types.ModuleType("engine.load")
-_loading.load = None  # type: ignore[attr-defined]
 
 
 def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> Engine:
@@ -62,6 +57,5 @@ def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> En
 
 
 if __name__ == "__main__":
-    sys.modules["engine.load"] = _loading
     mode = sys.argv.pop(1)
     child.run(make_engine)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from checkpoints.resolve import resolve
-from engine import load as engine_load
+from engine import loop
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.fake import FakeModel
@@ -173,7 +173,7 @@ def test_a_request_that_waits_can_be_taken_out_to_wait_elsewhere(
         engine.start("a")
         engine.step()
         assert engine._groups["a"].state is State.WAITING_FOR_GRAMMAR
-        held = engine.hold("a")
+        held = engine.detach("a")
     assert (held.token_ids, held.num_computed_tokens) == (PROMPT, 0)
     assert not engine.has_work() and engine.step().events == ()  # ready now, and nobody waits
     engine.release("a")
@@ -249,7 +249,7 @@ def test_the_engines_thread_reads_no_file_for_the_first_grammar(
         loads.append(threading.get_ident())
         return load(folder, vocab_size)
 
-    monkeypatch.setattr(engine_load, "resolve", lambda *_, **__: pytest.fail("resolved again"))
+    monkeypatch.setattr(loop, "resolve", lambda *_, **__: pytest.fail("resolved again"))
     monkeypatch.setattr(Vocabulary, "load", noted)
     spec = GrammarSpec(GrammarKind.CHOICE, choices=("yes", "no"))
     engine.submit(_ask(make_request, "a", spec))

@@ -325,7 +325,7 @@ def test_nobody_gets_the_blocks_that_a_chunk_is_written_into(how: str, make_requ
     engine.submit(make_request("a", range(1, 25), max_tokens=4))
     engine.step()  # [0, 10) is told; [10, 20) is under way, in three blocks
     if how == "hold":
-        engine.hold("a")
+        engine.detach("a")
         assert engine._pool.num_quarantined == 0  # it has waited for it
         engine.release("a")
     elif how == "preempt":

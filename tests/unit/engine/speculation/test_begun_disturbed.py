@@ -102,7 +102,7 @@ def test_taken_out_to_go_on_elsewhere(late: LateFake, make_request: Make) -> Non
     """Its blocks stay as they are, and what was under way is drawn again there."""
     engine = late_engine(late)
     events = decoding(engine, make_request("a", PROMPT, max_tokens=20))
-    held = engine.hold("a")
+    held = engine.detach("a")
     engine.check_integrity()
     assert held.token_ids == (*PROMPT, *told_of(events, "a"))
     assert held.num_computed_tokens == len(held.token_ids) - 1
@@ -251,7 +251,7 @@ def _take_all(engine: Engine, make_request: Make) -> None:
 
 
 def _disturb(engine: Engine, name: str, rng: random.Random) -> None:
-    what = rng.choice([engine.abort, engine.preempt, engine.hold])
+    what = rng.choice([engine.abort, engine.preempt, engine.detach])
     try:
         what(name)
     except WrongState:

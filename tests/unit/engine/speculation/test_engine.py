@@ -141,7 +141,7 @@ def _maybe_quantized(index: int, rng: random.Random) -> Bench:
 
 def _rest_at_random(engine: Engine, rng: random.Random) -> None:
     """Launches begin and end anywhere among guesses, for longer or shorter."""
-    speculator = engine._parts.speculator
+    speculator = engine._speculator
     assert speculator is not None
     speculator._exploration.rests = (  # type: ignore[method-assign]
         lambda num_sequences: rng.random() < 0.7
