@@ -38,11 +38,11 @@ from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.constraints import Constraints, MakeService
 from engine.decode_rows import DecodeRows
-from engine.entrance import Entrance
 from engine.errors import InvalidRequest, NoBlocks, UnknownRequest, WrongState
 from engine.foresight import Foresight
 from engine.group import Group
 from engine.in_flight import InFlight
+from engine.input_processor import InputProcessor
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.memory import KvMemory
@@ -177,7 +177,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             stop_policy=stop_policy,
         )
-        self._entrance = Entrance(
+        self._input_processor = InputProcessor(
             config,
             self.model_info,
             self.kv.layout,
@@ -200,7 +200,7 @@ class Engine:
             clock=cost_clock(config, model.info.device, clock),
         )
         if self._speculator is not None:
-            self._entrance.on_reserved = self._speculator.expect
+            self._input_processor.on_reserved = self._speculator.expect
         self.draft_sharing = DraftSharing(
             config.speculation.draft_share_bytes, model.layout, drafters or ()
         )
@@ -268,7 +268,7 @@ class Engine:
         Raises: NoBlocks (nothing was taken; also while preempted requests wait for blocks),
             RequestTooLong, InvalidRequest, DuplicateRequest.
         """
-        return self._entrance.reserve(request)
+        return self._input_processor.reserve(request)
 
     def start(
         self,
@@ -294,7 +294,7 @@ class Engine:
             in the request's grammar end it instead, with an event of the next step.
         """
         group = self._group(request_id, State.RESERVED)
-        self._entrance.start(group, num_loaded_tokens, outputs, tuple(beam_start))
+        self._input_processor.start(group, num_loaded_tokens, outputs, tuple(beam_start))
 
     def submit(self, request: Request) -> None:
         """Queue a request: the engine takes blocks and starts it when its turn comes, by the policy
@@ -302,7 +302,7 @@ class Engine:
 
         Raises: RequestTooLong, InvalidRequest, DuplicateRequest.
         """
-        self._entrance.submit(request)
+        self._input_processor.submit(request)
 
     def detach(self, request_id: str) -> DetachedRequest:
         """Take a started request out of the steps as it stands, so that another engine can continue
@@ -476,7 +476,7 @@ class Engine:
         reserved or held requests: a call must free some first. A pending step counts as work if one
         of its sequences is live."""
         has_outputs = bool(self._undelivered)
-        return has_outputs or self._entrance.has_waiting or self._scheduler.has_work()
+        return has_outputs or self._input_processor.has_waiting or self._scheduler.has_work()
 
     @property
     def is_device_behind(self) -> bool:
@@ -496,8 +496,8 @@ class Engine:
         the next one.
         """
         began_s = self._clock()
-        self._undelivered += self._entrance.let_in_ready(self._clock)
-        is_admitting = not self._entrance.wants_places
+        self._undelivered += self._input_processor.admit_ready(self._clock)
+        is_admitting = not self._input_processor.needs_places
         has_begun = self._runner.has_begun
         plan = {} if has_begun else self._scheduler.next_plan(is_admitting=is_admitting)
         num_prefills = num_decodes = num_guessed = num_kept = 0
@@ -507,7 +507,7 @@ class Engine:
                 plan,
                 self._scheduler,
                 is_admitting=is_admitting,
-                is_settled=not self._entrance.has_waiting,
+                is_settled=not self._input_processor.has_waiting,
             )
             self._undelivered += result.events
             num_prefills, num_decodes = result.num_prefill_tokens, result.num_decode_tokens
@@ -589,7 +589,7 @@ class Engine:
             sequence for group in self._groups.values() for sequence in group.samples.values()
         )
         self._metrics.check_integrity()
-        self._entrance.check_integrity()
+        self._input_processor.check_integrity()
         if self._speculator is not None:
             self._speculator.check_integrity()
         self.draft_sharing.check_integrity()

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from engine.admission import check_request, check_room
 from engine.errors import IntegrityError
+from engine.input_processor import check_request, check_room
 from engine.loop import Engine
 from engine.lora.errors import AdapterInUse
 from engine.lora.registry import AdapterInfo
