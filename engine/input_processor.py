@@ -109,7 +109,7 @@ class InputProcessor:
         chain hashes."""
 
     def reserve(self, request: Request) -> Reservation:
-        """Validate a request and allocate its blocks. Errors: Engine.reserve."""
+        """Validate a request and allocate its blocks. Errors: LLMEngine.reserve."""
         group = self._make_group(request, State.RESERVED)
         sequence = group.prompt
         try:
@@ -138,7 +138,7 @@ class InputProcessor:
         outputs: Values[Values[int]],
         beam_start: tuple[tuple[int, float], ...],
     ) -> None:
-        """Queue a reserved request. Arguments and errors: Engine.start."""
+        """Queue a reserved request. Arguments and errors: LLMEngine.start."""
         sequence, size = group.prompt, self._cache_manager.block_size
         drawn = check_start(group, num_loaded_tokens, outputs, self._model_info, size)
         candidates = self._output_processor.beams.check_start(
@@ -165,7 +165,7 @@ class InputProcessor:
         self._enqueue(group)
 
     def submit(self, request: Request) -> None:
-        """Validate a request and queue it without blocks. Errors: Engine.submit."""
+        """Validate a request and queue it without blocks. Errors: LLMEngine.submit."""
         group = self._make_group(request, State.QUEUED)
         self._add(group, 0)
         self._metrics.on_start(request.request_id)

@@ -103,7 +103,7 @@ class Runner:
         """Of a step that was to be begun then, and whose: told by the call that it is for."""
         self._clock = clock
         self.is_device_behind = False
-        """See engine/loop.py:Engine.is_device_behind."""
+        """See engine/engine.py:LLMEngine.is_device_behind."""
 
     @property
     def has_begun(self) -> bool:

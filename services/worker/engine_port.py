@@ -1,4 +1,4 @@
-"""What a worker needs of an engine, as a Protocol: `engine.loop.Engine` and
+"""What a worker needs of an engine, as a Protocol: `engine.engine.LLMEngine` and
 `engine.fake.FakeEngine` both fit it.
 
 Knows no asyncio. Every method is called from the one thread of `EngineThread`; `kv` and
@@ -65,7 +65,7 @@ class KvMemoryPort(Protocol):
 
 
 class WorkerEngine(Protocol):
-    """Each method means what it means in `engine.loop.Engine`."""
+    """Each method means what it means in `engine.engine.LLMEngine`."""
 
     @property
     def kv(self) -> KvMemoryPort: ...

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     import torch
 
     from engine.batch import Batch
-    from engine.loop import Engine, Progress
+    from engine.engine import LLMEngine, Progress
     from engine.lora.registry import AdapterInfo
     from engine.metrics import EngineStats
 
 CONTEXT_WINDOW = 20_000
 
 
-def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> Engine:
+def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> LLMEngine:
     """One that makes this process' mistakes."""
+    from engine.engine import LLMEngine
     from engine.fake import FakeModel
-    from engine.loop import Engine
 
     class _Model(FakeModel):
         def forward(self, batch: Batch) -> torch.Tensor:
@@ -39,7 +39,7 @@ def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> En
                 time.sleep(3600)
             return super().forward(batch)
 
-    class _Engine(Engine):
+    class _Engine(LLMEngine):
         def stats(self) -> EngineStats:
             if mode == "odd":
                 time.sleep(0.6)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.draft_pages import PageCounts
@@ -41,7 +41,7 @@ LIMITS = WorkerLimits(
 """A transfer that is late on a busy machine is none that failed: tests count those."""
 
 
-def make_engine(index: int, share_bytes: int = 1 << 16) -> Engine:
+def make_engine(index: int, share_bytes: int = 1 << 16) -> LLMEngine:
     """Guessed for by a draft model that is always right, if its KV is. A page is one block."""
     speculation = SpeculationConfig(always=True, max_num_nodes=3, draft_share_bytes=share_bytes)
     config = EngineConfig(
@@ -53,7 +53,7 @@ def make_engine(index: int, share_bytes: int = 1 << 16) -> Engine:
     )
     draft = FakeModel(block_size=BLOCK_SIZE)
     drafter = DraftModel(draft, (1, 1, 1), num_blocks=256, max_num_tokens=16)
-    return Engine(config, GatedModel(), drafters=[drafter])
+    return LLMEngine(config, GatedModel(), drafters=[drafter])
 
 
 def pages_of(m: Movers, index: int) -> StoreDraftPages:
@@ -153,7 +153,7 @@ async def test_a_stream_that_moves_finds_its_draft_models_kv(tmp_path: Path) -> 
 
 
 async def test_metrics_show_what_was_shared(tmp_path: Path) -> None:
-    def make(index: int) -> Engine:
+    def make(index: int) -> LLMEngine:
         return make_engine(index, share_bytes=(1 << 16) * (1 - index))
 
     async with movers(tmp_path, make_engine=make, limits=LIMITS) as m:

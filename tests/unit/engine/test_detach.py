@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.engine import LLMEngine
 from engine.errors import UnknownRequest, WrongState
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.outputs import RequestOutput
 from engine.request import Beam, DetachedRequest, Request, Sampling, State
 from tests.harness.engines import all_steps, hasher, late_engine
@@ -25,7 +25,7 @@ MAX_MOVES = 30
 """Of one request: by each move it may lose half of what it has, and come no further for 40,000."""
 
 
-def bytes_of(engine: Engine, held: DetachedRequest) -> np.ndarray[Any, Any]:
+def bytes_of(engine: LLMEngine, held: DetachedRequest) -> np.ndarray[Any, Any]:
     """The computed slots of its blocks: [tokens, ids and positions]."""
     cells = engine.kv.cache[list(held.block_ids), 0, 0, :, :, 0]  # [blocks, 2, SIZE]
     return cells.transpose(1, 2).reshape(-1, 2)[: held.num_computed_tokens].numpy().copy()
@@ -37,7 +37,7 @@ def expected_bytes(held: DetachedRequest) -> np.ndarray[Any, Any]:
 
 
 def go_on(
-    engine: Engine, request: Request, held: DetachedRequest, content: np.ndarray[Any, Any]
+    engine: LLMEngine, request: Request, held: DetachedRequest, content: np.ndarray[Any, Any]
 ) -> None:
     """Load what was held, as far as there are places, and start."""
     engine.reserve(request)

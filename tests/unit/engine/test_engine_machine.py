@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 )
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import NoBlocks, WrongState
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.plain_ahead import AheadModel
 from engine.request import DetachedRequest, Request, Reservation, Sampling, State
@@ -82,7 +82,7 @@ class EngineMachine(RuleBasedStateMachine):
         model: LoadedModel = self.model
         if is_late is not None:
             model = AheadModel(model, is_late=is_late)
-        self.engine = Engine(config, model)
+        self.engine = LLMEngine(config, model)
 
     def pick(self, data: st.DataObject, *states: State) -> Known | None:
         names = [name for name, known in self.live.items() if known.state in states]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
 from engine.foresight import Foresight
-from engine.loop import Engine
 from engine.request import Request, Sampling
 from engine.sampling import pipeline
 from tests.harness.engines import all_steps, hasher
@@ -21,14 +21,14 @@ SIZE = 4
 BUDGET = 40
 
 
-def _engine(preemption: str = "never") -> Engine:
+def _engine(preemption: str = "never") -> LLMEngine:
     config = EngineConfig(
         num_blocks=256,
         max_num_tokens_per_step=BUDGET,
         max_num_running=12,
         preemption=preemption,
     )
-    return Engine(config, FakeModel(block_size=SIZE))
+    return LLMEngine(config, FakeModel(block_size=SIZE))
 
 
 def _request(number: int, hash_block: Callable[[bytes, Sequence[int]], bytes]) -> Request:

@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers
 
-from engine import loop
+from engine import engine as engine_module
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.decoder.model import DecoderModel
+from engine.engine import load_engine
 from engine.errors import LoadError, ModelNotSupported, TooFewBlocks
 from engine.kv.memory import KvMemory
-from engine.loop import load_engine
 from engine.models import built
 from engine.models import fuse as fuse_module
 from engine.models import load as load_module
@@ -321,7 +321,7 @@ def test_a_start_that_ends_behind_the_model_closes_it(
     def gone(*_: object, **__: object) -> None:
         raise LoadError("the checkpoint is gone")
 
-    monkeypatch.setattr(loop, "resolve", gone)
+    monkeypatch.setattr(engine_module, "resolve", gone)
     with pytest.raises(LoadError, match="gone"):
         load_engine(EngineConfig(model=str(llama), device="cpu"))
     assert len(closed) == 1

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from engine.begun import BegunStep
+from engine.engine import LLMEngine
 from engine.errors import NoBlocks, WrongState
 from engine.foresight import Foresight
-from engine.loop import Engine
 from engine.outputs import RequestOutput
 from engine.request import Request, State
 from tests.harness.engines import PROMPT, SIZE, all_steps, tokens_of, write_tokens
@@ -233,7 +233,7 @@ def _anything(late: LateFake, make_request: Make, rng: random.Random) -> int:
     return num_early
 
 
-def _take_all(engine: Engine, make_request: Make) -> None:
+def _take_all(engine: LLMEngine, make_request: Make) -> None:
     """As many blocks can be had as are told of, until they are given back."""
     stats = engine.stats()
     if stats.num_preempted:
@@ -250,7 +250,7 @@ def _take_all(engine: Engine, make_request: Make) -> None:
     engine.check_integrity()
 
 
-def _disturb(engine: Engine, name: str, rng: random.Random) -> None:
+def _disturb(engine: LLMEngine, name: str, rng: random.Random) -> None:
     what = rng.choice([engine.abort, engine.preempt, engine.detach])
     try:
         what(name)

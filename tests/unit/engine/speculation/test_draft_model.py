@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 from checkpoints.resolve import resolve
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.engine import LLMEngine, load_engine
 from engine.errors import LoadError
 from engine.fake import FakeModel
-from engine.loop import Engine, load_engine
 from engine.models import load as model_loading
 from engine.models.interface import Guesses
 from engine.request import Request, Sampling
@@ -47,7 +47,7 @@ PROMPTS = (
 )
 
 
-def _answers(engine: Engine, **sampling: Any) -> tuple[dict[str, list[int]], int]:
+def _answers(engine: LLMEngine, **sampling: Any) -> tuple[dict[str, list[int]], int]:
     """(output by request, steps)"""
     tokenizer = Tokenizer.from_file(
         str(resolve("baton-5m", files="tokenizer").path / "tokenizer.json")
@@ -91,7 +91,7 @@ def test_a_small_cache_costs_drafts_and_no_token() -> None:
     draft = load_engine(replace(TARGET, model="baton-5m-draft"))._model
     drafter = DraftModel(draft, (2, 1), num_blocks=7, max_num_tokens=5)
     config = replace(TARGET, speculation=SpeculationConfig(always=True))
-    engine = Engine(config, target._model, drafters=[drafter])
+    engine = LLMEngine(config, target._model, drafters=[drafter])
     answers, num_steps = _answers(engine)
     assert answers == plain
     assert num_steps < num_plain
@@ -320,7 +320,7 @@ def test_draft_models_are_closed_with_the_engine_and_where_it_cannot_be_loaded(
     monkeypatch.setattr(model_loading, "load_model", lambda *_, **__: model)
     monkeypatch.setattr(load_module, "load_drafters", lambda *_: [drafter])
     if failing:
-        owner = head_loading if failing == "load_heads" else Engine
+        owner = head_loading if failing == "load_heads" else LLMEngine
         monkeypatch.setattr(owner, failing, fail)
     config = EngineConfig(model="baton-5m", num_blocks=100)
     if failing:

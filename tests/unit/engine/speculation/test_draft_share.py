@@ -12,11 +12,11 @@ import torch
 
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import IntegrityError
 from engine.fake import FakeModel
 from engine.kv.layout import KvLayout, LayerKv
 from engine.kv.memory import KvMemory
-from engine.loop import Engine
 from engine.models.load import load_model
 from engine.request import Request, Sampling
 from engine.sequence import Key
@@ -504,17 +504,19 @@ def test_random_events_change_no_guess_and_break_no_law(
 # ---- with an engine
 
 
-def engine_of(drafter: DraftModel, **speculation: int) -> Engine:
+def engine_of(drafter: DraftModel, **speculation: int) -> LLMEngine:
     config = EngineConfig(
         num_blocks=100,
         block_size=SIZE,
         context_window=256,
         speculation=SpeculationConfig(always=True, max_num_nodes=4, **speculation),
     )
-    return Engine(config, FakeModel(block_size=SIZE), drafters=[drafter])
+    return LLMEngine(config, FakeModel(block_size=SIZE), drafters=[drafter])
 
 
-def run(engine: Engine, name: str, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], int]:
+def run(
+    engine: LLMEngine, name: str, prompt: Sequence[int], max_tokens: int
+) -> tuple[list[int], int]:
     """Returns: tokens, steps. Its laws are checked each step."""
     if name not in engine._groups:
         own = Sampling(max_tokens=max_tokens, ignore_eos=True)

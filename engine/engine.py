@@ -1,5 +1,5 @@
-"""Engine: continuous batching of one model over one device cache. Tokens in, tokens and filled KV
-blocks out.
+"""LLMEngine: continuous batching of one model over one device cache. Tokens in, tokens and filled
+KV blocks out.
 
 Prefill and decode are the same loop: a step is {sequence: number of tokens}. A role is a way to
 call it: a prefill worker reserves with `hold_after=1` and reads the blocks; a decode worker loads
@@ -97,7 +97,7 @@ _MAY_DETACH = STARTED | {
 }
 
 
-class Engine:
+class LLMEngine:
     """One model with its device cache, its requests and its step loop.
 
     `kv` is the device cache, `model_info` describes the loaded model.
@@ -619,12 +619,12 @@ def load_engine(
     stop_policy: StopPolicy | None = None,
     prepares_grammars: bool = False,
     draft_peers: Values[DraftPeer] = (),
-) -> Engine:
+) -> LLMEngine:
     """Load an engine that is ready for its first request: checkpoint, model, draft models, cache,
     warm-up, in this order, because each takes of the memory that those before it left.
 
     Args:
-        prepares_grammars: call `Engine.prepare_grammars`, which takes memory.
+        prepares_grammars: call `LLMEngine.prepare_grammars`, which takes memory.
         draft_peers: the channels to `speculation.draft_workers`.
     Raises: LoadError (missing or broken checkpoint, model type, too few blocks), errors of
         checkpoints.resolve; each one line that says what is wrong and how to fix it.
@@ -655,7 +655,7 @@ def load_engine(
             drafters += load_heads(config, model)
             draft_bytes = held_bytes(model.info.device) - before_bytes
         with phases.timed("cache"):
-            engine = Engine(
+            engine = LLMEngine(
                 config,
                 model,
                 stop_policy=stop_policy,
