@@ -121,9 +121,9 @@ class LLMEngine:
             parking: where swapped blocks go; None: into this process' memory.
             make_grammars: called when the first request with a grammar comes; None: they are
                 refused.
-            drafters: who guesses; None: whoever `config.speculation` names.
-            draft_bytes: that they hold of the model's device.
-            clock: for the metrics, and for what guesses cost.
+            drafters: what proposes draft tokens; None: as `config.speculation` says.
+            draft_bytes: memory that they hold on the model's device.
+            clock: seconds; for the metrics, and for the cost of draft tokens.
         Raises: TooFewBlocks; SettingsError for a preemption that the device cannot do.
         """
         self.config = config
@@ -239,17 +239,18 @@ class LLMEngine:
         return self.config.park_bytes or self.kv.num_blocks * self.kv.layout.block_bytes
 
     def use_parking(self, parking: Parking) -> None:
-        """Park there from now on. For who can make one only when the engine is loaded.
+        """Set where swapped blocks go, for a caller that can make a parking only after the engine
+        is loaded.
 
-        Raises: WrongState where nothing is ever parked, or a request is live already.
+        Raises: WrongState if nothing is ever swapped, or a request is live already.
         """
         if not self.park_bytes or self._groups:
             raise WrongState("a parking is for an engine that swaps and has no request yet")
         self._preemptor.use_parking(parking)
 
     def prepare_grammars(self) -> None:
-        """Have ready what the first grammar would wait for; blocks while the vocabulary is read
-        (seconds for a large one). Before the first request."""
+        """Read the vocabulary now, so that the first grammar does not wait for it; blocks
+        meanwhile, seconds for a large one. Call it before the first request."""
         self._constraints.prepare()
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -261,11 +262,12 @@ class LLMEngine:
     # -- a request's life
 
     def reserve(self, request: Request) -> Reservation:
-        """Take blocks for a request; share those of its prompt that are cached.
+        """Allocate blocks for a request; share those of its prompt that are cached.
 
-        The shared prefix ends at least one token before the prompt does: that token is computed, to
-            draw the next one.
-        Raises: NoBlocks (nothing was taken; also while preempted requests wait for blocks),
+        The shared prefix ends at least one token before the prompt does, because its last token
+        must be computed to sample the next one.
+
+        Raises: NoBlocks (nothing was allocated; also while preempted requests wait for blocks),
             RequestTooLong, InvalidRequest, DuplicateRequest.
         """
         return self._input_processor.reserve(request)
@@ -285,10 +287,11 @@ class LLMEngine:
                 local prefix included. Full blocks below enter the prefix cache. 0 where nothing was
                 loaded. If nothing is left to compute, the last token is computed again: its logits
                 are needed.
-            outputs: drawn already, by an earlier leg: one list for each sample, or none. They count
+            outputs: sampled already by another engine: one list for each sample, or none. They
+            count
                 as output. Of several samples, one that its tokens end (EOS, stop token, length)
                 takes no part and has no event.
-            beam_start: of the event that ended an earlier leg of a beam search.
+            beam_start: of the output with which another engine ended its part of a beam search.
         Raises: UnknownRequest, WrongState, InvalidRequest, NoBlocks (blocks quarantined before
             could not be replaced); nothing changed, a later call may succeed. Outputs that are not
             in the request's grammar end it instead, with an event of the next step.
@@ -297,8 +300,8 @@ class LLMEngine:
         self._input_processor.start(group, num_loaded_tokens, outputs, tuple(beam_start))
 
     def submit(self, request: Request) -> None:
-        """Queue a request: the engine takes blocks and starts it when its turn comes, by the policy
-        and by who fits (engine/scheduler.py:admit).
+        """Queue a request: the engine allocates blocks and starts it when its turn comes, by the
+        policy and by what fits (engine/scheduler.py:admit).
 
         Raises: RequestTooLong, InvalidRequest, DuplicateRequest.
         """
@@ -344,7 +347,7 @@ class LLMEngine:
         )
 
     def release(self, request_id: str) -> None:
-        """HOLDING -> FINISHED: nobody reads the blocks any more. Raises: UnknownRequest,
+        """HOLDING -> FINISHED: the blocks are not read any more. Raises: UnknownRequest,
         WrongState."""
         group = self._group(request_id, State.HOLDING)
         outcome = "finished" if group.request.hold_after is not None else "moved"
@@ -362,8 +365,8 @@ class LLMEngine:
 
     def finish_sample(self, request_id: str, sample_index: int) -> None:
         """End one sample and give its blocks back; the others go on. The last one ends the request.
-        Does nothing for one that is not live. No event tells of it, but one of a step before may
-        still be on its way.
+        Does nothing for one that is not live. No output follows, but one of an earlier step may
+        still be undelivered.
 
         Raises: InvalidRequest for an index that the request does not have.
         """
@@ -424,9 +427,9 @@ class LLMEngine:
         return self._cache_manager.hold_cached(chain_hashes, first)
 
     def lend_blocks(self, num_blocks: int) -> tuple[int, ...]:
-        """Blocks for somebody who is no request and writes into them what he likes, soon to be
-        returned: at most `num_blocks`, at most half of the free ones, none while preempted requests
-        wait. Nothing is evicted for them."""
+        """Scratch blocks for a caller that is not a request (link measurement), which may write
+        into them and returns them soon: at most `num_blocks`, at most half of the free ones, none
+        while preempted requests wait. Nothing is evicted for them."""
         return () if self._scheduler.has_preempted else self._cache_manager.lend_blocks(num_blocks)
 
     def return_blocks(self, block_ids: Iterable[int]) -> None:
