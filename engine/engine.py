@@ -39,7 +39,6 @@ from engine.config import EngineConfig
 from engine.constraints import Constraints, MakeService
 from engine.decode_rows import DecodeRows
 from engine.errors import InvalidRequest, NoBlocks, UnknownRequest, WrongState
-from engine.foresight import Foresight
 from engine.group import Group
 from engine.in_flight import InFlight
 from engine.input_processor import InputProcessor
@@ -225,7 +224,7 @@ class LLMEngine:
                 # A speculator must see each prompt's step.
                 takes_prompts=config.overlap_prompts and self._speculator is None,
             ),
-            Foresight(self._scheduler, self._cache_manager.block_size),
+            self._scheduler,
             self._speculator,
             begins_early=self._ahead is not None,
             clock=clock,
@@ -508,7 +507,6 @@ class LLMEngine:
         if is_computing:
             result = self._runner.run(
                 plan,
-                self._scheduler,
                 is_admitting=is_admitting,
                 is_settled=not self._input_processor.has_waiting,
             )

@@ -12,9 +12,9 @@ import pytest
 from engine.begun import BegunStep
 from engine.engine import LLMEngine
 from engine.errors import NoBlocks, WrongState
-from engine.foresight import Foresight
 from engine.outputs import RequestOutput
 from engine.request import Request, State
+from engine.scheduler import Scheduler
 from tests.harness.engines import PROMPT, SIZE, all_steps, tokens_of, write_tokens
 from tests.unit.engine.speculation.late_steps import (
     OTHER,
@@ -147,7 +147,9 @@ def test_a_pass_that_fails_early_is_nobody_elses(
     assert "the device is gone" in caplog.text
 
 
-@pytest.mark.parametrize("owner, name", [(BegunStep, "draws"), (Foresight, "use_wait")])
+@pytest.mark.parametrize(
+    "owner, name", [(BegunStep, "draws"), (Scheduler, "precompute_block_hashes")]
+)
 def test_what_fails_while_a_step_is_waited_for_leaves_nothing_in_flight(
     late: LateFake,
     make_request: Make,
