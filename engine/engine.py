@@ -53,8 +53,8 @@ from engine.lora.registry import AdapterInfo
 from engine.metrics import (
     EngineMetrics,
     EngineStats,
+    EngineTotals,
     MetricsSnapshot,
-    Totals,
     compute_stats,
     count_running_and_waiting,
 )
@@ -158,7 +158,7 @@ class LLMEngine:
         self._scheduler = Scheduler(config, self._cache_manager, self._preemptor, self._metrics)
         eos_token_ids = frozenset(model.info.eos_token_ids)
         self._groups: dict[str, Group] = {}
-        self._totals = Totals()
+        self._totals = EngineTotals()
         self._constraints = Constraints(
             make_grammars,
             eos_token_ids=eos_token_ids,

@@ -255,15 +255,15 @@ class InputProcessor:
         """Admit the requests whose grammar is compiled, and continue those whose prompt is computed
         from what another engine has sampled. Returns: the outputs of the latter, and errors of
         grammars."""
-        events: list[RequestOutput] = []
+        outputs: list[RequestOutput] = []
         if not self.has_waiting:
-            return events
+            return outputs
         for group in self._constraints.poll():
             error = self._constraints.enter(group)
             if error is None:
                 self._admit(group)
             else:
-                events.append(self._output_processor.fail(group.prompt, error))
+                outputs.append(self._output_processor.fail(group.prompt, error))
         continued, self._continued = self._continued, []
         for group in continued:
             if self._groups.get(group.request.request_id) is not group:
@@ -272,10 +272,10 @@ class InputProcessor:
                 self._continued.append(group)
                 continue
             try:
-                events += self._output_processor.resume(group, clock())
+                outputs += self._output_processor.resume(group, clock())
             except EngineError as problem:
-                events.append(self._output_processor.fail(group.prompt, problem))
-        return events
+                outputs.append(self._output_processor.fail(group.prompt, problem))
+        return outputs
 
     def check_integrity(self) -> None:
         """Raises: IntegrityError if there are more cache roots than the bound allows."""

@@ -1,6 +1,6 @@
 """The values that cross the engine's surface: what is asked (Request, Sampling), what is promised
-(Reservation), and the states of a request; what came of a step is in `step_output`. Plain frozen
-values: no torch, no RPC. Any thread may read them.
+(Reservation), and the states of a request; the results of a step are in engine/outputs.py. Plain
+frozen values: no torch, no RPC. Any thread may read them.
 
 Life of a request (each arrow is one call or one step):
 
