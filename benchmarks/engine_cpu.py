@@ -23,7 +23,7 @@ from tokenizers.models import WordLevel
 from benchmarks import harness
 from benchmarks.harness import block_hash
 from engine.config import EngineConfig
-from engine.loop import Engine, load_engine
+from engine.engine import LLMEngine, load_engine
 from engine.request import Request, Sampling
 
 Times = list[list[float]]
@@ -65,7 +65,7 @@ def save_random(folder: Path, shape: str, dtype: str) -> None:
     Tokenizer(WordLevel(vocabulary, unk_token="0")).save(str(folder / "tokenizer.json"))
 
 
-def with_engine(engine: Engine, prompts: list[list[int]]) -> Run:
+def with_engine(engine: LLMEngine, prompts: list[list[int]]) -> Run:
     """The engine, called as a worker calls it; prompts differ per call, so nothing is cached."""
     calls = 0
 

@@ -26,8 +26,8 @@ from benchmarks.harness import Several, block_hash
 from benchmarks.random_checkpoint import SHAPES
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
+from engine.engine import LLMEngine, load_engine
 from engine.kv.layout import DTYPE_BYTES
-from engine.loop import Engine, load_engine
 from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter, Factors
 from engine.lora.peft import PeftConfig
@@ -129,7 +129,7 @@ class Floors:
 class Bench:
     """One engine and requests that differ from all before, so that nothing is a prefix hit."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self._num_requests = 0
 
@@ -260,7 +260,7 @@ class Bench:
         self.run()
 
 
-def numbered_prompt(number: int, num_tokens: int, engine: Engine) -> tuple[int, ...]:
+def numbered_prompt(number: int, num_tokens: int, engine: LLMEngine) -> tuple[int, ...]:
     """Another one for each number."""
     vocab_size = engine.model_info.vocab_size
     return tuple((number * 7919 + at * 104_729) % vocab_size for at in range(num_tokens))
@@ -276,7 +276,7 @@ def idle_share(busy: list[tuple[float, float]]) -> float:
 
 
 @contextmanager
-def random_engine(shape: str, **config: Any) -> Iterator[tuple[Engine, float]]:
+def random_engine(shape: str, **config: Any) -> Iterator[tuple[LLMEngine, float]]:
     """An engine with random weights on the GPU, and the seconds until it was ready."""
     with tempfile.TemporaryDirectory() as name:
         random_checkpoint.save(Path(name), shape, device="cuda")
@@ -477,8 +477,8 @@ def random_adapter(shape: dict[str, Any], rank: int, index: int, device: str) ->
     return Adapter(config, factors, f"{index + 1:064x}")
 
 
-def _lora_step_ms(engine: Engine, first: int, num_rows: int, adapters: tuple[int, ...]) -> float:
-    """The median step in which all rows decode, from one `Engine.step` to the next."""
+def _lora_step_ms(engine: LLMEngine, first: int, num_rows: int, adapters: tuple[int, ...]) -> float:
+    """The median step in which all rows decode, from one `LLMEngine.step` to the next."""
     infos = engine.adapters()
     digests, names = ["", *(one.digest for one in infos)], ["", *(one.name for one in infos)]
     for row in range(num_rows):
@@ -607,7 +607,7 @@ WINDOW = 512
 class _Way:
     """One engine, and what it did, by temperature."""
 
-    engine: Engine
+    engine: LLMEngine
     streamed_bytes: int
     """Bytes that a pass copies."""
     answers: dict[float, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -616,7 +616,7 @@ class _Way:
     @classmethod
     def load(cls, config: EngineConfig) -> _Way:
         model = load_model(config)
-        engine = Engine(config, model, drafters=load_drafters(config, model.info))
+        engine = LLMEngine(config, model, drafters=load_drafters(config, model.info))
         engine.warm_up()
         stream = model.stream if isinstance(model, HuggingFaceModel) else None
         return cls(engine, stream.plan.host_bytes if stream else 0)

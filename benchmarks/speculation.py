@@ -40,7 +40,7 @@ from engine.decoder.plain_graphs import make_plain_graphs
 from engine.decoder.shape import DecoderShape, read_shape, rope_table
 from engine.decoder.sources import random_weights
 from engine.decoder.weights import DecoderWeights
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.models.load import Loaded, load_model
 from engine.request import ModelInfo, Request, Sampling
 from engine.sequence import Key
@@ -291,11 +291,11 @@ class Way:
         self._config = config
         self._core = core
         self._thread: ThreadPoolExecutor | None = None
-        self._engine: Engine | None = None
+        self._engine: LLMEngine | None = None
         self._num_asked = 0
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> LLMEngine:
         assert self._engine is not None
         return self._engine
 
@@ -314,7 +314,7 @@ class Way:
         drafters = load_drafters(self._config, model.info)
         for drafter in drafters:
             self._watch(drafter)
-        self._engine = engine = Engine(self._config, model, drafters=drafters)
+        self._engine = engine = LLMEngine(self._config, model, drafters=drafters)
         if last is None:
             engine.warm_up()
             return
@@ -744,7 +744,7 @@ SETTLING_STEPS = 400
 class GpuBench(Bench):
     """Batches that decode, and the tokens of each step."""
 
-    def __init__(self, engine: Engine, shape: DecoderShape) -> None:
+    def __init__(self, engine: LLMEngine, shape: DecoderShape) -> None:
         super().__init__(engine)
         self._shape = shape
 
@@ -812,15 +812,15 @@ def _config(num_nodes: int, *, always: bool) -> EngineConfig:
 
 def _engine(
     weights: DecoderWeights, num_nodes: int, drafter: Scripted | None, *, always: bool = False
-) -> Engine:
+) -> LLMEngine:
     config = _config(num_nodes, always=always)
     model = make_model(weights, config, num_nodes=num_nodes)
-    engine = Engine(config, model, drafters=[drafter] if drafter else [])
+    engine = LLMEngine(config, model, drafters=[drafter] if drafter else [])
     engine.warm_up()
     return engine
 
 
-def _close(engine: Engine) -> None:
+def _close(engine: LLMEngine) -> None:
     engine.check_integrity()
     engine.close()
     gc.collect()

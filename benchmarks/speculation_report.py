@@ -23,7 +23,7 @@ from benchmarks import harness
 from benchmarks.harness import Several, block_hash
 from engine import noise
 from engine.config import EngineConfig
-from engine.loop import Engine, load_engine
+from engine.engine import LLMEngine, load_engine
 from engine.request import Request, Sampling
 from engine.speculation.acceptance import Distribution, Place, multi_step, naive, pick
 from engine.speculation.config import SpeculationConfig
@@ -94,7 +94,7 @@ def way(temperature: float) -> str:
     return "greedy" if temperature == 0.0 else f"temperature {temperature:g}"
 
 
-def engine_for(wanted: Settings, speculation: SpeculationConfig) -> Engine:
+def engine_for(wanted: Settings, speculation: SpeculationConfig) -> LLMEngine:
     """The target on one CPU thread, with these guesses."""
     window = wanted.num_prompt_tokens + wanted.num_tokens + _beyond(wanted)
     window += -window % 16
@@ -121,7 +121,7 @@ def _beyond(wanted: Settings) -> int:
 
 
 def answered(
-    engine: Engine, asked: Sequence[Sequence[int]], temperature: float, wanted: Settings
+    engine: LLMEngine, asked: Sequence[Sequence[int]], temperature: float, wanted: Settings
 ) -> tuple[list[Answer], float]:
     """The engine's answers up to `num_tokens`, and tokens per step: of the steps after the prompt's
     that began before so many were there."""

@@ -32,8 +32,8 @@ from benchmarks import harness
 from benchmarks.harness import KeyedStream, block_hash
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.models.interface import DecodeRow, Launch, MixedRow, Progress
 from engine.request import Request, Sampling
 from engine.sampling.recipe import recipe_of
@@ -125,7 +125,7 @@ class Joining:
         model = _ZeroCostModel(streams + 1, window)
         model.ahead = self._ahead = _ZeroCostAhead()
         config = EngineConfig(num_blocks=num_blocks, max_num_tokens_per_step=window)
-        self._engine = Engine(config, model)
+        self._engine = LLMEngine(config, model)
         for number in range(streams):
             self._engine.submit(self._request(f"stream {number}", _STREAM_TOKENS, num_steps))
         while self._engine.stats().num_output_tokens < streams:
@@ -275,7 +275,7 @@ class PacedDevice:
 class TimedEngine:
     """An engine whose calls are timed on their thread."""
 
-    def __init__(self, engine: Engine, seen: Seen) -> None:
+    def __init__(self, engine: LLMEngine, seen: Seen) -> None:
         self._engine = engine
         self._calls = seen.calls
         for name in TIMED:
@@ -304,7 +304,7 @@ async def _run_worker(options: dict[str, Any]) -> None:
     paced: Any = _model()
     paced.ahead = PacedDevice(options["step_s"], seen)
     config = EngineConfig(block_size=BLOCK_SIZE, num_blocks=12288, max_num_running=MAX_ROWS)
-    engine: Any = TimedEngine(Engine(config, paced), seen)
+    engine: Any = TimedEngine(LLMEngine(config, paced), seen)
     settings = WorkerSettings(
         worker_id="decode-0",
         redis_url="",
@@ -455,7 +455,7 @@ async def _admitted(folder: Path, options: Storm) -> dict[str, Any]:
         )
         config = EngineConfig(block_size=BLOCK_SIZE, num_blocks=8192, max_num_tokens_per_step=CHUNK)
         prefill = await start_worker(
-            Engine(config, _model()),
+            LLMEngine(config, _model()),
             WorkerSettings(
                 worker_id="prefill-0",
                 redis_url="",

@@ -45,8 +45,8 @@ import uvloop
 from benchmarks import harness, random_checkpoint
 from benchmarks.harness import KeyedStream, Several
 from engine.config import EngineConfig
+from engine.engine import LLMEngine, load_engine
 from engine.fake import FakeModel
-from engine.loop import Engine, load_engine
 from engine.paced import DevicePace, PacedModel
 from process import entrypoint, rpc, signing_keys
 from process.deadline import Deadline
@@ -99,7 +99,7 @@ async def _work(ask: dict[str, Any]) -> None:
     else:
         config = dataclasses.replace(config, num_blocks=16_384)
         fake = FakeModel(vocab_size=VOCAB, context_window=8192, block_size=BLOCK_SIZE)
-        engine = Engine(config, PacedModel(fake, PACE))
+        engine = LLMEngine(config, PacedModel(fake, PACE))
     settings = WorkerSettings(
         worker_id="prefill-0",
         redis_url="",

@@ -1,6 +1,6 @@
-"""One model on one device: tokens in, tokens and KV blocks out. Shared by prefill and decode; knows
-no RPC and no asyncio.
+"""One model on one device: tokens in, tokens and KV blocks out. Prefill and decode share it; it
+knows no RPC and no asyncio.
 
-Import names from the modules: `engine.config`, `engine.request`, `engine.loop`, `engine.errors`,
+Import names from the modules: `engine.config`, `engine.request`, `engine.engine`, `engine.errors`,
 `engine.fake`.
 """

@@ -116,7 +116,7 @@ class MetricsSnapshot:
     num_cached_tokens: int
     """... of those, found in the device cache."""
     num_loaded_tokens: int
-    """... brought by somebody else before `start`; the device's own not counted."""
+    """... loaded by the caller before `start`, beyond the device's own prefix."""
     num_prefill_tokens: int
     """Computed for prompts, and again after a preemption."""
     num_decode_tokens: int
@@ -202,7 +202,7 @@ _PREEMPTED = frozenset({State.PREEMPTED, State.PARKED, State.SWAPPING})
 
 
 @dataclass
-class Totals:
+class EngineTotals:
     """Counts since start that EngineStats reports."""
 
     num_steps: int = 0
@@ -228,7 +228,7 @@ def count_running_and_waiting(groups: Mapping[str, Group]) -> tuple[int, int]:
 def compute_stats(
     groups: Mapping[str, Group],
     cache_manager: KVCacheManager,
-    totals: Totals,
+    totals: EngineTotals,
     num_preemptions: Mapping[str, int],
 ) -> EngineStats:
     """Levels now and counts since start, as one value."""
@@ -334,7 +334,7 @@ class EngineMetrics:
         """It may take part in steps.
 
         Args:
-            num_loaded_tokens: brought by somebody else, beyond the device's own prefix.
+            num_loaded_tokens: loaded by the caller before `start`, beyond the device's own prefix.
             num_earlier_tokens: output tokens drawn by an earlier leg: then the first token is not
                 drawn here, and there is no TTFT.
         """

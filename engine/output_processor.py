@@ -19,7 +19,7 @@ from engine.errors import EngineError, IntegrityError, InvalidRequest, PolicyFai
 from engine.group import Group
 from engine.kv.cache_manager import KVCacheManager
 from engine.lora.registry import Adapters
-from engine.metrics import EngineMetrics, Totals
+from engine.metrics import EngineMetrics, EngineTotals
 from engine.outputs import FilledBlock, RequestOutput, SampleTrace, TokenLogprobs, make_output
 from engine.preemptor import Preemptor
 from engine.request import FinishReason, State, StopPolicy, StopView
@@ -47,7 +47,7 @@ class OutputProcessor:
         constraints: Constraints,
         adapters: Adapters,
         metrics: EngineMetrics,
-        totals: Totals,
+        totals: EngineTotals,
         *,
         eos_token_ids: frozenset[int],
         stop_policy: StopPolicy | None,
@@ -107,15 +107,15 @@ class OutputProcessor:
                 except EngineError as problem:
                     return [self.fail(sequence, problem)]
             return [make_output(sequence, filled=filled)]
-        events: list[RequestOutput] = []
+        outputs: list[RequestOutput] = []
         for sample, one in zip(self.fork(sequence.group), drawn, strict=True):
-            events.append(self._take(sample, one, filled if sample is sequence else (), now))
-            if events[-1].error is not None:
-                return events  # it ended the others, too
+            outputs.append(self._take(sample, one, filled if sample is sequence else (), now))
+            if outputs[-1].error is not None:
+                return outputs  # it ended the others, too
         self._drop_unwanted(sequence.group)
         if sequence.request.request_id not in self._groups:
-            events[-1] = events[-1]._replace(is_request_over=True)
-        return events
+            outputs[-1] = outputs[-1]._replace(is_request_over=True)
+        return outputs
 
     def decode(
         self, sequence: Sequence, num_tokens: int, drawn: Drawn, now: float
@@ -204,10 +204,10 @@ class OutputProcessor:
         self._cache_manager.keep_accepted(sequence.block_ids, sequence.num_computed_tokens, kept)
         sequence.num_computed_tokens += num_kept
         filled = self._cache_manager.cache_full_blocks(sequence)
-        events = [self._finish_step(sequence, taken, num_before, reason, filled, now)]
+        outputs = [self._finish_step(sequence, taken, num_before, reason, filled, now)]
         if error is not None:
-            events.append(self.fail(sequence, error))
-        return events, num_kept
+            outputs.append(self.fail(sequence, error))
+        return outputs, num_kept
 
     def compact_accepted_kv(self) -> None:
         """Move the KV of all accepted draft tokens of the step to their slots (see decode_tree)."""
@@ -384,11 +384,11 @@ class OutputProcessor:
         """
         sequence = group.prompt
         if not group.beam_start:
-            events = [] if filled is None else [make_output(sequence, filled=filled)]
+            outputs = [] if filled is None else [make_output(sequence, filled=filled)]
             if filled is None:
                 self._scheduler.add(sequence)
             self._fork_outputs(group)
-            return events
+            return outputs
         if sequence.state is State.WAITING:
             sequence.move(State.PREFILLING)
             self._metrics.on_first_scheduled(group.request.request_id)

@@ -1,6 +1,6 @@
 """The values that cross the engine's surface: what is asked (Request, Sampling), what is promised
-(Reservation), and the states of a request; what came of a step is in outputs.py. Plain frozen
-values: no torch, no RPC. Any thread may read them.
+(Reservation), and the states of a request; the results of a step are in engine/outputs.py. Plain
+frozen values: no torch, no RPC. Any thread may read them.
 
 Life of a request (each arrow is one call or one step):
 
@@ -300,6 +300,24 @@ class Reservation:
 
     chain_hashes: tuple[bytes, ...]
     """Of the prompt's full blocks."""
+
+
+@dataclass(frozen=True)
+class DetachedRequest:
+    """What a request had when it was detached, for the engine that continues it."""
+
+    token_ids: tuple[int, ...]
+    """Prompt and output."""
+
+    num_computed_tokens: int
+    """Tokens, from the first one on, whose KV lies in `block_ids` and can be taken over: all but
+    the last one for a request that was decoding, fewer for one that was not there yet."""
+
+    block_ids: tuple[int, ...]
+    """The blocks with their KV; the last one may be unfilled."""
+
+    chain_hashes: tuple[bytes, ...]
+    """Chain hashes of the full ones among them."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Runner: one planned step: the model's input, its forward pass, the draws, and the events that
 come of them. Masks of grammars are filled while the model runs, and hashes are made that later work
-needs (engine/foresight.py). Schedules nothing, books nothing itself. Engine thread only.
+needs (Scheduler.precompute_block_hashes). Schedules nothing, books nothing itself. Engine thread
+only.
 
 Where the model can (DecodesAhead), a step is launched, and the next one too, before the first is
 read: the device computes while the host books and plans. A step that was launched is the next one
@@ -34,7 +35,6 @@ import torch
 from engine.begun import BegunStep, may_be_early
 from engine.decode_rows import DecodeRows
 from engine.errors import IntegrityError, InvalidLogits
-from engine.foresight import Foresight
 from engine.in_flight import InFlight, Planned, Taken
 from engine.models.interface import LoadedModel
 from engine.output_processor import OutputProcessor
@@ -83,7 +83,7 @@ class Runner:
         output_processor: OutputProcessor,
         in_flight: InFlight,
         rows: DecodeRows,
-        foresight: Foresight,
+        scheduler: Scheduler,
         speculator: Speculator | None,
         *,
         begins_early: bool,
@@ -94,7 +94,7 @@ class Runner:
         self._output_processor = output_processor
         self._in_flight = in_flight
         self._rows = rows
-        self._foresight = foresight
+        self._scheduler = scheduler
         self._speculator = speculator
         self._begins_early = begins_early and speculator is not None
         self._begun: BegunStep | None = None
@@ -103,7 +103,7 @@ class Runner:
         """Of a step that was to be begun then, and whose: told by the call that it is for."""
         self._clock = clock
         self.is_device_behind = False
-        """See engine/loop.py:Engine.is_device_behind."""
+        """See engine/engine.py:LLMEngine.is_device_behind."""
 
     @property
     def has_begun(self) -> bool:
@@ -113,7 +113,6 @@ class Runner:
     def run(
         self,
         plan: Mapping[Key, int],
-        scheduler: Scheduler,
         *,
         is_admitting: bool = True,
         is_settled: bool = False,
@@ -124,16 +123,15 @@ class Runner:
         An exception of the model leaves every sequence as it was.
 
         Args:
-            scheduler: asked for the step after the one that is in flight.
             is_admitting: as of its `plan_after`.
             is_settled: nobody is known who is not the scheduler's matter yet.
         """
-        running = scheduler.running
+        running = self._scheduler.running
         is_early = self._begins_early and is_settled
         begun, self._begun = self._begun, None
         if begun is not None:
             if self._in_flight.is_live:
-                return self._end_begun(begun, scheduler, is_early=is_early)
+                return self._end_begun(begun, is_early=is_early)
             self._plain.take_back(begun.planned, begun.guesses)
         self._tell_failure(running)
         speculator, is_first = self._speculator, not self._in_flight.is_live
@@ -147,12 +145,12 @@ class Runner:
             is_resting = speculator is None or speculator.rests(planned)
             rows = self._rows.of_plan(planned) if is_resting else None
             if rows is None:
-                return self._compute(planned, scheduler, is_early=is_early)
+                return self._compute(planned, is_early=is_early)
             self._in_flight.launch(rows)
             # Others were let in just now: there is room for more only where the next step is one
             # with prompts, too.
             is_admitting = is_admitting and self._rows.takes_prompts
-        result = self._land(scheduler, is_admitting=is_admitting)
+        result = self._land(is_admitting=is_admitting)
         if speculator is not None:
             num_rows = result.num_prefill_tokens + result.num_decode_tokens
             is_last = not self._in_flight.is_live
@@ -169,16 +167,16 @@ class Runner:
             raise failure
         log.warning("a step failed that was begun early, and nobody is left of it: %s", failure)
 
-    def _land(self, scheduler: Scheduler, *, is_admitting: bool) -> Result:
+    def _land(self, *, is_admitting: bool) -> Result:
         """The step that is in flight, when the next one is, too."""
         live = self._in_flight.live()
         takes_prompts = self._rows.takes_prompts
-        following = scheduler.plan_after(
+        following = self._scheduler.plan_after(
             live, is_admitting=is_admitting, takes_prompts=takes_prompts
         )
         rows = None
         if self._goes_on(live, following):
-            rows = self._rows.after(live, following, has_prompts=scheduler.has_prompts)
+            rows = self._rows.after(live, following, has_prompts=self._scheduler.has_prompts)
         if rows is not None:
             self._in_flight.launch(rows)
         taken = self._take()
@@ -198,7 +196,7 @@ class Runner:
         planned = self._in_flight.next_planned()
         if planned:
             try:
-                self._foresight.use_wait(planned)
+                self._scheduler.precompute_block_hashes(planned)
             except BaseException:
                 self._in_flight.abandon()  # two launches, and neither is booked
                 raise
@@ -212,12 +210,10 @@ class Runner:
         joining = [one for one in following.planned if one[0].key not in live]
         return self._speculator.rests(staying + joining, num_unread=1)
 
-    def _compute(
-        self, planned: list[tuple[Sequence, int]], scheduler: Scheduler, *, is_early: bool
-    ) -> Result:
+    def _compute(self, planned: list[tuple[Sequence, int]], *, is_early: bool) -> Result:
         """A plain step."""
         self.is_device_behind = True
-        begun = self._plain.begin(planned, scheduler.running)
+        begun = self._plain.begin(planned, self._scheduler.running)
         try:
             self._use_wait(begun)
             drawn = begun.draws()
@@ -228,9 +224,9 @@ class Runner:
         # A draw waits for all that was queued before it.
         self.is_device_behind = not begun.step.draws
         self._in_flight.has_copied = False
-        return self._end(begun, planned, drawn, begun.guesses, scheduler, is_early=is_early)
+        return self._end(begun, planned, drawn, begun.guesses, is_early=is_early)
 
-    def _end_begun(self, begun: BegunStep, scheduler: Scheduler, *, is_early: bool) -> Result:
+    def _end_begun(self, begun: BegunStep, *, is_early: bool) -> Result:
         """A plain step that is in flight, for those who are live still."""
         try:
             self._use_wait(begun)
@@ -241,7 +237,7 @@ class Runner:
             raise
         self.is_device_behind = False  # draws are queued when they are asked for
         planned, own, guesses = begun.of_live(drawn, live)
-        return self._end(begun, planned, own, guesses, scheduler, is_early=is_early)
+        return self._end(begun, planned, own, guesses, is_early=is_early)
 
     def _end(
         self,
@@ -249,7 +245,6 @@ class Runner:
         planned: list[tuple[Sequence, int]],
         drawn: list[pipeline.Drawn],
         guesses: Mapping[Key, Guess],
-        scheduler: Scheduler,
         *,
         is_early: bool,
     ) -> Result:
@@ -264,7 +259,7 @@ class Runner:
             seen_s = speculator.readers.see(step, planned, guesses, self._model)
             num_rows = len(step.batch.token_ids)
             speculator.learn(events, num_kept, num_rows=num_rows, seen_s=seen_s)
-        following = self._begin_next(scheduler, step) if is_early else None
+        following = self._begin_next(step) if is_early else None
         # Most of the next step's guesses take as many blocks, and the device waits for it.
         taken_over = {} if following is None else following.guesses
         for sequence, _ in planned:
@@ -285,7 +280,7 @@ class Runner:
         num_all_kept = sum(num_kept.values())
         return Result(events, num_prefills, num_decodes + num_all_kept, num_guessed, num_all_kept)
 
-    def _begin_next(self, scheduler: Scheduler, last: Step) -> BegunStep | None:
+    def _begin_next(self, last: Step) -> BegunStep | None:
         """The step after the one that was just booked, if it is known whose that is, and somebody
         may be asked for it.
 
@@ -293,8 +288,8 @@ class Runner:
             last: that one. If the host was long at it, the next one is taken for another such, and
                 nobody is asked to find out.
         """
-        speculator, running = self._speculator, scheduler.running
-        if speculator is None or not running or not scheduler.is_settled:
+        speculator, running = self._speculator, self._scheduler.running
+        if speculator is None or not running or not self._scheduler.is_settled:
             return None
         can_be = speculator.readers.wants is Wants.NONE and speculator.is_quick(running)
         can_be = can_be and self._model.queues_step(last.batch)
@@ -319,7 +314,7 @@ class Runner:
         """Its draws are queued, and not waited for idly."""
         begun.begin_draws()
         if begun.step.draws:
-            self._foresight.use_wait(begun.planned)
+            self._scheduler.precompute_block_hashes(begun.planned)
             if self._speculator is not None:
                 self._speculator.use_wait(begun.guesses)
 

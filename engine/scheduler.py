@@ -296,6 +296,43 @@ class Scheduler:
             return preempted + others
         return sorted(preempted + others, key=_BY_PRIORITY, reverse=True)
 
+    def precompute_block_hashes(self, planned: Iterable[tuple[Sequence, int]]) -> None:
+        """Make chain hashes while the device computes a step: of the blocks that the step fills,
+        and of waiting prompts. To be called after the step is queued, before its tokens are waited
+        for.
+
+        Hashes follow from tokens that are known whatever is sampled, so no result depends on
+        whether they were made here: a caller that needs a missing one makes it
+        (Sequence.chain_hash). Of waiting prompts no more tokens are hashed than the step computes,
+        so that a short step does not wait for the hashes.
+
+        Args:
+            planned: (sequence, number of its tokens that the step computes).
+        Raises: whatever a request's `block_hasher` raises.
+        """
+        size, num_tokens_left = self._cache_manager.block_size, 0
+        for sequence, num_tokens in planned:
+            num_tokens_left += num_tokens
+            num_full = (sequence.num_computed_tokens + num_tokens) // size
+            if sequence.request.beam is not None:
+                num_full = min(num_full, sequence.num_prompt_tokens // size)
+            if num_full > len(sequence.chain_hashes):
+                sequence.chain_hash(num_full - 1, size)  # and all before it
+        if not self.has_queued:
+            return
+        for sequence in self.next_in_line():
+            if sequence.state not in WITHOUT_BLOCKS:
+                continue
+            num_known = len(sequence.chain_hashes)
+            # As many as KVCacheManager.allocate_first looks up: the last token is left out.
+            num_wanted = (len(sequence.token_ids) - 1) // size - num_known
+            num_more = min(num_wanted, num_tokens_left // size)
+            if num_more > 0:
+                sequence.chain_hash(num_known + num_more - 1, size)
+                num_tokens_left -= num_more * size
+            if num_tokens_left < size:
+                return
+
     def _values(self, sequences: Iterable[Sequence]) -> Iterator[WaitingSequence]:
         """One by one, because each asks the prefix cache what its sequence needs."""
         for sequence in sequences:

@@ -146,13 +146,14 @@ class EngineClient(Protocol):
     def load_adapter(self, name: str, folder: str) -> LoadedAdapter:
         """Let asks name a LoRA adapter, at every engine alive.
 
-        Raises: what `engine.loop.Engine.load_adapter` raises; where several engines disagree, some
+        Raises: what `engine.engine.LLMEngine.load_adapter` raises; where several engines disagree,
+        some
             have it. FailedPrecondition where they have loaded different content.
         """
         ...
 
     def unload_adapter(self, name: str) -> None:
-        """The reverse. Raises: what `engine.loop.Engine.unload_adapter` raises."""
+        """The reverse. Raises: what `engine.engine.LLMEngine.unload_adapter` raises."""
         ...
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:

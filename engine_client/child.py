@@ -49,7 +49,7 @@ from process import entrypoint, logs
 from process.errors import BatonError, FailedPrecondition, Internal, Unavailable
 
 if TYPE_CHECKING:
-    from engine.loop import Engine
+    from engine.engine import LLMEngine
     from engine.models.interface import Progress
     from engine_client.core import EngineCore
 
@@ -67,13 +67,13 @@ logger = logging.getLogger(__name__)
 
 
 class MakeEngine(Protocol):
-    """`engine.loop.load_engine`, or what a test has in its place."""
+    """`engine.engine.load_engine`, or what a test has in its place."""
 
-    def __call__(self, config: EngineConfig, *, progress: Progress | None = None) -> Engine: ...
+    def __call__(self, config: EngineConfig, *, progress: Progress | None = None) -> LLMEngine: ...
 
 
-def _load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Engine:
-    from engine.loop import load_engine
+def _load_engine(config: EngineConfig, *, progress: Progress | None = None) -> LLMEngine:
+    from engine.engine import load_engine
 
     return load_engine(config, progress=progress)
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from engine.admission import check_request, check_room
+from engine.engine import LLMEngine
 from engine.errors import IntegrityError
-from engine.loop import Engine
+from engine.input_processor import check_request, check_room
 from engine.lora.errors import AdapterInUse
 from engine.lora.registry import AdapterInfo
 from engine.metrics import EngineStats, MetricsSnapshot
@@ -71,7 +71,7 @@ class _Queued:
 class EngineCore:
     """See the module."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._max_num_live = NUM_AHEAD * engine.config.max_num_running
         self._queue: list[tuple[int, int, Ask]] = []
@@ -162,11 +162,11 @@ class EngineCore:
         return news
 
     def load_adapter(self, name: str, folder: str) -> LoadedAdapter:
-        """See `engine.loop.Engine.load_adapter`."""
+        """See `engine.engine.LLMEngine.load_adapter`."""
         return _loaded(self._engine.load_adapter(name, Path(folder)))
 
     def unload_adapter(self, name: str) -> None:
-        """See `engine.loop.Engine.unload_adapter`; asks in the queue hold it, too."""
+        """See `engine.engine.LLMEngine.unload_adapter`; asks in the queue hold it, too."""
         num_queued = sum(
             ask.adapter == name for _, number, ask in self._queue if self._is_queued(ask, number)
         )

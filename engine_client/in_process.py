@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from engine.config import EngineConfig
-from engine.loop import Engine, load_engine
+from engine.engine import LLMEngine, load_engine
 from engine.metrics import EngineStats, MetricsSnapshot
 from engine.models.interface import Progress
 from engine.request import ModelInfo, StopPolicy
@@ -23,7 +23,7 @@ from process.errors import FailedPrecondition, InvalidArgument
 class InProcessClient:
     """`EngineClient` over an engine of this process."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LLMEngine) -> None:
         self._core: EngineCore | None = EngineCore(engine)
         self.model: ModelInfo = engine.model_info
         self.num_engines = 1

@@ -351,8 +351,8 @@ class KVCacheManager:
     # (engine/kv/block_pool.py), whatever becomes of their request
 
     def quarantine(self, group: Group, block_ids: tuple[int, ...]) -> None:
-        """Keep blocks of one request out of use (see Engine.quarantine). Raises: WrongState for a
-        block that is not the request's own, or named twice; nothing was done."""
+        """Keep blocks of one request out of use (see LLMEngine.quarantine). Raises: WrongState for
+        a block that is not the request's own, or named twice; nothing was done."""
         is_reserved = group.state is State.RESERVED
         sequence = next(iter(group.samples.values()))
         first = sequence.num_local_tokens // self.block_size if is_reserved else 0

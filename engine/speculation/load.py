@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from engine.closing import closed_on_failure
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.models.interface import LoadedModel, Progress
 from engine.models.load import load_model
+from engine.models.phases import closed_on_failure
 from engine.request import ModelInfo
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_model import DraftModel

@@ -10,7 +10,7 @@ Nothing here fails a request: what cannot be fetched is recomputed and counted b
 handle's leases are given back by `give_back`, if they are this request's.
 
 Invariant: tokens [0, num_tokens) are verified, named by a handle, and lie in the reservation's
-blocks; a block that a late transfer may still write into is not one of those (`Engine.refill`).
+blocks; a block that a late transfer may still write into is not one of those (`LLMEngine.refill`).
 Belongs to the loop's thread; one call at a time.
 """
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import UnknownRequest
-from engine.held import Held
 from engine.outputs import FilledBlock
+from engine.request import DetachedRequest
 from kvstore.errors import MISSING, STORE_UNAVAILABLE
 from process.deadline import Deadline
 from services.decode.ask import DecodeAsk
@@ -42,13 +42,13 @@ class Luggage:
 
 async def take_out(
     core: WorkerCore, ask: DecodeAsk, engine_id: str, is_over: Callable[[], bool]
-) -> Held | None:
+) -> DetachedRequest | None:
     """Out of the engine's steps; behind it no more news comes. Returns: None where several samples
     or beams cannot be taken along, or where it has just ended (`is_over`)."""
     if ask.num_samples > 1 or ask.beam is not None:
         return None
     try:
-        return await core.thread.call(lambda engine: engine.hold(engine_id))
+        return await core.thread.call(lambda engine: engine.detach(engine_id))
     except UnknownRequest:
         if not is_over():  # its last news was delivered before this
             raise
@@ -59,7 +59,7 @@ async def pack(
     core: WorkerCore,
     ask: Asked,
     engine_id: str,
-    held: Held,
+    held: DetachedRequest,
     leg: Leg,
     *,
     ttl_s: float,

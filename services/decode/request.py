@@ -30,9 +30,8 @@ import logging
 from collections.abc import Callable
 
 from engine.errors import NoBlocks
-from engine.held import Held
 from engine.outputs import RequestOutput
-from engine.request import Reservation
+from engine.request import DetachedRequest, Reservation
 from kvstore.errors import DEADLINE
 from process.deadline import Deadline
 from process.errors import (
@@ -110,7 +109,7 @@ class DecodeRequest:
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._samples = Samples(ask.num_samples)
         self._departure = Departure(core.identity.worker_id)
-        self._held: Held | None = None
+        self._held: DetachedRequest | None = None
         self._is_cancel_wanted = False
         self._is_taken_in = False
         self._has_begun = False
@@ -322,7 +321,7 @@ class DecodeRequest:
 
         await self._core.thread.call(start)
 
-    async def _take_out(self) -> Held | None:
+    async def _take_out(self) -> DetachedRequest | None:
         return await moving.take_out(self._core, self._ask, self.engine_id, self._done.done)
 
     async def _move_away(self) -> None:

@@ -78,7 +78,7 @@ class LentPrompt:
 
     def hold(self, engine: WorkerEngine) -> None:
         """On the engine's thread, right after the request's start. Raises: what
-        Engine.quarantine raises; nothing is held then."""
+        LLMEngine.quarantine raises; nothing is held then."""
         block_ids = engine.block_ids(self._engine_id)[: self._num_blocks]
         engine.quarantine(self._engine_id, block_ids)
         self._held.extend(block_ids)

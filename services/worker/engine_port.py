@@ -1,4 +1,4 @@
-"""What a worker needs of an engine, as a Protocol: `engine.loop.Engine` and
+"""What a worker needs of an engine, as a Protocol: `engine.engine.LLMEngine` and
 `engine.fake.FakeEngine` both fit it.
 
 Knows no asyncio. Every method is called from the one thread of `EngineThread`; `kv` and
@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.held import Held
 from engine.kv.layout import KvLayout
 from engine.lora.config import LoraLimits
 from engine.lora.files import Adapter
@@ -22,7 +21,7 @@ from engine.lora.registry import AdapterInfo
 from engine.metrics import EngineStats, MetricsSnapshot
 from engine.outputs import StepOutput
 from engine.parking import Parking
-from engine.request import ModelInfo, Request, Reservation
+from engine.request import DetachedRequest, ModelInfo, Request, Reservation
 
 
 class KvPart(Protocol):
@@ -65,7 +64,7 @@ class KvMemoryPort(Protocol):
 
 
 class WorkerEngine(Protocol):
-    """Each method means what it means in `engine.loop.Engine`."""
+    """Each method means what it means in `engine.engine.LLMEngine`."""
 
     @property
     def kv(self) -> KvMemoryPort: ...
@@ -90,7 +89,7 @@ class WorkerEngine(Protocol):
     def step(self) -> StepOutput: ...
     def abort(self, request_id: str) -> None: ...
     def finish_sample(self, request_id: str, sample_index: int) -> None: ...
-    def hold(self, request_id: str) -> Held: ...
+    def detach(self, request_id: str) -> DetachedRequest: ...
     def release(self, request_id: str) -> None: ...
     def quarantine(self, request_id: str, block_ids: Iterable[int]) -> None: ...
     def unquarantine(self, block_ids: Iterable[int]) -> None: ...

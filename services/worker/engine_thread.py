@@ -9,7 +9,7 @@ more, since whoever decodes waits for that step. Each step's output goes to the 
 On a GPU a step may return before its kernels are over. Blocks are copied beside them (kvstore's
 transports), so with a store nobody hears of a step or a job until those are over which write into
 blocks that may be copied: `wait_for_kernels`. Not before a launch for the next step is over, which
-is the point of it (`Engine.is_device_behind`).
+is the point of it (`LLMEngine.is_device_behind`).
 
 A step or job that takes longer than `step_timeout_s` waits for a device that will not answer:
 nothing can end it, so the thread `is_stuck`, and its process must end.

@@ -190,7 +190,7 @@ async def _load(
         try:
             # Here, because it takes seconds: wrong keys and certificates are told before that.
             with entrypoint.importing():
-                from engine.loop import load_engine
+                from engine.engine import load_engine
 
             engine = load_engine(
                 settings.engine,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from engine.admission import MAX_SAMPLES
+from engine.input_processor import MAX_SAMPLES
 from engine.request import Beam, GrammarKind, GrammarSpec, Sampling
 from process.errors import InvalidArgument
 from protos import common_pb2

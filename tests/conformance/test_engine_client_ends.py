@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import LoadError
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.request import Sampling
 from engine_client import messages
 from engine_client.async_client import AsyncProcessClient
@@ -180,7 +180,7 @@ def test_a_failed_step_in_this_process() -> None:
                 raise RuntimeError("the model tripped")
             return super().forward(batch)
 
-    client = InProcessClient(Engine(EngineConfig(num_blocks=80), Failing()))
+    client = InProcessClient(LLMEngine(EngineConfig(num_blocks=80), Failing()))
     client.submit(make_ask("live", max_tokens=20))
     client.submit(make_ask("next", max_tokens=20))
     news = wait_news(client, {"live", "next"}, over=True)

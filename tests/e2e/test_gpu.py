@@ -26,7 +26,7 @@ from baton.cluster.plan import ProcessSpec
 from baton.errors import ClusterError
 from baton.messages import Completion, KvLeg
 from engine.config import EngineConfig
-from engine.loop import Engine, load_engine
+from engine.engine import LLMEngine, load_engine
 from engine.request import Sampling
 from tests.harness.cluster import BLOCK_SIZE, assert_idle, oracle, prompts, run_engine
 
@@ -50,7 +50,7 @@ def gpus() -> str:
 
 
 @functools.cache
-def one_engine() -> Engine:
+def one_engine() -> LLMEngine:
     """Both roles in one, with a cache that leaves a cluster's workers their shares of the GPU."""
     config = EngineConfig(model=MODEL, device="cuda:0", num_threads=1, kv_bytes=2**30)
     return load_engine(config)

@@ -24,7 +24,7 @@ from baton.client import Client, Credentials, SyncClient, collect_chunks
 from baton.errors import PermissionDenied, Unauthenticated, Unavailable
 from baton.messages import Chunk, Completion, KvLeg
 from engine.config import EngineConfig
-from engine.loop import load_engine
+from engine.engine import load_engine
 from engine.request import Sampling
 from kvstore.errors import MISSING, STORE_UNAVAILABLE
 from kvstore.node_ids import lender_node_id

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.loop import Engine, load_engine
+from engine.engine import LLMEngine, load_engine
 from engine.request import Request
 from kvstore import block_hash, serve
 from kvstore.config import KvStoreSettings
@@ -50,7 +50,7 @@ class Workers:
     prefill: main.Worker
     decode: main.Worker
     stubs: tuple[Any, Any]
-    reference: Engine | None = None
+    reference: LLMEngine | None = None
     """One engine alone, once it was asked."""
 
     async def load(self, name: str, folder: Path) -> list[str]:
@@ -198,12 +198,12 @@ class Workers:
         await self.statuses()
 
 
-def bundled_engine(index: int = 0) -> Engine:
+def bundled_engine(index: int = 0) -> LLMEngine:
     """Of the bundled model, alone; the caller closes it."""
     return load_engine(EngineConfig(model=MODEL, device="cpu", kv_bytes=8 * 1024 * 1024))
 
 
-def alone(engine: Engine, prompt: Sequence[int] = PROMPT, **sampling: Any) -> list[Sample]:
+def alone(engine: LLMEngine, prompt: Sequence[int] = PROMPT, **sampling: Any) -> list[Sample]:
     """What one engine gives that serves the whole request by itself."""
     params = sampling_params(**sampling)
     root = block_hash.root_key(b"alone", engine.model_info.fingerprint)

@@ -22,7 +22,7 @@ import transformers
 from baton import LocalCluster
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
-from engine.loop import Engine, load_engine
+from engine.engine import LLMEngine, load_engine
 from engine.request import Request
 from engine.request import Sampling as Sampling
 from kvstore import block_hash
@@ -85,13 +85,13 @@ def prompts(source: Oracle, rng: random.Random, count: int) -> list[list[int]]:
 
 
 @cache
-def single_engine(model: str, dtype: str = "auto") -> Engine:
+def single_engine(model: str, dtype: str = "auto") -> LLMEngine:
     """One engine in this process that prefills and decodes."""
     return load_engine(EngineConfig(model=model, dtype=dtype, device="cpu", num_threads=1))
 
 
 def run_engine(
-    engine: Engine, wanted: Sequence[tuple[Sequence[int], Sampling]], *, prefix_cache: str
+    engine: LLMEngine, wanted: Sequence[tuple[Sequence[int], Sampling]], *, prefix_cache: str
 ) -> list[list[int]]:
     """Run all requests at once, as many as fit; returns their output tokens.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.plain_ahead import AheadModel
 from kvstore import invariants, serve
 from kvstore.config import KvStoreSettings
@@ -306,10 +306,10 @@ def going_on(
     return command
 
 
-def fake_engines(*, preemption: str, is_ahead: bool) -> Callable[[int], Engine]:
+def fake_engines(*, preemption: str, is_ahead: bool) -> Callable[[int], LLMEngine]:
     """Small ones, for `movers`. is_ahead: they launch ahead, and compute as late as may be."""
 
-    def make(index: int) -> Engine:
+    def make(index: int) -> LLMEngine:
         model: Any = GatedModel()
         if is_ahead:
             model = AheadModel(model, is_late=True)
@@ -322,7 +322,7 @@ def fake_engines(*, preemption: str, is_ahead: bool) -> Callable[[int], Engine]:
 async def movers(
     slab_dir: Path,
     *,
-    make_engine: Callable[[int], Engine] = lambda index: fake_engine(),
+    make_engine: Callable[[int], LLMEngine] = lambda index: fake_engine(),
     limits: WorkerLimits | None = None,
     store_bytes: int = 16 * 1024 * 1024,
     has_two_nodes: bool = False,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.request import Request, Sampling
 from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
@@ -140,11 +140,11 @@ def meet(drafter: RemoteDrafter, peer: DraftPeer, clock: Clock) -> None:
     raise AssertionError("they do not meet")
 
 
-def engine(*drafters: Drafter, config: EngineConfig = CONFIG) -> Engine:
-    return Engine(config, FakeModel(), drafters=list(drafters))
+def engine(*drafters: Drafter, config: EngineConfig = CONFIG) -> LLMEngine:
+    return LLMEngine(config, FakeModel(), drafters=list(drafters))
 
 
-def submit(into: Engine, num_requests: int = 3, max_tokens: int = 24) -> None:
+def submit(into: LLMEngine, num_requests: int = 3, max_tokens: int = 24) -> None:
     """Greedy and sampled ones, short and long prompts, one of two samples."""
     for index in range(num_requests):
         prompt = tuple((7 * index + 3 * place) % 90 + 1 for place in range(1 + 11 * index))
@@ -159,7 +159,7 @@ Outputs = dict[tuple[str, int], list[int]]
 
 
 def outputs(
-    of: Engine, each_step: Callable[[int], None] = lambda step: None
+    of: LLMEngine, each_step: Callable[[int], None] = lambda step: None
 ) -> tuple[Outputs, int]:
     """(tokens by request and sample, steps) of what was submitted. Its laws are checked each
     step."""
@@ -176,6 +176,6 @@ def outputs(
 
 def plain(num_requests: int = 3, max_tokens: int = 24) -> tuple[Outputs, int]:
     """Without any guess."""
-    without = Engine(replace(CONFIG, speculation=SpeculationConfig()), FakeModel())
+    without = LLMEngine(replace(CONFIG, speculation=SpeculationConfig()), FakeModel())
     submit(without, num_requests, max_tokens)
     return outputs(without)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.models.interface import DecodeRow, Launch, LaunchRow, MixedRow
 from engine.outputs import RequestOutput, StepOutput
 from engine.plain_ahead import AheadModel, PlainAhead
@@ -25,19 +25,19 @@ def fake_model(**fields: Any) -> FakeModel:
     return FakeModel(**{"context_window": WINDOW, "block_size": SIZE} | fields)
 
 
-def make(model: Any, *, num_blocks: int = 64, **config: Any) -> Engine:
+def make(model: Any, *, num_blocks: int = 64, **config: Any) -> LLMEngine:
     """An engine with room for eight, which launches prompts, too."""
     defaults = {"num_blocks": num_blocks, "max_num_running": 8, "overlap_prompts": True}
-    return Engine(EngineConfig(**defaults | config), model)
+    return LLMEngine(EngineConfig(**defaults | config), model)
 
 
-def late_engine(*, takes_prompts: bool = True, **fields: Any) -> tuple[Engine, AheadModel]:
+def late_engine(*, takes_prompts: bool = True, **fields: Any) -> tuple[LLMEngine, AheadModel]:
     """Every launch is computed as late as may be."""
     model = AheadModel(fake_model(), is_late=True, takes_prompts=takes_prompts)
     return make(model, **fields), model
 
 
-def all_steps(engine: Engine) -> list[StepOutput]:
+def all_steps(engine: LLMEngine) -> list[StepOutput]:
     """Until nothing is left; integrity is checked after each."""
     outputs = []
     while engine.has_work():
@@ -46,7 +46,7 @@ def all_steps(engine: Engine) -> list[StepOutput]:
     return outputs
 
 
-def all_events(engine: Engine) -> Iterator[RequestOutput]:
+def all_events(engine: LLMEngine) -> Iterator[RequestOutput]:
     """As they come, until nothing is left; integrity is checked after each step."""
     while engine.has_work():
         events = engine.step().events
@@ -54,7 +54,7 @@ def all_events(engine: Engine) -> Iterator[RequestOutput]:
         yield from events
 
 
-def finish(engine: Engine) -> dict[str, list[RequestOutput]]:
+def finish(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
     """`all_events` by request."""
     events: dict[str, list[RequestOutput]] = {}
     for event in all_events(engine):
@@ -75,7 +75,7 @@ def without_ids(events: Sequence[RequestOutput]) -> list[RequestOutput]:
     ]
 
 
-def write_tokens(engine: Engine, block_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+def write_tokens(engine: LLMEngine, block_ids: Sequence[int], token_ids: Sequence[int]) -> None:
     """As a transfer would: what the fake model takes for their KV."""
     for position, token_id in enumerate(token_ids):
         cell = engine.kv.cache[block_ids[position // SIZE], 0, 0, :, position % SIZE, 0]
@@ -124,7 +124,7 @@ def recording_engine(
     context_window: int = WINDOW,
     block_size: int = SIZE,
     **config: Any,
-) -> tuple[Engine, Recording]:
+) -> tuple[LLMEngine, Recording]:
     """As `late_engine`, and what it calls."""
     fake = fake_model(context_window=context_window, block_size=block_size)
     model = AheadModel(fake)

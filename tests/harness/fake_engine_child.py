@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import time
-import types
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
@@ -20,21 +19,17 @@ if TYPE_CHECKING:
     import torch
 
     from engine.batch import Batch
-    from engine.loop import Engine, Progress
+    from engine.engine import LLMEngine, Progress
     from engine.lora.registry import AdapterInfo
     from engine.metrics import EngineStats
 
 CONTEXT_WINDOW = 20_000
 
-# A FakeModel loads nothing. What loads models imports transformers, which takes longer than a test.
-_loading = types.ModuleType("engine.load")
-_loading.load = None  # type: ignore[attr-defined]
 
-
-def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> Engine:
+def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> LLMEngine:
     """One that makes this process' mistakes."""
+    from engine.engine import LLMEngine
     from engine.fake import FakeModel
-    from engine.loop import Engine
 
     class _Model(FakeModel):
         def forward(self, batch: Batch) -> torch.Tensor:
@@ -44,7 +39,7 @@ def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> En
                 time.sleep(3600)
             return super().forward(batch)
 
-    class _Engine(Engine):
+    class _Engine(LLMEngine):
         def stats(self) -> EngineStats:
             if mode == "odd":
                 time.sleep(0.6)
@@ -62,6 +57,5 @@ def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> En
 
 
 if __name__ == "__main__":
-    sys.modules["engine.load"] = _loading
     mode = sys.argv.pop(1)
     child.run(make_engine)

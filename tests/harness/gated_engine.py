@@ -15,9 +15,9 @@ import torch
 
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import HIDDEN_SIZE as HIDDEN_SIZE
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.outputs import StepOutput
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
@@ -95,7 +95,7 @@ def fake_engine(
     preemption: str = "never",
     speculation: SpeculationConfig | None = None,
     **parts: Any,
-) -> Engine:
+) -> LLMEngine:
     """The real engine over a fake model, made of these parts."""
     config = EngineConfig(
         block_size=BLOCK_SIZE,
@@ -105,11 +105,11 @@ def fake_engine(
         preemption=preemption,
         speculation=speculation or SpeculationConfig(),
     )
-    return Engine(config, model or GatedModel(), **parts)
+    return LLMEngine(config, model or GatedModel(), **parts)
 
 
 def request(
-    engine: Engine,
+    engine: LLMEngine,
     prompt: tuple[int, ...],
     *,
     name: str = "r",
@@ -147,7 +147,7 @@ class Prompts:
 
 @contextlib.asynccontextmanager
 async def running(
-    engine: Engine,
+    engine: LLMEngine,
     *,
     on_step: Callable[[StepOutput], None] = lambda output: None,
     on_failure: Callable[[Internal], None] = lambda error: None,

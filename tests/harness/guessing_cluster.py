@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.grammar.config import GrammarLimits
 from engine.grammar.service import GrammarService
 from engine.grammar.vocabulary import GrammarTokenizer
-from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.speculation.config import SpeculationConfig
 from kvstore import invariants, serve
@@ -69,7 +69,7 @@ class Site:
 
         return GrammarService(load, GrammarLimits(), process=self.process)
 
-    def reference(self, model: LoadedModel | None = None) -> Engine:
+    def reference(self, model: LoadedModel | None = None) -> LLMEngine:
         """An engine with room for everything, that guesses nothing."""
         config = self.maker.config(num_blocks=200, max_num_tokens_per_step=64, max_num_running=8)
         engine = self.engine(config, model or self.maker.model("reference"))
@@ -78,8 +78,8 @@ class Site:
             engine.load_adapter(name, Path(folder))
         return engine
 
-    def engine(self, config: EngineConfig, model: LoadedModel, **parts: Any) -> Engine:
-        return Engine(config, model, make_grammars=self.make_grammars, **parts)
+    def engine(self, config: EngineConfig, model: LoadedModel, **parts: Any) -> LLMEngine:
+        return LLMEngine(config, model, make_grammars=self.make_grammars, **parts)
 
     async def knows(self, worker_ids: set[str]) -> None:
         """Until these workers, and no others, are those of the router."""
@@ -179,7 +179,7 @@ class Cluster:
         worker.heartbeat.beat_now()
         worker.role.leave(Deadline.after(WAIT_S))
 
-    def engine(self, index: int) -> Engine:
+    def engine(self, index: int) -> LLMEngine:
         """Of a decode worker."""
         return self.decodes[index].core.thread._engine  # type: ignore[return-value]
 
@@ -273,7 +273,7 @@ def _decode_config(
 
 def _guessing_engine(
     site: Site, config: EngineConfig, place: str, seed: float, peers: Sequence[Any]
-) -> Engine:
+) -> LLMEngine:
     """Not on the loop: draft workers are met."""
     rng = random.Random(seed)
     model = site.maker.model(place)
@@ -290,7 +290,7 @@ def _guessing_engine(
 
 
 async def _start(
-    site: Site, name: str, engine: Engine, stack: contextlib.AsyncExitStack
+    site: Site, name: str, engine: LLMEngine, stack: contextlib.AsyncExitStack
 ) -> main.Worker:
     is_prefill = name.startswith("p")
     settings = WorkerSettings(

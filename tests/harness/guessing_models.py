@@ -237,7 +237,7 @@ class FakeMaker:
     def drafters(
         self, config: EngineConfig, model: LoadedModel, peers: Sequence[DraftPeer]
     ) -> list[Drafter]:
-        """Those that the settings name, in `load`'s order (engine/load.py). Not on the loop."""
+        """Those that the settings name, in the order of `load_engine`. Not on the loop."""
         wanted = config.speculation
         made: list[Drafter] = [PromptLookup(wanted.ngram) for _ in wanted.drafters]
         made += [self._draft(name, config) for name in wanted.draft_models]

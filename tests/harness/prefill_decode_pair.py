@@ -18,8 +18,8 @@ from typing import Any
 import grpc.aio
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.request import Request
 from kvstore import block_hash, serve
 from kvstore.blocks import Block
@@ -169,7 +169,7 @@ class Pair:
 
     async def start_misfit(self) -> None:
         """One more worker at the store, whose blocks are of another size. Raises: BatonError."""
-        engine = Engine(EngineConfig(block_size=8, num_blocks=64), FakeModel(block_size=8))
+        engine = LLMEngine(EngineConfig(block_size=8, num_blocks=64), FakeModel(block_size=8))
         settings = WorkerSettings(
             redis_url="",
             store_address=self.store.address,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from kvstore import serve
 from kvstore.blocks import Block
 from kvstore.client import KvStoreClient
@@ -314,7 +314,7 @@ async def nodes(
             store = await store_exit.enter_async_context(serve.running(settings))
             settings = dataclasses.replace(settings, listen=store.address)
             model = make_model()
-            engine: Engine = fake_engine(num_blocks=num_blocks, chunk=chunk, model=model)
+            engine: LLMEngine = fake_engine(num_blocks=num_blocks, chunk=chunk, model=model)
             worker = await main.start(
                 engine,
                 WorkerSettings(

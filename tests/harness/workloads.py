@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import NoBlocks, ParkingRefused, WrongState
 from engine.fake import FakeModel
 from engine.grammar.service import GrammarService
-from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.outputs import RequestOutput
 from engine.parking import Blocks, HostParking, Parked, Parking
@@ -47,12 +47,12 @@ class Bench:
         config: EngineConfig,
         parking: Parking | None = None,
         rng: random.Random | None = None,
-    ) -> Engine:
+    ) -> LLMEngine:
         """rng: for an engine that may launch ahead."""
         model = self.make_model()
         if rng is not None:
             model = maybe_ahead(model, rng)
-        return Engine(config, model, parking=parking, make_grammars=self.make_grammars)
+        return LLMEngine(config, model, parking=parking, make_grammars=self.make_grammars)
 
 
 def maybe_ahead(model: LoadedModel, rng: random.Random) -> LoadedModel:
@@ -170,7 +170,7 @@ def undisturbed(requests: Sequence[Request], bench: Bench = PLAIN) -> dict[str, 
     return results
 
 
-def steps_beyond(engine: Engine, num_tokens: int) -> tuple[tuple[int, ...], int]:
+def steps_beyond(engine: LLMEngine, num_tokens: int) -> tuple[tuple[int, ...], int]:
     """Run an engine to its end. Returns: all its tokens, and how many steps brought those beyond
     the first `num_tokens`."""
     found: tuple[int, ...] = ()
@@ -223,7 +223,7 @@ class BadParking:
         self._host.check_integrity(keys)
 
 
-def small_engine(rng: random.Random, bench: Bench = PLAIN) -> Engine:
+def small_engine(rng: random.Random, bench: Bench = PLAIN) -> LLMEngine:
     """Hardly room for one request, and any setting of what may disturb."""
     running = rng.randint(3, 6)
     preemption = rng.choice(["recompute", "swap", "swap"])
@@ -286,7 +286,7 @@ def with_drawn(
 
 
 def disturbed(
-    engine: Engine,
+    engine: LLMEngine,
     requests: Sequence[Request],
     rng: random.Random,
     expected: dict[str, dict[int, Outcome]] | None = None,
@@ -324,7 +324,7 @@ def disturbed(
 
 
 def _begin(
-    engine: Engine,
+    engine: LLMEngine,
     request: Request,
     rng: random.Random,
     drawn: tuple[tuple[int, ...], ...],
@@ -341,7 +341,7 @@ def _begin(
     return True
 
 
-def _interrupt(engine: Engine, live: Sequence[Request], rng: random.Random) -> None:
+def _interrupt(engine: LLMEngine, live: Sequence[Request], rng: random.Random) -> None:
     if live:
         request = rng.choice(live)
         index = rng.randrange(request.num_samples)
@@ -354,7 +354,7 @@ def _interrupt(engine: Engine, live: Sequence[Request], rng: random.Random) -> N
                 raise
 
 
-def states(engine: Engine) -> set[State]:
+def states(engine: LLMEngine) -> set[State]:
     """Of all live samples."""
     return {
         sequence.state for group in engine._groups.values() for sequence in group.samples.values()

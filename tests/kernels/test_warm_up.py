@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.engine_gpu import Compiles
 from engine.config import EngineConfig
-from engine.loop import load_engine
+from engine.engine import load_engine
 from engine.request import Sampling
 from tests.harness.cluster import run_engine
 from tests.harness.models import FAMILIES, save

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.loop import Engine, load_engine
+from engine.engine import LLMEngine, load_engine
 from engine.request import Request, Sampling
 from tests.conftest import SESSION_SEED
 from tests.harness.engines import all_events, block_hash
@@ -42,10 +42,10 @@ def _maker(folders: pytest.TempPathFactory, **changes: int) -> Callable[[str], T
 
 
 @pytest.fixture
-def load() -> Callable[..., Engine]:
+def load() -> Callable[..., LLMEngine]:
     """`load(path, <EngineConfig fields>)`."""
 
-    def make(path: object, **fields: Any) -> Engine:
+    def make(path: object, **fields: Any) -> LLMEngine:
         fields = {"num_threads": 1, "device": "cpu", "num_blocks": 1000} | fields
         return load_engine(EngineConfig(model=str(path), **fields))
 
@@ -57,7 +57,9 @@ def run() -> Callable[..., dict[str, list[int]]]:
     """`run(engine, {id: (prompt, Sampling)})` -> output tokens by id. All start before the first
     step; integrity is checked after every step."""
 
-    def go(engine: Engine, requests: dict[str, tuple[list[int], Sampling]]) -> dict[str, list[int]]:
+    def go(
+        engine: LLMEngine, requests: dict[str, tuple[list[int], Sampling]]
+    ) -> dict[str, list[int]]:
         for name, (prompt, sampling) in requests.items():
             engine.reserve(Request(name, tuple(prompt), sampling, block_hash))
             engine.start(name)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints.resolve import resolve
 from engine import beam_search
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.outputs import RequestOutput
 from engine.request import Beam, FinishReason, Request, Sampling
 from tests.harness.engines import all_events, block_hash
@@ -157,7 +157,7 @@ def ask(
     )
 
 
-def finish(engine: Engine) -> dict[str, list[RequestOutput]]:
+def finish(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
     """Step until all is done, with the books checked after every step; events that tell tokens."""
     told: dict[str, list[RequestOutput]] = {}
     for event in all_events(engine):
@@ -180,7 +180,7 @@ def check_told(events: list[RequestOutput], search: Search, ends: list[int]) -> 
 
 
 def search_all(
-    engine: Engine, oracle: Any, rng: random.Random, count: int, vocab_size: int
+    engine: LLMEngine, oracle: Any, rng: random.Random, count: int, vocab_size: int
 ) -> None:
     """`count` searches and as many greedy requests, some at a time, against transformers."""
     left = count

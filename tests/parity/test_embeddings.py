@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.engine import LLMEngine
 from engine.errors import InvalidRequest
-from engine.loop import Engine
 from engine.request import Beam, Request, Sampling
 from tests.harness.engines import all_events, block_hash
 from tests.harness.models import VOCAB_SIZE, Tiny
@@ -32,7 +32,7 @@ def _expected(tiny: Tiny, prompt: list[int]) -> torch.Tensor:
     return torch.nn.functional.normalize(output.hidden_states[-1][0, -1].float(), dim=0)
 
 
-def _ask(engine: Engine, requests: dict[str, tuple[list[int], bool]]) -> dict[str, torch.Tensor]:
+def _ask(engine: LLMEngine, requests: dict[str, tuple[list[int], bool]]) -> dict[str, torch.Tensor]:
     """Embeddings by id of those that want one; the others decode a few tokens."""
     for name, (prompt, wants) in requests.items():
         sampling = Sampling(max_tokens=1 if wants else 6, ignore_eos=True)
@@ -57,7 +57,7 @@ def test_it_is_the_last_hidden_state(
     device: str,
     get_tiny: Callable[[str], Tiny],
     get_wide: Callable[[str], Tiny],
-    load: Callable[..., Engine],
+    load: Callable[..., LLMEngine],
     seed: int,
 ) -> None:
     tiny = get_wide(family) if decoder == "own" else get_tiny(family)
@@ -80,7 +80,7 @@ def test_it_is_the_last_hidden_state(
 
 
 def test_over_a_quantized_cache_it_is_near(
-    get_tiny: Callable[[str], Tiny], load: Callable[..., Engine], seed: int
+    get_tiny: Callable[[str], Tiny], load: Callable[..., LLMEngine], seed: int
 ) -> None:
     """Random weights make small errors large: the bound is on the angle, and loose."""
     tiny, rng = get_tiny("qwen3"), random.Random(seed)
@@ -100,7 +100,7 @@ def test_what_does_not_go_with_it_is_refused(
     changes: dict[str, Any],
     said: str,
     get_tiny: Callable[[str], Tiny],
-    load: Callable[..., Engine],
+    load: Callable[..., LLMEngine],
 ) -> None:
     engine = load(get_tiny("llama").path)
     request = Request(

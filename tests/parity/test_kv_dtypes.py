@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.request import Request, Sampling
 from tests.conftest import LONG, third
 from tests.harness.engines import all_events, block_hash
@@ -36,7 +36,7 @@ Outputs = dict[tuple[str, int], list[tuple[int, float]]]
 """(request, sample) -> (token, how far ahead of the second best it was) by position."""
 
 
-def _run(engine: Engine, requests: dict[str, Request]) -> Outputs:
+def _run(engine: LLMEngine, requests: dict[str, Request]) -> Outputs:
     for request in requests.values():
         engine.submit(request)
     outputs: Outputs = {}

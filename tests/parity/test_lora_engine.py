@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.decoder.ahead import AheadDecoder
+from engine.engine import LLMEngine
 from engine.errors import InvalidRequest
-from engine.loop import Engine
 from engine.lora.config import LoraLimits
 from engine.lora.errors import AdapterInUse, InvalidAdapter, TooManyAdapters, UnknownAdapter
 from engine.lora.files import WEIGHTS
@@ -59,7 +59,9 @@ def oracles(tiny: Tiny, folders: dict[str, Path]) -> dict[str, Tiny]:
     return found
 
 
-def ask(engine: Engine, name: str, prompt: Sequence[int], adapter: str, **fields: Any) -> Request:
+def ask(
+    engine: LLMEngine, name: str, prompt: Sequence[int], adapter: str, **fields: Any
+) -> Request:
     """A request whose chain hashes are keyed by the adapter's digest."""
     digests = {info.name: info.digest for info in engine.adapters()} | {"": ""}
     fields = {"cache_root": digests.get(adapter, "none").encode()} | fields
@@ -68,7 +70,7 @@ def ask(engine: Engine, name: str, prompt: Sequence[int], adapter: str, **fields
     return Request(name, tuple(prompt), sampling, hasher(root), adapter=adapter, **fields)
 
 
-def finish(engine: Engine) -> dict[str, list[int]]:
+def finish(engine: LLMEngine) -> dict[str, list[int]]:
     """Run everything; output tokens by request."""
     outputs: dict[str, list[int]] = {}
     for event in all_events(engine):
@@ -77,7 +79,7 @@ def finish(engine: Engine) -> dict[str, list[int]]:
     return outputs
 
 
-def run(engine: Engine, *requests: Request) -> dict[str, list[int]]:
+def run(engine: LLMEngine, *requests: Request) -> dict[str, list[int]]:
     for request in requests:
         engine.reserve(request)
         engine.start(request.request_id)
@@ -92,7 +94,7 @@ def prompt_of(rng: random.Random, length: int) -> list[int]:
 def test_tokens_equal_merged_weights(
     oracles: dict[str, Tiny],
     folders: dict[str, Path],
-    load: Callable[..., Engine],
+    load: Callable[..., LLMEngine],
     seed: int,
     scale: Callable[[int], int],
 ) -> None:
@@ -126,7 +128,7 @@ def test_launched_rows_have_their_adapters(
     tiny: Tiny,
     oracles: dict[str, Tiny],
     folders: dict[str, Path],
-    load: Callable[..., Engine],
+    load: Callable[..., LLMEngine],
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
 ) -> None:
@@ -178,7 +180,7 @@ def test_a_preempted_request_goes_on_with_its_adapter(
     preemption: str,
     oracles: dict[str, Tiny],
     folders: dict[str, Path],
-    load: Callable[..., Engine],
+    load: Callable[..., LLMEngine],
     seed: int,
 ) -> None:
     rng = random.Random(f"{seed} {preemption}")
@@ -205,7 +207,7 @@ def test_samples_and_beams_equal_those_of_a_merged_checkpoint(
     tiny: Tiny,
     oracles: dict[str, Tiny],
     folders: dict[str, Path],
-    load: Callable[..., Engine],
+    load: Callable[..., LLMEngine],
     tmp_path: Path,
     seed: int,
 ) -> None:
@@ -240,7 +242,7 @@ def test_samples_and_beams_equal_those_of_a_merged_checkpoint(
 
 
 def test_blocks_are_shared_within_an_adapter_and_never_across(
-    oracles: dict[str, Tiny], folders: dict[str, Path], load: Callable[..., Engine], seed: int
+    oracles: dict[str, Tiny], folders: dict[str, Path], load: Callable[..., LLMEngine], seed: int
 ) -> None:
     engine = load(oracles[""].path)
     for name, folder in folders.items():
@@ -258,7 +260,7 @@ def test_a_reload_under_the_same_name_never_meets_old_kv(
     tiny: Tiny,
     oracles: dict[str, Tiny],
     folders: dict[str, Path],
-    load: Callable[..., Engine],
+    load: Callable[..., LLMEngine],
     seed: int,
 ) -> None:
     """By unload and load, and by a load in its place; back to the first content, its KV is there
@@ -289,7 +291,7 @@ def test_a_reload_under_the_same_name_never_meets_old_kv(
 
 
 def test_an_adapter_in_use_stays(
-    oracles: dict[str, Tiny], folders: dict[str, Path], load: Callable[..., Engine], seed: int
+    oracles: dict[str, Tiny], folders: dict[str, Path], load: Callable[..., LLMEngine], seed: int
 ) -> None:
     """In every state of its requests, until the last has ended."""
     engine = load(oracles[""].path)
@@ -330,7 +332,7 @@ def test_an_adapter_in_use_stays(
 
 
 def test_an_unknown_adapter_takes_nothing(
-    tiny: Tiny, folders: dict[str, Path], load: Callable[..., Engine]
+    tiny: Tiny, folders: dict[str, Path], load: Callable[..., LLMEngine]
 ) -> None:
     engine = load(tiny.path)
     engine.load_adapter("a", folders["a"])
@@ -341,7 +343,7 @@ def test_an_unknown_adapter_takes_nothing(
 
 
 def test_a_request_without_room_does_not_hold_its_adapter(
-    tiny: Tiny, folders: dict[str, Path], load: Callable[..., Engine]
+    tiny: Tiny, folders: dict[str, Path], load: Callable[..., LLMEngine]
 ) -> None:
     engine = load(tiny.path, num_blocks=44, context_window=700)
     engine.load_adapter("a", folders["a"])
@@ -357,7 +359,7 @@ def test_bad_adapters_change_nothing_for_the_neighbours(
     tiny: Tiny,
     oracles: dict[str, Tiny],
     folders: dict[str, Path],
-    load: Callable[..., Engine],
+    load: Callable[..., LLMEngine],
     tmp_path: Path,
     seed: int,
 ) -> None:
@@ -410,7 +412,7 @@ def test_an_adapter_that_overflows_ends_its_own_requests_only(
     tiny: Tiny,
     oracles: dict[str, Tiny],
     folders: dict[str, Path],
-    load: Callable[..., Engine],
+    load: Callable[..., LLMEngine],
     tmp_path: Path,
     seed: int,
 ) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.outputs import TokenLogprobs
 from engine.request import Request, Sampling
 from tests.harness.engines import all_events, block_hash
@@ -28,7 +28,7 @@ NUM_TOP = 5
 
 
 def _ask(
-    engine: Engine, prompts: dict[str, list[int]], scored: set[str]
+    engine: LLMEngine, prompts: dict[str, list[int]], scored: set[str]
 ) -> dict[str, list[TokenLogprobs]]:
     """Of those that are to be scored; all of them decode a few tokens, too."""
     for name, prompt in prompts.items():
@@ -53,7 +53,7 @@ def test_they_are_those_of_a_plain_pass(
     device: str,
     get_tiny: Callable[[str], Tiny],
     get_wide: Callable[[str], Tiny],
-    load: Callable[..., Engine],
+    load: Callable[..., LLMEngine],
     seed: int,
 ) -> None:
     tiny = get_wide(family) if decoder == "own" else get_tiny(family)

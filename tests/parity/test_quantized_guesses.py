@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.models.load import load_model
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
@@ -76,7 +76,7 @@ def test_guesses_change_no_token(
         )
         for index, length in enumerate((1, 7, 8, 9, 31))
     }
-    plain = Engine(config, model)
+    plain = LLMEngine(config, model)
     expected = {}
     for name, request in requests.items():
         expected |= _run(plain, {name: request})
@@ -88,7 +88,7 @@ def test_guesses_change_no_token(
         for name, request in requests.items()
     }
     guessing = replace(config, speculation=SpeculationConfig(max_num_nodes=9, always=True))
-    engine = Engine(guessing, model, drafters=[KnowsTheAnswers(rng, answers, vocab_size)])
+    engine = LLMEngine(guessing, model, drafters=[KnowsTheAnswers(rng, answers, vocab_size)])
     _assert_same(_run(engine, requests), expected, is_exact=False)
     counts = engine.metrics()
     assert 0 < counts.num_kept_tokens < counts.num_guessed_tokens

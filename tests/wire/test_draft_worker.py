@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import pytest
 
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.speculation.remote import RemoteDrafter
 from process.rpc import PLAIN
 from services.worker.draft_channel import DraftPeers
@@ -80,7 +80,7 @@ def test_a_stream_goes_on_when_its_draft_worker_is_killed(
         info = replace(model.info, tokenizer_digest=about.tokenizer_digest)
         drafter = RemoteDrafter([peer], info, deadline_s=CALL_S, clock=clock)
         meet(drafter, peer, clock)
-        engine, plain = Engine(CONFIG, model, drafters=[drafter]), Engine(CONFIG, model)
+        engine, plain = LLMEngine(CONFIG, model, drafters=[drafter]), LLMEngine(CONFIG, model)
         found: list[int] = []
 
         def kill(step: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.request import GrammarKind, Request, Sampling
 from protos import common_pb2, inference_pb2
 from services.worker.status import FINISH_REASONS, logprobs_to_proto
@@ -169,7 +169,7 @@ def to_message(ask: Ask) -> inference_pb2.GenerateRequest:
 
 
 def plain_answers(
-    engine: Engine, asks: Sequence[Ask], tokenizer: Tokenizer
+    engine: LLMEngine, asks: Sequence[Ask], tokenizer: Tokenizer
 ) -> dict[str, dict[int, Sample]]:
     """What plain decoding gives: by request and sample."""
     found = {

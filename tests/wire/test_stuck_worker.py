@@ -15,11 +15,6 @@ CODE = """if True:
     import asyncio
     import sys
     import threading
-    import types
-
-    # The model is a fake one: what loads others takes twice as long to import as all the rest.
-    sys.modules["engine.load"] = types.ModuleType("engine.load")
-    sys.modules["engine.load"].load = None
 
     from process import entrypoint
     from services.decode.role import DecodeRole

@@ -11,7 +11,7 @@ import functools
 import sys
 from typing import Any
 
-from engine import load
+from engine.models import load
 from engine.paced import DevicePace, PacedModel
 from process import entrypoint
 from services.decode.role import DecodeRole
@@ -23,7 +23,7 @@ _ROLES: dict[str, Any] = {"prefill": PrefillRole, "decode": DecodeRole}
 
 
 def pace_models(pace: DevicePace) -> None:
-    """Models that engines of this process load from now on take so long."""
+    """Models that engines of this process load from now on take `pace` for a step."""
     module: Any = load
     load_model = module.load_model
 

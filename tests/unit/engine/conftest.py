@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
@@ -50,9 +50,9 @@ def make_request() -> Callable[..., Request]:
 
 
 @pytest.fixture(params=["plain", "ahead"])
-def make_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
+def make_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., LLMEngine]]:
     """`make_engine(num_blocks=..., budget=..., running=..., <FakeModel fields>)`."""
-    made: list[Engine] = []
+    made: list[LLMEngine] = []
 
     def make(
         *,
@@ -61,7 +61,7 @@ def make_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine
         running: int = 8,
         preemption: str = "never",
         **model: Any,
-    ) -> Engine:
+    ) -> LLMEngine:
         config = EngineConfig(
             num_blocks=num_blocks,
             max_num_tokens_per_step=budget,
@@ -71,7 +71,7 @@ def make_engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine
         fake: LoadedModel = FakeModel(**({"context_window": num_blocks * 4} | model))
         if request.param == "ahead":
             fake = AheadModel(fake, is_late=True)
-        engine = Engine(config, fake)
+        engine = LLMEngine(config, fake)
         made.append(engine)
         return engine
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import EngineError, InvalidRequest
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.outputs import RequestOutput
 from engine.request import Beam, GrammarKind, GrammarSpec, Request, Sampling
 from tests.harness.engines import all_events, hasher
@@ -91,7 +91,7 @@ def test_bad_parameters_in_any_combination(seed: int, scale: Callable[[int], int
         ]
         expected = undisturbed(good)
         config = EngineConfig(num_blocks=64, max_num_tokens_per_step=9, max_num_running=4)
-        engine = Engine(config, FakeModel(context_window=48))
+        engine = LLMEngine(config, FakeModel(context_window=48))
         failing: set[str] = set()
         for request in good:
             engine.submit(request)
@@ -123,12 +123,12 @@ def _related(wrong: set[str]) -> set[str]:
     return related | (set(BAD) if "beam" in wrong else set())
 
 
-def _start(engine: Engine, request: Request) -> None:
+def _start(engine: LLMEngine, request: Request) -> None:
     engine.reserve(request)
     engine.start(request.request_id)
 
 
-def _finish(engine: Engine) -> tuple[dict[str, dict[int, Outcome]], dict[str, EngineError]]:
+def _finish(engine: LLMEngine) -> tuple[dict[str, dict[int, Outcome]], dict[str, EngineError]]:
     events: dict[str, list[RequestOutput]] = {}
     errors: dict[str, EngineError] = {}
     for event in all_events(engine):

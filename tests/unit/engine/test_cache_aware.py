@@ -14,8 +14,8 @@ import random
 from collections.abc import Callable
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.request import Request, Sampling
 from tests.harness.engines import hasher
 
@@ -53,7 +53,7 @@ def _num_computed(
         policy=policy,
         max_passes=10_000,
     )
-    engine = Engine(config, FakeModel(context_window=num_blocks * SIZE, block_size=SIZE))
+    engine = LLMEngine(config, FakeModel(context_window=num_blocks * SIZE, block_size=SIZE))
     for index, prompt in enumerate(prompts):
         engine.submit(Request(f"{index}", prompt, Sampling(max_tokens=1), hasher()))
     order = []
@@ -88,7 +88,7 @@ def test_the_cold_go_after_at_most_max_passes_of_the_warm() -> None:
         config = EngineConfig(
             num_blocks=64, max_num_running=1, policy="cache_aware", max_passes=max_passes
         )
-        engine = Engine(config, FakeModel(context_window=256, block_size=SIZE))
+        engine = LLMEngine(config, FakeModel(context_window=256, block_size=SIZE))
         warm = tuple(range(1, 18))
         engine.submit(Request("first", warm, Sampling(max_tokens=1), hasher()))
         engine.step()

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
+from engine.engine import load_engine
 from engine.errors import ModelNotSupported
-from engine.loop import load_engine
 from engine.models.checkpoint_config import Rehearsed, read_checkpoint_config
 from tests.harness.models import FAMILIES, save
 
@@ -146,7 +146,8 @@ def test_a_second_start_imports_none_of_transformers(
     load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=44)).close()
     assert "transformers" in sys.modules
     program = (
-        "import sys; from engine.config import EngineConfig; from engine.loop import load_engine\n"
+        "import sys; from engine.config import EngineConfig\n"
+        "from engine.engine import load_engine\n"
         "load_engine(EngineConfig(model=sys.argv[1], device='cpu', num_blocks=44))\n"
         "print('transformers' in sys.modules)"
     )

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from checkpoints.resolve import resolve
-from engine import load as engine_load
+from engine import engine as engine_module
 from engine.config import EngineConfig
+from engine.engine import LLMEngine, load_engine
 from engine.errors import InvalidRequest
 from engine.fake import FakeModel
 from engine.grammar.config import GrammarLimits
@@ -24,7 +25,6 @@ from engine.grammar.errors import GrammarFailed
 from engine.grammar.service import Compilation, GrammarService
 from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import Vocabulary
-from engine.loop import Engine, load_engine
 from engine.outputs import RequestOutput
 from engine.request import FinishReason, GrammarKind, GrammarSpec, Request, State
 from tests.harness.workloads import outcomes
@@ -50,12 +50,12 @@ def service() -> Iterator[GrammarService]:
 
 @pytest.fixture
 def make(service: GrammarService) -> Iterator[Make]:
-    made: list[Engine] = []
+    made: list[LLMEngine] = []
 
-    def new(**config: Any) -> Engine:
+    def new(**config: Any) -> LLMEngine:
         config = {"num_blocks": 64, "max_num_tokens_per_step": 16, "max_num_running": 8} | config
         model = FakeModel(vocab_size=VOCAB, context_window=128, eos_token_ids=(0,))
-        engine = Engine(EngineConfig(**config), model, make_grammars=lambda: service)
+        engine = LLMEngine(EngineConfig(**config), model, make_grammars=lambda: service)
         made.append(engine)
         return engine
 
@@ -64,7 +64,7 @@ def make(service: GrammarService) -> Iterator[Make]:
         engine.check_integrity()
 
 
-def _finish(engine: Engine) -> dict[str, list[RequestOutput]]:
+def _finish(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
     deadline = time.monotonic() + LIMIT_S
     events: dict[str, list[RequestOutput]] = {}
     while engine.has_work():
@@ -173,7 +173,7 @@ def test_a_request_that_waits_can_be_taken_out_to_wait_elsewhere(
         engine.start("a")
         engine.step()
         assert engine._groups["a"].state is State.WAITING_FOR_GRAMMAR
-        held = engine.hold("a")
+        held = engine.detach("a")
     assert (held.token_ids, held.num_computed_tokens) == (PROMPT, 0)
     assert not engine.has_work() and engine.step().events == ()  # ready now, and nobody waits
     engine.release("a")
@@ -249,7 +249,7 @@ def test_the_engines_thread_reads_no_file_for_the_first_grammar(
         loads.append(threading.get_ident())
         return load(folder, vocab_size)
 
-    monkeypatch.setattr(engine_load, "resolve", lambda *_, **__: pytest.fail("resolved again"))
+    monkeypatch.setattr(engine_module, "resolve", lambda *_, **__: pytest.fail("resolved again"))
     monkeypatch.setattr(Vocabulary, "load", noted)
     spec = GrammarSpec(GrammarKind.CHOICE, choices=("yes", "no"))
     engine.submit(_ask(make_request, "a", spec))

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.request import Request, Sampling, State
 from engine.scheduler import RunningSequence, plan_step
 from tests.harness.engines import hasher
@@ -24,7 +24,7 @@ def test_the_short_way_is_the_same_plan(seed: int, scale: Callable[[int], int]) 
             max_num_tokens_per_request_step=rng.randint(0, 3),
             policy=rng.choice(["fcfs", "priority"]),
         )
-        engine = Engine(config, FakeModel(context_window=64))
+        engine = LLMEngine(config, FakeModel(context_window=64))
         scheduler = engine._scheduler
         for number in range(rng.randint(1, 6)):
             prompt = tuple(rng.randrange(1, 97) for _ in range(rng.randint(1, 9)))

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
 from engine.grammar.config import GrammarLimits
 from engine.grammar.service import GrammarService
-from engine.loop import Engine
 from engine.models.load import load_model
 from engine.request import GrammarKind, GrammarSpec
 from tests.harness.adapters import save_adapter
@@ -101,7 +101,7 @@ def test_workloads_on_the_bundled_model(
     )
     model = load_model(config)
     plain = AutoModelForCausalLM.from_pretrained(resolve("baton-5m", files="all").path)
-    engine = Engine(config, model)  # the model keeps them
+    engine = LLMEngine(config, model)  # the model keeps them
     for index, name in enumerate(("first", "second")):
         engine.load_adapter(name, save_adapter(tmp_path / name, plain, seed + index))
     bench = Bench(make_model=lambda: model, size=size, adapters=("", "first", "second"))

@@ -23,13 +23,12 @@ from hypothesis.stateful import (
 )
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import NoBlocks, WrongState
 from engine.fake import FakeModel
-from engine.held import Held
-from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.plain_ahead import AheadModel
-from engine.request import Request, Reservation, Sampling, State
+from engine.request import DetachedRequest, Request, Reservation, Sampling, State
 from tests.conftest import examples
 from tests.harness.engines import hasher
 
@@ -47,7 +46,7 @@ class Known:
     state: State = State.RESERVED
     outputs: list[int] = field(default_factory=list)
     quarantined: set[int] = field(default_factory=set)
-    held: Held | None = None
+    held: DetachedRequest | None = None
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -83,7 +82,7 @@ class EngineMachine(RuleBasedStateMachine):
         model: LoadedModel = self.model
         if is_late is not None:
             model = AheadModel(model, is_late=is_late)
-        self.engine = Engine(config, model)
+        self.engine = LLMEngine(config, model)
 
     def pick(self, data: st.DataObject, *states: State) -> Known | None:
         names = [name for name, known in self.live.items() if known.state in states]
@@ -217,7 +216,7 @@ class EngineMachine(RuleBasedStateMachine):
         if known is None:
             return
         try:
-            held = self.engine.hold(known.request.request_id)
+            held = self.engine.detach(known.request.request_id)
         except WrongState:
             assert known.request.hold_after is not None or known.state is State.WAITING
             return

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine, load_engine
 from engine.errors import EmptySupport
 from engine.fake import FakeModel
 from engine.grammar.compiler import CompileProcess
@@ -21,7 +22,6 @@ from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarTooCostly, refuse
 from engine.grammar.service import GrammarService
 from engine.grammar.vocabulary import GrammarTokenizer, Vocabulary
-from engine.loop import Engine, load_engine
 from engine.models.interface import LoadedModel
 from engine.outputs import RequestOutput
 from engine.request import FinishReason, GrammarSpec, Request
@@ -40,7 +40,7 @@ from tokens.tokenizer import Tokenizer
 
 LIMIT_S = 90.0
 TOKENIZER = Tokenizer.load(BUNDLED)
-Make = Callable[..., Engine]
+Make = Callable[..., LLMEngine]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def bundled() -> LoadedModel:
 @pytest.fixture
 def make(process: SharedProcess, bundled: LoadedModel) -> Iterator[Make]:
     """`make(limits={...}, is_fake=False, vocabulary=None, <config>)`."""
-    made: list[Engine] = []
+    made: list[LLMEngine] = []
 
     def new(
         *,
@@ -68,13 +68,13 @@ def make(process: SharedProcess, bundled: LoadedModel) -> Iterator[Make]:
         is_fake: bool = False,
         vocabulary: Vocabulary | None = None,
         **config: Any,
-    ) -> Engine:
+    ) -> LLMEngine:
         known = vocabulary or Vocabulary.load(BUNDLED, VOCAB_SIZE)
         checked = GrammarLimits(**(limits or {}))  # type: ignore[arg-type]
         model = bundled
         if is_fake:
             model = FakeModel(vocab_size=VOCAB_SIZE, context_window=512, eos_token_ids=(1,))
-        engine = Engine(
+        engine = LLMEngine(
             EngineConfig(**({"num_blocks": 256, "device": "cpu"} | config)),
             model,
             make_grammars=lambda: GrammarService(
@@ -93,7 +93,7 @@ def make(process: SharedProcess, bundled: LoadedModel) -> Iterator[Make]:
 Outcome = tuple[list[int], FinishReason | None, Exception | None]
 
 
-def finish(engine: Engine) -> dict[tuple[str, int], list[RequestOutput]]:
+def finish(engine: LLMEngine) -> dict[tuple[str, int], list[RequestOutput]]:
     deadline = time.monotonic() + LIMIT_S
     events: dict[tuple[str, int], list[RequestOutput]] = {}
     while engine.has_work():
@@ -110,7 +110,7 @@ def outcome(events: list[RequestOutput]) -> Outcome:
 
 
 def ask(
-    engine: Engine,
+    engine: LLMEngine,
     name: str,
     spec: GrammarSpec | None,
     make_request: Callable[..., Request],
@@ -377,7 +377,7 @@ def test_a_model_that_no_grammar_fits_is_prepared_without_a_process(
 
     model = FakeModel(vocab_size=VOCAB_SIZE, context_window=512, eos_token_ids=(1,))
     process = CompileProcess(BUNDLED, VOCAB_SIZE)
-    engine = Engine(
+    engine = LLMEngine(
         EngineConfig(num_blocks=256, device="cpu"),
         model,
         make_grammars=lambda: GrammarService(refuses, GrammarLimits(), process=process),
@@ -398,7 +398,7 @@ def test_what_fails_while_it_is_prepared_is_told_to_who_asks_for_a_grammar(
     def fails() -> GrammarTokenizer:
         raise OSError("the disk is gone")
 
-    engine = Engine(
+    engine = LLMEngine(
         EngineConfig(num_blocks=256, device="cpu"),
         FakeModel(vocab_size=VOCAB_SIZE, context_window=512, eos_token_ids=(1,)),
         make_grammars=lambda: GrammarService(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from engine.engine import LLMEngine
 from engine.errors import IntegrityError, NoBlocks
-from engine.loop import Engine
 from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
 from tests.harness.engines import (
@@ -33,7 +33,7 @@ Make = Callable[..., Any]
 # -- blocks
 
 
-def _end_one(engine: Engine, how: str) -> None:
+def _end_one(engine: LLMEngine, how: str) -> None:
     """Let "a" end, or lose its blocks, while a launch writes into its newest block."""
     if how == "abort":
         engine.abort("a")

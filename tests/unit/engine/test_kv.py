@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import ModelNotSupported, TooFewBlocks
 from engine.fake import FakeModel
 from engine.kv import sizing
@@ -19,7 +20,6 @@ from engine.kv.sizing import (
     choose_num_blocks,
     free_memory_bytes,
 )
-from engine.loop import Engine
 from engine.speculation.config import SpeculationConfig
 
 LAYOUT = KvLayout.plain(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -273,8 +273,8 @@ def test_an_engine_is_told_what_its_drafters_hold(monkeypatch: pytest.MonkeyPatc
     device = DeviceMemory("a GPU", 1000 * block, 900 * block, 50 * block, 50 * block)
     monkeypatch.setattr(model, "device_memory", lambda: device)
     config = EngineConfig(memory_share=0.5)
-    assert Engine(config, model).kv.num_blocks == 400
-    assert Engine(config, model, draft_bytes=150 * block).kv.num_blocks == 250
+    assert LLMEngine(config, model).kv.num_blocks == 400
+    assert LLMEngine(config, model, draft_bytes=150 * block).kv.num_blocks == 250
 
 
 def test_engines_that_share_a_device_fit_one_after_the_other() -> None:

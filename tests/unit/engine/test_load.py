@@ -11,17 +11,18 @@ import pytest
 import torch
 import transformers
 
-from engine import load as engine_load
+from engine import engine as engine_module
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.decoder.model import DecoderModel
+from engine.engine import load_engine
 from engine.errors import LoadError, ModelNotSupported, TooFewBlocks
 from engine.kv.memory import KvMemory
-from engine.loop import load_engine
 from engine.models import built
 from engine.models import fuse as fuse_module
 from engine.models import load as load_module
 from engine.models.load import choose_device, load_model
+from engine.speculation import load as drafter_loading
 from process.settings import SettingsError
 from tests.harness.models import FAMILIES, save
 
@@ -320,7 +321,7 @@ def test_a_start_that_ends_behind_the_model_closes_it(
     def gone(*_: object, **__: object) -> None:
         raise LoadError("the checkpoint is gone")
 
-    monkeypatch.setattr(engine_load, "resolve", gone)
+    monkeypatch.setattr(engine_module, "resolve", gone)
     with pytest.raises(LoadError, match="gone"):
         load_engine(EngineConfig(model=str(llama), device="cpu"))
     assert len(closed) == 1
@@ -340,7 +341,7 @@ def test_what_fails_while_all_is_closed_hides_neither_the_cause_nor_the_model(
             raise OSError(f"the {self.name} is stuck")
 
     drafters = [Stuck("first drafter"), Stuck("second drafter")]
-    monkeypatch.setattr(engine_load, "load_drafters", lambda *_: drafters)
+    monkeypatch.setattr(drafter_loading, "load_drafters", lambda *_: drafters)
     monkeypatch.setattr(DecoderModel, "close", lambda _: Stuck("model").close())
     with pytest.raises(TooFewBlocks):
         load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=43))

@@ -10,6 +10,7 @@ import torch
 
 from engine import noise
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import (
     DuplicateRequest,
     InvalidRequest,
@@ -19,7 +20,6 @@ from engine.errors import (
     WrongState,
 )
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.outputs import RequestOutput
 from engine.request import FinishReason
 
@@ -445,7 +445,7 @@ def test_noise_is_that_of_the_place_which_the_token_takes(
 
 def test_step_without_work_is_empty() -> None:
     model = FakeModel(context_window=256)
-    engine = Engine(EngineConfig(num_blocks=64), model)
+    engine = LLMEngine(EngineConfig(num_blocks=64), model)
     assert not engine.has_work()
     output = engine.step()
     assert output.events == () and output.num_scheduled_tokens == 0

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from engine.engine import LLMEngine
 from engine.errors import IntegrityError, WrongState
-from engine.loop import Engine
 from engine.models.interface import DRAWN_BEFORE, MixedRow
 from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
@@ -138,7 +138,7 @@ def test_every_step_tells_what_a_plain_one_does(
     assert 0 < num_mixed <= num_steps
 
 
-def _told(engine: Engine, requests: Sequence[Request], rng: random.Random) -> dict[Any, Any]:
+def _told(engine: LLMEngine, requests: Sequence[Request], rng: random.Random) -> dict[Any, Any]:
     """Begun at random steps. What each sample's events told together."""
     tokens: dict[Any, list[int]] = {}
     filled: dict[Any, list[Any]] = {}
@@ -218,7 +218,7 @@ def _sharing(rng: random.Random) -> list[Request]:
     ]
 
 
-def _interrupt(engine: Engine, request: Request, rng: random.Random) -> set[Any]:
+def _interrupt(engine: LLMEngine, request: Request, rng: random.Random) -> set[Any]:
     """Returns: which samples nobody lets come to their end."""
     name, index = request.request_id, rng.randrange(request.num_samples)
     how = rng.choice(["abort", "finish", "preempt", "preempt"])
@@ -234,7 +234,7 @@ def _interrupt(engine: Engine, request: Request, rng: random.Random) -> set[Any]
 
 
 def _interrupted(
-    engine: Engine, requests: Sequence[Request], rng: random.Random
+    engine: LLMEngine, requests: Sequence[Request], rng: random.Random
 ) -> tuple[dict[Any, list[int]], set[Any]]:
     """All samples' tokens, and which of them were cut short."""
     tokens: dict[Any, list[int]] = {}
@@ -325,7 +325,7 @@ def test_nobody_gets_the_blocks_that_a_chunk_is_written_into(how: str, make_requ
     engine.submit(make_request("a", range(1, 25), max_tokens=4))
     engine.step()  # [0, 10) is told; [10, 20) is under way, in three blocks
     if how == "hold":
-        engine.hold("a")
+        engine.detach("a")
         assert engine._pool.num_quarantined == 0  # it has waited for it
         engine.release("a")
     elif how == "preempt":

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.request import State
 from engine.scheduler import SchedulingPolicy, WaitingSequence, rank
 
@@ -30,7 +30,7 @@ def test_it_is_that_of_rank(policy: SchedulingPolicy, seed: int) -> None:
     rng = random.Random(f"line {seed}")
     config = EngineConfig(num_blocks=16, policy=policy)
     for _ in range(20):
-        scheduler = Engine(config, FakeModel(block_size=4, context_window=64))._scheduler
+        scheduler = LLMEngine(config, FakeModel(block_size=4, context_window=64))._scheduler
         orders = rng.sample(range(100), 40)
         waiting = []
         for number, order in enumerate(orders):

@@ -16,10 +16,10 @@ import torch
 import checkpoints
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
+from engine.engine import LLMEngine, load_engine
 from engine.errors import IntegrityError, LoadError
 from engine.kv import sizing
 from engine.kv.memory import TORCH_DTYPES, KvMemory
-from engine.loop import Engine, load_engine
 from engine.models import built, weight_room
 from engine.models import fuse as fuse_module
 from engine.models import load as load_module
@@ -332,7 +332,7 @@ def test_too_little_host_memory_is_refused_before_weights_are_read(
 # -- in an engine
 
 
-def _answers(engine: Engine) -> list[tuple[int, ...]]:
+def _answers(engine: LLMEngine) -> list[tuple[int, ...]]:
     """To a greedy request and a sampled one."""
     prompt = Tokenizer.load(FOLDER).encode("Once upon a time there was a little")
     answers: dict[str, list[int]] = {}
@@ -348,7 +348,7 @@ def _answers(engine: Engine) -> list[tuple[int, ...]]:
     return [tuple(tokens) for tokens in answers.values()]
 
 
-def _stream_of(engine: Engine) -> Any:
+def _stream_of(engine: LLMEngine) -> Any:
     assert isinstance(engine._model, HuggingFaceModel)
     return engine._model.stream
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.models.interface import DRAWN_BEFORE
 from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
@@ -108,7 +108,7 @@ def test_a_prompt_gets_a_place_when_a_plain_step_would_give_it(
     assert told[0] == told[1]
 
 
-def _arriving(engine: Engine, requests: Sequence[Request], rng: random.Random) -> dict[Any, Any]:
+def _arriving(engine: LLMEngine, requests: Sequence[Request], rng: random.Random) -> dict[Any, Any]:
     """Begun at random steps; some are aborted. What each sample's events told, in order."""
     told: dict[Any, list[Any]] = {}
     left = list(requests)
@@ -222,7 +222,7 @@ def test_what_only_a_plain_step_can(fields: dict[str, Any]) -> None:
     config = {name: fields.pop(name) for name in ("overlap",) if name in fields}
     model = AheadModel(fake_model(), **options)
     policy = fields.pop("stop_policy", None)
-    engine = Engine(EngineConfig(num_blocks=64, **config), model, stop_policy=policy)
+    engine = LLMEngine(EngineConfig(num_blocks=64, **config), model, stop_policy=policy)
     whole = {name: fields.pop(name) for name in ("hold_after", "beam") if name in fields}
     sampling = {"max_tokens": 20, "ignore_eos": True}
     engine.submit(Request("a", PROMPT, Sampling(**sampling | fields), hasher(), **whole))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import IntegrityError, NoBlocks, ParkingRefused, WrongState
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.outputs import RequestOutput
 from engine.parking import Blocks, HostParking, choose_parking
 from engine.request import Request, State
@@ -24,7 +24,7 @@ Make = Callable[..., Any]
 MODEL = FakeModel(context_window=256)
 
 
-def _state(engine: Engine, name: str) -> State:
+def _state(engine: LLMEngine, name: str) -> State:
     return engine._groups[name].state
 
 
@@ -132,7 +132,7 @@ def test_no_livelock(seed: int, scale: Callable[[int], int]) -> None:
             policy=rng.choice(["fcfs", "priority", "cache_aware"]),
             preemption=rng.choice(["recompute", "swap"]),
         )
-        engine = Engine(config, maybe_ahead(FakeModel(context_window=48), rng))
+        engine = LLMEngine(config, maybe_ahead(FakeModel(context_window=48), rng))
         requests = workload(rng) + [
             _renamed(request, f"more {request.request_id}") for request in workload(rng)
         ]
@@ -170,7 +170,7 @@ def test_a_parking_gets_the_hashes_of_the_full_blocks_and_the_owner(make_request
     """A store keeps blocks by their chain hash: full ones can be shared, the last one cannot."""
     parking = _Recording()
     config = EngineConfig(num_blocks=64, preemption="swap")
-    engine = Engine(config, FakeModel(context_window=256), parking=parking)
+    engine = LLMEngine(config, FakeModel(context_window=256), parking=parking)
     request = dataclasses.replace(make_request("a", range(1, 15)), owner="acme")
     engine.submit(request)
     engine.step()
@@ -186,7 +186,7 @@ def test_a_parking_gets_the_hashes_of_the_full_blocks_and_the_owner(make_request
 def test_a_parking_that_refuses_or_loses_is_counted(make_engine: Make, make_request: Make) -> None:
     rng = random.Random(1)
     config = EngineConfig(num_blocks=64, max_num_running=4, preemption="swap")
-    engine = Engine(config, FakeModel(context_window=256), parking=BadParking(rng))
+    engine = LLMEngine(config, FakeModel(context_window=256), parking=BadParking(rng))
     requests = [make_request(str(i), range(1 + i, 20), max_tokens=20) for i in range(6)]
     for _ in range(10):
         disturbed(engine, requests, rng)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from engine.batch import Batch
+from engine.engine import LLMEngine
 from engine.errors import InvalidLogits, InvalidRequest
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.outputs import RequestOutput, TokenLogprobs
 from engine.request import Beam, Request
 from engine.scheduler import MAX_PROMPT_ROWS, RunningSequence, plan_step
@@ -46,7 +46,7 @@ def _check(model: FakeModel, prompt: Sequence[int], found: Sequence[TokenLogprob
 def test_each_token_has_them_once_computed_or_cached(
     budget: int,
     num_samples: int,
-    make_engine: Callable[..., Engine],
+    make_engine: Callable[..., LLMEngine],
     make_request: Callable[..., Request],
     finish: Callable[..., dict[str, list[RequestOutput]]],
 ) -> None:
@@ -97,7 +97,7 @@ def test_an_embedding_beside_them_is_its_own_prompts(
 
 
 def test_they_do_not_go_with_what_has_been_loaded_or_with_beams(
-    make_engine: Callable[..., Engine], make_request: Callable[..., Request]
+    make_engine: Callable[..., LLMEngine], make_request: Callable[..., Request]
 ) -> None:
     engine = make_engine()
     request = _scored(make_request("r", PROMPT))

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.batch import Batch, Span
+from engine.engine import LLMEngine
 from engine.errors import IntegrityError
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
 from engine.kv.tails import Tails
-from engine.loop import Engine
 from engine.models import quantized_attention
 from engine.models.quantized_attention import QuantizedAttention
 from engine.models.quantized_blocks import Scales
@@ -332,7 +332,7 @@ TestTails.settings = settings(max_examples=examples(40), stateful_step_count=40,
 
 
 def test_a_block_that_was_loaded_full_keeps_no_tail(
-    make_engine: Callable[..., Engine], make_request: Callable[..., Request]
+    make_engine: Callable[..., LLMEngine], make_request: Callable[..., Request]
 ) -> None:
     """Its last owner gave it back unfilled; now it is live again, and no step fills it."""
     engine = make_engine()

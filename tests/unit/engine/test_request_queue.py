@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.scheduler import NUM_LOOKED_AT, RequestQueue
 
 Make = Callable[..., Any]
@@ -49,7 +49,7 @@ def test_a_line_is_a_sorted_list(
 
 def test_a_higher_priority_passes_any_backlog(make_request: Make) -> None:
     config = EngineConfig(num_blocks=64, max_num_tokens_per_step=16, max_num_running=2)
-    engine = Engine(config, FakeModel())
+    engine = LLMEngine(config, FakeModel())
     for number in range(NUM_LOOKED_AT + 50):
         engine.submit(make_request(str(number), (1, 2), max_tokens=2))
     engine.step()

@@ -191,8 +191,8 @@ def test_samples_that_never_fit_together_are_refused(
 
 def test_the_stop_policy_ends_a_sample(make_request: Make) -> None:
     from engine.config import EngineConfig
+    from engine.engine import LLMEngine
     from engine.fake import FakeModel
-    from engine.loop import Engine
 
     seen: list[tuple[int, int]] = []
 
@@ -202,7 +202,9 @@ def test_the_stop_policy_ends_a_sample(make_request: Make) -> None:
             raise ValueError("what is this")
         return bool(view.sample_index == 1 and len(view.output_token_ids) == 2)
 
-    engine = Engine(EngineConfig(num_blocks=64), FakeModel(context_window=256), stop_policy=policy)
+    engine = LLMEngine(
+        EngineConfig(num_blocks=64), FakeModel(context_window=256), stop_policy=policy
+    )
     engine.submit(_sampled(make_request, range(1, 7), 2))
     engine.submit(make_request("bad", range(1, 7)))
     events = finished(engine)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.request import Beam, Request, Sampling
 from tests.harness.engines import all_events, hasher
 
@@ -19,7 +19,7 @@ def test_samples_are_drawn_from_their_own_rows_beside_beams(
     """Beams have rows without draws, a prompt that forks has draws without rows: where as many are
     missing as are too many, draw i is still not row i's."""
     model = FakeModel(context_window=256)
-    engine = Engine(EngineConfig(num_blocks=200), model)
+    engine = LLMEngine(EngineConfig(num_blocks=200), model)
     sampling = Sampling(max_tokens=12, ignore_eos=True)
     searched = Request("beams", (5, 6, 7), sampling, hasher(), beam=Beam(num_beams))
     engine.reserve(searched)
@@ -45,7 +45,7 @@ def test_blocks_are_cleared_for_models_that_read_them(
     enters only for a model that reads what was not written."""
     model = FakeModel(block_size=4, context_window=64)
     model.reads_unwritten = clears_entered
-    engine = Engine(EngineConfig(num_blocks=16, overlap=False), model)
+    engine = LLMEngine(EngineConfig(num_blocks=16, overlap=False), model)
     cleared: list[int] = []
     monkeypatch.setattr(engine.kv, "clear", cleared.append)
     sampling = Sampling(max_tokens=10, ignore_eos=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine_client import bench
 from engine_client.in_process import InProcessClient
 from engine_client.llm import ClientLLM
@@ -17,7 +17,7 @@ from process.errors import InvalidArgument
 
 @pytest.fixture
 def llm() -> Iterator[ClientLLM]:
-    engine = Engine(EngineConfig(num_blocks=400, max_num_running=8), FakeModel())
+    engine = LLMEngine(EngineConfig(num_blocks=400, max_num_running=8), FakeModel())
     with ClientLLM(InProcessClient(engine)) as made:
         yield made
 

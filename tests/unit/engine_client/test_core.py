@@ -20,9 +20,9 @@ from hypothesis.stateful import (
 )
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import NoBlocks, RankFailed
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.lora.errors import AdapterInUse
 from engine.lora.registry import AdapterInfo
 from engine.request import Request, Sampling
@@ -43,7 +43,7 @@ class CoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.model = FakeModel(context_window=96)
         config = EngineConfig(num_blocks=40, max_num_running=2, max_num_tokens_per_step=8)
-        self.core = EngineCore(Engine(config, self.model))
+        self.core = EngineCore(LLMEngine(config, self.model))
         self.submitted: dict[str, Ask] = {}
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.ended: set[tuple[str, int]] = set()
@@ -115,7 +115,7 @@ TestCore.settings = settings(max_examples=examples(25), stateful_step_count=30, 
 def test_an_engine_without_room_is_asked_again() -> None:
     """NoCapacity is no end while others run: it is tried again when they have gone."""
 
-    class Full(Engine):
+    class Full(LLMEngine):
         num_refused = 0
 
         def submit(self, request: Request) -> None:
@@ -137,7 +137,7 @@ def test_an_engine_without_room_is_asked_again() -> None:
 
 
 def test_an_engine_without_room_for_anyone_says_so() -> None:
-    class Full(Engine):
+    class Full(LLMEngine):
         def submit(self, request: Request) -> None:
             raise NoBlocks("full")
 
@@ -150,7 +150,7 @@ def test_an_engine_without_room_for_anyone_says_so() -> None:
 def test_an_ask_that_trips_the_engine_hears_of_it() -> None:
     """It is between the queue and the engine when the engine fails."""
 
-    class Tripping(Engine):
+    class Tripping(LLMEngine):
         def submit(self, request: Request) -> None:
             raise RuntimeError("tripped")
 
@@ -165,7 +165,7 @@ def test_an_ask_that_trips_the_engine_hears_of_it() -> None:
 
 
 def test_an_engine_that_lost_a_process_fails_though_nobody_asks() -> None:
-    engine = Engine(EngineConfig(num_blocks=80), FakeModel())
+    engine = LLMEngine(EngineConfig(num_blocks=80), FakeModel())
     served = EngineCore(engine)
     served.check_alive()
     assert served.failure is None
@@ -179,7 +179,7 @@ def test_an_engine_that_lost_a_process_fails_though_nobody_asks() -> None:
 
 
 def test_cancelled_asks_do_not_pile_up_in_the_queue() -> None:
-    served = EngineCore(Engine(EngineConfig(num_blocks=80), FakeModel()))
+    served = EngineCore(LLMEngine(EngineConfig(num_blocks=80), FakeModel()))
     served.submit(Ask("last", (5,), Sampling(max_tokens=3), priority=-1))
     for index in range(1_000):
         served.submit(Ask(f"{index}", (5,), Sampling(max_tokens=3)))
@@ -191,11 +191,11 @@ def test_cancelled_asks_do_not_pile_up_in_the_queue() -> None:
 
 
 @pytest.fixture
-def adapted() -> Iterator[Engine]:
+def adapted() -> Iterator[LLMEngine]:
     """An engine whose adapters are names and digests, changed by loading a "folder"."""
     digests: dict[str, str] = {}
 
-    class Adapted(Engine):
+    class Adapted(LLMEngine):
         def load_adapter(self, name: str, folder: Path, progress: object = None) -> AdapterInfo:
             digests[name] = folder.name * 16
             return AdapterInfo(name, digests[name], 1, 1, ())
@@ -215,7 +215,7 @@ def adapted() -> Iterator[Engine]:
     engine.close()
 
 
-def test_an_adapter_that_asks_wait_for_stays(adapted: Engine) -> None:
+def test_an_adapter_that_asks_wait_for_stays(adapted: LLMEngine) -> None:
     served = EngineCore(adapted)
     served.load_adapter("style", "ab")
     served.submit(Ask("a", (5,), Sampling(max_tokens=2), adapter="style"))
@@ -227,7 +227,7 @@ def test_an_adapter_that_asks_wait_for_stays(adapted: Engine) -> None:
     assert not served.adapters()
 
 
-def test_an_ask_is_not_served_by_what_took_its_adapters_name(adapted: Engine) -> None:
+def test_an_ask_is_not_served_by_what_took_its_adapters_name(adapted: LLMEngine) -> None:
     served = EngineCore(adapted)
     for folder, failure in (("ab", None), ("cd", "InvalidArgument")):
         served.load_adapter("style", "ab")
@@ -241,7 +241,7 @@ def test_an_ask_is_not_served_by_what_took_its_adapters_name(adapted: Engine) ->
 
 def test_the_engine_gets_no_more_than_it_should_choose_from() -> None:
     """Its work per step must not grow with what is asked."""
-    engine = Engine(EngineConfig(num_blocks=80, max_num_running=2), FakeModel())
+    engine = LLMEngine(EngineConfig(num_blocks=80, max_num_running=2), FakeModel())
     served = EngineCore(engine)
     for index in range(100):
         served.submit(Ask(f"{index}", (5,), Sampling(max_tokens=9, ignore_eos=True)))

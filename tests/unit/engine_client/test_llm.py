@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import InvalidLogits
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine_client import llm as llm_module
 from engine_client import progress
 from engine_client.in_process import InProcessClient
@@ -31,7 +31,7 @@ def model() -> FakeModel:
 
 @pytest.fixture
 def llm(model: FakeModel) -> Iterator[ClientLLM]:
-    client = InProcessClient(Engine(EngineConfig(num_blocks=200, max_num_running=4), model))
+    client = InProcessClient(LLMEngine(EngineConfig(num_blocks=200, max_num_running=4), model))
     with ClientLLM(client) as made:
         yield made
         made.client.receive(0.0)
@@ -175,7 +175,7 @@ def test_a_stop_policy_ends_a_sample() -> None:
 
 
 def test_a_closed_one_is_refused(llm: ClientLLM) -> None:
-    other = ClientLLM(InProcessClient(Engine(EngineConfig(num_blocks=80), FakeModel())))
+    other = ClientLLM(InProcessClient(LLMEngine(EngineConfig(num_blocks=80), FakeModel())))
     other.close()
     other.close()
     with pytest.raises(FailedPrecondition, match="closed"):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from engine import admission
+from engine import input_processor
 from process import settings
 from process.settings import SettingsError
 from services.router.config import MAX_SAMPLES, RouterSettings
 
 
 def test_the_bound_of_samples_is_the_engines() -> None:
-    assert MAX_SAMPLES == admission.MAX_SAMPLES
+    assert MAX_SAMPLES == input_processor.MAX_SAMPLES
 
 
 def test_defaults_with_a_model() -> None:

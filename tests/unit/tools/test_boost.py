@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
-from engine.loop import load_engine
+from engine.engine import load_engine
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from tests.harness.engines import hasher

@@ -15,9 +15,9 @@ from baton.load.report import Limits
 from baton.load.runner import Arrival, Outcome
 from benchmarks import autoscaling
 from benchmarks.autoscaling import Course, Drive, Moment, PoolSize, paced
-from engine import load
 from engine.config import EngineConfig
-from engine.loop import load_engine
+from engine.engine import load_engine
+from engine.models import load
 from engine.paced import DevicePace, PacedModel
 from services.worker.testing.paced_worker import pace_models
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.lora.config import LoraLimits
 from engine.lora.registry import AdapterInfo
 from process.errors import FailedPrecondition, NoCapacity, Unavailable
@@ -23,7 +23,7 @@ from tests.harness.waiting import settled
 WAIT_S = 10.0
 
 
-def _with_adapters(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def _with_adapters(monkeypatch: pytest.MonkeyPatch) -> LLMEngine:
     """A fake engine that takes any adapter, and names each by its digest."""
     engine = fake_engine()
     infos: dict[str, AdapterInfo] = {}

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from engine.engine import LLMEngine
 from engine.errors import RequestTooLong
-from engine.loop import Engine
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity, Unavailable
 from services.worker.admission import Admission
@@ -26,7 +26,7 @@ SOON = 30.0
 @asynccontextmanager
 async def small_worker(
     max_waiting: int = 100,
-) -> AsyncIterator[tuple[Engine, EngineThread, Admission]]:
+) -> AsyncIterator[tuple[LLMEngine, EngineThread, Admission]]:
     """64 blocks of 4 tokens."""
     engine = fake_engine(num_blocks=64)
     async with running(engine) as thread:
@@ -47,7 +47,9 @@ async def are_tried(thread: EngineThread, admission: Admission) -> None:
     await thread.call(lambda e: None)
 
 
-def ask(engine: Engine, admission: Admission, name: str, num_tokens: int, timeout_s: float = SOON):
+def ask(
+    engine: LLMEngine, admission: Admission, name: str, num_tokens: int, timeout_s: float = SOON
+):
     # type: ignore[no-untyped-def]
     prompt = prompt_of(num_tokens, start=hash(name) % 89)
     wanted = request(engine, prompt, name=name, max_tokens=1)

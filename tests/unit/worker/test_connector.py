@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.request import Reservation
 from kvstore.blocks import Block
 from kvstore.errors import (
@@ -81,7 +81,7 @@ class FakeClient:
 
 
 @asynccontextmanager
-async def reserved() -> AsyncIterator[tuple[Engine, EngineThread, StoreConnector, Reservation]]:
+async def reserved() -> AsyncIterator[tuple[LLMEngine, EngineThread, StoreConnector, Reservation]]:
     """A connector beside a request whose blocks may be written into."""
     engine = fake_engine(num_blocks=64)
     async with running(engine) as thread:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from kvstore.links import Rates
 from process.deadline import Deadline
@@ -52,7 +52,7 @@ class FakeClient:
 @asynccontextmanager
 async def measuring(
     floor: float = 0.0, num_blocks: int = 256, **options: Any
-) -> AsyncIterator[tuple[Engine, EngineThread, Links, list[int]]]:
+) -> AsyncIterator[tuple[LLMEngine, EngineThread, Links, list[int]]]:
     """Links beside an engine; at the end nothing is lent and the laws hold."""
     engine = fake_engine(num_blocks=num_blocks)
     told: list[int] = []

@@ -30,7 +30,7 @@ async def test_it_is_loaded_with_all_that_a_first_grammar_needs(
         told.append(prepares_grammars)
         raise LoadError("no model here")
 
-    monkeypatch.setattr("engine.loop.load_engine", load)
+    monkeypatch.setattr("engine.engine.load_engine", load)
     with pytest.raises(LoadError, match="no model here"):
         await main._load(WorkerSettings(), asyncio.Event(), HealthProbes("loading"), ())
     assert told == [True]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import WrongState
-from engine.loop import Engine
 from engine.outputs import StepOutput
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of, request, running
 from tests.harness.waiting import until
@@ -27,7 +27,7 @@ def tokens_of(outputs: list[StepOutput], name: str) -> list[int]:
     return [token for event in events if event.request_id == name for token in event.token_ids]
 
 
-def park(engine: Engine, model: GatedModel) -> None:
+def park(engine: LLMEngine, model: GatedModel) -> None:
     """Preempt `a` in an engine without room for it, and stop at the next forward pass."""
     stats = engine.stats()
     num_blocks = stats.num_free_blocks + stats.num_cached_blocks

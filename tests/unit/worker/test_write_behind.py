@@ -16,8 +16,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.outputs import RequestOutput, StepOutput
 from kvstore import block_hash
 from kvstore.blocks import Block, PackedBlocks
@@ -46,7 +46,7 @@ class FakeStore:
     address = "store:1"
     broken: str | None = None
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self.room = 1000
         self.stored: dict[bytes, bytes] = {}
@@ -116,7 +116,7 @@ class FakeConnector:
 class Bench:
     """An engine on its thread, and a WriteBehind to a fake store."""
 
-    def __init__(self, engine: Engine, limits: WorkerLimits) -> None:
+    def __init__(self, engine: LLMEngine, limits: WorkerLimits) -> None:
         self.engine = engine
         self.limits = limits
         self.store = FakeStore(engine)

@@ -16,8 +16,8 @@ from engine.config import EngineConfig
 from engine.decoder import ahead as ahead_module
 from engine.decoder.mixed_launch import warm_up_mixed
 from engine.decoder.model import DecoderModel
+from engine.engine import LLMEngine
 from engine.errors import IntegrityError, WrongState
-from engine.loop import Engine
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, MixedRow
 from engine.request import Request, Sampling
 from engine.sampling.row import Draw
@@ -233,7 +233,7 @@ def test_an_engine_that_launches_prompts_draws_what_one_that_does_not(
                 overlap=overlap,
                 overlap_prompts=True,
             )
-            engine = Engine(config, model)
+            engine = LLMEngine(config, model)
             engine.warm_up()
             kinds = _noted(model)
             tokens: dict[str, list[int]] = {}

@@ -21,10 +21,10 @@ from engine.decoder import load as own_load
 from engine.decoder.decoder import Decoder
 from engine.decoder.inputs import DecodeInputs
 from engine.decoder.shape import rope_table
+from engine.engine import load_engine
 from engine.errors import LoadError, ModelNotSupported
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import DeviceMemory
-from engine.loop import load_engine
 from engine.models import load as load_module
 from engine.models import rehearsal
 from engine.models.checkpoint_config import read_checkpoint_config

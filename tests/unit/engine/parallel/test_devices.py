@@ -20,8 +20,8 @@ import transformers
 
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
+from engine.engine import LLMEngine, load_engine
 from engine.errors import RankFailed
-from engine.loop import Engine, load_engine
 from engine.request import Request, Sampling
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import wait_for
@@ -70,15 +70,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engines() -> Iterator[list[Engine]]:
+def engines() -> Iterator[list[LLMEngine]]:
     """Closed afterwards."""
-    made: list[Engine] = []
+    made: list[LLMEngine] = []
     yield made
     for engine in made:
         engine.close()
 
 
-def _load(folder: Path, grid: tuple[int, int] = (1, 1), **fields: Any) -> Engine:
+def _load(folder: Path, grid: tuple[int, int] = (1, 1), **fields: Any) -> LLMEngine:
     settings: dict[str, Any] = {
         "model": str(folder),
         "device": "cuda:0",
@@ -92,7 +92,7 @@ def _load(folder: Path, grid: tuple[int, int] = (1, 1), **fields: Any) -> Engine
     return load_engine(EngineConfig(**settings | fields))
 
 
-def _logits(engine: Engine) -> torch.Tensor:
+def _logits(engine: LLMEngine) -> torch.Tensor:
     """Of a chunk of 37 tokens, the rest of the prompt, and two decodes."""
     generator = torch.Generator().manual_seed(SESSION_SEED)
     token_ids = torch.randint(260, (60,), generator=generator).tolist()
@@ -107,7 +107,7 @@ def _logits(engine: Engine) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", MAX_ERROR)
 def test_several_devices_give_the_logits_of_one(
-    grid: tuple[int, int], dtype: str, folder: Path, engines: list[Engine]
+    grid: tuple[int, int], dtype: str, folder: Path, engines: list[LLMEngine]
 ) -> None:
     engines.append(_load(folder, dtype=dtype))
     expected = _logits(engines[0])
@@ -117,7 +117,7 @@ def test_several_devices_give_the_logits_of_one(
     assert error < MAX_ERROR[dtype]
 
 
-def _run(engine: Engine, num_tokens: int) -> dict[str, list[int]]:
+def _run(engine: LLMEngine, num_tokens: int) -> dict[str, list[int]]:
     """Requests of ragged lengths that come while others decode."""
     generator = torch.Generator().manual_seed(SESSION_SEED)
     requests = []
@@ -140,7 +140,7 @@ def _run(engine: Engine, num_tokens: int) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_several_devices_give_the_tokens_of_one(
-    grid: tuple[int, int], overlap: bool, folder: Path, engines: list[Engine]
+    grid: tuple[int, int], overlap: bool, folder: Path, engines: list[LLMEngine]
 ) -> None:
     """Launched ahead, in CUDA graphs with the ranks' sums inside, and step by step."""
     engines.append(_load(folder))
@@ -174,7 +174,7 @@ def _move(memory: BlockMemory, block_ids: list[int], whole: Bytes | None = None)
     return rows
 
 
-def _last_logits(engine: Engine, token_ids: list[int], blocks: tuple[int, ...]) -> torch.Tensor:
+def _last_logits(engine: LLMEngine, token_ids: list[int], blocks: tuple[int, ...]) -> torch.Tensor:
     """Of a decode of the last token, all others being in the blocks."""
     end = len(token_ids)
     batch = Batch((token_ids[-1],), (Span(end - 1, 1, blocks),), (0,))
@@ -182,7 +182,7 @@ def _last_logits(engine: Engine, token_ids: list[int], blocks: tuple[int, ...]) 
 
 
 def test_blocks_of_one_device_are_read_by_several_and_the_other_way_round(
-    grid: tuple[int, int], folder: Path, engines: list[Engine]
+    grid: tuple[int, int], folder: Path, engines: list[LLMEngine]
 ) -> None:
     """Rank 0 reads and writes whole blocks, though each device has its part of them."""
     engines += [_load(folder), _load(folder, grid)]
@@ -213,7 +213,9 @@ def test_blocks_of_one_device_are_read_by_several_and_the_other_way_round(
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_rank_that_is_gone_ends_the_engine(how: str, folder: Path, engines: list[Engine]) -> None:
+def test_a_rank_that_is_gone_ends_the_engine(
+    how: str, folder: Path, engines: list[LLMEngine]
+) -> None:
     """Rank 0's kernels wait for it on the device, and are given up within the deadline."""
     if NUM_DEVICES < 2:
         pytest.skip(f"NO TEST ON 2 GPUS: torch finds {NUM_DEVICES}")

@@ -14,7 +14,7 @@ import transformers
 
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
-from engine.loop import Engine, load_engine
+from engine.engine import LLMEngine, load_engine
 from engine.models import load as load_module
 from engine.parallel.memory import RankMemory
 from engine.parallel.messages import Change
@@ -101,13 +101,13 @@ def engine(tmp_path: Path, told: list[object], monkeypatch: pytest.MonkeyPatch) 
     made.close()
 
 
-def _decode(engine: Engine, blocks: tuple[int, ...]) -> torch.Tensor:
+def _decode(engine: LLMEngine, blocks: tuple[int, ...]) -> torch.Tensor:
     """Logits of a ninth token, whose predecessors are in the first two blocks."""
     batch = Batch((17,), (Span(8, 1, blocks),), (0,))
     return engine._model.forward(batch).clone()
 
 
-def test_blocks_are_cleared_and_copied_at_every_rank(engine: Engine, told: list[object]) -> None:
+def test_blocks_are_cleared_and_copied_at_every_rank(engine: LLMEngine, told: list[object]) -> None:
     kv = engine.kv
     assert not kv.is_whole and kv.parts == (), "nobody can reach the other rank's part"
     assert kv.cache.nbytes == 40 * kv.layout.block_bytes // 2

@@ -22,8 +22,8 @@ import transformers
 from engine.config import EngineConfig
 from engine.decoder.ahead import RowLaunch
 from engine.decoder.shape import read_shape
+from engine.engine import LLMEngine, load_engine
 from engine.errors import LoadError, RankFailed
-from engine.loop import Engine, load_engine
 from engine.models.interface import DecodeRow
 from engine.parallel.ahead import ParallelAhead
 from engine.parallel.messages import Start
@@ -68,9 +68,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engines() -> Iterator[list[Engine]]:
+def engines() -> Iterator[list[LLMEngine]]:
     """Closed afterwards; none of their processes is left."""
-    made: list[Engine] = []
+    made: list[LLMEngine] = []
     yield made
     processes = [psutil.Process(pid) for engine in made for pid in _living(engine)]
     for engine in made:
@@ -79,7 +79,7 @@ def engines() -> Iterator[list[Engine]]:
     assert not alive
 
 
-def _living(engine: Engine) -> list[int]:
+def _living(engine: LLMEngine) -> list[int]:
     model = engine._model
     return [pid for pid in model.pids if psutil.pid_exists(pid)] if _is_parallel(model) else []
 
@@ -100,7 +100,7 @@ def _requests() -> list[Request]:
     return requests
 
 
-def _run(engine: Engine) -> dict[str, list[int]]:
+def _run(engine: LLMEngine) -> dict[str, list[int]]:
     requests = _requests()
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
@@ -111,7 +111,7 @@ def _run(engine: Engine) -> dict[str, list[int]]:
     return outputs
 
 
-def _until_step_fails(engine: Engine) -> str:
+def _until_step_fails(engine: LLMEngine) -> str:
     """Steps go on until one raises; what it says."""
     ends_s = time.monotonic() + BOUND_S
     engine.submit(
@@ -128,7 +128,7 @@ def test_processes_give_the_tokens_of_one(
     shares: int,
     stages: int,
     folder: Path,
-    engines: list[Engine],
+    engines: list[LLMEngine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And the same fingerprint: they may exchange KV. Then a rank is killed."""

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import EmptySupport, InvalidRequest
+from engine.input_processor import MAX_BAD_WORD_TOKENS, MAX_NGRAM_SIZE, check_sampling
 from engine.request import MAX_LOGPROBS, Sampling
 from engine.sampling import pipeline
-from engine.sampling.check import MAX_BAD_WORD_TOKENS, MAX_NGRAM_SIZE, check_sampling
 from tests.conftest import LONG
 from tests.unit.engine.sampling.reference import make_draw
 

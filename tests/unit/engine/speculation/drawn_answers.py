@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.models.interface import Guesses
 from engine.request import FinishReason, Request, Sampling
 from engine.sampling.pipeline import Draw
@@ -50,7 +50,7 @@ def make_engine(
     *,
     clock: Callable[[], float] = time.monotonic,
     **fields: Any,
-) -> Engine:
+) -> LLMEngine:
     """One that computes all that is guessed, or as `fields` of its speculation say."""
     fields = {"always": True} | fields
     config = EngineConfig(
@@ -60,7 +60,7 @@ def make_engine(
         speculation=SpeculationConfig(acceptance=rule, **fields),
     )
     model = model if isinstance(model, MarkovModel) else MarkovModel(model)
-    return Engine(config, model, drafters=drafters, clock=clock)
+    return LLMEngine(config, model, drafters=drafters, clock=clock)
 
 
 def draft_model_of(table: Table, *expansion: int, takes_trees: bool = True) -> DraftModel:
@@ -87,7 +87,7 @@ def requests_of(
     ]
 
 
-def answer(engine: Engine, requests: Sequence[Request]) -> Outputs:
+def answer(engine: LLMEngine, requests: Sequence[Request]) -> Outputs:
     """By request and sample; 32 requests at a time."""
     outputs: Outputs = {}
     for start in range(0, len(requests), 32):

@@ -13,9 +13,9 @@ import torch
 
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
 from engine.kv.memory import KvMemory
-from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
@@ -141,7 +141,7 @@ def guessing_engine(
     rng: random.Random | None = None,
     drafter: Branches | None = None,
     **config: Any,
-) -> tuple[Engine, Branches]:
+) -> tuple[LLMEngine, Branches]:
     drafter = drafter or Branches(fake, rng)
     defaults: dict[str, Any] = {
         "num_blocks": 64,
@@ -149,15 +149,17 @@ def guessing_engine(
         "speculation": SpeculationConfig(max_num_nodes=8, always=True),
     }
     config = defaults | config
-    engine = Engine(EngineConfig(**config), model, drafters=[drafter], clock=lambda: drafter.now_s)
+    engine = LLMEngine(
+        EngineConfig(**config), model, drafters=[drafter], clock=lambda: drafter.now_s
+    )
     return engine, drafter
 
 
-def late_engine(fake: LateFake, **fields: Any) -> Engine:
+def late_engine(fake: LateFake, **fields: Any) -> LLMEngine:
     return guessing_engine(LateModel(fake), fake, **fields)[0]
 
 
-def decoding(engine: Engine, *requests: Request) -> list[RequestOutput]:
+def decoding(engine: LLMEngine, *requests: Request) -> list[RequestOutput]:
     """These, and what was told until a step is under way that verifies guesses for all of them."""
     events: list[RequestOutput] = []
     for request in requests:
@@ -168,7 +170,7 @@ def decoding(engine: Engine, *requests: Request) -> list[RequestOutput]:
     return events
 
 
-def rest_of(engine: Engine) -> list[RequestOutput]:
+def rest_of(engine: LLMEngine) -> list[RequestOutput]:
     events = [event for output in all_steps(engine) for event in output.events]
     stats = engine.stats()
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks

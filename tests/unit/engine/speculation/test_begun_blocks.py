@@ -175,7 +175,7 @@ def test_who_is_taken_out_keeps_no_blocks_of_guesses(late: LateFake, make_reques
     beside = make_request("b", OTHER, max_tokens=30, root=b"b")
     decoding(engine, make_request("a", PROMPT, max_tokens=30), beside)
     assert len(engine.block_ids("a")) > len(PROMPT) // SIZE + 1
-    held = engine.hold("a")
+    held = engine.detach("a")
     assert len(engine.block_ids("a")) == -(-len(held.token_ids) // SIZE)
     engine.check_integrity()
     engine.release("a")

@@ -10,11 +10,11 @@ from collections.abc import Callable
 import pytest
 
 from engine.begun import BegunStep
+from engine.engine import LLMEngine
 from engine.errors import NoBlocks, WrongState
-from engine.foresight import Foresight
-from engine.loop import Engine
 from engine.outputs import RequestOutput
 from engine.request import Request, State
+from engine.scheduler import Scheduler
 from tests.harness.engines import PROMPT, SIZE, all_steps, tokens_of, write_tokens
 from tests.unit.engine.speculation.late_steps import (
     OTHER,
@@ -102,7 +102,7 @@ def test_taken_out_to_go_on_elsewhere(late: LateFake, make_request: Make) -> Non
     """Its blocks stay as they are, and what was under way is drawn again there."""
     engine = late_engine(late)
     events = decoding(engine, make_request("a", PROMPT, max_tokens=20))
-    held = engine.hold("a")
+    held = engine.detach("a")
     engine.check_integrity()
     assert held.token_ids == (*PROMPT, *told_of(events, "a"))
     assert held.num_computed_tokens == len(held.token_ids) - 1
@@ -147,7 +147,9 @@ def test_a_pass_that_fails_early_is_nobody_elses(
     assert "the device is gone" in caplog.text
 
 
-@pytest.mark.parametrize("owner, name", [(BegunStep, "draws"), (Foresight, "use_wait")])
+@pytest.mark.parametrize(
+    "owner, name", [(BegunStep, "draws"), (Scheduler, "precompute_block_hashes")]
+)
 def test_what_fails_while_a_step_is_waited_for_leaves_nothing_in_flight(
     late: LateFake,
     make_request: Make,
@@ -233,7 +235,7 @@ def _anything(late: LateFake, make_request: Make, rng: random.Random) -> int:
     return num_early
 
 
-def _take_all(engine: Engine, make_request: Make) -> None:
+def _take_all(engine: LLMEngine, make_request: Make) -> None:
     """As many blocks can be had as are told of, until they are given back."""
     stats = engine.stats()
     if stats.num_preempted:
@@ -250,8 +252,8 @@ def _take_all(engine: Engine, make_request: Make) -> None:
     engine.check_integrity()
 
 
-def _disturb(engine: Engine, name: str, rng: random.Random) -> None:
-    what = rng.choice([engine.abort, engine.preempt, engine.hold])
+def _disturb(engine: LLMEngine, name: str, rng: random.Random) -> None:
+    what = rng.choice([engine.abort, engine.preempt, engine.detach])
     try:
         what(name)
     except WrongState:

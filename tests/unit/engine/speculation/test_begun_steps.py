@@ -14,8 +14,8 @@ import torch
 from engine.batch import Batch
 from engine.begun import BegunStep, may_be_early
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
 from engine.request import Beam, Request
@@ -195,7 +195,7 @@ def _with_beams(make_request: Make, name: str) -> Request:
     return dataclasses.replace(request, beam=Beam(4))
 
 
-def _found(engine: Engine, events: Sequence[RequestOutput], name: str) -> list[object]:
+def _found(engine: LLMEngine, events: Sequence[RequestOutput], name: str) -> list[object]:
     events = [*events, *rest_of(engine)]
     own = [event for event in events if event.request_id == name and event.token_ids]
     return [(event.token_ids, event.score) for event in own]
@@ -203,7 +203,9 @@ def _found(engine: Engine, events: Sequence[RequestOutput], name: str) -> list[o
 
 def test_beams_are_booked_before_anything_is_begun(late: LateFake, make_request: Make) -> None:
     """Others beside them are guessed for."""
-    plain = Engine(EngineConfig(num_blocks=64), FakeModel(context_window=WINDOW, block_size=SIZE))
+    plain = LLMEngine(
+        EngineConfig(num_blocks=64), FakeModel(context_window=WINDOW, block_size=SIZE)
+    )
     plain.submit(_with_beams(make_request, "b"))
     expected = _found(plain, [], "b")
     engine = late_engine(late)
@@ -224,7 +226,7 @@ def test_nothing_is_begun_while_somebody_waits_to_be_let_in(
 ) -> None:
     """As beams do for all their places."""
     request = _with_beams(make_request, "b")
-    leg = Engine(EngineConfig(num_blocks=64), FakeModel(context_window=WINDOW, block_size=SIZE))
+    leg = LLMEngine(EngineConfig(num_blocks=64), FakeModel(context_window=WINDOW, block_size=SIZE))
     leg.reserve(dataclasses.replace(request, hold_after=1))
     leg.start("b")
     begun = _found_start(leg)
@@ -237,13 +239,15 @@ def test_nothing_is_begun_while_somebody_waits_to_be_let_in(
         assert not engine._in_flight.is_live
         events += engine.step().events
         engine.check_integrity()
-    plain = Engine(EngineConfig(num_blocks=64), FakeModel(context_window=WINDOW, block_size=SIZE))
+    plain = LLMEngine(
+        EngineConfig(num_blocks=64), FakeModel(context_window=WINDOW, block_size=SIZE)
+    )
     plain.submit(request)
     assert _found(engine, events, "b") == _found(plain, [], "b")
     assert told_of(events, "a") == late.generate(PROMPT, 20)
 
 
-def _found_start(leg: Engine) -> tuple[tuple[int, float], ...]:
+def _found_start(leg: LLMEngine) -> tuple[tuple[int, float], ...]:
     *_, last = (event for output in all_steps(leg) for event in output.events)
     return last.beam_start
 

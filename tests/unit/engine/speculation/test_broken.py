@@ -12,10 +12,10 @@ import torch
 
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import PolicyFailed
 from engine.fake import FakeModel
 from engine.grammar.state import GrammarState
-from engine.loop import Engine
 from engine.models.interface import Guesses
 from engine.request import Request, StopView
 from engine.speculation import roster
@@ -52,7 +52,7 @@ def _right(request: Request) -> Right:
     return Right(random.Random(0), undisturbed([request]), VOCAB)
 
 
-def _run(engine: Engine) -> tuple[list[int], Exception | None]:
+def _run(engine: LLMEngine) -> tuple[list[int], Exception | None]:
     token_ids: list[int] = []
     error: Exception | None = None
     for event in all_events(engine):
@@ -74,7 +74,7 @@ def test_a_policy_that_fails_after_kept_tokens(request_: Request) -> None:
             raise ZeroDivisionError("seven")
         return False
 
-    engine = Engine(CONFIG, _model(), stop_policy=policy, drafters=[_right(request_)])
+    engine = LLMEngine(CONFIG, _model(), stop_policy=policy, drafters=[_right(request_)])
     engine.submit(request_)
     token_ids, error = _run(engine)
     assert tuple(token_ids) == undisturbed([request_])["r"][0][0][:6]
@@ -100,7 +100,7 @@ def test_a_drafter_that_fails_is_not_asked_for_a_while(
     expected = undisturbed([request_])
     drafter = Failing(random.Random(0), expected, VOCAB)
     now_s = 0.0
-    engine = Engine(CONFIG, _model(), drafters=[drafter], clock=lambda: now_s)
+    engine = LLMEngine(CONFIG, _model(), drafters=[drafter], clock=lambda: now_s)
     engine.submit(request_)
     assert _run(engine) == (list(expected["r"][0][0]), None)
     assert drafter.num_asked == 3
@@ -139,7 +139,7 @@ def test_what_fails_in_learning_costs_no_drafter(
     drafter = _right(request_)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(owner, name, failing)
-        engine = Engine(CONFIG, _model(), drafters=[drafter])
+        engine = LLMEngine(CONFIG, _model(), drafters=[drafter])
         engine.submit(request_)
         assert _run(engine) == (list(expected["r"][0][0]), None)
     assert num_calls > 2 and "learnt anew" in caplog.text
@@ -153,7 +153,7 @@ def test_a_draft_model_whose_logits_are_no_numbers(request_: Request) -> None:
     draft = DraftModel(
         _model(poison=frozenset(expected[::3])), (2, 1), num_blocks=40, max_num_tokens=64
     )
-    engine = Engine(CONFIG, _model(), drafters=[draft])
+    engine = LLMEngine(CONFIG, _model(), drafters=[draft])
     engine.submit(request_)
     assert _run(engine) == (list(expected), None)
 
@@ -168,7 +168,7 @@ def test_a_model_that_raises_leaves_no_block_for_guesses(request_: Request) -> N
             return super().forward(batch)
 
     model = Raising(context_window=WINDOW, block_size=SIZE)
-    engine = Engine(CONFIG, model, drafters=[_right(request_)])
+    engine = LLMEngine(CONFIG, model, drafters=[_right(request_)])
     engine.submit(request_)
     token_ids: list[int] = []
     for number in range(4):
@@ -204,7 +204,7 @@ def test_a_guess_that_spoils_the_sums_of_its_neighbours(request_: Request) -> No
             return chain([bad], [0.5])
 
     drafter = Wrong(random.Random(0), expected, VOCAB)
-    engine = Engine(CONFIG, Spoiled(context_window=WINDOW, block_size=SIZE), drafters=[drafter])
+    engine = LLMEngine(CONFIG, Spoiled(context_window=WINDOW, block_size=SIZE), drafters=[drafter])
     engine.submit(request_)
     assert _run(engine) == (list(answer), None)
     assert engine.metrics().num_guessed_tokens == 1
@@ -216,7 +216,7 @@ def test_a_cache_in_several_places_takes_chains(
     """Nothing of one path is ever moved."""
     model = _model()
     model.guesses = Guesses.CHAINS
-    engine = Engine(CONFIG, model, drafters=[_right(request_)])
+    engine = LLMEngine(CONFIG, model, drafters=[_right(request_)])
     monkeypatch.setattr(type(engine.kv), "is_whole", False)
     engine.submit(request_)
     assert _run(engine) == (list(undisturbed([request_])["r"][0][0]), None)
@@ -267,7 +267,7 @@ def test_a_drafter_wins_its_trust_back(make_request: Callable[..., Request]) -> 
     request = make_request("r", [1, 2, 3], max_tokens=1500)
     token_ids = FakeModel(context_window=window, block_size=16).generate([1, 2, 3], 1500)
     drafter = Late(random.Random(0), {"r": {0: (tuple(token_ids), None, None, "")}}, VOCAB)
-    engine = Engine(
+    engine = LLMEngine(
         dataclasses.replace(CONFIG, num_blocks=200, speculation=SpeculationConfig()),
         Timed(context_window=window, block_size=16),
         drafters=[drafter],

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from checkpoints.resolve import resolve
-from engine import load as engine_load
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.engine import LLMEngine, load_engine
 from engine.errors import LoadError
 from engine.fake import FakeModel
-from engine.loop import Engine, load_engine
+from engine.models import load as model_loading
 from engine.models.interface import Guesses
 from engine.request import Request, Sampling
 from engine.sequence import Key
@@ -30,6 +30,7 @@ from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_cache import DraftCache
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Draft, Task
+from engine.speculation.heads import load as head_loading
 from engine.speculation.tree import EMPTY
 from process.settings import SettingsError
 from tests.conftest import third
@@ -46,7 +47,7 @@ PROMPTS = (
 )
 
 
-def _answers(engine: Engine, **sampling: Any) -> tuple[dict[str, list[int]], int]:
+def _answers(engine: LLMEngine, **sampling: Any) -> tuple[dict[str, list[int]], int]:
     """(output by request, steps)"""
     tokenizer = Tokenizer.from_file(
         str(resolve("baton-5m", files="tokenizer").path / "tokenizer.json")
@@ -90,7 +91,7 @@ def test_a_small_cache_costs_drafts_and_no_token() -> None:
     draft = load_engine(replace(TARGET, model="baton-5m-draft"))._model
     drafter = DraftModel(draft, (2, 1), num_blocks=7, max_num_tokens=5)
     config = replace(TARGET, speculation=SpeculationConfig(always=True))
-    engine = Engine(config, target._model, drafters=[drafter])
+    engine = LLMEngine(config, target._model, drafters=[drafter])
     answers, num_steps = _answers(engine)
     assert answers == plain
     assert num_steps < num_plain
@@ -316,10 +317,10 @@ def test_draft_models_are_closed_with_the_engine_and_where_it_cannot_be_loaded(
         raise LoadError("the heads of another model")
 
     monkeypatch.setattr(FakeModel, "close", lambda one: closed.append(one))
-    monkeypatch.setattr(engine_load, "load_model", lambda *_, **__: model)
-    monkeypatch.setattr(engine_load, "load_drafters", lambda *_: [drafter])
+    monkeypatch.setattr(model_loading, "load_model", lambda *_, **__: model)
+    monkeypatch.setattr(load_module, "load_drafters", lambda *_: [drafter])
     if failing:
-        owner = engine_load if failing == "load_heads" else Engine
+        owner = head_loading if failing == "load_heads" else LLMEngine
         monkeypatch.setattr(owner, failing, fail)
     config = EngineConfig(model="baton-5m", num_blocks=100)
     if failing:

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from checkpoints.resolve import resolve
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
 from engine.grammar.config import GrammarLimits
 from engine.grammar.service import GrammarService
-from engine.loop import Engine
 from engine.models.interface import Guesses
 from engine.models.load import load_model
 from engine.plain_ahead import AheadModel
@@ -105,7 +105,7 @@ class GuessingBench(Bench):
         config: EngineConfig,
         parking: object = None,
         rng: random.Random | None = None,
-    ) -> Engine:
+    ) -> LLMEngine:
         if self.drafter is None:
             return super().engine(config, parking, rng)  # type: ignore[arg-type]
         config = dataclasses.replace(
@@ -117,7 +117,7 @@ class GuessingBench(Bench):
         model = self.make_model()
         if rng is not None:
             model = maybe_ahead(model, rng)
-        engine = Engine(
+        engine = LLMEngine(
             config,
             model,
             parking=parking,  # type: ignore[arg-type]
@@ -139,22 +139,22 @@ def _maybe_quantized(index: int, rng: random.Random) -> Bench:
     )
 
 
-def _rest_at_random(engine: Engine, rng: random.Random) -> None:
+def _rest_at_random(engine: LLMEngine, rng: random.Random) -> None:
     """Launches begin and end anywhere among guesses, for longer or shorter."""
-    speculator = engine._parts.speculator
+    speculator = engine._speculator
     assert speculator is not None
     speculator._exploration.rests = (  # type: ignore[method-assign]
         lambda num_sequences: rng.random() < 0.7
     )
 
 
-def _num_launches(engine: Engine) -> int:
+def _num_launches(engine: LLMEngine) -> int:
     """Steps that were launched ahead."""
     model = engine._model
     return model.launches.num_launches if isinstance(model, AheadModel) else 0
 
 
-def _check(bench: Bench, rng: random.Random, vocab_size: int = VOCAB) -> Engine:
+def _check(bench: Bench, rng: random.Random, vocab_size: int = VOCAB) -> LLMEngine:
     requests = workload(rng, bench)
     expected = undisturbed(requests, bench)
     drafter = KnowsTheAnswers(rng, expected, vocab_size)
@@ -169,7 +169,7 @@ def _check(bench: Bench, rng: random.Random, vocab_size: int = VOCAB) -> Engine:
     return engine
 
 
-def _counts(engine: Engine) -> tuple[int, int]:
+def _counts(engine: LLMEngine) -> tuple[int, int]:
     counts = engine.metrics()
     assert 0 <= counts.num_kept_tokens <= counts.num_guessed_tokens
     return counts.num_guessed_tokens, counts.num_kept_tokens
@@ -262,7 +262,7 @@ def test_workloads_on_the_bundled_model(
     )
     model = load_model(config)
     plain = AutoModelForCausalLM.from_pretrained(resolve("baton-5m", files="all").path)
-    engine = Engine(config, model)  # the model keeps it
+    engine = LLMEngine(config, model)  # the model keeps it
     engine.load_adapter("a", save_adapter(tmp_path / "a", plain, seed % 2**30))
     bench = Bench(make_model=lambda: model, size=size, adapters=("", "a"))
     for index in range(scale(60)):
@@ -299,7 +299,9 @@ def test_blocks_that_were_for_guesses_go_back(make_request: Callable[..., Reques
         num_blocks=40, preemption="recompute", speculation=SpeculationConfig(always=True)
     )
     drafter = Wrong(random.Random(0), expected, VOCAB)
-    engine = Engine(config, FakeModel(context_window=WINDOW, block_size=SIZE), drafters=[drafter])
+    engine = LLMEngine(
+        config, FakeModel(context_window=WINDOW, block_size=SIZE), drafters=[drafter]
+    )
     engine.submit(request)
     token_ids: list[int] = []
     for event in all_events(engine):
@@ -316,7 +318,7 @@ def test_the_drafter_forgets_who_is_gone(make_request: Callable[..., Request]) -
     requests = [make_request(f"r{index}", [1, 2, 3], max_tokens=6) for index in range(3)]
     expected = undisturbed(requests)
     drafter = KnowsTheAnswers(rng, expected, VOCAB)
-    engine = Engine(
+    engine = LLMEngine(
         EngineConfig(num_blocks=40),
         FakeModel(context_window=WINDOW, block_size=SIZE),
         drafters=[drafter],
@@ -370,7 +372,7 @@ def test_what_is_left_of_a_text_bounds_depth_and_not_width(
         max_num_tokens_per_step=64,
         speculation=SpeculationConfig(max_num_nodes=4, always=True),
     )
-    engine = Engine(config, model, drafters=[_Wide(answer)])
+    engine = LLMEngine(config, model, drafters=[_Wide(answer)])
     engine.submit(make_request("r", prompt, max_tokens=3))
     found: list[list[int]] = []
     while engine.has_work():
@@ -399,7 +401,7 @@ def test_no_slot_lies_beyond_the_context_window(make_request: Callable[..., Requ
         preemption="recompute",  # blocks are not taken beforehand, which would bound them, too
         speculation=SpeculationConfig(max_num_nodes=4, always=True),
     )
-    engine = Engine(config, model, drafters=[_Wide(answer)])
+    engine = LLMEngine(config, model, drafters=[_Wide(answer)])
     engine.submit(make_request("r", prompt, max_tokens=num_tokens, ignore_eos=True))
     found: list[int] = []
     while engine.has_work():

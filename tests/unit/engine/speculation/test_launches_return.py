@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
 from engine.speculation.config import NgramConfig, SpeculationConfig
@@ -48,7 +48,7 @@ def test_behind_steps_that_cannot_be_launched() -> None:
         overlap_prompts=False,
         speculation=SpeculationConfig(drafters=("ngram",)),
     )
-    engine = Engine(config, model, drafters=[Lookup(NgramConfig())], clock=lambda: now)
+    engine = LLMEngine(config, model, drafters=[Lookup(NgramConfig())], clock=lambda: now)
 
     def num_launched(name: str, sampling: Sampling) -> int:
         before = model.launches.num_launches

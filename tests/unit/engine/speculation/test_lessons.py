@@ -12,8 +12,8 @@ import torch
 
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.outputs import RequestOutput
 from engine.request import Request
 from engine.speculation import lessons
@@ -143,7 +143,7 @@ def test_an_engine_learns_of_each_step_once(
     config = EngineConfig(
         num_blocks=60, preemption="recompute", speculation=SpeculationConfig(always=True)
     )
-    engine = Engine(config, model, drafters=[drafter])
+    engine = LLMEngine(config, model, drafters=[drafter])
     told: list[tuple[TokenTree, tuple[int, ...]]] = []
     token_ids: list[int] = []
     for number in range(2):
@@ -194,7 +194,9 @@ def test_where_there_is_room_for_one_of_two_it_is_the_one_that_was_right_before(
         max_num_tokens_per_step=2,
         speculation=SpeculationConfig(always=True),
     )
-    engine = Engine(config, FakeModel(context_window=WINDOW, block_size=SIZE), drafters=[drafter])
+    engine = LLMEngine(
+        config, FakeModel(context_window=WINDOW, block_size=SIZE), drafters=[drafter]
+    )
     engine.submit(request)
     found, num_steps = steps_beyond(engine, 20)
     assert found == drafter._expected["r"][0][0]

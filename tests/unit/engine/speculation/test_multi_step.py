@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.models.interface import Guesses
 from engine.request import FinishReason, Sampling
 from engine.sampling import pipeline
@@ -61,14 +61,14 @@ def test_tokens_have_the_models_distribution(
     assert counts.num_kept_tokens > 0.1 * counts.num_output_tokens
 
 
-def _chains(table: Table, own: Table, _: object) -> Engine:
+def _chains(table: Table, own: Table, _: object) -> LLMEngine:
     """Of a target and a draft model without masks for trees."""
     model = MarkovModel(table)
     model.guesses = Guesses.CHAINS
     return make_engine(model, [draft_model_of(own, 2, 2, takes_trees=False)])
 
 
-_CUTS: dict[str, Callable[[Table, Table, Callable[[], float]], Engine]] = {
+_CUTS: dict[str, Callable[[Table, Table, Callable[[], float]], LLMEngine]] = {
     "room for two of four": lambda table, own, _: make_engine(
         table, [draft_model_of(own, 3, 1)], max_num_nodes=2
     ),
@@ -274,4 +274,4 @@ def test_what_cannot_hold_is_refused_by_name() -> None:
     )
     table, (own,) = world(0, 1, 0.5)
     with pytest.raises(SettingsError, match="multi_step is not for exact=true"):
-        Engine(config, MarkovModel(table), drafters=[draft_model_of(own, 1)])
+        LLMEngine(config, MarkovModel(table), drafters=[draft_model_of(own, 1)])

@@ -11,7 +11,7 @@ import torch
 
 from engine.batch import Batch
 from engine.config import EngineConfig
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.request import Request
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Task
@@ -63,8 +63,8 @@ def test_an_accepted_run_ends_anywhere_in_a_block(
     config = EngineConfig(
         num_blocks=40, speculation=SpeculationConfig(always=True, max_num_nodes=2 * length)
     )
-    engine = Engine(config, make(), drafters=[Right(random.Random(0), expected, VOCAB)])
-    plain = Engine(EngineConfig(num_blocks=40), make())
+    engine = LLMEngine(config, make(), drafters=[Right(random.Random(0), expected, VOCAB)])
+    plain = LLMEngine(EngineConfig(num_blocks=40), make())
     content: list[list[bytes]] = []
     for one in (engine, plain):
         one.submit(request)
@@ -110,7 +110,7 @@ def test_a_guess_that_is_no_number_costs_no_token(make_request: Callable[..., Re
         expected = expected_of(request)
         config = EngineConfig(num_blocks=40, speculation=SpeculationConfig(always=True))
         model = Poisoned("block", context_window=WINDOW, block_size=4)
-        engine = Engine(config, model, drafters=[Any(random.Random(0), expected, VOCAB)])
+        engine = LLMEngine(config, model, drafters=[Any(random.Random(0), expected, VOCAB)])
         engine.submit(request)
         token_ids: list[int] = []
         for event in all_events(engine):
@@ -138,7 +138,7 @@ def test_logits_that_are_no_numbers_end_a_request_that_there_was_no_room_to_gues
     )
     model = QuantizedFake("block", context_window=WINDOW, block_size=4)
     drafter = Any(random.Random(0), {}, VOCAB)
-    engine = Engine(config, model, drafters=[drafter])
+    engine = LLMEngine(config, model, drafters=[drafter])
     engine.reserve(make_request("other", range(1, WINDOW - 4)))  # all blocks but one
     engine.submit(request)
     (first,) = engine.step().events
@@ -174,7 +174,7 @@ def test_a_step_that_fails_when_all_is_computed_is_computed_again(
         max_num_running=4,
         speculation=SpeculationConfig(always=True),
     )
-    engine = Engine(config, failing, drafters=[drafter] if guesses else [])
+    engine = LLMEngine(config, failing, drafters=[drafter] if guesses else [])
     engine.submit(request)
     token_ids: list[int] = []
     num_failures = 0

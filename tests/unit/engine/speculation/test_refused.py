@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from engine.config import EngineConfig
+from engine.engine import load_engine
 from engine.errors import LoadError
-from engine.loop import load_engine
 from engine.speculation.config import SpeculationConfig
 from process.settings import SettingsError
 from tests.harness.models import FAMILIES, save

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import IntegrityError, LoadError
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.request import Sampling
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_fake import FakeDraftChannel
@@ -397,7 +397,7 @@ def test_who_cannot_connect_them_refuses_draft_workers_by_name() -> None:
     with pytest.raises(LoadError, match="draft_workers: are for prefill and decode workers"):
         load_drafters(config, model.info)
     with pytest.raises(SettingsError, match="whoever makes the engine"):
-        Engine(config, model)
+        LLMEngine(config, model)
 
 
 def test_without_any_worker_there_is_plain_decoding(expected: tuple[bench.Outputs, int]) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.request import Request
 from engine.speculation.config import NgramConfig
 from engine.speculation.drafter import Draft, Task
@@ -299,9 +299,9 @@ def test_a_step_that_comes_to_nothing_costs_a_trial_no_call() -> None:
 
 def _engine(
     drafter: PromptLookup, clock: Callable[[], float], model: FakeModel | None = None
-) -> Engine:
+) -> LLMEngine:
     model = model or FakeModel(context_window=WINDOW, block_size=SIZE)
-    return Engine(EngineConfig(num_blocks=40), model, drafters=[drafter], clock=clock)
+    return LLMEngine(EngineConfig(num_blocks=40), model, drafters=[drafter], clock=clock)
 
 
 def test_all_that_is_done_for_guesses_is_charged_but_in_steps_that_are_slept_through(

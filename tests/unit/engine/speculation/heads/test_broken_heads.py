@@ -15,8 +15,8 @@ import torch
 
 from engine.batch import Span
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.loop import Engine
 from engine.models.interface import LoadedModel
 from engine.request import Request, Sampling, State
 from engine.speculation.config import SpeculationConfig
@@ -63,12 +63,12 @@ class _Reader:
         pass
 
 
-def _engine(reader: _Reader, **fields: Any) -> Engine:
+def _engine(reader: _Reader, **fields: Any) -> LLMEngine:
     config = EngineConfig(num_blocks=64, speculation=ALWAYS)
-    return Engine(config, FakeModel(block_size=4), drafters=[reader], **fields)
+    return LLMEngine(config, FakeModel(block_size=4), drafters=[reader], **fields)
 
 
-def _run(engine: Engine, num_tokens: int = 8, prompt: tuple[int, ...] = PROMPT) -> list[int]:
+def _run(engine: LLMEngine, num_tokens: int = 8, prompt: tuple[int, ...] = PROMPT) -> list[int]:
     sampling = Sampling(max_tokens=num_tokens, ignore_eos=True)
     engine.submit(Request("r", prompt, sampling, hasher()))
     token_ids = tokens_of(all_events(engine))
@@ -95,7 +95,7 @@ def test_a_head_whose_pass_fails_costs_no_token_and_no_integrity(
     (head,) = load_heads(config, model)
     assert isinstance(head, EagleHead)
     monkeypatch.setattr(EagleHead, "_pass", _third(EagleHead._pass))
-    engine = Engine(config, model, drafters=[head])
+    engine = LLMEngine(config, model, drafters=[head])
     assert len(_run(engine, 12, (5, 6, 7, 8))) == 12
     assert engine._speculator is not None and engine._speculator._roster.failed == {0}
     assert not head._windows

@@ -21,8 +21,8 @@ from engine.decoder.decoder import Decoder
 from engine.decoder.model import DecoderModel, kv_layout
 from engine.decoder.shape import read_shape, rope_table
 from engine.decoder.sources import random_weights
+from engine.engine import LLMEngine, load_engine
 from engine.fake import FakeModel
-from engine.loop import Engine, load_engine
 from engine.models.interface import Ends, LoadedModel
 from engine.outputs import RequestOutput
 from engine.request import ModelInfo, Request, Sampling
@@ -62,13 +62,13 @@ class _GuessingBench(Bench):
         config: EngineConfig,
         parking: object = None,
         rng: random.Random | None = None,
-    ) -> Engine:
+    ) -> LLMEngine:
         if not self.drafters:
             return super().engine(config, parking, rng)  # type: ignore[arg-type]
         config = dataclasses.replace(
             config, speculation=SpeculationConfig(max_num_nodes=9, always=self.always)
         )
-        return Engine(
+        return LLMEngine(
             config,
             self.make_model(),
             parking=parking,  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ def test_every_token_of_a_prompt_is_seen_and_its_last_by_all_samples() -> None:
             max_num_running=4,
             speculation=SpeculationConfig(always=True),
         )
-        engine = Engine(config, FakeModel(context_window=WINDOW, block_size=4), drafters=[spy])
+        engine = LLMEngine(config, FakeModel(context_window=WINDOW, block_size=4), drafters=[spy])
         engine.submit(request)
         while engine.has_work():
             engine.step()
@@ -183,7 +183,7 @@ def test_a_step_that_failed_leaves_no_hidden_states() -> None:
     model = FakeModel(context_window=WINDOW, block_size=4, poison=frozenset({poison}))
     spy = Blind(random.Random(0), {}, Wants.EVERY)
     config = EngineConfig(num_blocks=40, speculation=SpeculationConfig(always=True))
-    engine = Engine(config, model, drafters=[spy])
+    engine = LLMEngine(config, model, drafters=[spy])
     sampling = Sampling(max_tokens=20, ignore_eos=True)
     engine.submit(Request("r", (5, 6, 7), sampling, hasher()))
     errors = [event.error for event in _events(engine) if event.error is not None]
@@ -193,7 +193,7 @@ def test_a_step_that_failed_leaves_no_hidden_states() -> None:
     assert spy.places["r", 0][-1][1] <= 3 + 5
 
 
-def _events(engine: Engine) -> Iterator[RequestOutput]:
+def _events(engine: LLMEngine) -> Iterator[RequestOutput]:
     while engine.has_work():
         yield from engine.step().events
 
@@ -316,7 +316,7 @@ def test_workloads_with_heads_end_as_without(
     assert scale(20) == 1 or num_guessed > 0
 
 
-def _check_none_has_failed(engine: Engine) -> None:
+def _check_none_has_failed(engine: LLMEngine) -> None:
     """A drafter's exception costs guesses, and no test would see it."""
     assert engine._speculator is not None
     assert not engine._speculator._roster.failed
@@ -331,7 +331,7 @@ def test_an_engine_loads_the_heads_that_its_settings_name(
     sampling = Sampling(max_tokens=14, temperature=0.8, seed=3, ignore_eos=True)
     answers: list[list[int]] = []
     for engine in (
-        Engine(dataclasses.replace(config, num_blocks=20), model),
+        LLMEngine(dataclasses.replace(config, num_blocks=20), model),
         load_engine(dataclasses.replace(config, num_blocks=20, speculation=speculation)),
     ):
         engine.submit(Request("r", (5, 6, 7, 8), sampling, hasher()))

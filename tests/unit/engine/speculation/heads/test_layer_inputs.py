@@ -13,7 +13,7 @@ import torch
 
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
-from engine.loop import Engine
+from engine.engine import LLMEngine
 from engine.models.hugging_face import HuggingFaceModel
 from engine.models.interface import LoadedModel
 from engine.models.load import load_model
@@ -167,10 +167,10 @@ def test_on_our_decoder_a_window_begins_with_the_prompt(
     )
     rng = random.Random(f"window {seed}")
     prompt = tuple(rng.randrange(2, 260) for _ in range(20))
-    plain = Engine(dataclasses.replace(own_config, max_num_running=3), own)
+    plain = LLMEngine(dataclasses.replace(own_config, max_num_running=3), own)
     expected = [_answer(plain, prompt, temperature) for temperature in (0.0, 0.8)]
     drafters = load_heads(config, own)
-    engine = Engine(config, own, drafters=drafters)
+    engine = LLMEngine(config, own, drafters=drafters)
     begins: set[int] = set()
     real = EagleHead.see
 
@@ -187,7 +187,7 @@ def test_on_our_decoder_a_window_begins_with_the_prompt(
     assert engine._speculator is not None and not engine._speculator._roster.failed
 
 
-def _answer(engine: Engine, prompt: tuple[int, ...], temperature: float) -> list[int]:
+def _answer(engine: LLMEngine, prompt: tuple[int, ...], temperature: float) -> list[int]:
     sampling = Sampling(max_tokens=8, temperature=temperature, seed=5, ignore_eos=True)
     engine.submit(Request(f"at {temperature}", prompt, sampling, hasher()))
     token_ids = tokens_of(all_events(engine))

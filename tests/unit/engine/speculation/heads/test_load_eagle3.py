@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.errors import LoadError
-from engine.loop import Engine
 from engine.models.hugging_face import HuggingFaceModel
 from engine.models.interface import LoadedModel
 from engine.request import Request, Sampling
@@ -246,7 +246,7 @@ def test_a_model_that_does_not_leave_them_costs_guesses_alone(
     speculation = SpeculationConfig(draft_heads=(str(folder),), always=True)
     config = dataclasses.replace(config, num_blocks=20, speculation=speculation)
     (head,) = load_heads(config, model)
-    engine = Engine(config, model, drafters=[head])
+    engine = LLMEngine(config, model, drafters=[head])
     monkeypatch.setattr(HuggingFaceModel, "layer_inputs", lambda _: {})
     sampling = Sampling(max_tokens=5, ignore_eos=True)
     engine.submit(Request("r", (5, 6, 7, 8), sampling, hasher()))

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.engine import LLMEngine
 from engine.fake import FakeModel
-from engine.foresight import Foresight
-from engine.loop import Engine
 from engine.request import Request, Sampling
 from engine.sampling import pipeline
 from tests.harness.engines import all_steps, hasher
@@ -21,14 +20,14 @@ SIZE = 4
 BUDGET = 40
 
 
-def _engine(preemption: str = "never") -> Engine:
+def _engine(preemption: str = "never") -> LLMEngine:
     config = EngineConfig(
         num_blocks=256,
         max_num_tokens_per_step=BUDGET,
         max_num_running=12,
         preemption=preemption,
     )
-    return Engine(config, FakeModel(block_size=SIZE))
+    return LLMEngine(config, FakeModel(block_size=SIZE))
 
 
 def _request(number: int, hash_block: Callable[[bytes, Sequence[int]], bytes]) -> Request:
@@ -93,15 +92,14 @@ def test_no_more_of_who_comes_next_is_hashed_than_is_computed() -> None:
     scheduler = engine._scheduler
     line = scheduler.next_in_line()
     assert [one.request.request_id for one in line] == [f"r{number}" for number in range(20)]
-    foresight = Foresight(scheduler, SIZE)
     for num_tokens in (1, SIZE, 2 * SIZE + 3):
         num_hashed = 0
-        foresight.use_wait([(line[0], num_tokens)])
+        scheduler.precompute_block_hashes([(line[0], num_tokens)])
         assert num_hashed <= 2 * (num_tokens // SIZE)  # of its own, and of others
     num_steps = 0
     while any(len(one.chain_hashes) < 4 for one in line):
         num_hashed = 0
-        foresight.use_wait([(line[0], 4 * SIZE)])
+        scheduler.precompute_block_hashes([(line[0], 4 * SIZE)])
         assert 0 < num_hashed <= 2 * 4
         num_steps += 1
     assert num_steps >= 10

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.lora.roots import CacheRoots
+from engine.input_processor import CacheRootGuard
 
 
 def test_a_root_belongs_to_the_content_it_was_used_with() -> None:
-    roots = CacheRoots()
+    roots = CacheRootGuard()
     roots.check(b"base", "")
     roots.check(b"one", "d1")
     roots.check(b"one", "d1")
@@ -21,7 +21,7 @@ def test_a_root_belongs_to_the_content_it_was_used_with() -> None:
 
 
 def test_the_least_recently_used_is_forgotten() -> None:
-    roots = CacheRoots(max_num_roots=2)
+    roots = CacheRootGuard(max_num_roots=2)
     for root in (b"a", b"b", b"a", b"c"):
         roots.check(root, "d1")
         roots.check_integrity()

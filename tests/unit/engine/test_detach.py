@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.engine import LLMEngine
 from engine.errors import UnknownRequest, WrongState
 from engine.fake import FakeModel
-from engine.held import Held
-from engine.loop import Engine
 from engine.outputs import RequestOutput
-from engine.request import Beam, Request, Sampling, State
+from engine.request import Beam, DetachedRequest, Request, Sampling, State
 from tests.harness.engines import all_steps, hasher, late_engine
 from tests.harness.workloads import SIZE, small_engine, undisturbed, workload
 
@@ -26,18 +25,20 @@ MAX_MOVES = 30
 """Of one request: by each move it may lose half of what it has, and come no further for 40,000."""
 
 
-def bytes_of(engine: Engine, held: Held) -> np.ndarray[Any, Any]:
+def bytes_of(engine: LLMEngine, held: DetachedRequest) -> np.ndarray[Any, Any]:
     """The computed slots of its blocks: [tokens, ids and positions]."""
     cells = engine.kv.cache[list(held.block_ids), 0, 0, :, :, 0]  # [blocks, 2, SIZE]
     return cells.transpose(1, 2).reshape(-1, 2)[: held.num_computed_tokens].numpy().copy()
 
 
-def expected_bytes(held: Held) -> np.ndarray[Any, Any]:
+def expected_bytes(held: DetachedRequest) -> np.ndarray[Any, Any]:
     ids = held.token_ids[: held.num_computed_tokens]
     return np.array([[token, place] for place, token in enumerate(ids)], np.float32).reshape(-1, 2)
 
 
-def go_on(engine: Engine, request: Request, held: Held, content: np.ndarray[Any, Any]) -> None:
+def go_on(
+    engine: LLMEngine, request: Request, held: DetachedRequest, content: np.ndarray[Any, Any]
+) -> None:
     """Load what was held, as far as there are places, and start."""
     engine.reserve(request)
     block_ids = engine.block_ids(request.request_id)
@@ -84,7 +85,7 @@ def test_requests_that_move_at_random_draw_what_they_would_have_drawn(
                 if is_over or num_own_moves == MAX_MOVES or rng.random() < 0.6:
                     continue
                 try:
-                    held = here.hold(request.request_id)
+                    held = here.detach(request.request_id)
                 except WrongState:
                     continue  # it waits for its first blocks
                 num_moves += 1
@@ -129,7 +130,7 @@ def test_it_can_be_taken_out_in_each_state(
         events += engine.step().events
         if how != "never" and len(events) == 5:
             engine.preempt("a")
-    held = engine.hold("a")
+    held = engine.detach("a")
     assert engine._groups["a"].state is State.HOLDING and engine.stats().num_holding == 1
     assert held.token_ids == (*prompt, *tokens(events))
     if state is State.PARKED:
@@ -156,7 +157,7 @@ def test_what_was_launched_for_it_is_thrown_away_before_anybody_reads() -> None:
         engine.step()
     assert engine._in_flight.is_live
     num_left_over = engine._in_flight.num_left_over
-    held = engine.hold("a")
+    held = engine.detach("a")
     before = engine.kv.cache[list(held.block_ids)].clone()
     assert engine._in_flight.num_left_over == num_left_over + 1
     model.launches.compute_all()  # nothing is left to compute
@@ -175,7 +176,7 @@ def test_its_blocks_are_nobody_elses_until_its_end(
     engine.submit(make_request("a", range(1, 15), max_tokens=9))
     for _ in range(4):
         engine.step()
-    held = engine.hold("a")
+    held = engine.detach("a")
     content = bytes_of(engine, held)
     engine.submit(make_request("b", range(50, 80), max_tokens=9))
     while engine.has_work():
@@ -189,22 +190,22 @@ def test_its_blocks_are_nobody_elses_until_its_end(
 def test_what_cannot_be_taken_out_says_why(make_engine: Make, make_request: Make) -> None:
     engine = make_engine()
     with pytest.raises(UnknownRequest):
-        engine.hold("nobody")
+        engine.detach("nobody")
     engine.reserve(make_request("reserved", [1, 2, 3]))
     with pytest.raises(WrongState, match="reserved"):
-        engine.hold("reserved")
+        engine.detach("reserved")
     engine.submit(make_request("queued", [1, 2, 3]))
     with pytest.raises(WrongState, match="queued"):
-        engine.hold("queued")
+        engine.detach("queued")
     engine.submit(replace(make_request("two", [1, 2, 3]), num_samples=2))
     engine.submit(replace(make_request("beams", [1, 2, 3]), beam=Beam(2)))
     engine.submit(make_request("bound", [1, 2, 3], hold_after=2))
     engine.step()
     for name in ("two", "beams"):
         with pytest.raises(WrongState, match="samples or beams"):
-            engine.hold(name)
+            engine.detach(name)
     with pytest.raises(WrongState):
-        engine.hold("bound")  # it holds by itself, when it is time
-    engine.hold("queued")
+        engine.detach("bound")  # it holds by itself, when it is time
+    engine.detach("queued")
     with pytest.raises(WrongState, match="holding"):
-        engine.hold("queued")
+        engine.detach("queued")
