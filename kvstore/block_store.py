@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvstore.attachments import Attachment, AttachmentTable, QuarantineList
 from kvstore.block_hash import CHAIN_HASH_BYTES
-from kvstore.blocks import Block, Tier
+from kvstore.block_refs import Block, Tier
 from kvstore.change_log import ChangeLog
 from kvstore.errors import CHECKSUM, IntegrityError, LeaseLapsed
 from kvstore.frame_table import FrameTable

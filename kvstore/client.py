@@ -34,7 +34,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvstore import links, wire
-from kvstore.blocks import Block, PackedBlocks
+from kvstore.block_refs import Block, PackedBlocks
 from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection
 from kvstore.errors import (
     CANCELLED,
@@ -69,7 +69,7 @@ from kvstore.transport.nixl import NixlTransport, region_of
 from kvstore.transport.nixl_agent import NixlAgent
 from kvstore.transport.shm import DeviceShmTransport, ShmTransport
 from process import logs, rpc, spans
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.rpc import Dialer

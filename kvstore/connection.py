@@ -20,7 +20,7 @@ from kvstore.errors import LeaseLapsed
 from kvstore.source import StoreInfo
 from kvstore.wire import SpoiledAnswer
 from process import logs, rpc, spans
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Internal, NotFound, Unavailable
 from process.rpc import Dialer

@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from kvstore.blocks import Block, PackedBlocks, Tier, block_of
-from kvstore.blocks import row as pack
+from kvstore.block_refs import Block, PackedBlocks, Tier, block_of
+from kvstore.block_refs import row as pack
 from kvstore.errors import IntegrityError
 from kvstore.leases import Leases, TimedLease
 

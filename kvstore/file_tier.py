@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore import block_hash
+from kvstore.block_refs import StoredPage
 from kvstore.block_store import BlockStore
-from kvstore.blocks import StoredPage
 from kvstore.frame_table import Demotion, PageWrite, Promotion
 from kvstore.page_file import SUFFIX, PageFile, PageLayout
 from kvstore.prefix_tree import TreeNode

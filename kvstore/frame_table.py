@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.blocks import Block, Page, StoredPage
+from kvstore.block_refs import Block, Page, StoredPage
 from kvstore.change_log import ChangeLog
 from kvstore.errors import IntegrityError
 from kvstore.history import DAMAGED, DEMOTED, EVICTED, LEFT_MEMORY, LOST, PROMOTED, BlockHistory

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import block_hash
-from kvstore.blocks import StoredPage
+from kvstore.block_refs import StoredPage
 from process.errors import FailedPrecondition, NoCapacity
 
 MAGIC = b"BATONPGS"

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from kvstore.blocks import Block, Page
+from kvstore.block_refs import Block, Page
 from kvstore.change_log import ChangeLog, NullLog
 from kvstore.errors import IntegrityError
 from kvstore.sharded_dict import ShardedDict

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.errors import GENERATION, TransferFailed
 from kvstore.transport.nixl_agent import NixlAgent, Region, Transfer, merge_runs
 from process.deadline import Deadline

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from kvstore.change_log import ChangeLog, NullLog
 from kvstore.config import KvStoreSettings
 from kvstore.index_publisher import PrefixIndexPublisher
-from kvstore.node import StoreNode
 from kvstore.service import KvStoreServicer
 from kvstore.status import StoreMetrics, store_status
+from kvstore.store_node import StoreNode
 from process import grpc_server
-from process.access import RULES, PeerRole
+from process.authorization import RULES, PeerRole
 from process.metrics import HealthProbes, LoopCollector, MetricsServer
 from process.tls import TlsIdentity
 from process.tracing import Tracing

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvstore import tenancy
+from kvstore.block_refs import Block
 from kvstore.block_store import BlockStore, Reserved, WrittenFrame
-from kvstore.blocks import Block
 from kvstore.errors import GENERATION
 from kvstore.exported_blocks import LeaseUpdate
 from kvstore.history import OneHistory

@@ -19,10 +19,10 @@ from prometheus_client.metrics_core import Metric
 from kvstore.block_store import BlockStore
 from kvstore.errors import REASONS
 from kvstore.index_publisher import PrefixIndexPublisher
-from kvstore.node import StoreNode
 from kvstore.slab import Slab
 from kvstore.slot_pool import SlotState
 from kvstore.source import PastBlock, StoreStats
+from kvstore.store_node import StoreNode
 from kvstore.tenancy import TenantSlots
 from process.metrics import Labels, counter, counters, gauge, gauges, trace_spans
 from protos import common_pb2, inference_pb2, kvstore_pb2

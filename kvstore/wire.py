@@ -18,7 +18,7 @@ import numpy as np
 
 from kvstore import block_hash
 from kvstore.block_hash import CHAIN_HASH_BYTES
-from kvstore.blocks import Block, PackedBlocks, Tier
+from kvstore.block_refs import Block, PackedBlocks, Tier
 from kvstore.exported_blocks import LeaseUpdate
 from kvstore.push import PeerBlocks
 from kvstore.source import ChainToReserve, MatchResult, StoreInfo, WorkerInfo

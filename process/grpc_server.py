@@ -45,8 +45,8 @@ from grpc.aio import _server
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection, reflection_pb2  # type: ignore[import-untyped]
 
-from process import access, errors, logs, rpc
-from process.access import Rules
+from process import authorization, errors, logs, rpc
+from process.authorization import Rules
 from process.memory_budget import MemoryBudget, MemoryGrant
 from process.settings import UNIX
 from process.tls import TlsIdentity
@@ -187,15 +187,15 @@ def _call_gate(
 
 async def _check_role(rules: Rules, method: str, context: Context) -> None:
     uris = context.auth_context().get("peer_uri", ())
-    roles = access.roles_of(uri.decode(errors="replace") for uri in uris)
-    problem = access.refusal(rules, method, roles)
+    roles = authorization.roles_of(uri.decode(errors="replace") for uri in uris)
+    problem = authorization.refusal(rules, method, roles)
     if problem:
         logs.event(
             logger,
             "call_refused",
             level=logging.WARNING,
             method=method,
-            role=access.names_of(roles),
+            role=authorization.names_of(roles),
             peer=context.peer(),
         )
         await rpc.abort(context, errors.PermissionDenied(problem))

@@ -29,7 +29,7 @@ from grpc._cython import cygrpc
 from grpc_status import rpc_status
 
 from process import errors, logs
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.tls import TlsIdentity
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from process import secret_files
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.secret_files import WatchedFile
 from process.settings import UNIX, SettingsError, check_address, split_host_port
 

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import block_hash
-from kvstore.blocks import Block, PackedItems
+from kvstore.block_refs import Block, PackedItems
 from kvstore.transport.device import Device, DeviceChecksums, PinnedStaging
 from process.deadline import Deadline
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from engine.errors import IntegrityError
 from engine.speculation.draft_pages import MISSING, SIZE, Fetched
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.transport.base import BlockMemory
 
 

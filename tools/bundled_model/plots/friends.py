@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tools.bundled_model.characters import Cast
+from tools.bundled_model.cast import Cast
 from tools.bundled_model.phrases import closing, moves, one_day, opening
 from tools.bundled_model.words import KINDS, SEASONS, SMALL_THINGS, an, pick, say
 

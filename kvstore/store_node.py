@@ -29,6 +29,7 @@ import numpy as np
 
 from kvstore import block_hash
 from kvstore.attachments import Attachment
+from kvstore.block_refs import Block
 from kvstore.block_store import (
     NO_ROOM,
     BlockStore,
@@ -37,7 +38,6 @@ from kvstore.block_store import (
     WrittenFrame,
     check_chain,
 )
-from kvstore.blocks import Block
 from kvstore.change_log import ChangeLog, NullLog
 from kvstore.config import KvStoreSettings
 from kvstore.errors import LEASE_LAPSED, LeaseLapsed, UnknownAttachment
