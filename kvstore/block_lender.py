@@ -1,5 +1,5 @@
-"""BlockLender: a worker's blocks as other workers read them: attachments, the bytes that go out,
-and blocks to measure the link with.
+"""BlockLender: serves blocks of a worker's own KV cache to other workers, without a store between:
+attachments, the bytes that go out, and blocks to measure the link with.
 
 Life: made with the worker -> `start` -> attachments come and go, reads and pushes run -> `stop`
 ends all leases and waits, a bounded time, for what is held: transfers under way, and what readers

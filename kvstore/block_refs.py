@@ -1,5 +1,6 @@
-"""Blocks as values: where one lies (`Block` in a frame of a store or lender, which the wire calls
-`BlockRef`; `Page` in the file tier), and many of them packed as a handle carries them.
+"""References to KV blocks. A `Block` (`BlockRef` on the wire) says in which frame of a store or
+lender one lies, with its hash and checksum, a `Page` where in the file tier; `PackedBlocks` are the
+references of a whole prompt, as a handle carries them.
 
 `PackedBlocks` holds a row of fixed size for each block. The references of a long prompt are made,
 signed, sent, verified and compared as one piece of bytes; a block becomes a `Block` when it is read

@@ -1,5 +1,5 @@
-"""BlockStore: the blocks of a store as its workers use them: matched, written, pinned, held, found
-damaged. Leases and attachments decide; FrameTable keeps the places.
+"""BlockStore: the prefix cache of a store process: KV blocks are matched, reserved, committed,
+pinned under leases, and dropped when they are damaged. FrameTable says where each one lies.
 
 Life of a frame: FREE -> (reserve) WRITING -> (commit) COMMITTED -> (evicted, or a tail whose last
 lease ended) FREE. A reservation that ends without a commit leaves its frame FREE when the store

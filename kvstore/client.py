@@ -1,8 +1,9 @@
-"""KvStoreClient: a worker's view of one KV store, or of another worker that lends its cache.
-Control goes over gRPC (kvstore/connection.py), bytes over the transport that the caller names.
+"""KvStoreClient: a worker puts KV blocks into one store and gets them from it, or from another
+worker that lends its cache. Control goes over gRPC (kvstore/connection.py), bytes over the
+transport that the caller names.
 
 Life: `attach` -> match, put_blocks, get_blocks, renew, release ... -> `close`. When the store is
-away or another life of it answers, the client is `broken` for good: its owner attaches again.
+away or was restarted, the client is `broken` for good: its owner attaches again.
 Nothing here retries, and no transport is replaced by another.
 
 Guarantees:
@@ -925,7 +926,7 @@ async def _handshake(
     try:
         async with deadline.timeout(f"attaching to store {connection.address}"):
             if request.transport == "nixl":
-                # A new name for each attachment: the store never takes it for an earlier life's.
+                # A new name for each attachment: the store never takes it for an earlier one's.
                 name = f"worker-{secrets.token_hex(16)}"
                 agent = await NixlAgent.start(name, nixl_net_devices, deadline)
                 await _describe_region(request, agent, memory)

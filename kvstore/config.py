@@ -1,4 +1,5 @@
-"""Settings of one KV store process. Values only; nothing here looks at the machine."""
+"""Settings of a KV store process (`python -m kvstore`). Values only; nothing here looks at the
+machine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Errors of the KV store beside those of `process.errors`, and the words for why a block was not
-used.
+"""Errors of the KV store beside those of `process.errors`, and the reasons why a block
+was not used.
 
     BatonError
       NotFound
@@ -63,7 +63,7 @@ class Quarantine:
 
 
 class LeaseLapsed(NotFound):
-    """The lease is unknown: released, lapsed, or of another life of the store."""
+    """The lease is unknown: released, lapsed, or of an earlier start of the store."""
 
 
 class UnknownAttachment(Unavailable):

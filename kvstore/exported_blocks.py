@@ -1,4 +1,5 @@
-"""ExportedBlocks: the blocks of a worker's cache that other workers may read, under leases.
+"""ExportedBlocks: which blocks of a worker's own KV cache other workers may read, and the leases
+that keep them in place meanwhile.
 
 Life of an exported block: `lend` under a lease -> read by holders of the lease, under holds -> its
 last lease and its last hold are over: it is given back, once (`on_free`), and its generation grows

@@ -1,8 +1,9 @@
-"""Moves blocks between frames and pages in the background.
+"""FileTier: the disk tier of a store. Copies KV blocks from frames (slots in memory) to pages
+(slots in a file) in the background, and back when a match asks for them.
 
 Life: `open_pages` in a thread -> FileTier -> `start` -> demotes whenever fewer frames than the
 watermark can be given away without loss, promotes what a match asks for -> `close`. A write that
-fails (the disk is full, or broken) switches the tier off for this life of the store: `problem` has
+fails (the disk is full, or broken) switches the tier off until the store restarts: `problem` has
 the reason, blocks that lay in pages only leave the store, everything else goes on. A read that
 fails costs its block and those below.
 

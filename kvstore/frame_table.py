@@ -1,5 +1,5 @@
-"""FrameTable: which block lies in which frame and page, which tenant these are charged to, and how
-room is made.
+"""FrameTable: in which frame (slot in memory) and page (slot in the file tier) each KV block lies,
+which tenant these are charged to, and which blocks are evicted for others.
 
 Frames and pages are the two kinds of slots of a store. A block that must leave its frame stays
 present if it has a page; without one it leaves the store, and only as a leaf of the tree. A block

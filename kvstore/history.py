@@ -1,4 +1,5 @@
-"""BlockHistory: what happened to each block of one store of late, by its chain hash.
+"""BlockHistory: the latest events of each KV block of one store (written, read, evicted ...), by
+chain hash.
 
     written      a worker committed it              refused    a reader found its bytes bad
     demoted      its bytes are in a page, too       damaged    the store looked, and they are

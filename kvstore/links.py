@@ -1,4 +1,5 @@
-"""A worker's link to a store: how fast it is, measured when the two meet; whether it is degraded.
+"""The link between a worker and a store or lender: its bandwidth and latency, measured with each
+attachment, and whether it is degraded.
 
 A transfer path that falls back to something slow, or a network that is not the one meant, works and
 is a hundred times too slow, without an error. So each attachment is measured (`measure`), and

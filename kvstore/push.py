@@ -1,5 +1,5 @@
-"""BlockPusher: pushes over NIXL. The owner of frames, a store or a lender, WRITEs them into a
-worker's blocks, and knows for each push whether it is over.
+"""BlockPusher: the sending side of NIXL. A store or a lender WRITEs its frames into the KV blocks
+of a worker that asked for them (a push), and knows for each push whether it is over.
 
 States of a push: unknown -> moving -> terminal. Asking about an unknown one makes it terminal, so
 that a request which is still on its way is refused when it comes: after a "terminal" nothing moves.

@@ -1,5 +1,5 @@
-"""A whole store process on one loop: node, gRPC server, index publisher, from settings to a clean
-end.
+"""Runs a whole KV store process on one asyncio loop: StoreNode, gRPC server and index publisher,
+from settings to a clean end.
 
 `running` is what `python -m kvstore` and in-process tests share.
 """

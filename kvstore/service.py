@@ -1,5 +1,5 @@
-"""`baton.v1.KvStore` over gRPC, of a store or of a worker that lends its cache: stubs to values and
-back, nothing else. One asyncio loop."""
+"""KvStoreServicer: the gRPC service `baton.v1.KvStore` of a store, or of a worker that lends its
+cache: protobuf messages to values and back, nothing else. One asyncio loop."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ MATCH_S = 30.0
 """Longest time a match may take: to bring blocks in from the file tier, or for free blocks of a
 lender."""
 MATCH_PART = 0.8
-"""Of the time that the caller gives, so that the answer still arrives."""
+"""Part of the caller's time that a match may take, so that the answer still arrives."""
 MAX_BYTES_READ = 1 << 44
-"""That one call may say were read: 16 TB, minutes of the fastest link."""
+"""Most bytes that one call may report as read: 16 TB, minutes of the fastest link."""
 FEW_HISTORIES = 8
 MAX_HISTORIES = 256
-"""Of blocks, in one reply: 500 kB at most."""
+"""Most histories of blocks in one reply: 500 kB at most."""
 LIST_CHUNK = 16_384
 """Chain hashes in one message: 300 kB, far below gRPC's limit of 4 MB."""
 

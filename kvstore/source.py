@@ -1,5 +1,6 @@
-"""BlockSource: what workers read blocks from, a store or a worker that lends its cache. BlockSink:
-a store, which they also write to. And the values that both ends of the wire have of the calls.
+"""BlockSource: the interface by which workers read KV blocks, of a store or of a worker that lends
+its cache. BlockSink: that by which they write, of a store only. And the values that client and
+server use for the calls.
 
 Knows no stubs: wire.py has these values as messages.
 """

@@ -1,4 +1,5 @@
-"""A store's numbers, as a status, a row of the registry, and /metrics show them.
+"""The numbers of a KV store, as GetStatus, its entry in the registry (Redis) and /metrics show
+them.
 
 The fields of `StoreStats` have the names that GetStatusReply and StoreStatus give them, so that a
 message is filled by name. Prometheus has names and labels of its own. Before the first worker
@@ -28,7 +29,7 @@ from process.metrics import Labels, counter, counters, gauge, gauges, trace_span
 from protos import common_pb2, inference_pb2, kvstore_pb2
 
 MAX_TENANTS = 64
-"""In one message."""
+"""Most tenants in one message."""
 OTHER_TENANTS = "(others)"
 
 
@@ -121,7 +122,7 @@ def _up(labels: Labels, is_up: bool) -> Metric:
 def _of_node(node: StoreNode, labels: Labels) -> Iterator[Metric]:
     yield gauge(
         "baton_store_integrity_broken",
-        "1 when a conservation law of the store did not hold in this life.",
+        "1 when a conservation law of the store was found broken since its start.",
         labels,
         bool(node.integrity_error),
     )

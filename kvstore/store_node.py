@@ -1,5 +1,5 @@
-"""StoreNode: one life of a store process: its memory, the workers attached to it, and the loop that
-maintains both.
+"""StoreNode: the state of a running KV store process: its memory, the workers attached to it, and
+the loop that maintains both.
 
 Life: made at start with nothing taken -> the first `attach` says how large a block is and takes the
 memory, with it the file tier, the NIXL peers and the maintenance loop -> `stop` unlinks the slab.

@@ -1,5 +1,5 @@
-"""Tenants' guaranteed shares of a store's slots (frames, pages), and from which tenants a slot is
-taken.
+"""Tenants' guaranteed shares of a store's slots for KV blocks (frames, pages), and which tenant
+loses a slot when there is no free one.
 
 Each tenant with a share of its own is a group; all other tenants together are the group POOL, whose
 share is the rest. Free slots are given to any tenant. When there is none, a group loses slots only

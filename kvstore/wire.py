@@ -1,4 +1,5 @@
-"""Values of this package to and from `baton.v1` messages; pure, any thread.
+"""Converts the values of this package to and from `baton.v1` protobuf messages, and checks each
+answer of a store; pure, any thread.
 
 Every answer is looked at before it becomes a value: whether a store can have said that. gRPC does
 not say when a bit has turned on the way. What would be written to, counted with or kept by must fit

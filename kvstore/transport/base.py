@@ -1,5 +1,5 @@
-"""What a transport of block bytes is, seen from a worker: put own blocks into reserved frames, get
-frames into own blocks.
+"""Transport: the interface by which a worker moves the bytes of KV blocks: put its own blocks into
+reserved frames of a store, get frames into its own blocks.
 
 A transport moves bytes and nothing else: leases, commits and checksums are the client's. It is
 chosen by name in the worker's settings and never falls back to another. One instance per (worker,
@@ -39,11 +39,11 @@ Ids = npt.NDArray[np.int64]
 Generations = npt.NDArray[np.uint64]
 
 TRANSPORTS = ("shm", "nixl", "grpc")
-"""Between a worker and a store."""
+"""The transports between a worker and a store."""
 
 CUDA_IPC = "cuda_ipc"
 DIRECT_TRANSPORTS = (CUDA_IPC, "nixl", "grpc")
-"""Out of the cache of a worker that lends."""
+"""The transports out of the cache of a worker that lends."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""NIXL: the worker WRITEs its blocks into reserved frames; the store WRITEs frames into the
-worker's blocks when asked (Push). Nobody READs: a reader that dies can take the process it reads
-from along.
+"""NixlTransport (`nixl`): one-sided writes (RDMA) by NIXL. The worker WRITEs its KV blocks into
+reserved frames; the store WRITEs frames into the worker's blocks when asked (Push). NIXL's READ is
+not used: a reader that dies can take down the process that it reads from.
 
 A transfer outlives its deadline. A push that was not answered in time may still write into the
 worker's blocks, so they go into a `Quarantine` until the store says that the push is terminal (or

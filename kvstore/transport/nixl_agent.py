@@ -1,4 +1,5 @@
-"""One NIXL agent, owned by one thread: descriptors in, WRITEs out, completion on the asyncio loop.
+"""NixlAgent: one agent of NIXL (the transfer library), used by one thread: descriptors in, WRITEs
+out, completion on the asyncio loop.
 
 NIXL is used for pushing only. Why each rule here is one (measured with NIXL 1.5.1, UCX 1.23):
 - ONE thread makes every agent call; others leave jobs in a queue and await futures.
