@@ -1,4 +1,5 @@
-"""What the stores of a cluster hold: an audit of the prefix index, and the history of blocks.
+"""Audit of the prefix index: does Redis list exactly the KV blocks that the stores hold? And the
+history of blocks, as the stores remember it.
 
 The audit (`audit`) compares the blocks of each store with the index of that store in Redis. Both
 change while they are read. So each store is read twice, and between the two readings the store must

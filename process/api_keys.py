@@ -127,7 +127,7 @@ class KeyFile:
     """A whole file."""
 
     keys: Mapping[str, ApiKey] = field(default_factory=dict)
-    """By key id."""
+    """The keys, by key id."""
 
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     """What tenants may use that are not as all others."""

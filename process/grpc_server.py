@@ -54,20 +54,20 @@ from process.tls import TlsIdentity
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_CALLS = 4096
-"""On one connection; more wait at their client."""
+"""Most calls at once on one connection; more wait at their client."""
 
 HANDSHAKE_S = 10.0
-"""For the TLS handshake of a client's connection, over gRPC as over HTTP."""
+"""Time limit of the TLS handshake of a client's connection, over gRPC as over HTTP."""
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTIONS = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 
 _WATCH_S = 0.5
-"""Between two checks of a health watch."""
+"""Time between two checks of a health watch."""
 _MAX_REFUSALS = 256
 """Calls of unregistered methods that are answered at the same time."""
 _REFUSE_S = 5.0
-"""For such an answer to go out."""
+"""Time limit for such an answer to go out."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -83,11 +83,11 @@ class PublicPortLimits:
     authenticate: Authenticate | None = None
     """Called before a call's message is read."""
     intake: MemoryBudget | None = None
-    """Memory for messages."""
+    """Limit of the memory that messages take."""
     read_s: float = 60.0
-    """For a message to arrive."""
+    """Time limit for a message to arrive."""
     max_connections: int = 0
-    """At the same time; the next one is closed at once."""
+    """Most connections at the same time; the next one is closed at once."""
     idle_s: float = 0.0
     """A connection without calls is closed after so long."""
     handshake_s: float = HANDSHAKE_S
@@ -95,7 +95,7 @@ class PublicPortLimits:
 
     @property
     def options(self) -> list[tuple[str, int]]:
-        """As gRPC has them."""
+        """The bounds as channel arguments of gRPC."""
         found = [("grpc.server_handshake_timeout_ms", round(self.handshake_s * 1000))]
         if self.max_connections:
             found.append(("grpc.max_allowed_incoming_connections", self.max_connections))
@@ -401,7 +401,7 @@ def make(options: Sequence[tuple[str, Any]], gate: CallGate | None = None) -> gr
 _HealthStatus: Any = health_pb2.HealthCheckResponse
 
 Checks = Mapping[str, Callable[[], bool]]
-"""By service: whether it can serve now."""
+"""By service name: a function that says whether the service can serve now."""
 
 
 class HealthServicer:

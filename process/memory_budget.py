@@ -1,4 +1,4 @@
-"""MemoryBudget: bytes of this process's memory for the messages that callers send.
+"""MemoryBudget: a limit on the memory that messages of callers take in this process.
 
 - A message that is being read counts with the most bytes that it may have, one that has been read
   with the bytes that it has, until its call is over.

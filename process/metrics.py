@@ -1,5 +1,5 @@
-"""/metrics of one process over HTTP, in the text format that Prometheus scrapes, beside it what
-probes ask, /livez and /readyz; and metric families made of plain numbers.
+"""Prometheus metrics and health probes of a process over HTTP: /metrics, and what `HealthProbes`
+answers to /livez and /readyz; and functions that make metric families of plain numbers.
 
 A thread of its own serves them, from `start` to `stop`, so that a scrape waits for the event loop
 only where a collector does. Bound to the address that it is given, usually loopback: it answers any
@@ -40,15 +40,16 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 SCRAPE_WAIT_S = 2.0
-"""For the event loop's answer."""
+"""Longest time that a scrape waits for the event loop."""
 
 STUCK_S = 60.0
-"""Guessed: the longest hold of an event loop that was measured is below a second."""
+"""An event loop that has not turned for so long is stuck, and /livez fails. Guessed: the longest
+that work held a loop (measured) is below a second."""
 
 _TURN_S = 1.0
 
 Labels = Mapping[str, str]
-"""Whose a sample is (a worker's id and role, a store's node id): on every sample of a process."""
+"""The labels on every sample of a process: its own (a worker's id and role, a store's node id)."""
 
 # A second family beside each counter and histogram, with its creation time: Prometheus would count
 # its series, and no query uses it.
@@ -119,7 +120,7 @@ def histogram(
 
 
 class HealthProbes:
-    """What one process answers to probes.
+    """What a process answers to Kubernetes' liveness and readiness probes.
 
     Alive: until its event loop has not turned for STUCK_S, far longer than any work holds it, so
     that a process which is merely busy is not restarted. It depends on no load and no peer. Ready:
@@ -169,13 +170,13 @@ class HealthProbes:
         self._check = check
 
     def why_not_alive(self) -> str:
-        """Empty: it is alive."""
+        """Why the liveness probe fails; empty: the process is alive."""
         turned_at_s = self._turned_at_s
         silent_s = 0.0 if turned_at_s is None else self._clock() - turned_at_s
         return f"the event loop has not turned for {silent_s:.0f} s" if silent_s > STUCK_S else ""
 
     def why_not_ready(self) -> str:
-        """Empty: it is ready."""
+        """Why the readiness probe fails; empty: the process is ready."""
         check = self._check
         return self._why if check is None else check()
 
@@ -219,7 +220,7 @@ class _Handler(WSGIRequestHandler):
             super().handle()
 
     def log_message(self, format: str, *args: object) -> None:
-        """A scrape is no event."""
+        """Log nothing: a scrape is no event."""
 
 
 class MetricsServer:

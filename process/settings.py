@@ -49,7 +49,7 @@ _BOUNDS = (
 UNIX = "unix:"
 """Before the path of a Unix socket, in an address."""
 _MAX_SOCKET_BYTES = 107
-"""Of a Unix socket's path (sun_path, less its final zero)."""
+"""Most bytes of a Unix socket's path (sun_path, less its final zero)."""
 
 
 class SettingsError(Exception):

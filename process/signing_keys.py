@@ -1,4 +1,5 @@
-"""The file of signing keys that a deployment shares: read, made, rotated. Blocking; any thread.
+"""The file of keys with which a deployment signs its handles: read, made, rotated. Blocking; any
+thread.
 
 One key a line, `key_id:64 hex digits`; `#` begins a comment. The first key signs and all verify, so
 that the old key stays valid while it is rotated. Only the owner (and, for secrets that a pod

@@ -127,7 +127,7 @@ class TlsIdentity:
         return bool(self._settings.ca_file)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of a gRPC server. With a CA, clients must show a certificate of it."""
+        """The credentials of a gRPC server. With a CA, clients must show a certificate of it."""
         last = [self._pem.get()]
 
         def config(pem: _Pem) -> Any:
@@ -143,12 +143,12 @@ class TlsIdentity:
         return grpc.dynamic_ssl_server_credentials(config(last[0]), fetch, self.asks_clients)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Of a new channel. Without a CA, those that the machine trusts."""
+        """The credentials of a new channel. Without a CA it trusts the machine's own."""
         pem = self._pem.get()
         return grpc.ssl_channel_credentials(pem.ca or None, pem.key or None, pem.cert or None)
 
     def http_context(self) -> ssl.SSLContext:
-        """Of an HTTP server."""
+        """The TLS context of an HTTP server."""
         contexts = {id(pem := self._pem.get()): (pem, self._make_context(ssl.PROTOCOL_TLS_SERVER))}
         outer = next(iter(contexts.values()))[1]
 

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 BATCH_SPANS = 512
 SCOPE = "baton"
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
-"""Of OpenTelemetry's semantic conventions, the version whose names our attributes have."""
+"""The version of OpenTelemetry's semantic conventions whose names our attributes have."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TracingSettings:
     """How often spans are sent."""
 
     send_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
-    """For one attempt to send a batch."""
+    """Time limit of one attempt to send a batch."""
 
     stop_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 2.0
     """How long a stopping process tries to send what waits."""
@@ -265,7 +265,7 @@ class Tracing:
 
 
 OFF = Tracing()
-"""Of a process without traces."""
+"""The tracing of a process that records no traces."""
 
 
 def _new_trace_id() -> int:

@@ -1,4 +1,5 @@
-"""Somebody is in trouble, afraid, far from home or cannot do a thing yet."""
+"""Plots of stories in which a character is in trouble, afraid, far from home or cannot do something
+yet."""
 
 from __future__ import annotations
 

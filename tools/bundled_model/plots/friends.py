@@ -1,4 +1,4 @@
-"""The object goes from one to another, or is won."""
+"""Plots of stories in which the object goes from one character to another, or is won."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The object is lost, found, made, missed or broken."""
+"""Plots of stories in which the object is lost, found, made, missed or broken."""
 
 from __future__ import annotations
 
