@@ -141,7 +141,7 @@ class RunningChecksum:
 
     @property
     def value(self) -> int:
-        """Of all pieces so far."""
+        """The checksum of all pieces so far."""
         return self._state.intdigest()
 
 

@@ -115,8 +115,8 @@ class PrefixMatch:
 
     @property
     def blocks(self) -> list[Block]:
-        """In order. A block that lies in a page only has generation 0, which no frame ever shows:
-        it must be matched with a pin before it can be read."""
+        """The matched blocks, in order. A block that lies in a page only has generation 0, which no
+        frame ever shows: it must be matched with a pin before it can be read."""
         return [self._block(node) for node in self.nodes]
 
     def _block(self, node: TreeNode) -> Block:
@@ -170,15 +170,15 @@ class BlockStore:
         one_sided: bool,
         now_s: float,
     ) -> Attachment:
-        """A new life of a worker, by which its earlier lives are gone."""
+        """Attach a worker. Attachments of earlier starts of the same worker are detached."""
         self.lapse(now_s)
         for earlier in self.attachments.earlier_lives(worker_id, worker_incarnation):
             self.detach(earlier, now_s)
         return self.attachments.add(worker_id, worker_incarnation, transport, one_sided, now_s)
 
     def detach(self, attachment_id: str, now_s: float, grace_s: float | None = None) -> None:
-        """The attachment is gone. Its reservations end; what it pinned lives on until the leases
-        end, because leases travel with handles. grace_s: 0 when its process is known to be dead."""
+        """End an attachment. Its reservations end; what it pinned stays until the leases end,
+        because leases travel with handles. grace_s: 0 when its process is known to be dead."""
         self.lapse(now_s)
         attachment = self.attachments.find(attachment_id)
         if attachment is None:

@@ -40,7 +40,7 @@ DEADLINE = "deadline"
 TRANSPORT = "transport"
 STORE_UNAVAILABLE = "store_unavailable"
 CANCELLED = "cancelled"
-"""Of a call that its caller gave up; beside REASONS."""
+"""Reason of a call that its caller gave up; not one of REASONS."""
 REASONS = (
     GENERATION,
     CHECKSUM,

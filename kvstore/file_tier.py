@@ -198,7 +198,8 @@ class FileTier:
                 self.problem = f"file_tier_dir: {self._pages.path} cannot be written: {error}"
 
     def _write(self, write: PageWrite) -> bool:
-        """In a thread. Returns: False when the frame's bytes are bad. Raises: OSError."""
+        """Write a block's bytes to its page, in a thread. Returns: False when the frame's bytes are
+        bad. Raises: OSError."""
         node, block = write.node, write.block
         data = self._slab.block(block.frame)
         if block_hash.checksum(data) != block.checksum:

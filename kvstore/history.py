@@ -48,7 +48,7 @@ class BlockEvent(NamedTuple):
     worker_id: str
     """The worker that did it; empty: the store itself."""
     trace: TraceContext | None
-    """Of the span that it happened in, if the request is traced."""
+    """The span in which it happened, if the request is traced."""
 
 
 class OneHistory:
@@ -60,7 +60,7 @@ class OneHistory:
         self.events: list[BlockEvent] = []
         self.num_events = 0
         self.writer: TraceContext | None = None
-        """Of the span that last wrote the block, if that request was traced."""
+        """The span that last wrote the block, if that request was traced."""
 
 
 class BlockHistory:
@@ -137,8 +137,7 @@ class BlockHistory:
         return list(found.values())
 
     def _trace(self, what: str, chain_hashes: Sequence[bytes]) -> None:
-        """As an event of the span that it happens in, which is linked to those that wrote the
-        blocks."""
+        """Add the event to the current span, and link that to the spans that wrote the blocks."""
         span = current_span()
         if not span.is_recording:
             return

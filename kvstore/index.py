@@ -61,7 +61,8 @@ def index_key(node_id: str, incarnation: str) -> str:
 
 
 def loading_key(node_id: str, incarnation: str) -> str:
-    """Of a full publication that is under way; not one of the keys that `index_key` can make."""
+    """The key of a full publication that is under way; not one of the keys that `index_key` can
+    make."""
     return f"baton:index-loading:{node_id}:{incarnation}"
 
 

@@ -54,7 +54,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where things lie in the file. stride_bytes: from one page to the next."""
+    """Sizes and offsets in the file. stride_bytes: from one page to the next."""
 
     block_bytes: int
     num_pages: int
@@ -73,7 +73,8 @@ class PageLayout:
 
     @classmethod
     def fitting(cls, capacity_bytes: int, block_bytes: int) -> PageLayout:
-        """As many pages as go into `capacity_bytes`. Raises: NoCapacity if there is not one."""
+        """The layout with as many pages as go into `capacity_bytes`. Raises: NoCapacity if there is
+        not one."""
         per_page = _round_up(block_bytes) + HEADER_BYTES
         num_pages = (capacity_bytes - 2 * _ALIGN) // per_page
         if num_pages < 1:

@@ -98,9 +98,10 @@ class BlockPusher:
         name: str,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """name: of the agent, with a random part behind it. before: see NixlAgent.register."""
+        """name: the agent's name is this with a random part behind it. before: see
+        NixlAgent.register."""
         self.name = f"{name}-{secrets.token_hex(16)}"
-        """Of the agent."""
+        """The name of the NIXL agent."""
         self.metadata = b""
         self._source = source
         self._frames = frames

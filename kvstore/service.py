@@ -408,8 +408,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
 
 
 def _rows(chain_hashes: Sequence[bytes], reserved: ReservedChain) -> bytes:
-    """Where the blocks of a chain lie, or are to be written, and its tail; nothing for those that
-    have no room."""
+    """Rows of where the blocks of a chain and its tail lie or are to be written; none for blocks
+    that have no room."""
     rows = [*map(_row, chain_hashes, reserved.blocks), _row(b"", reserved.tail or NO_ROOM)]
     return b"".join(rows)
 

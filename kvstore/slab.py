@@ -81,8 +81,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class SlabLayout:
-    """Where things lie in a slab's file. frame_bytes: of one block; stride_bytes: from one frame to
-    the next, page-aligned."""
+    """Sizes and offsets in a slab's file. frame_bytes: of one block; stride_bytes: from one frame
+    to the next, page-aligned."""
 
     frame_bytes: int
     num_frames: int
@@ -107,8 +107,9 @@ class SlabLayout:
     def fitting(
         cls, capacity_bytes: int, frame_bytes: int, page_bytes: int = PAGE_BYTES
     ) -> SlabLayout:
-        """As many frames as go into `capacity_bytes`; on huge pages the header, too, has to go into
-        it once it is rounded up to whole pages: one more would be lost for a few kilobytes.
+        """The layout with as many frames as go into `capacity_bytes`; on huge pages the header,
+        too, has to go into it once it is rounded up to whole pages: one more would be lost for a
+        few kilobytes.
 
         Raises: NoCapacity if there is not one.
         """

@@ -48,7 +48,7 @@ TRANSITIONS: Mapping[SlotState, Mapping[SlotState, int]] = {
     SlotState.COMMITTED: {SlotState.FREE: 2, SlotState.QUARANTINED: 1},
     SlotState.QUARANTINED: {SlotState.FREE: 1},
 }
-"""From each state the allowed next ones, and by how much a frame's generation grows."""
+"""The allowed next states of each state, and by how much a frame's generation grows."""
 
 
 class SlotPool:

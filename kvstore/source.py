@@ -208,7 +208,7 @@ class BlockSource(Protocol):
 
     @property
     def node_id(self) -> str:
-        """Of a store known once it listens."""
+        """The node id; a store knows its own once it listens."""
 
     @property
     def incarnation(self) -> bytes: ...
@@ -253,7 +253,8 @@ class BlockSource(Protocol):
         *,
         hold_s: float,
     ) -> LeaseUpdate:
-        """Of a lender. Raises: FailedPrecondition of a store, whose leases do not grow."""
+        """Wait until a lender's lease has grown. Raises: FailedPrecondition at a store, whose
+        leases do not grow."""
 
     def hold(
         self,
@@ -262,7 +263,8 @@ class BlockSource(Protocol):
         pairs: Sequence[tuple[int, int]],
         ttl_s: float,
     ) -> tuple[float, list[int]]:
-        """Of a lender. Raises: FailedPrecondition of a store, whose slab says the generations."""
+        """Hold a lender's blocks for a reader that copies them by itself. Raises:
+        FailedPrecondition at a store, whose slab shows the generations."""
 
     async def push(
         self,

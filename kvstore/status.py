@@ -170,7 +170,7 @@ def _of_store(store: BlockStore, labels: Labels) -> Iterator[Metric]:
         ("baton_store_frame_bytes", "Size of a frame.", stats.frame_bytes),
         ("baton_store_pinned_frames", "Frames that a lease holds.", stats.num_pinned),
         ("baton_store_tail_frames", "Unfilled last blocks of prompts.", stats.num_tails),
-        ("baton_store_leases", "Leases that live.", stats.num_leases),
+        ("baton_store_leases", "Leases that have not ended.", stats.num_leases),
         ("baton_store_attachments", "Attached workers.", stats.num_attachments),
     )
     for name, text, level in levels:

@@ -111,7 +111,8 @@ def ttl_ms(ttl_s: float) -> int:
 
 
 def checksum_of(message: Checked) -> int:
-    """Of everything in the message but its own field `checksum`, which is unset when this returns.
+    """The checksum of everything in the message but its own field `checksum`, which is unset when
+    this returns.
 
     It is carried by the messages that say where to write: the owner of the memory does not see
     NIXL's writes, and one that went elsewhere would be found by the next reader there, or never.

@@ -223,7 +223,8 @@ class CallGate:
     max_bytes: int = 0
     """Most that one message may have, with an intake."""
     read_s: float = 60.0
-    """For a message to arrive; less where others wait for its memory (`process.memory_budget`)."""
+    """Time limit for a message to arrive; less where other calls wait for its memory
+    (`process.memory_budget`)."""
 
     def handler(self, handler: Any, path: str) -> Any:
         """The same handler behind this gate."""

@@ -181,8 +181,7 @@ class MemoryBudget:
     # ---- slow messages
 
     def _slowest_message(self) -> MemoryGrant | None:
-        """Of the messages whose bytes a call waits for: the one that has been read for the
-        longest."""
+        """The message that has been read for the longest, of those whose bytes a call waits for."""
         waiting = [grant for grant, turn in self._waiting.items() if not turn.done()]
         if not waiting:
             return None

@@ -57,7 +57,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 def gauge(name: str, text: str, labels: Labels, level: float) -> Metric:
-    """One level, which goes up and down."""
+    """A gauge of one value, which goes up and down."""
     family = GaugeMetricFamily(name, text, labels=tuple(labels))
     family.add_metric(tuple(labels.values()), float(level))
     return family
@@ -66,7 +66,8 @@ def gauge(name: str, text: str, labels: Labels, level: float) -> Metric:
 def gauges(
     name: str, text: str, labels: Labels, by: str, levels: Iterable[tuple[str, float]]
 ) -> Metric:
-    """One level for each value of the label `by`: few and known, such as reasons; never ids."""
+    """A gauge with one value for each value of the label `by`: few and known, such as reasons;
+    never ids."""
     family = GaugeMetricFamily(name, text, labels=(*labels, by))
     for value, level in levels:
         family.add_metric((*labels.values(), value), float(level))
@@ -74,7 +75,7 @@ def gauges(
 
 
 def counter(name: str, text: str, labels: Labels, count: float) -> Metric:
-    """One count since start, which never goes down; `_total` is added to its name."""
+    """A counter since the process started; `_total` is added to its name."""
     family = CounterMetricFamily(name, text, labels=tuple(labels))
     family.add_metric(tuple(labels.values()), count)
     return family
@@ -83,7 +84,7 @@ def counter(name: str, text: str, labels: Labels, count: float) -> Metric:
 def counters(
     name: str, text: str, labels: Labels, by: str, counts: Iterable[tuple[str, float]]
 ) -> Metric:
-    """One count for each value of the label `by`."""
+    """A counter with one count for each value of the label `by`."""
     family = CounterMetricFamily(name, text, labels=(*labels, by))
     for value, count in counts:
         family.add_metric((*labels.values(), value), count)
@@ -105,9 +106,9 @@ def histogram(
     counts: Sequence[int],
     total: float,
 ) -> Metric:
-    """`counts[i]` observations were at most `bounds[i]` and above the bound before, the last count
-    is of those above all bounds; `total` is their sum. Prometheus counts what is at most each
-    bound, all smaller ones included.
+    """A histogram: `counts[i]` observations were at most `bounds[i]` and above the bound before,
+    the last count is of those above all bounds; `total` is their sum. Prometheus counts what is at
+    most each bound, all smaller ones included.
     """
     family = HistogramMetricFamily(name, text, labels=tuple(labels))
     buckets: list[tuple[str, float]] = []
@@ -210,7 +211,7 @@ class LoopCollector(Collector):
 
 
 class _Handler(WSGIRequestHandler):
-    """One connection."""
+    """Serves one HTTP connection."""
 
     timeout = 5.0
     """Seconds for each read from it and each write to it."""

@@ -98,7 +98,7 @@ def trace_headers(pairs: Iterable[tuple[str, object]]) -> dict[str, str]:
 
 
 def parse_headers(headers: Mapping[str, str]) -> TraceContext | None:
-    """As `parse_traceparent`, out of what `trace_headers` yields."""
+    """The trace context in headers that `trace_headers` yields, as `parse_traceparent`."""
     parent = headers.get(TRACEPARENT)
     return parse_traceparent(parent, headers.get(TRACESTATE, "")) if parent else None
 
@@ -384,7 +384,7 @@ def new_span_id() -> int:
 
 
 def wall_offset_ns() -> int:
-    """From the monotonic clock to the wall clock, now."""
+    """What to add now to a time of the monotonic clock to have the wall clock's."""
     return time.time_ns() - round(time.monotonic() * 1e9)
 
 

@@ -52,7 +52,8 @@ class TlsSettings:
         return bool(self.cert_file)
 
     def check_peers(self, name: str) -> None:
-        """Of a process that is dialled by peers and dials them: all files or none.
+        """Check the settings of a process that calls peers and is called by them: all files or
+        none.
 
         Raises: SettingsError.
         """
@@ -107,7 +108,8 @@ class TlsIdentity:
 
     @classmethod
     def of(cls, settings: TlsSettings, role: PeerRole | None = None) -> TlsIdentity | None:
-        """None where nothing is set. Raises: SettingsError as the constructor."""
+        """The identity that the settings describe; None where nothing is set. Raises: SettingsError
+        as the constructor."""
         return cls(settings, role) if settings.is_on or settings.ca_file else None
 
     def take_over(self, other: TlsIdentity) -> None:

@@ -109,9 +109,9 @@ class SpanCounters:
     num_ended: int = 0
     num_exported: int = 0
     num_failed: int = 0
-    """Not taken by the receiver."""
+    """Spans that the receiver did not take."""
     num_dropped: int = 0
-    """No room to wait."""
+    """Spans for which the queue had no room."""
 
 
 class _Allowance:
@@ -160,7 +160,7 @@ class Tracing:
 
     @classmethod
     def of(cls, settings: TracingSettings, component: str, instance_id: str) -> Tracing:
-        """As the settings say, for one life of one process.
+        """The tracing of one process, as its settings say.
 
         Raises: SettingsError when OpenTelemetry is not installed, or `ca_file` cannot be read.
         """
@@ -170,7 +170,7 @@ class Tracing:
 
     @staticmethod
     def check(settings: TracingSettings) -> None:
-        """For a process that takes long to start. Raises: as `of`."""
+        """Check the settings early, in a process that takes long to start. Raises: as `of`."""
         if settings.endpoint:
             check_export(settings)
 

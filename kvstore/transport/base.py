@@ -97,7 +97,7 @@ class BlockMemory:
 
     @property
     def device(self) -> Device | None:
-        """Where the blocks lie; None: in host memory."""
+        """The GPU whose memory holds the blocks; None: they lie in host memory."""
         return self.staging.device if self.staging is not None else None
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
@@ -147,14 +147,14 @@ class GetItems(Sequence[tuple[Block, int]]):
 
     @property
     def block_ids(self) -> list[int]:
-        """Where they go, in order."""
+        """The worker's blocks that they are copied to, in order."""
         if isinstance(self._items, PackedItems):
             return list(self._items.places)
         return [block_id for _, block_id in self._items]
 
     @property
     def checksums(self) -> list[int]:
-        """That their references say, in order."""
+        """The checksums that their references say, in order."""
         if isinstance(self._items, PackedItems):
             checksums: list[int] = self._items.blocks.checksums.tolist()
             return checksums
@@ -230,8 +230,8 @@ class Transport(Protocol):
         """Write blocks into reserved frames. They must not change until this is over.
 
         Returns: the items' checksums, in order, of the bytes as the worker has them (a device's: as
-            they lie in host memory): what is lost between there and the frame is found by whoever
-            reads the frame.
+            they lie in host memory): what is lost between there and the frame is found by the next
+            reader of the frame.
         Raises: LeaseLapsed, DeadlineExceeded, Unavailable, TransferFailed; PutUnsettled as the
             module says.
         """

@@ -39,9 +39,9 @@ class _Flying:
 
 
 class Flight:
-    """All pieces of one copy, in order, IN_FLIGHT at once. Whoever makes one calls `begin` or
-    `begin_early`, once, on a thread that need not be that of `finish`: that waits for it, and for
-    ever if nobody does. What was begun is to be finished."""
+    """One copy: its pieces in order, IN_FLIGHT at once. The caller must call `begin` or
+    `begin_early` once, on any thread: `finish` waits for that without a limit. What was begun is to
+    be finished."""
 
     def __init__(self, pipeline: CopyPipeline, num_items: int, give: Give) -> None:
         self._pipeline = pipeline

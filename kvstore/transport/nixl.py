@@ -239,8 +239,8 @@ def region_of(memory: BlockMemory) -> Region:
 async def _settling(
     settled: asyncio.Future[None], cause: BaseException, patience_s: float = SETTLE_AT_ONCE_S
 ) -> BaseException:
-    """Wait for it at most so long. Returns: `cause`, or the cancellation that ended the waiting if
-    that was no cancellation itself: whoever asked has gone, and must not be taken for still there.
+    """Wait for `settled`, `patience_s` at most. Returns: `cause`; if that is no cancellation and
+    the wait was cancelled, the cancellation: the caller is gone.
     """
     try:
         await asyncio.wait([settled], timeout=patience_s)

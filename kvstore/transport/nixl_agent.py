@@ -377,7 +377,7 @@ def _resolve(
     *,
     error: Exception | None = None,
 ) -> None:
-    """Answer a future from the thread. A loop that is closed by now has nobody waiting."""
+    """Answer a future from the thread. On a loop that is closed by now nothing waits for it."""
 
     def answer() -> None:
         if not future.done():
