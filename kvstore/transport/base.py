@@ -8,7 +8,7 @@ store), used on one asyncio loop.
 The caller sees to it that no kernel that reads or writes the blocks is under way.
 
 Contract, held by every implementation (tests/conformance/test_transport.py):
-- bytes are pushed: nobody reads another process's memory over a network;
+- bytes are pushed: no process reads another one's memory over a network;
 - generation is checked before and after a copy out of a frame; a block whose generation did not
   hold is in `failed`;
 - when `get` returns or raises anything without a `Quarantine`, nothing writes into the destinations

@@ -150,7 +150,7 @@ class CopyPipeline:
         self._piece_items = piece_items
         self._least_items = least_items or piece_items
         self._device = device
-        self._queues: list[CopyQueue] = []  # those that nobody uses now
+        self._queues: list[CopyQueue] = []  # those that are not in use
         self._early: CopyQueue | None = None  # of a flight that no thread has come to yet
 
     def piece_end(self, start: int, num_items: int) -> int:

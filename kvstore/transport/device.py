@@ -38,8 +38,9 @@ Copies = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Shared:
-    """Memory of a device as another process of this host can map it. Whoever knows the handle can
-    read and write the whole allocation, so it is a secret: kept out of reprs and logs."""
+    """Memory of a device as another process of this host can map it. A process that knows the
+    handle can read and write the whole allocation, so it is a secret: kept out of reprs and
+    logs."""
 
     handle: bytes
     offset_bytes: int
