@@ -1,9 +1,9 @@
 """Certificates for development: a CA, and a certificate for each role, in a folder or in Secrets.
 
 In production a CA of the user's own issues them. Baton asks one thing of a certificate: that its
-names say the role (`process.access`). The URI `baton://role/<role>` decides what the owner may
-call, the DNS name `<role>.baton.internal` under which name it can be called. A worker that may
-change its role has the names of both.
+names say the role (`process.authorization`). The URI `baton://role/<role>` decides which methods
+its owner may call; the DNS name `<role>.baton.internal` is the one that its clients verify. A
+worker that may change its role has the names of both.
 
 `write` makes the set in a folder, `write_secrets` keeps it in Secrets of a Kubernetes cluster. Run
 again, both keep the CA and make new certificates, which running processes take up; processes with
@@ -29,7 +29,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.errors import BatonError
 from process import kubernetes_config
-from process.access import WORKERS, PeerRole
+from process.authorization import WORKERS, PeerRole
 from process.kubernetes_config import NAMESPACE_FILE
 from process.secret_files import replace_file
 from process.settings import SettingsError

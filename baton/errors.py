@@ -1,4 +1,4 @@
-"""What a call to Baton can raise. `retry_after_s` is None when trying again cannot help.
+"""Exceptions that a call to Baton can raise. `retry_after_s` is None when trying again cannot help.
 
 BatonError
   InvalidArgument     the request is wrong at `field`

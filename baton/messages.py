@@ -1,4 +1,5 @@
-"""What a client gets back, as frozen values; code above this module sees no protos.
+"""Answers as a client gets them: streamed chunks, completions, usage, as frozen values; code above
+this module sees no protobuf messages.
 
 An answer is a sequence of `Chunk`s, of one sample or several. The last chunk of each sample has an
 `end` with the finish reason and the usage; the last chunk of the request also has its provenance

@@ -1,7 +1,7 @@
-"""Makes the message of a request from Python values. Pure.
+"""Makes the protobuf GenerateRequest of a request from Python values. Pure.
 
-A value of None leaves the default of the model. Only values that the message cannot hold are
-refused here; the router checks the others, and its errors name the field.
+A value of None leaves the default of the model. Only values that the protobuf message cannot hold
+are refused here; the router checks the others, and its errors name the field.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def build_request(
     tenant: str = "",
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> inference_pb2.GenerateRequest:
-    """A request. The arguments are the fields of `SamplingParams` in protos/common.proto and of
-    `GenerateRequest` in protos/inference.proto.
+    """The GenerateRequest of one request. The arguments are the fields of `SamplingParams` in
+    protos/common.proto and of `GenerateRequest` in protos/inference.proto.
 
     Args:
         bad_words: each is a text or its token ids.
         json_schema: the schema as text or as a value.
         tools: the tools of a chat in the format of OpenAI; the model's calls arrive as text.
         template_arguments: further variables of the chat template.
-    Raises: InvalidArgument for a value that the message cannot hold.
+    Raises: InvalidArgument for a value that the protobuf message cannot hold.
     """
     with _refusing("sampling"):
         sampling = common_pb2.SamplingParams(
@@ -256,7 +256,7 @@ def _set_tools(
 
 @contextlib.contextmanager
 def _refusing(field: str) -> Iterator[None]:
-    """Raises: InvalidArgument naming the field for a value that the message cannot hold."""
+    """Raises: InvalidArgument naming the field of a value that the protobuf message cannot hold."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, LookupError) as error:

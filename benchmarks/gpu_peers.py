@@ -27,7 +27,7 @@ import uvloop
 from benchmarks import harness
 from benchmarks.harness import Several, median_s
 from kvstore.block_lender import BlockLender
-from kvstore.blocks import Block, PackedBlocks, PackedItems, Tier
+from kvstore.block_refs import Block, PackedBlocks, PackedItems, Tier
 from kvstore.client import KvStoreClient
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
 from kvstore.node_ids import lender_node_id

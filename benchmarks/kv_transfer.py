@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Several, tcp_stream, timed
 from kvstore import block_hash
-from kvstore.blocks import PackedBlocks
+from kvstore.block_refs import PackedBlocks
 from kvstore.client import KvStoreClient
 from kvstore.transport.base import BlockMemory
 from process.deadline import Deadline

@@ -43,7 +43,7 @@ import uvloop
 from baton.cluster.local_cluster import find_redis_server
 from benchmarks import harness
 from kvstore import block_hash, serve, wire
-from kvstore.blocks import PackedBlocks
+from kvstore.block_refs import PackedBlocks
 from kvstore.config import KvStoreSettings
 from kvstore.invariants import SlicedCheck
 from process import entrypoint, logs, registry, rpc

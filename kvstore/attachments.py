@@ -1,10 +1,12 @@
-"""The workers attached to a store, and the frames that a stalled one may still write into.
+"""The workers attached to a KV store, and the frames (block slots) in quarantine: those that a
+stalled worker may still write into.
 
-An attachment is one piece of memory of one life of a worker, on one transport. One life may have
-several (its cache, and the memory that it swaps sequences to); one that the worker no longer uses
-shows only by its silence. An attachment is gone when it detaches, when a new life of the same
-worker attaches, or when it has been silent too long. Frames quarantined on its account come free
-when the worker says that its transfer is over (a second Abort), or a grace period after it is gone.
+An attachment is one piece of memory of one start of a worker (its incarnation), on one transport.
+One incarnation may have several (its cache, and the memory that it swaps sequences to); one that
+the worker no longer uses shows only by its silence. An attachment is gone when it detaches, when
+the same worker attaches after a restart, or when it has been silent too long. Frames quarantined on
+its account come free when the worker says that its transfer is over (a second Abort), or a grace
+period after it is gone.
 
 Times are seconds on the caller's clock. Plain and synchronous, one thread.
 """
@@ -67,7 +69,7 @@ class AttachmentTable:
         attachment = self._attachments.get(attachment_id)
         if attachment is None:
             raise UnknownAttachment(
-                f"attachment {attachment_id or '(empty)'}: not known to this life of the store; "
+                f"attachment {attachment_id or '(empty)'}: not known to this start of the store; "
                 "attach again"
             )
         attachment.last_seen_s = max(attachment.last_seen_s, now_s)
@@ -77,7 +79,7 @@ class AttachmentTable:
         return self._attachments.pop(attachment_id, None)
 
     def earlier_lives(self, worker_id: str, worker_incarnation: bytes) -> list[str]:
-        """Attachments of the worker that are of another life than this one."""
+        """Attachments of the worker that are of another incarnation than this one."""
         return [
             a.attachment_id
             for a in self

@@ -1,4 +1,5 @@
-"""Chain hashes and checksums: what names a block's contents and what proves its bytes.
+"""Hashes of KV blocks: the chain hash, which names a block by its tokens and all tokens before it
+(the key of the prefix cache), and the checksum of its bytes.
 
 Pure functions over bytes and token ids, for any thread; `HashTurns` runs them on an asyncio loop.
 No torch, no I/O. A chain hash is keyed by (tenant salt, model fingerprint, adapter), so equal
@@ -122,7 +123,7 @@ class RunningChecksum:
 
     @property
     def value(self) -> int:
-        """Of all pieces so far."""
+        """The checksum of all pieces so far."""
         return self._state.intdigest()
 
 

@@ -1,5 +1,5 @@
-"""BlockLender: a worker's blocks as other workers read them: attachments, the bytes that go out,
-and blocks to measure the link with.
+"""BlockLender: serves blocks of a worker's own KV cache to other workers, without a store between:
+attachments, the bytes that go out, and blocks to measure the link with.
 
 Life: made with the worker -> `start` -> attachments come and go, reads and pushes run -> `stop`
 ends all leases and waits, a bounded time, for what is held: transfers under way, and what readers
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from kvstore.attachments import AttachmentTable
-from kvstore.blocks import Block, PackedBlocks
+from kvstore.block_refs import Block, PackedBlocks
 from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer, LeaseUpdate
 from kvstore.links import num_blocks_wanted
@@ -64,7 +64,7 @@ SWEEP_S = 0.25
 """How late a lapsed lease may be noticed."""
 
 MAX_PROBE_WAIT_S = 1.0
-"""For free blocks of an engine that is in a long step."""
+"""Longest wait for free blocks to measure with: the engine may be in a long step."""
 
 PROBE_TTL_S = 10.0
 """A reader gives back what it measures with; one that does not has it no longer."""
@@ -123,7 +123,7 @@ class BlockReader:
                 yield memoryview(block)
 
     async def close(self) -> None:
-        """Nothing may be under way."""
+        """Free the staging memory. No read may be under way."""
         if self._staging is not None:
             await asyncio.to_thread(self._staging.close)
 
@@ -171,7 +171,7 @@ class BlockLender:
         self.loans = loans
         self.attachments = AttachmentTable()
         self.limits = limits
-        """As they are when a reader asks."""
+        """Bounds of this lender; read anew with each call."""
         self.num_waiting = 0
         """Readers that wait for the rest of a lease."""
         self.unsealed_probes: set[str] = set()
@@ -450,7 +450,7 @@ class BlockLender:
         return held_s, stale
 
     def _hold_s(self, wanted_s: float) -> float:
-        """For how long a reader may have another hold; 0: there is no room for one."""
+        """How long a new hold of a reader lasts; 0: there is no room for one."""
         has_room = self.loans.num_pins < self.limits.max_holds
         return min(wanted_s, self.limits.max_hold_s) if has_room else 0.0
 
@@ -560,7 +560,7 @@ class BlockLender:
         device = self.memory.device
         if not self._lets_map:
             raise FailedPrecondition(
-                "transport cuda_ipc: this worker lets nobody map its cache; set lend_mapped=true "
+                "transport cuda_ipc: this worker does not share its cache; set lend_mapped=true "
                 "there, or direct_transport to nixl or grpc here"
             )
         if not host_id or host_id != own_host_id():

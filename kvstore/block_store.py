@@ -1,5 +1,5 @@
-"""BlockStore: the blocks of a store as its workers use them: matched, written, pinned, held, found
-damaged. Leases and attachments decide; FrameTable keeps the places.
+"""BlockStore: the prefix cache of a store process: KV blocks are matched, reserved, committed,
+pinned under leases, and dropped when they are damaged. FrameTable says where each one lies.
 
 Life of a frame: FREE -> (reserve) WRITING -> (commit) COMMITTED -> (evicted, or a tail whose last
 lease ended) FREE. A reservation that ends without a commit leaves its frame FREE when the store
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvstore.attachments import Attachment, AttachmentTable, QuarantineList
 from kvstore.block_hash import CHAIN_HASH_BYTES
-from kvstore.blocks import Block, Tier
+from kvstore.block_refs import Block, Tier
 from kvstore.change_log import ChangeLog
 from kvstore.errors import CHECKSUM, IntegrityError, LeaseLapsed
 from kvstore.frame_table import FrameTable
@@ -115,8 +115,8 @@ class PrefixMatch:
 
     @property
     def blocks(self) -> list[Block]:
-        """In order. A block that lies in a page only has generation 0, which no frame ever shows:
-        it must be matched with a pin before it can be read."""
+        """The matched blocks, in order. A block that lies in a page only has generation 0, which no
+        frame ever shows: it must be matched with a pin before it can be read."""
         return [self._block(node) for node in self.nodes]
 
     def _block(self, node: TreeNode) -> Block:
@@ -170,15 +170,15 @@ class BlockStore:
         one_sided: bool,
         now_s: float,
     ) -> Attachment:
-        """A new life of a worker, by which its earlier lives are gone."""
+        """Attach a worker. Attachments of earlier starts of the same worker are detached."""
         self.lapse(now_s)
         for earlier in self.attachments.earlier_lives(worker_id, worker_incarnation):
             self.detach(earlier, now_s)
         return self.attachments.add(worker_id, worker_incarnation, transport, one_sided, now_s)
 
     def detach(self, attachment_id: str, now_s: float, grace_s: float | None = None) -> None:
-        """The attachment is gone. Its reservations end; what it pinned lives on until the leases
-        end, because leases travel with handles. grace_s: 0 when its process is known to be dead."""
+        """End an attachment. Its reservations end; what it pinned stays until the leases end,
+        because leases travel with handles. grace_s: 0 when its process is known to be dead."""
         self.lapse(now_s)
         attachment = self.attachments.find(attachment_id)
         if attachment is None:

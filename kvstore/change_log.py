@@ -1,7 +1,7 @@
-"""ChangeLog: which blocks came to a store and which left it, in order, until the prefix index has
-them.
+"""ChangeLog: the blocks that came to a store and left it, in order, until the publisher of the
+prefix index has taken them.
 
-The store appends and never waits; the publisher of the index (index_publisher.py) takes. Beyond
+The store appends and never waits; the publisher (index_publisher.py) takes. Beyond
 `max_changes` the log drops all changes and says `overflowed`: publishing everything anew then costs
 less memory than the list. `serve` makes the log and gives it to both.
 
@@ -30,15 +30,17 @@ class BlockChange(NamedTuple):
 
 
 class ChangeLog:
-    """Changes that were not taken yet."""
+    """The changes that the publisher has not taken yet, the oldest first."""
 
     def __init__(self, max_changes: int = MAX_CHANGES, clock: Clock = time.monotonic) -> None:
         self.appended = asyncio.Event()
         """Set by each change; its reader clears it."""
         self.overflowed = False
-        """Changes were dropped since the last `clear`, and those that come are."""
+        """Changes were dropped since the last `clear`; until the next one all new ones are
+        dropped."""
         self.since_s: float | None = None
-        """When the oldest change came that was not taken, or was dropped; None: there is none."""
+        """Time of the oldest change that was dropped or not taken, on the log's clock; None: there
+        is none."""
         self._max_changes = max_changes
         self._clock = clock
         self._changes: list[BlockChange] = []
@@ -60,7 +62,7 @@ class ChangeLog:
         self.appended.set()
 
     def take(self, max_changes: int) -> list[BlockChange]:
-        """Remove the oldest changes, at most so many. Returns: these, in order."""
+        """Remove the oldest `max_changes` changes. Returns: these, in order."""
         taken = self._changes[:max_changes]
         del self._changes[:max_changes]
         if not self.overflowed:
@@ -76,7 +78,7 @@ class ChangeLog:
 
 
 class NullLog(ChangeLog):
-    """For a store that is in no index: keeps nothing."""
+    """The log of a store that is in no index: it keeps nothing."""
 
     def append(self, is_present: bool, chain_hash: bytes) -> None:
         """See ChangeLog."""

@@ -1,8 +1,9 @@
-"""KvStoreClient: a worker's view of one KV store, or of another worker that lends its cache.
-Control goes over gRPC (kvstore/connection.py), bytes over the transport that the caller names.
+"""KvStoreClient: a worker puts KV blocks into one store and gets them from it, or from another
+worker that lends its cache. Control goes over gRPC (kvstore/connection.py), bytes over the
+transport that the caller names.
 
 Life: `attach` -> match, put_blocks, get_blocks, renew, release ... -> `close`. When the store is
-away or another life of it answers, the client is `broken` for good: its owner attaches again.
+away or was restarted, the client is `broken` for good: its owner attaches again.
 Nothing here retries, and no transport is replaced by another.
 
 Guarantees:
@@ -34,7 +35,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvstore import links, wire
-from kvstore.blocks import Block, PackedBlocks
+from kvstore.block_refs import Block, PackedBlocks
 from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection
 from kvstore.errors import (
     CANCELLED,
@@ -69,7 +70,7 @@ from kvstore.transport.nixl import NixlTransport, region_of
 from kvstore.transport.nixl_agent import NixlAgent
 from kvstore.transport.shm import DeviceShmTransport, ShmTransport
 from process import logs, rpc, spans
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from process.rpc import Dialer
@@ -305,9 +306,9 @@ class KvStoreClient:
     async def await_lent(
         self, lease_id: str, *, num_known: int, num_wanted: int, wait_s: float, deadline: Deadline
     ) -> tuple[LeaseUpdate, float]:
-        """Of a lender: what a lease lends beyond the first `num_known` blocks, as soon as it lends
-        `num_wanted` in all or grows no more, after `wait_s` at the latest; blocks whose checksum is
-        not computed yet are included.
+        """Wait for a lender: what a lease lends beyond the first `num_known` blocks, as soon as it
+        lends `num_wanted` in all or grows no more, after `wait_s` at the latest; blocks whose
+        checksum is not computed yet are included.
 
         Args: num_wanted: more than `num_known`.
         Returns: the blocks, none of which may be used unless a handle names exactly it; and until
@@ -858,7 +859,8 @@ class KvStoreClient:
     # -- what the store cannot see by itself travels with Renew and Release
 
     def _note_verified(self, blocks: Sequence[Block]) -> None:
-        """For the store's history: these blocks arrived and their checksums are right."""
+        """Note, for the store's history, that these blocks arrived and their checksums are
+        right."""
         if not blocks:
             return
         self._num_verified += len(blocks)
@@ -925,7 +927,7 @@ async def _handshake(
     try:
         async with deadline.timeout(f"attaching to store {connection.address}"):
             if request.transport == "nixl":
-                # A new name for each attachment: the store never takes it for an earlier life's.
+                # A new name for each attachment: the store never takes it for an earlier one's.
                 name = f"worker-{secrets.token_hex(16)}"
                 agent = await NixlAgent.start(name, nixl_net_devices, deadline)
                 await _describe_region(request, agent, memory)
@@ -978,8 +980,9 @@ async def connect_transport(
 
 
 async def _refuse_store_of_this_host(store: StoreInfo) -> None:
-    """Between a device and another process' host memory NIXL falls to under 1 GB/s, without a word
-    (measured). A lender has no slab, and its blocks lie on a device as a rule."""
+    """Refuse NIXL between a device and a store on this host: to another process' host memory it
+    falls to under 1 GB/s, without an error (measured). A lender has no slab, and its blocks lie on
+    a device as a rule."""
     if not store.slab_path:
         return
     try:
@@ -1010,8 +1013,8 @@ async def _describe_region(
 
 
 def _with_num_tokens(answer: kvstore_pb2.ReservedChain, chain: PutChain) -> PackedBlocks:
-    """Where the blocks of a chain lie, or are to be written; of the latter the numbers of filled
-    slots, which the store does not know yet, are the caller's."""
+    """The blocks of a chain that the store has or reserved; the reserved ones with the caller's
+    numbers of filled slots, which the store does not know yet."""
     blocks = PackedBlocks(answer.blocks)
     num_tokens = np.where(blocks.are_reserved, chain.num_tokens, blocks.num_tokens)
     if chain.tail is not None and len(blocks) > len(chain.blocks):

@@ -1,4 +1,5 @@
-"""Settings of one KV store process. Values only; nothing here looks at the machine."""
+"""Settings of a KV store process (`python -m kvstore`). Values only; nothing here looks at the
+machine."""
 
 from __future__ import annotations
 
@@ -117,7 +118,7 @@ class KvStoreSettings:
     """Longest wait for one answer of Redis."""
 
     heartbeat_s: PositiveFloat = 1.0
-    """How often the store tells Redis that it lives."""
+    """How often the store sends its heartbeat to Redis."""
 
     heartbeat_ttl_s: PositiveFloat = 3.0
     """How long a heartbeat counts."""

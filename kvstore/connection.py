@@ -1,9 +1,9 @@
-"""A worker's gRPC channel to one life of one store: calls with deadlines, errors of
-`process.errors`, heartbeats.
+"""A worker's gRPC connection to one store, or to one worker that lends its cache: calls with
+deadlines, errors of `process.errors`, heartbeats.
 
-The connection breaks when the store is away, when another life of it answers, and when a reply
-cannot be right. It stays broken for good: every further call fails at once, and its owner attaches
-again. Nothing here retries. One asyncio loop.
+The connection breaks when the store is away, when it was restarted (another incarnation answers),
+and when a reply cannot be right. It stays broken for good: every further call fails at once, and
+its owner attaches again. Nothing here retries. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.errors import LeaseLapsed
 from kvstore.source import StoreInfo
 from kvstore.wire import SpoiledAnswer
 from process import logs, rpc, spans
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Internal, NotFound, Unavailable
 from process.rpc import Dialer
@@ -143,7 +143,7 @@ class StoreConnection:
                 self.mark_broken(f"no heartbeat: {error}")
             else:
                 if reply.incarnation != store.incarnation:
-                    self.mark_broken("another life of the store answers")
+                    self.mark_broken("the store was restarted")
 
     async def sleep_until_lost(self, seconds: float) -> None:
         """Sleep for `seconds`, less if the channel loses its connection: the store may be dead."""

@@ -1,5 +1,5 @@
-"""Errors of the KV store beside those of `process.errors`, and the words for why a block was not
-used.
+"""Errors of the KV store beside those of `process.errors`, and the reasons why a block
+was not used.
 
     BatonError
       NotFound
@@ -40,7 +40,7 @@ DEADLINE = "deadline"
 TRANSPORT = "transport"
 STORE_UNAVAILABLE = "store_unavailable"
 CANCELLED = "cancelled"
-"""Of a call that its caller gave up; beside REASONS."""
+"""Reason of a call that its caller gave up; not one of REASONS."""
 REASONS = (
     GENERATION,
     CHECKSUM,
@@ -63,7 +63,7 @@ class Quarantine:
 
 
 class LeaseLapsed(NotFound):
-    """The lease is unknown: released, lapsed, or of another life of the store."""
+    """The lease is unknown: released, lapsed, or of an earlier start of the store."""
 
 
 class UnknownAttachment(Unavailable):

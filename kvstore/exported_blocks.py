@@ -1,4 +1,5 @@
-"""ExportedBlocks: the blocks of a worker's cache that other workers may read, under leases.
+"""ExportedBlocks: which blocks of a worker's own KV cache other workers may read, and the leases
+that keep them in place meanwhile.
 
 Life of an exported block: `lend` under a lease -> read by holders of the lease, under holds -> its
 last lease and its last hold are over: it is given back, once (`on_free`), and its generation grows
@@ -34,8 +35,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from kvstore.blocks import Block, PackedBlocks, Tier, block_of
-from kvstore.blocks import row as pack
+from kvstore.block_refs import Block, PackedBlocks, Tier, block_of
+from kvstore.block_refs import row as pack
 from kvstore.errors import IntegrityError
 from kvstore.leases import Leases, TimedLease
 
@@ -74,12 +75,13 @@ class ExportedBlock:
 
 @dataclass(slots=True, eq=False)
 class ExportLease(TimedLease):
-    """It does not lapse until it is handed over."""
+    """The lease of one request's exported blocks. It does not lapse until it is handed over."""
 
     blocks: dict[int, bytes] = field(default_factory=dict)
-    """By block id, in the order in which they were lent, packed as readers get them."""
+    """The lent blocks by block id, in the order in which they were lent, packed as readers get
+    them."""
     unsealed: dict[int, None] = field(default_factory=dict)
-    """Of them those that wait for a checksum; theirs is 0."""
+    """Those of `blocks` that wait for a checksum; theirs is 0."""
     ahead: dict[int, bytes] = field(default_factory=dict)
     """Those that it will lend when they are computed, by block id, in that order: packed. None of
     `blocks`."""
@@ -201,7 +203,7 @@ class ExportedBlocks:
 
     @property
     def num_watchers(self) -> int:
-        """Of all leases."""
+        """Watchers of all leases together."""
         return sum(len(lease.watchers) for lease in self._leases)
 
     # -- lending
@@ -279,8 +281,8 @@ class ExportedBlocks:
         return self._leases.get(lease_id).seal(checksums)
 
     def hand_over(self, lease_id: str, ttl_s: float, now_s: float) -> None:
-        """From here on the lease belongs to the holders of its handle: it lapses. Blocks that it
-        names and that are not computed are given back. Raises: LeaseLapsed; IntegrityError where a
+        """Give the lease to the holders of its handle: from here on it lapses. Blocks that it names
+        and that are not computed are given back. Raises: LeaseLapsed; IntegrityError where a
         block of it is not sealed."""
         lease = self._leases.get(lease_id)
         if lease.unsealed:
@@ -310,8 +312,8 @@ class ExportedBlocks:
         return len(lease.blocks) >= num_wanted or not lease.is_kept
 
     def num_sealed(self, lease_id: str) -> int:
-        """Of the lease's blocks, in the order in which they were lent, as many as are sealed before
-        the first that is not. Raises: LeaseLapsed."""
+        """How many leading blocks of the lease, in the order in which they were lent, are sealed.
+        Raises: LeaseLapsed."""
         return self._leases.get(lease_id).num_sealed
 
     def blocks_of(self, lease_id: str, first: int) -> PackedBlocks:
@@ -504,7 +506,7 @@ class ExportedBlocks:
         return num_ended
 
     def _let_go(self, lease: ExportLease) -> None:
-        """Of all that it names; it is out of the table already."""
+        """Give back all blocks that the lease names; it is out of the table already."""
         self._leave([*lease.blocks, *lease.ahead])
         for then in lease.on_end:
             then()

@@ -1,8 +1,9 @@
-"""Moves blocks between frames and pages in the background.
+"""FileTier: the disk tier of a store. Copies KV blocks from frames (slots in memory) to pages
+(slots in a file) in the background, and back when a match asks for them.
 
 Life: `open_pages` in a thread -> FileTier -> `start` -> demotes whenever fewer frames than the
 watermark can be given away without loss, promotes what a match asks for -> `close`. A write that
-fails (the disk is full, or broken) switches the tier off for this life of the store: `problem` has
+fails (the disk is full, or broken) switches the tier off until the store restarts: `problem` has
 the reason, blocks that lay in pages only leave the store, everything else goes on. A read that
 fails costs its block and those below.
 
@@ -24,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore import block_hash
+from kvstore.block_refs import StoredPage
 from kvstore.block_store import BlockStore
-from kvstore.blocks import StoredPage
 from kvstore.frame_table import Demotion, PageWrite, Promotion
 from kvstore.page_file import SUFFIX, PageFile, PageLayout
 from kvstore.prefix_tree import TreeNode
@@ -197,7 +198,8 @@ class FileTier:
                 self.problem = f"file_tier_dir: {self._pages.path} cannot be written: {error}"
 
     def _write(self, write: PageWrite) -> bool:
-        """In a thread. Returns: False when the frame's bytes are bad. Raises: OSError."""
+        """Write a block's bytes to its page, in a thread. Returns: False when the frame's bytes are
+        bad. Raises: OSError."""
         node, block = write.node, write.block
         data = self._slab.block(block.frame)
         if block_hash.checksum(data) != block.checksum:

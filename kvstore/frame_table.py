@@ -1,5 +1,5 @@
-"""FrameTable: which block lies in which frame and page, which tenant these are charged to, and how
-room is made.
+"""FrameTable: in which frame (slot in memory) and page (slot in the file tier) each KV block lies,
+which tenant these are charged to, and which blocks are evicted for others.
 
 Frames and pages are the two kinds of slots of a store. A block that must leave its frame stays
 present if it has a page; without one it leaves the store, and only as a leaf of the tree. A block
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.blocks import Block, Page, StoredPage
+from kvstore.block_refs import Block, Page, StoredPage
 from kvstore.change_log import ChangeLog
 from kvstore.errors import IntegrityError
 from kvstore.history import DAMAGED, DEMOTED, EVICTED, LEFT_MEMORY, LOST, PROMOTED, BlockHistory
@@ -87,14 +87,14 @@ class FrameTable:
         self.pages = SlotPool(0)
         self.page_account = SlotAccount(0, shares)
         self.committed: list[TreeNode | None] = [None] * num_frames
-        """By frame; tails, and nodes that left the tree, among them."""
+        """The node in each committed frame, by frame; also tails, and nodes that left the tree."""
         self.tails: dict[int, str] = {}
         """frame -> the name that the tail was reserved under."""
         self.damaged: dict[int, TreeNode] = {}
         """frame -> node with bad bytes that leases pin."""
         self.demotions: set[Demotion] = set()
         self.promotions: dict[int, Promotion] = {}
-        """By frame."""
+        """Promotions under way, by frame."""
         self.num_evictions = 0
         self.num_demoted = 0
         self.num_promoted = 0
@@ -140,7 +140,7 @@ class FrameTable:
         return block
 
     def place_tail(self, frame: int, name: str, checksum: int, num_tokens: int) -> TreeNode:
-        """As `place`, for the unfilled last block of a prompt."""
+        """Place the tail (the unfilled last block of a prompt) in its frame, as `place`."""
         node = TreeNode(b"", None, 0, self.frame_account.tenant_of(frame))
         self.tails[frame] = name
         self.place(frame, node, checksum, num_tokens)
@@ -408,8 +408,8 @@ class FrameTable:
         self._free_page(index)
 
     def _next_to_demote(self) -> list[TreeNode]:
-        """Of each group the oldest block that lies in a frame only, in the order in which the
-        groups would lose frames."""
+        """The least recently used block of each tenant group that lies in a frame only, in the
+        order in which the groups would lose frames."""
         orders = self.tree.demotion_order
         groups = self.frame_account.groups_to_evict("")
         found = [orders[group].first() for group in groups]

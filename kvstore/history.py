@@ -1,4 +1,5 @@
-"""BlockHistory: what happened to each block of one store of late, by its chain hash.
+"""BlockHistory: the latest events of each KV block of one store (written, read, evicted ...), by
+chain hash.
 
     written      a worker committed it              refused    a reader found its bytes bad
     demoted      its bytes are in a page, too       damaged    the store looked, and they are
@@ -47,7 +48,7 @@ class BlockEvent(NamedTuple):
     worker_id: str
     """The worker that did it; empty: the store itself."""
     trace: TraceContext | None
-    """Of the span that it happened in, if the request is traced."""
+    """The span in which it happened, if the request is traced."""
 
 
 class OneHistory:
@@ -59,7 +60,7 @@ class OneHistory:
         self.events: list[BlockEvent] = []
         self.num_events = 0
         self.writer: TraceContext | None = None
-        """Of the span that last wrote the block, if that request was traced."""
+        """The span that last wrote the block, if that request was traced."""
 
 
 class BlockHistory:
@@ -136,8 +137,7 @@ class BlockHistory:
         return list(found.values())
 
     def _trace(self, what: str, chain_hashes: Sequence[bytes]) -> None:
-        """As an event of the span that it happens in, which is linked to those that wrote the
-        blocks."""
+        """Add the event to the current span, and link that to the spans that wrote the blocks."""
         span = current_span()
         if not span.is_recording:
             return

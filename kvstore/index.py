@@ -1,15 +1,16 @@
-"""The prefix index in Redis: which store holds which chain hash, and where the stores are.
+"""The prefix index in Redis: which stores hold a KV block, by its chain hash, and where the stores
+are.
 
     baton:stores                          HASH node id -> StoreStatus as JSON
-    baton:store:{node}:beat               the incarnation (hex), expiring: that life is alive
+    baton:store:{node}:beat               the incarnation (hex), expiring: that start is alive
     baton:index:{node}:{incarnation hex}  HASH 16-byte chain hash -> sequence; `sequence` -> the
     last one
     baton:index-loading:{node}:{incarnation hex}  the same, of a full publication under way
 
 Index entries are hints: a store checks under its own lease. One HASH per (node, incarnation), so
-that a dead life goes by one UNLINK and is never asked; presence is prefix-closed, so that the
-longest prefix is found by binary search inside Redis, in one round trip. Hashes travel as one
-string: giving Redis a thousand arguments costs more than the search.
+that the index of an earlier start goes by one UNLINK and is never asked; presence is prefix-closed,
+so that the longest prefix is found by binary search inside Redis, in one round trip. Hashes travel
+as one string: giving Redis a thousand arguments costs more than the search.
 
 This module is the reading side and the keys; `index_publisher` writes. One asyncio loop.
 """
@@ -32,7 +33,7 @@ from protos import inference_pb2
 logger = logging.getLogger(__name__)
 
 KIND = "store"
-"""Of the registry's entries."""
+"""The kind of the registry's entries (process/registry.py)."""
 STORES_KEY = registry.entries_key(KIND)
 SEQUENCE_FIELD = b"sequence"  # 8 bytes: never a chain hash
 
@@ -60,7 +61,8 @@ def index_key(node_id: str, incarnation: str) -> str:
 
 
 def loading_key(node_id: str, incarnation: str) -> str:
-    """Of a full publication that is under way; not one of the keys that `index_key` can make."""
+    """The key of a full publication that is under way; not one of the keys that `index_key` can
+    make."""
     return f"baton:index-loading:{node_id}:{incarnation}"
 
 

@@ -1,5 +1,5 @@
-"""Writes one store's side of the prefix index: its entry in the registry, and every block that
-comes or goes.
+"""PrefixIndexPublisher: writes one store's part of the prefix index in Redis: its entry in the
+registry, and every KV block that comes or goes.
 
 Changes are taken from the store's ChangeLog and applied in order, in batches. Each batch is atomic
 and fenced by a sequence number that lies beside the entries: a batch whose predecessor Redis does
@@ -165,7 +165,7 @@ class PrefixIndexPublisher:
         self._task = start_task(self._run(), "index publisher")
 
     async def stop(self) -> None:
-        """Stop publishing and take this life out of Redis, if Redis is there."""
+        """Stop publishing and take this store's index and entry out of Redis, if Redis is there."""
         await end_tasks([self._task])
         await self.heartbeat.stop()
         try:
@@ -304,7 +304,7 @@ class PrefixIndexPublisher:
 
 
 def _apply_args(final: Mapping[bytes, bool]) -> tuple[bytes, bytes, int]:
-    """Of _APPLY, behind the sequences. final: chain hash -> whether it is present."""
+    """The arguments of _APPLY behind the sequences. final: chain hash -> whether it is present."""
     came = b"".join(chain_hash for chain_hash, present in final.items() if present)
     went = b"".join(chain_hash for chain_hash, present in final.items() if not present)
     return came, went, int(_INDEX_TTL_S * 1000)

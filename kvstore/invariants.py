@@ -1,5 +1,5 @@
-"""The conservation laws of a store, recomputed from scratch. Read only. `SlicedCheck` does it
-between the calls that a store serves.
+"""Checks of a store's invariants (conservation laws such as "the states of all frames add up"),
+recomputed from scratch. Read only. `SlicedCheck` runs them between the calls that a store serves.
 
 Each `check_*` yields after each step of some microseconds, so that its caller can stop between two
 of them, and raises IntegrityError naming the first law that fails. What it found holds if nothing
@@ -42,7 +42,8 @@ SLICE_S = 0.002
 CHECK_BUDGET_S = 0.25
 """Longest time that a check takes which a call asked for."""
 LEAST_S_PER_FRAME = 4e-6
-"""Of a check, on a fast machine: it takes half of what was measured."""
+"""Least time of a whole check for each frame, on a fast machine (half of what was measured): a
+check with a time limit below that is not begun."""
 _STEPS = 64
 """Steps between two looks at the clock: 20 to 60 us (measured)."""
 _END = object()
@@ -379,7 +380,7 @@ class SlicedCheck:
 
     A check that something changed in the middle of begins again. A law that does not hold is looked
     at once more in one go before it is reported, since only that is free of changes. A law that
-    breaks in use is reported for the rest of this life, whatever later checks find.
+    breaks in use is reported until the store restarts, whatever later checks find.
     """
 
     def __init__(self, store: BlockStore, clock: Clock, slice_s: float = SLICE_S) -> None:

@@ -1,5 +1,5 @@
-"""Leases: what keeps blocks in place for a worker, and until when; of a store, and of a worker that
-lends its cache (exported_blocks.py).
+"""Leases: pins on KV blocks with a time limit, which keep the blocks in place for a worker; in a
+store, and in a worker that lends its cache (exported_blocks.py).
 
 A store's lease owns pins (on committed blocks, tails among them) and reservations (frames being
 written). It ends by release or by lapsing; then all it owns is let go, so that a client that dies

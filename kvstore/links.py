@@ -1,4 +1,5 @@
-"""A worker's link to a store: how fast it is, measured when the two meet; whether it is degraded.
+"""The link between a worker and a store or lender: its bandwidth and latency, measured with each
+attachment, and whether it is degraded.
 
 A transfer path that falls back to something slow, or a network that is not the one meant, works and
 is a hundred times too slow, without an error. So each attachment is measured (`measure`), and
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.blocks import Block, PackedBlocks
+from kvstore.block_refs import Block, PackedBlocks
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
 from kvstore.node_ids import PROBE_HASH, is_lender
 from kvstore.transport.base import GetItems, PutItem, PutUnsettled
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from kvstore.client import KvStoreClient
 
 SHM_FLOOR_SHARE = 1 / 50
-"""Of a plain copy's rate. Through shared memory 1/2 is usual and 1/10 a bad day (measured), between
-GPUs ten times as much."""
+"""Least rate of a link through mapped memory, as a share of a plain copy's rate. Through shared
+memory 1/2 is usual and 1/10 a bad day (measured), between GPUs ten times as much."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,13 @@ def judge(link: Link, floor_bytes_per_s: float) -> Verdict:
 MAX_BYTES = 32 * 1024 * 1024
 MAX_ROUNDS = 3
 NUM_LATENCY_ROUNDS = 9
-"""More, since one is short: whatever else the loop does in it counts for more."""
+"""More rounds than for the rates, since a round is short: other work of the loop distorts it
+more."""
 MAX_BLOCKS = 16
-"""More frames than that cost more control calls than they are worth."""
+"""Most frames of a measurement: more cost more control calls than they are worth."""
 MAX_SHARE = 1 / 8
-"""Of a store's frames: what others keep in a small one is worth more than a measurement."""
+"""Largest share of a store's frames that a measurement takes: the blocks in a small store are worth
+more than a measurement."""
 
 _TTL_S = 10.0
 
@@ -138,7 +141,7 @@ async def measure(client: KvStoreClient, block_ids: Sequence[int], deadline: Dea
 async def _measure_lender(
     client: KvStoreClient, block_ids: Sequence[int], deadline: Deadline
 ) -> Rates:
-    """Only reads, of blocks that the lender lends for it."""
+    """Measure reads only, of blocks that the lender lends for it."""
     if not block_ids:
         raise NoCapacity("the engine has no free blocks to measure with")
     asked = [PROBE_HASH] * min(len(block_ids), num_blocks_wanted(client.memory.block_bytes) // 2)

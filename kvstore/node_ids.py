@@ -1,5 +1,5 @@
-"""Node ids of stores and lenders. A lender is a worker whose cache other workers read, over the
-store's service."""
+"""Node ids of KV stores and of lenders. A lender is a worker whose KV cache other workers read,
+over the gRPC service of a store."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The file of a file tier: pages on disk with headers that verify themselves.
+"""PageFile: the file of a store's disk tier. A page of it is a slot for one KV block, not a page of
+the operating system; each has a header with a checksum.
 
     offset 0      file header, 4096 bytes: layout, a random id of the file, a checksum
     4096          one header of 256 bytes for each page
-    data_offset   the pages, page-aligned, block_bytes each
+    data_offset   the pages, block_bytes each, each at a multiple of 4096 bytes
 
 A page's bytes are written first, its header after them; both are checked when they are read: the
 header (with the file's id and its own place in it) when the file is opened, the bytes against the
@@ -31,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import block_hash
-from kvstore.blocks import StoredPage
+from kvstore.block_refs import StoredPage
 from process.errors import FailedPrecondition, NoCapacity
 
 MAGIC = b"BATONPGS"
@@ -53,7 +54,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where things lie in the file. stride_bytes: from one page to the next."""
+    """Sizes and offsets in the file. stride_bytes: from one page to the next."""
 
     block_bytes: int
     num_pages: int
@@ -72,7 +73,8 @@ class PageLayout:
 
     @classmethod
     def fitting(cls, capacity_bytes: int, block_bytes: int) -> PageLayout:
-        """As many pages as go into `capacity_bytes`. Raises: NoCapacity if there is not one."""
+        """The layout with as many pages as go into `capacity_bytes`. Raises: NoCapacity if there is
+        not one."""
         per_page = _round_up(block_bytes) + HEADER_BYTES
         num_pages = (capacity_bytes - 2 * _ALIGN) // per_page
         if num_pages < 1:
@@ -102,7 +104,7 @@ class PageFile:
         *,
         lock_wait_s: float = _LOCK_WAIT_S,
     ) -> PageFile:
-        """Open or make the file, with all of its room taken. Blocks; call it in a thread.
+        """Open or make the file, with all of its room taken. Blocks the thread.
 
         Raises: NoCapacity (no room, naming the settings); FailedPrecondition (another store has
             it); OSError.
@@ -154,7 +156,7 @@ class PageFile:
         return num_bytes == into.nbytes and block_hash.checksum(into) == checksum
 
     def close(self) -> None:
-        """Nothing may be reading or writing."""
+        """Close the file and end its lock. No read or write may be under way."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,11 +1,11 @@
-"""PrefixTree: which blocks are present, each below the block that it follows, and which of them go
-first when room is needed.
+"""PrefixTree: the KV blocks that a store holds, as a tree by prefix (each block below the one that
+comes before it in the prompt), and the LRU orders in which they are evicted and demoted.
 
 A node lies in a frame (`block`), in a page of the file tier (`page`), or in both. Two laws:
 - presence is prefix-closed: the parent of a present node is present. Only leaves or whole subtrees
   are removed, and a node is only inserted below a present one;
 - the file tier is prefix-closed by itself: the parent of a node with a page has a page, so that the
-  store's next life can use everything in the file.
+  store can use everything in the file after a restart.
 
 Candidates to give up a frame or a page are kept by tenant group (tenancy.py) and in the order of
 their last use; of those used at the same moment the deepest goes first, so a chain goes from its
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from kvstore.blocks import Block, Page
+from kvstore.block_refs import Block, Page
 from kvstore.change_log import ChangeLog, NullLog
 from kvstore.errors import IntegrityError
 from kvstore.sharded_dict import ShardedDict
@@ -273,7 +273,8 @@ class PrefixTree:
             self._update_orders(node)
 
     def unpin(self, node: TreeNode) -> None:
-        """One pin ends. Raises: IntegrityError where there is none."""
+        """Take back one `pin`; after the last one the node may be evicted. Raises: IntegrityError
+        where there is none."""
         if node.num_pins < 1:
             raise IntegrityError("tree: a node is unpinned once too often")
         node.num_pins -= 1

@@ -1,5 +1,5 @@
-"""BlockPusher: pushes over NIXL. The owner of frames, a store or a lender, WRITEs them into a
-worker's blocks, and knows for each push whether it is over.
+"""BlockPusher: the sending side of NIXL. A store or a lender WRITEs its frames into the KV blocks
+of a worker that asked for them (a push), and knows for each push whether it is over.
 
 States of a push: unknown -> moving -> terminal. Asking about an unknown one makes it terminal, so
 that a request which is still on its way is refused when it comes: after a "terminal" nothing moves.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.errors import GENERATION, TransferFailed
 from kvstore.transport.nixl_agent import NixlAgent, Region, Transfer, merge_runs
 from process.deadline import Deadline
@@ -98,9 +98,10 @@ class BlockPusher:
         name: str,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """name: of the agent, with a random part behind it. before: see NixlAgent.register."""
+        """name: the agent's name is this with a random part behind it. before: see
+        NixlAgent.register."""
         self.name = f"{name}-{secrets.token_hex(16)}"
-        """Of the agent."""
+        """The name of the NIXL agent."""
         self.metadata = b""
         self._source = source
         self._frames = frames

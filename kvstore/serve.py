@@ -1,5 +1,5 @@
-"""A whole store process on one loop: node, gRPC server, index publisher, from settings to a clean
-end.
+"""Runs a whole KV store process on one asyncio loop: StoreNode, gRPC server and index publisher,
+from settings to a clean end.
 
 `running` is what `python -m kvstore` and in-process tests share.
 """
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from kvstore.change_log import ChangeLog, NullLog
 from kvstore.config import KvStoreSettings
 from kvstore.index_publisher import PrefixIndexPublisher
-from kvstore.node import StoreNode
 from kvstore.service import KvStoreServicer
 from kvstore.status import StoreMetrics, store_status
+from kvstore.store_node import StoreNode
 from process import grpc_server
-from process.access import RULES, PeerRole
+from process.authorization import RULES, PeerRole
 from process.metrics import HealthProbes, LoopCollector, MetricsServer
 from process.tls import TlsIdentity
 from process.tracing import Tracing

@@ -1,5 +1,5 @@
-"""`baton.v1.KvStore` over gRPC, of a store or of a worker that lends its cache: stubs to values and
-back, nothing else. One asyncio loop."""
+"""KvStoreServicer: the gRPC service `baton.v1.KvStore` of a store, or of a worker that lends its
+cache: protobuf messages to values and back, nothing else. One asyncio loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from kvstore import status, wire
+from kvstore.block_refs import PackedBlocks, Tier, row, row_of
 from kvstore.block_store import NO_ROOM, Reserved, WrittenFrame
-from kvstore.blocks import PackedBlocks, Tier, row, row_of
 from kvstore.source import BlockSink, BlockSource, ReservedChain
 from process import rpc
 from process.errors import FailedPrecondition, InvalidArgument
@@ -35,12 +35,12 @@ MATCH_S = 30.0
 """Longest time a match may take: to bring blocks in from the file tier, or for free blocks of a
 lender."""
 MATCH_PART = 0.8
-"""Of the time that the caller gives, so that the answer still arrives."""
+"""Part of the caller's time that a match may take, so that the answer still arrives."""
 MAX_BYTES_READ = 1 << 44
-"""That one call may say were read: 16 TB, minutes of the fastest link."""
+"""Most bytes that one call may report as read: 16 TB, minutes of the fastest link."""
 FEW_HISTORIES = 8
 MAX_HISTORIES = 256
-"""Of blocks, in one reply: 500 kB at most."""
+"""Most histories of blocks in one reply: 500 kB at most."""
 LIST_CHUNK = 16_384
 """Chain hashes in one message: 300 kB, far below gRPC's limit of 4 MB."""
 
@@ -408,8 +408,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
 
 
 def _rows(chain_hashes: Sequence[bytes], reserved: ReservedChain) -> bytes:
-    """Where the blocks of a chain lie, or are to be written, and its tail; nothing for those that
-    have no room."""
+    """Rows of where the blocks of a chain and its tail lie or are to be written; none for blocks
+    that have no room."""
     rows = [*map(_row, chain_hashes, reserved.blocks), _row(b"", reserved.tail or NO_ROOM)]
     return b"".join(rows)
 

@@ -1,4 +1,6 @@
-"""ShardedDict: a dict of millions of entries that grows without a stop. Plain, one thread.
+"""ShardedDict: a dict of millions of entries that grows without a long pause.
+
+Plain and synchronous, one thread.
 
 A plain dict copies all of its entries each time that its table is full: 50 to 200 ms for a million
 (measured), in one turn of the loop. Here an insertion copies at most one shard, a thousandth.

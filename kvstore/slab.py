@@ -1,9 +1,9 @@
-"""The slab: one file in memory that holds the frames, mapped by the store and by workers of its
-host.
+"""Slab: a shared, memory-mapped file of block frames (slots for one KV block each): the memory of a
+store, mapped by the store and by the workers of its host.
 
-    page 0                     header: magic, version, incarnation, sizes and offsets
+    byte 0                     header: magic, version, incarnation, sizes and offsets
     generations_offset         uint64[num_frames]: the generation of each frame
-    frames_offset              frames, each beginning on a page
+    frames_offset              frames, each at a multiple of 4096 bytes
 
 The store writes the header and the generations; a worker writes only frames reserved for it, and
 reads frames by the seqlock rule: generation even and as expected before the copy, the same after
@@ -11,8 +11,9 @@ it. On machines with weak memory order the checksum is what decides; the generat
 common case cheap.
 
 Two kinds of kernel locks show which processes live, across PID namespaces: the store holds flock()
-on its file for life, so that a later store can remove files of dead ones; a worker holds an open
-file description lock on one byte of its own, so that the store knows when that process is gone.
+on its file as long as it lives, so that a later store can remove files of dead ones; a worker holds
+an open file description lock on one byte of its own, so that the store knows when that process is
+gone.
 
 The mapping is never shrunk or unmapped while its process lives: peers may hold its address.
 
@@ -80,8 +81,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class SlabLayout:
-    """Where things lie in a slab's file. frame_bytes: of one block; stride_bytes: from one frame to
-    the next, page-aligned."""
+    """Sizes and offsets in a slab's file. frame_bytes: of one block; stride_bytes: from one frame
+    to the next, page-aligned."""
 
     frame_bytes: int
     num_frames: int
@@ -106,8 +107,9 @@ class SlabLayout:
     def fitting(
         cls, capacity_bytes: int, frame_bytes: int, page_bytes: int = PAGE_BYTES
     ) -> SlabLayout:
-        """As many frames as go into `capacity_bytes`; on huge pages the header, too, has to go into
-        it once it is rounded up to whole pages: one more would be lost for a few kilobytes.
+        """The layout with as many frames as go into `capacity_bytes`; on huge pages the header,
+        too, has to go into it once it is rounded up to whole pages: one more would be lost for a
+        few kilobytes.
 
         Raises: NoCapacity if there is not one.
         """
@@ -173,7 +175,7 @@ class Slab:
 
     @property
     def frames_address(self) -> int:
-        """Of frame 0 in this process."""
+        """Address of frame 0 in this process."""
         return int(self.frames.ctypes.data)
 
     def block(self, frame: int) -> npt.NDArray[np.uint8]:
@@ -181,7 +183,8 @@ class Slab:
         return self.frames[frame, : self.layout.frame_bytes]
 
     def touch(self, start: int, end: int, every_bytes: int = PAGE_BYTES) -> None:
-        """Have the kernel make the pages of frames [start, end) now: reads a byte in each page.
+        """Have the kernel allocate the pages of frames [start, end) now (pre-fault them): reads a
+        byte in each.
 
         The first touch of a page costs 1 to 35 us (measured; virtual machines are slow at it), a
         hundred times the copy into it. Once any process touched them, a read every
@@ -248,8 +251,8 @@ class Slab:
     def open(cls, path: Path, incarnation: bytes) -> Slab:
         """Map a store's slab in a worker.
 
-        Raises: FailedPrecondition when it is not on this host, not ours to write, or another
-            life's.
+        Raises: FailedPrecondition when it is not on this host, not ours to write, or that
+            of another start of a store.
         """
         hint = (
             "is the worker on the store's host, with the same slab_dir? "
@@ -265,7 +268,8 @@ class Slab:
             layout, found = _unpack_header(os.pread(fd, _HEADER.size, 0), path)
             if found != incarnation:
                 raise FailedPrecondition(
-                    f"transport shm: {path} is another life's slab, not the store's; {hint}"
+                    f"transport shm: {path} belongs to another start of a store (incarnation "
+                    f"{found.hex()}), not to the one that this worker attached to; {hint}"
                 )
             page_bytes = page_bytes_of(fd)
             if os.fstat(fd).st_size < round_up(layout.total_bytes, page_bytes):
@@ -321,8 +325,8 @@ def remove_stale(folder: Path) -> list[Path]:
 
 
 def free_bytes(folder: Path) -> int:
-    """What its file system still has. Raises: NoCapacity where it is missing, or is made of huge
-    pages, which do not say."""
+    """Free bytes of the file system that `folder` lies in. Raises: NoCapacity where the folder is
+    missing, or lies on huge pages, whose free bytes statvfs() does not say."""
     if page_bytes_in(folder) > PAGE_BYTES:
         raise NoCapacity(
             f"capacity_bytes: needed where slab_dir ({folder}) is on huge pages; say how much"
@@ -347,7 +351,8 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 
 def page_bytes_of(fd: int) -> int:
-    """Page size of the file system behind a descriptor: of a huge page, or PAGE_BYTES."""
+    """Page size of the file system that an open file lies in: on hugetlbfs that of its huge pages,
+    else PAGE_BYTES."""
     words = (ctypes.c_long * _NUM_STATFS_WORDS)()
     if _libc.fstatfs(fd, words):
         number = ctypes.get_errno()
@@ -357,7 +362,8 @@ def page_bytes_of(fd: int) -> int:
 
 
 def page_bytes_in(folder: Path) -> int:
-    """The same of a folder. Raises: NoCapacity naming the setting when it is not there."""
+    """Page size of the file system that `folder` lies in, as `page_bytes_of`. Raises: NoCapacity
+    naming the setting when there is no such folder."""
     fd = _open_folder(folder)
     try:
         return page_bytes_of(fd)
@@ -366,7 +372,7 @@ def page_bytes_in(folder: Path) -> int:
 
 
 def round_up(num_bytes: int, page_bytes: int = PAGE_BYTES) -> int:
-    """To whole pages."""
+    """`num_bytes` rounded up to whole pages of `page_bytes`."""
     return -(-num_bytes // page_bytes) * page_bytes
 
 

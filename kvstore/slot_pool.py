@@ -1,5 +1,5 @@
-"""The slots of one tier, frames of a slab or pages of a file: which are free, being written, hold a
-block, or are out of use.
+"""SlotPool and FramePool: the state of each slot for a KV block, in one tier (frames of a slab, or
+pages of a file): free, being written, holding a block, or out of use.
 
     FREE         may be taken
     WRITING      reserved; its writer may write
@@ -10,7 +10,7 @@ block, or are out of use.
 Conservation law: the counts of the four states add up to num_slots.
 
 A frame also has a generation, by which readers know what they read: it is odd while the frame is
-WRITING or QUARANTINED and even otherwise, it never repeats in one life of the store, and each way
+WRITING or QUARANTINED and even otherwise, it never repeats until the store restarts, and each way
 out of COMMITTED changes it. A reader that sees the same even generation before and after its copy
 has copied one committed block.
 
@@ -48,7 +48,7 @@ TRANSITIONS: Mapping[SlotState, Mapping[SlotState, int]] = {
     SlotState.COMMITTED: {SlotState.FREE: 2, SlotState.QUARANTINED: 1},
     SlotState.QUARANTINED: {SlotState.FREE: 1},
 }
-"""From each state the allowed next ones, and by how much a frame's generation grows."""
+"""The allowed next states of each state, and by how much a frame's generation grows."""
 
 
 class SlotPool:

@@ -1,5 +1,6 @@
-"""BlockSource: what workers read blocks from, a store or a worker that lends its cache. BlockSink:
-a store, which they also write to. And the values that both ends of the wire have of the calls.
+"""BlockSource: the interface by which workers read KV blocks, of a store or of a worker that lends
+its cache. BlockSink: that by which they write, of a store only. And the values that client and
+server use for the calls.
 
 Knows no stubs: wire.py has these values as messages.
 """
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvstore import tenancy
+from kvstore.block_refs import Block
 from kvstore.block_store import BlockStore, Reserved, WrittenFrame
-from kvstore.blocks import Block
 from kvstore.errors import GENERATION
 from kvstore.exported_blocks import LeaseUpdate
 from kvstore.history import OneHistory
@@ -207,7 +208,7 @@ class BlockSource(Protocol):
 
     @property
     def node_id(self) -> str:
-        """Of a store known once it listens."""
+        """The node id; a store knows its own once it listens."""
 
     @property
     def incarnation(self) -> bytes: ...
@@ -252,7 +253,8 @@ class BlockSource(Protocol):
         *,
         hold_s: float,
     ) -> LeaseUpdate:
-        """Of a lender. Raises: FailedPrecondition of a store, whose leases do not grow."""
+        """Wait until a lender's lease has grown. Raises: FailedPrecondition at a store, whose
+        leases do not grow."""
 
     def hold(
         self,
@@ -261,7 +263,8 @@ class BlockSource(Protocol):
         pairs: Sequence[tuple[int, int]],
         ttl_s: float,
     ) -> tuple[float, list[int]]:
-        """Of a lender. Raises: FailedPrecondition of a store, whose slab says the generations."""
+        """Hold a lender's blocks for a reader that copies them by itself. Raises:
+        FailedPrecondition at a store, whose slab shows the generations."""
 
     async def push(
         self,

@@ -1,4 +1,5 @@
-"""A store's numbers, as a status, a row of the registry, and /metrics show them.
+"""The numbers of a KV store, as GetStatus, its entry in the registry (Redis) and /metrics show
+them.
 
 The fields of `StoreStats` have the names that GetStatusReply and StoreStatus give them, so that a
 message is filled by name. Prometheus has names and labels of its own. Before the first worker
@@ -19,16 +20,16 @@ from prometheus_client.metrics_core import Metric
 from kvstore.block_store import BlockStore
 from kvstore.errors import REASONS
 from kvstore.index_publisher import PrefixIndexPublisher
-from kvstore.node import StoreNode
 from kvstore.slab import Slab
 from kvstore.slot_pool import SlotState
 from kvstore.source import PastBlock, StoreStats
+from kvstore.store_node import StoreNode
 from kvstore.tenancy import TenantSlots
 from process.metrics import Labels, counter, counters, gauge, gauges, trace_spans
 from protos import common_pb2, inference_pb2, kvstore_pb2
 
 MAX_TENANTS = 64
-"""In one message."""
+"""Most tenants in one message."""
 OTHER_TENANTS = "(others)"
 
 
@@ -121,7 +122,7 @@ def _up(labels: Labels, is_up: bool) -> Metric:
 def _of_node(node: StoreNode, labels: Labels) -> Iterator[Metric]:
     yield gauge(
         "baton_store_integrity_broken",
-        "1 when a conservation law of the store did not hold in this life.",
+        "1 when a conservation law of the store was found broken since its start.",
         labels,
         bool(node.integrity_error),
     )
@@ -169,7 +170,7 @@ def _of_store(store: BlockStore, labels: Labels) -> Iterator[Metric]:
         ("baton_store_frame_bytes", "Size of a frame.", stats.frame_bytes),
         ("baton_store_pinned_frames", "Frames that a lease holds.", stats.num_pinned),
         ("baton_store_tail_frames", "Unfilled last blocks of prompts.", stats.num_tails),
-        ("baton_store_leases", "Leases that live.", stats.num_leases),
+        ("baton_store_leases", "Leases that have not ended.", stats.num_leases),
         ("baton_store_attachments", "Attached workers.", stats.num_attachments),
     )
     for name, text, level in levels:

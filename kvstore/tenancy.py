@@ -1,5 +1,5 @@
-"""Tenants' guaranteed shares of a store's slots (frames, pages), and from which tenants a slot is
-taken.
+"""Tenants' guaranteed shares of a store's slots for KV blocks (frames, pages), and which tenant
+loses a slot when there is no free one.
 
 Each tenant with a share of its own is a group; all other tenants together are the group POOL, whose
 share is the rest. Free slots are given to any tenant. When there is none, a group loses slots only
@@ -33,7 +33,7 @@ class TenantShares:
 
     @classmethod
     def parse(cls, items: Sequence[str]) -> TenantShares:
-        """From "tenant=0.25" each. Raises: ValueError saying what is wrong."""
+        """Parse items such as "tenant=0.25". Raises: ValueError saying what is wrong."""
         shares: dict[str, float] = {}
         for item in items:
             tenant, equals, text = item.rpartition("=")
@@ -118,8 +118,8 @@ class SlotAccount:
         self.guaranteed = shares.guaranteed(num_slots)
         self.shares = shares
         self.tenants: list[str | None] = [None] * num_slots
-        """By slot; None: it is free. A list, because a dict of a million slots that grows stops the
-        loop for 40 ms."""
+        """The tenant charged for each slot; None: it is free. A list, because a dict of a million
+        slots that grows stops the loop for 40 ms."""
         self.used: Counter[str] = Counter()
         """tenant -> slots, of tenants that have any."""
         self.used_by_group: Counter[str] = Counter()
@@ -143,7 +143,7 @@ class SlotAccount:
             self.take(slot, tenant)
 
     def tenant_of(self, slot: int) -> str:
-        """Of a taken slot. Raises: IntegrityError where it is free."""
+        """The tenant charged for a slot. Raises: IntegrityError where it is free."""
         tenant = self.tenants[slot]
         if tenant is None:
             raise IntegrityError(f"slot {slot} is charged to no tenant")

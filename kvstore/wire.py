@@ -1,4 +1,5 @@
-"""Values of this package to and from `baton.v1` messages; pure, any thread.
+"""Converts the values of this package to and from `baton.v1` protobuf messages, and checks each
+answer of a store; pure, any thread.
 
 Every answer is looked at before it becomes a value: whether a store can have said that. gRPC does
 not say when a bit has turned on the way. What would be written to, counted with or kept by must fit
@@ -18,7 +19,7 @@ import numpy as np
 
 from kvstore import block_hash
 from kvstore.block_hash import CHAIN_HASH_BYTES
-from kvstore.blocks import Block, PackedBlocks, Tier
+from kvstore.block_refs import Block, PackedBlocks, Tier
 from kvstore.exported_blocks import LeaseUpdate
 from kvstore.push import PeerBlocks
 from kvstore.source import ChainToReserve, MatchResult, StoreInfo, WorkerInfo
@@ -110,7 +111,8 @@ def ttl_ms(ttl_s: float) -> int:
 
 
 def checksum_of(message: Checked) -> int:
-    """Of everything in the message but its own field `checksum`, which is unset when this returns.
+    """The checksum of everything in the message but its own field `checksum`, which is unset when
+    this returns.
 
     It is carried by the messages that say where to write: the owner of the memory does not see
     NIXL's writes, and one that went elsewhere would be found by the next reader there, or never.

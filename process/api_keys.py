@@ -79,13 +79,14 @@ class ApiKey:
     """What the file says of one key."""
 
     tenant: str
-    """Whose it is: requests under it are this tenant's."""
+    """The tenant that requests under this key belong to."""
 
     digest: str = field(repr=False)
     """64 hex digits, of the key's secret part."""
 
     is_admin: bool = False
-    """Whether it also opens what shows or changes the whole cluster: status, explain, the page."""
+    """Whether the key also gives access to what shows or changes the whole cluster: status,
+    explain, the page."""
 
     min_priority: int = -100
     """Least `priority` of a request under this key."""
@@ -127,7 +128,7 @@ class KeyFile:
     """A whole file."""
 
     keys: Mapping[str, ApiKey] = field(default_factory=dict)
-    """By key id."""
+    """The keys, by key id."""
 
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     """What tenants may use that are not as all others."""

@@ -1,4 +1,4 @@
-"""A moment by which something must be over, taken from the request's own budget and handed down
+"""Deadline: the moment by which work must be over, made of a request's time limit and handed down
 from wait to wait."""
 
 from __future__ import annotations

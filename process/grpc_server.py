@@ -45,8 +45,8 @@ from grpc.aio import _server
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection, reflection_pb2  # type: ignore[import-untyped]
 
-from process import access, errors, logs, rpc
-from process.access import Rules
+from process import authorization, errors, logs, rpc
+from process.authorization import Rules
 from process.memory_budget import MemoryBudget, MemoryGrant
 from process.settings import UNIX
 from process.tls import TlsIdentity
@@ -54,20 +54,20 @@ from process.tls import TlsIdentity
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_CALLS = 4096
-"""On one connection; more wait at their client."""
+"""Most calls at once on one connection; more wait at their client."""
 
 HANDSHAKE_S = 10.0
-"""For the TLS handshake of a client's connection, over gRPC as over HTTP."""
+"""Time limit of the TLS handshake of a client's connection, over gRPC as over HTTP."""
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTIONS = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 
 _WATCH_S = 0.5
-"""Between two checks of a health watch."""
+"""Time between two checks of a health watch."""
 _MAX_REFUSALS = 256
 """Calls of unregistered methods that are answered at the same time."""
 _REFUSE_S = 5.0
-"""For such an answer to go out."""
+"""Time limit for such an answer to go out."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -83,11 +83,11 @@ class PublicPortLimits:
     authenticate: Authenticate | None = None
     """Called before a call's message is read."""
     intake: MemoryBudget | None = None
-    """Memory for messages."""
+    """Limit of the memory that messages take."""
     read_s: float = 60.0
-    """For a message to arrive."""
+    """Time limit for a message to arrive."""
     max_connections: int = 0
-    """At the same time; the next one is closed at once."""
+    """Most connections at the same time; the next one is closed at once."""
     idle_s: float = 0.0
     """A connection without calls is closed after so long."""
     handshake_s: float = HANDSHAKE_S
@@ -95,7 +95,7 @@ class PublicPortLimits:
 
     @property
     def options(self) -> list[tuple[str, int]]:
-        """As gRPC has them."""
+        """The bounds as channel arguments of gRPC."""
         found = [("grpc.server_handshake_timeout_ms", round(self.handshake_s * 1000))]
         if self.max_connections:
             found.append(("grpc.max_allowed_incoming_connections", self.max_connections))
@@ -187,15 +187,15 @@ def _call_gate(
 
 async def _check_role(rules: Rules, method: str, context: Context) -> None:
     uris = context.auth_context().get("peer_uri", ())
-    roles = access.roles_of(uri.decode(errors="replace") for uri in uris)
-    problem = access.refusal(rules, method, roles)
+    roles = authorization.roles_of(uri.decode(errors="replace") for uri in uris)
+    problem = authorization.refusal(rules, method, roles)
     if problem:
         logs.event(
             logger,
             "call_refused",
             level=logging.WARNING,
             method=method,
-            role=access.names_of(roles),
+            role=authorization.names_of(roles),
             peer=context.peer(),
         )
         await rpc.abort(context, errors.PermissionDenied(problem))
@@ -223,7 +223,8 @@ class CallGate:
     max_bytes: int = 0
     """Most that one message may have, with an intake."""
     read_s: float = 60.0
-    """For a message to arrive; less where others wait for its memory (`process.memory_budget`)."""
+    """Time limit for a message to arrive; less where other calls wait for its memory
+    (`process.memory_budget`)."""
 
     def handler(self, handler: Any, path: str) -> Any:
         """The same handler behind this gate."""
@@ -401,7 +402,7 @@ def make(options: Sequence[tuple[str, Any]], gate: CallGate | None = None) -> gr
 _HealthStatus: Any = health_pb2.HealthCheckResponse
 
 Checks = Mapping[str, Callable[[], bool]]
-"""By service: whether it can serve now."""
+"""By service name: a function that says whether the service can serve now."""
 
 
 class HealthServicer:

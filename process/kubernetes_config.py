@@ -23,8 +23,8 @@ def own_namespace() -> str:
 
 
 def load(context: str = "") -> tuple[Any, str]:
-    """As the ServiceAccount of this pod or, where there is none, the user's kubeconfig. A context,
-    or KUBECONFIG in the environment, means the kubeconfig in any case.
+    """The connection as the ServiceAccount of this pod or, where there is none, the user's
+    kubeconfig. A context, or KUBECONFIG in the environment, means the kubeconfig in any case.
 
     Args: context: of the kubeconfig; empty: its current one.
     Returns: a `kubernetes.client.Configuration` that retries nothing, and the namespace, empty

@@ -1,4 +1,4 @@
-"""MemoryBudget: bytes of this process's memory for the messages that callers send.
+"""MemoryBudget: a limit on the memory that messages of callers take in this process.
 
 - A message that is being read counts with the most bytes that it may have, one that has been read
   with the bytes that it has, until its call is over.
@@ -181,8 +181,7 @@ class MemoryBudget:
     # ---- slow messages
 
     def _slowest_message(self) -> MemoryGrant | None:
-        """Of the messages whose bytes a call waits for: the one that has been read for the
-        longest."""
+        """The message that has been read for the longest, of those whose bytes a call waits for."""
         waiting = [grant for grant, turn in self._waiting.items() if not turn.done()]
         if not waiting:
             return None

@@ -1,5 +1,5 @@
-"""/metrics of one process over HTTP, in the text format that Prometheus scrapes, beside it what
-probes ask, /livez and /readyz; and metric families made of plain numbers.
+"""Prometheus metrics and health probes of a process over HTTP: /metrics, and what `HealthProbes`
+answers to /livez and /readyz; and functions that make metric families of plain numbers.
 
 A thread of its own serves them, from `start` to `stop`, so that a scrape waits for the event loop
 only where a collector does. Bound to the address that it is given, usually loopback: it answers any
@@ -40,15 +40,16 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 SCRAPE_WAIT_S = 2.0
-"""For the event loop's answer."""
+"""Longest time that a scrape waits for the event loop."""
 
 STUCK_S = 60.0
-"""Guessed: the longest hold of an event loop that was measured is below a second."""
+"""An event loop that has not turned for so long is stuck, and /livez fails. Guessed: the longest
+that work held a loop (measured) is below a second."""
 
 _TURN_S = 1.0
 
 Labels = Mapping[str, str]
-"""Whose a sample is (a worker's id and role, a store's node id): on every sample of a process."""
+"""The labels on every sample of a process: its own (a worker's id and role, a store's node id)."""
 
 # A second family beside each counter and histogram, with its creation time: Prometheus would count
 # its series, and no query uses it.
@@ -56,7 +57,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 def gauge(name: str, text: str, labels: Labels, level: float) -> Metric:
-    """One level, which goes up and down."""
+    """A gauge of one value, which goes up and down."""
     family = GaugeMetricFamily(name, text, labels=tuple(labels))
     family.add_metric(tuple(labels.values()), float(level))
     return family
@@ -65,7 +66,8 @@ def gauge(name: str, text: str, labels: Labels, level: float) -> Metric:
 def gauges(
     name: str, text: str, labels: Labels, by: str, levels: Iterable[tuple[str, float]]
 ) -> Metric:
-    """One level for each value of the label `by`: few and known, such as reasons; never ids."""
+    """A gauge with one value for each value of the label `by`: few and known, such as reasons;
+    never ids."""
     family = GaugeMetricFamily(name, text, labels=(*labels, by))
     for value, level in levels:
         family.add_metric((*labels.values(), value), float(level))
@@ -73,7 +75,7 @@ def gauges(
 
 
 def counter(name: str, text: str, labels: Labels, count: float) -> Metric:
-    """One count since start, which never goes down; `_total` is added to its name."""
+    """A counter since the process started; `_total` is added to its name."""
     family = CounterMetricFamily(name, text, labels=tuple(labels))
     family.add_metric(tuple(labels.values()), count)
     return family
@@ -82,7 +84,7 @@ def counter(name: str, text: str, labels: Labels, count: float) -> Metric:
 def counters(
     name: str, text: str, labels: Labels, by: str, counts: Iterable[tuple[str, float]]
 ) -> Metric:
-    """One count for each value of the label `by`."""
+    """A counter with one count for each value of the label `by`."""
     family = CounterMetricFamily(name, text, labels=(*labels, by))
     for value, count in counts:
         family.add_metric((*labels.values(), value), count)
@@ -104,9 +106,9 @@ def histogram(
     counts: Sequence[int],
     total: float,
 ) -> Metric:
-    """`counts[i]` observations were at most `bounds[i]` and above the bound before, the last count
-    is of those above all bounds; `total` is their sum. Prometheus counts what is at most each
-    bound, all smaller ones included.
+    """A histogram: `counts[i]` observations were at most `bounds[i]` and above the bound before,
+    the last count is of those above all bounds; `total` is their sum. Prometheus counts what is at
+    most each bound, all smaller ones included.
     """
     family = HistogramMetricFamily(name, text, labels=tuple(labels))
     buckets: list[tuple[str, float]] = []
@@ -119,7 +121,7 @@ def histogram(
 
 
 class HealthProbes:
-    """What one process answers to probes.
+    """What a process answers to Kubernetes' liveness and readiness probes.
 
     Alive: until its event loop has not turned for STUCK_S, far longer than any work holds it, so
     that a process which is merely busy is not restarted. It depends on no load and no peer. Ready:
@@ -169,13 +171,13 @@ class HealthProbes:
         self._check = check
 
     def why_not_alive(self) -> str:
-        """Empty: it is alive."""
+        """Why the liveness probe fails; empty: the process is alive."""
         turned_at_s = self._turned_at_s
         silent_s = 0.0 if turned_at_s is None else self._clock() - turned_at_s
         return f"the event loop has not turned for {silent_s:.0f} s" if silent_s > STUCK_S else ""
 
     def why_not_ready(self) -> str:
-        """Empty: it is ready."""
+        """Why the readiness probe fails; empty: the process is ready."""
         check = self._check
         return self._why if check is None else check()
 
@@ -209,7 +211,7 @@ class LoopCollector(Collector):
 
 
 class _Handler(WSGIRequestHandler):
-    """One connection."""
+    """Serves one HTTP connection."""
 
     timeout = 5.0
     """Seconds for each read from it and each write to it."""
@@ -219,7 +221,7 @@ class _Handler(WSGIRequestHandler):
             super().handle()
 
     def log_message(self, format: str, *args: object) -> None:
-        """A scrape is no event."""
+        """Log nothing: a scrape is no event."""
 
 
 class MetricsServer:

@@ -1,4 +1,5 @@
-"""Redis: how every part connects to it, and a process's entry in the registry that it keeps.
+"""Redis: how each process connects to it, and the registry there, in which each process keeps an
+entry with a heartbeat.
 
 An entry is a field of the HASH `baton:<kind>s`, id -> status as JSON. It counts while the key
 `baton:<kind>:{id}:beat` holds the incarnation that the entry names; that key expires BEAT_TTL_MS
@@ -156,7 +157,7 @@ class _PasswordFile(CredentialProvider):
         return self.get_credentials()
 
 
-# Only the life that wrote the beat removes the entry: its successor may have the same id.
+# Only the process that wrote the beat removes the entry: its successor may have the same id.
 _REMOVE = """
 if redis.call('GET', KEYS[2]) == ARGV[2] then
   redis.call('HDEL', KEYS[1], ARGV[1])

@@ -1,4 +1,4 @@
-"""gRPC calls at a process's border: channels to peers, and errors to status codes and back.
+"""gRPC between processes: channels to peers, and errors to status codes and back.
 
 The only module that knows status codes. A servicer wraps its methods in `unary` or `streaming`; a
 client converts what it catches with `error_from_rpc`. Everything in between raises and catches
@@ -29,7 +29,7 @@ from grpc._cython import cygrpc
 from grpc_status import rpc_status
 
 from process import errors, logs
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.tls import TlsIdentity
 
 logger = logging.getLogger(__name__)
@@ -38,10 +38,11 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Between our own processes; the router's client port has a smaller bound of its own."""
+"""Largest message between our own processes; the router's client port has a smaller bound of its
+own."""
 
 MAX_METADATA_BYTES = 16 * 1024
-"""Of a call's headers; gRPC refuses more with RESOURCE_EXHAUSTED."""
+"""Most bytes of a call's headers; gRPC refuses more with RESOURCE_EXHAUSTED."""
 
 METADATA_OPTIONS = (
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -52,8 +53,8 @@ CallOver: type[Exception] = cygrpc.ExecuteBatchError
 """Raised by a write on a call that is over, or that can send nothing behind a write that hangs."""
 
 ABORT_S = 5.0
-"""For a status to go out. One whose client has stopped reading waits behind what it did not read:
-that call is given up without."""
+"""Time for a status to go out. If the client has stopped reading, the status waits behind what it
+did not read: then the call ends without one."""
 
 UNREADABLE = object()
 """What a handler is called with instead of a request that cannot be parsed
@@ -120,7 +121,8 @@ def error_of_code(
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> errors.BatonError:
-    """The error that the server raised, or what the failed connection means."""
+    """The BatonError of a failed call: the one that the server raised, as far as its status and
+    trailing metadata say it, or that of the failed connection."""
     field, retry_after_s = _read_details(error.trailing_metadata() or ())
     return _error(error.code(), error.details() or "", retry_after_s, field)
 
@@ -314,4 +316,4 @@ class Dialer:
 
 
 PLAIN = Dialer()
-"""In the clear."""
+"""Dials without TLS."""

@@ -1,5 +1,6 @@
-"""Files of secrets: read only if no other user can, read again when they change, replaced as a
-whole. Blocking; any thread.
+"""Files of secrets and other small files: secrets are read only if no other user can read them,
+files are read again when they change (`WatchedFile`), and written as a whole (`replace_file`).
+Blocking; any thread.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def read_secret(path: Path, *, what: str, max_bytes: int, fix: str) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Does not wait for the writer of a pipe."""
+    """Open a file without waiting: a named pipe would wait for its writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -63,12 +64,13 @@ def _check_mode(path: Path, what: str, found: os.stat_result) -> None:
 
 
 def replace_file(path: Path, content: str | bytes, *, mode: int | None = None) -> None:
-    """Write a file as a whole: readers see the old content or the new one, other users never a
-    secret that is open for a moment, and after an error the old file is there. A link stays one.
+    """Write a file, secret or not, as a whole: readers see the old content or the new one, never a
+    part; the new file has its mode from the first moment, and after an error the old file is there.
+    A symbolic link stays one.
 
     Args:
-        mode: of the file, less the umask. None: owner, group and mode stay as they are, 0600 for a
-            new file.
+        mode: mode of the file, less the umask. None: owner, group and mode stay as they are; a new
+            file gets 0600.
     Raises: OSError; PermissionError where the file is another user's and would not stay so.
     """
     try:
@@ -105,8 +107,8 @@ class WatchedFile(Generic[Value]):
     """A value that is read from files, and read again when one of them has changed.
 
     Each `get` costs one `stat` a file, so that secrets and certificates that are rotated on disk
-    count without a restart. Files that cannot be read then are logged and tried again after
-    RETRY_S; until then the last valid value stays.
+    are used without a restart. If the changed files cannot be read, `get` logs it, returns the last
+    valid value, and tries again after RETRY_S.
     """
 
     def __init__(

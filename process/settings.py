@@ -49,7 +49,7 @@ _BOUNDS = (
 UNIX = "unix:"
 """Before the path of a Unix socket, in an address."""
 _MAX_SOCKET_BYTES = 107
-"""Of a Unix socket's path (sun_path, less its final zero)."""
+"""Most bytes of a Unix socket's path (sun_path, less its final zero)."""
 
 
 class SettingsError(Exception):
@@ -193,8 +193,8 @@ def _check_known(
 
 
 def _check_keys(cls: type[Any], values: Mapping[str, Any], where: str) -> None:
-    """Of one file among several, so that the error names it; whether the values are right shows
-    when all of them are there.
+    """Refuse unknown keys of one file among several, so that the error names the file. The values
+    are checked when those of all files are there.
     """
     hints = typing.get_type_hints(cls)
     known = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -225,7 +225,7 @@ def to_json(settings: Any) -> str:
 
 
 def refuse_secrets(overrides: Sequence[str]) -> None:
-    """Of a command line, which everybody on the machine can read.
+    """Refuse secrets on a command line, which every user of the machine can read.
 
     Raises: SettingsError for an override that holds a secret, without it.
     """

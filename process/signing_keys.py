@@ -1,4 +1,5 @@
-"""The file of signing keys that a deployment shares: read, made, rotated. Blocking; any thread.
+"""The file of keys with which a deployment signs its handles: read, made, rotated. Blocking; any
+thread.
 
 One key a line, `key_id:64 hex digits`; `#` begins a comment. The first key signs and all verify, so
 that the old key stays valid while it is rotated. Only the owner (and, for secrets that a pod
@@ -22,10 +23,10 @@ from process.settings import SettingsError
 
 KEY_BYTES = 32
 MAX_KEYS = 4
-"""One that signs, one that is coming, and old ones; a file of more is not maintained."""
+"""Most keys in a file: one that signs, one that is coming, and old ones."""
 
 MAX_FILE_BYTES = 64 * 1024
-"""Far above any key file: a longer file was named by mistake."""
+"""Largest file that is read, far above any key file: a longer one was named by mistake."""
 
 _KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SECRET = re.compile(r"[0-9a-fA-F]{64}")

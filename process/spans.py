@@ -1,4 +1,5 @@
-"""Spans: what traced code uses. `current_span()` is the span that the running task works for.
+"""Spans of traces, as traced code uses them. `current_span()` is the span that the running task
+works for.
 
 A request that is not sampled has NOOP_SPAN, whose methods do nothing, so that traced code needs no
 condition. A sampled one has a RecordingSpan, which hands itself to its sink when it ends.
@@ -97,7 +98,7 @@ def trace_headers(pairs: Iterable[tuple[str, object]]) -> dict[str, str]:
 
 
 def parse_headers(headers: Mapping[str, str]) -> TraceContext | None:
-    """As `parse_traceparent`, out of what `trace_headers` yields."""
+    """The trace context in headers that `trace_headers` yields, as `parse_traceparent`."""
     parent = headers.get(TRACEPARENT)
     return parse_traceparent(parent, headers.get(TRACESTATE, "")) if parent else None
 
@@ -194,7 +195,8 @@ class Span:
         """A span within this one that is over already."""
 
     def set(self, attributes: Attributes) -> None:
-        """Set attributes."""
+        """Add attributes to the span, over those of the same name; beyond MAX_ATTRIBUTES new names
+        are dropped."""
 
     def event(
         self, name: str, attributes: Attributes | None = None, *, at_s: float | None = None
@@ -209,17 +211,17 @@ class Span:
 
     @property
     def context(self) -> TraceContext | None:
-        """For a message; None: not sampled."""
+        """The span's ids, to be sent in a message; None: not sampled."""
         return None
 
     @property
     def traceparent(self) -> str:
-        """For a field of a message; empty: not sampled."""
+        """The span as a `traceparent`, to be sent in a message's field; empty: not sampled."""
         return ""
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...] | None:
-        """For a call's metadata; None: not sampled."""
+        """The span as headers, to be sent in a call's metadata; None: not sampled."""
         return None
 
     def __enter__(self) -> Span:
@@ -382,7 +384,7 @@ def new_span_id() -> int:
 
 
 def wall_offset_ns() -> int:
-    """From the monotonic clock to the wall clock, now."""
+    """What to add now to a time of the monotonic clock to have the wall clock's."""
     return time.time_ns() - round(time.monotonic() * 1e9)
 
 

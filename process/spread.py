@@ -1,5 +1,5 @@
-"""Spread: what a list of durations comes to, in milliseconds. A value; the one way in which our
-benchmarks count percentiles.
+"""Spread: mean, percentiles and maximum of a list of durations, in milliseconds. The one way in
+which our benchmarks count percentiles.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spread:
-    """See the module."""
+    """Mean, percentiles and maximum of `num` durations, in milliseconds."""
 
     mean_ms: float
     p50_ms: float
@@ -23,8 +23,8 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """Of at least one. A percentile is the smallest of the values that so many in 100 do not
-        exceed.
+        """The spread of at least one duration. A percentile is the smallest of the values that so
+        many in 100 do not exceed.
         """
         ordered = sorted(seconds)
 

@@ -1,5 +1,5 @@
-"""Tasks beside their callers: tasks that are not awaited, whose errors are logged and which their
-owner ends for certain, and work that must come to its end although its caller is gone."""
+"""Background asyncio tasks: tasks that are not awaited, whose errors are logged and which their
+owner ends for certain, and work that must come to its end although its caller was cancelled."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from process import secret_files
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.secret_files import WatchedFile
 from process.settings import UNIX, SettingsError, check_address, split_host_port
 
@@ -52,7 +52,8 @@ class TlsSettings:
         return bool(self.cert_file)
 
     def check_peers(self, name: str) -> None:
-        """Of a process that is dialled by peers and dials them: all files or none.
+        """Check the settings of a process that calls peers and is called by them: all files or
+        none.
 
         Raises: SettingsError.
         """
@@ -107,7 +108,8 @@ class TlsIdentity:
 
     @classmethod
     def of(cls, settings: TlsSettings, role: PeerRole | None = None) -> TlsIdentity | None:
-        """None where nothing is set. Raises: SettingsError as the constructor."""
+        """The identity that the settings describe; None where nothing is set. Raises: SettingsError
+        as the constructor."""
         return cls(settings, role) if settings.is_on or settings.ca_file else None
 
     def take_over(self, other: TlsIdentity) -> None:
@@ -127,7 +129,7 @@ class TlsIdentity:
         return bool(self._settings.ca_file)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of a gRPC server. With a CA, clients must show a certificate of it."""
+        """The credentials of a gRPC server. With a CA, clients must show a certificate of it."""
         last = [self._pem.get()]
 
         def config(pem: _Pem) -> Any:
@@ -143,12 +145,12 @@ class TlsIdentity:
         return grpc.dynamic_ssl_server_credentials(config(last[0]), fetch, self.asks_clients)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Of a new channel. Without a CA, those that the machine trusts."""
+        """The credentials of a new channel. Without a CA it trusts the machine's own."""
         pem = self._pem.get()
         return grpc.ssl_channel_credentials(pem.ca or None, pem.key or None, pem.cert or None)
 
     def http_context(self) -> ssl.SSLContext:
-        """Of an HTTP server."""
+        """The TLS context of an HTTP server."""
         contexts = {id(pem := self._pem.get()): (pem, self._make_context(ssl.PROTOCOL_TLS_SERVER))}
         outer = next(iter(contexts.values()))[1]
 

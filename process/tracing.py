@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 BATCH_SPANS = 512
 SCOPE = "baton"
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
-"""Of OpenTelemetry's semantic conventions, the version whose names our attributes have."""
+"""The version of OpenTelemetry's semantic conventions whose names our attributes have."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TracingSettings:
     """How often spans are sent."""
 
     send_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
-    """For one attempt to send a batch."""
+    """Time limit of one attempt to send a batch."""
 
     stop_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 2.0
     """How long a stopping process tries to send what waits."""
@@ -109,9 +109,9 @@ class SpanCounters:
     num_ended: int = 0
     num_exported: int = 0
     num_failed: int = 0
-    """Not taken by the receiver."""
+    """Spans that the receiver did not take."""
     num_dropped: int = 0
-    """No room to wait."""
+    """Spans for which the queue had no room."""
 
 
 class _Allowance:
@@ -160,7 +160,7 @@ class Tracing:
 
     @classmethod
     def of(cls, settings: TracingSettings, component: str, instance_id: str) -> Tracing:
-        """As the settings say, for one life of one process.
+        """The tracing of one process, as its settings say.
 
         Raises: SettingsError when OpenTelemetry is not installed, or `ca_file` cannot be read.
         """
@@ -170,7 +170,7 @@ class Tracing:
 
     @staticmethod
     def check(settings: TracingSettings) -> None:
-        """For a process that takes long to start. Raises: as `of`."""
+        """Check the settings early, in a process that takes long to start. Raises: as `of`."""
         if settings.endpoint:
             check_export(settings)
 
@@ -265,7 +265,7 @@ class Tracing:
 
 
 OFF = Tracing()
-"""Of a process without traces."""
+"""The tracing of a process that records no traces."""
 
 
 def _new_trace_id() -> int:

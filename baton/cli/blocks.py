@@ -16,13 +16,13 @@ import click
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from baton import audit as index_audit
-from baton.audit import StoreAudit, StoreHistory
+from baton import index_audit
 from baton.cli import options, render
 from baton.cli.options import RouterTarget, seconds, value
 from baton.cli.render import Column, number, text
 from baton.cluster.state import ClusterState
 from baton.errors import InvalidArgument, NotFound, Unavailable
+from baton.index_audit import StoreAudit, StoreHistory
 from kvstore.block_hash import CHAIN_HASH_BYTES
 from process.registry import RedisAccess
 from protos import common_pb2, kvstore_pb2
@@ -159,8 +159,9 @@ def _state_of(one: StoreAudit) -> str:
         return one.problem
     if one.has_drifted:
         return "DRIFTED"
-    dead = f"; {one.num_dead_lives} dead lives in Redis" if one.num_dead_lives else ""
-    return ("ok" if one.is_settled else "not settled in time: not known") + dead
+    num_earlier = one.num_earlier_indexes
+    earlier = f"; {num_earlier} indexes of earlier starts in Redis" if num_earlier else ""
+    return ("ok" if one.is_settled else "not settled in time: not known") + earlier
 
 
 def _compared(title: str, name: str, shown: Callable[[Any], str] = str) -> Column:

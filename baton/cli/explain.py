@@ -23,7 +23,7 @@ from baton.cli.options import RouterTarget, flag, value
 from baton.cli.render import number, text
 from baton.errors import InvalidArgument, Unavailable
 from process import rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.rpc import Dialer
 from protos import autoscaler_pb2, autoscaler_pb2_grpc, common_pb2, inference_pb2
 

@@ -17,7 +17,7 @@ from baton.cli.options import FILE, RouterTarget, flag, value
 from baton.errors import InvalidArgument
 from baton.key_files import KeyFileError
 from process import api_keys, signing_keys
-from process.access import PeerRole
+from process.authorization import PeerRole
 
 _STEPS = {
     "": (signing_keys.rotate, "signs now; the key before it stays valid"),

@@ -27,7 +27,7 @@ from baton.cluster.config import DEFAULT_PORT, ClusterConfig
 from baton.cluster.state import ClusterState
 from baton.errors import ClusterError, InvalidArgument, Unavailable
 from process import secret_files
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.rpc import Dialer
 from process.settings import field_docstrings
 from process.tls import TlsSettings

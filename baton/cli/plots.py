@@ -1,9 +1,10 @@
-"""Pictures in files: the time of one request (`draw_timeline`), and a load (`draw_load`).
+"""Plots as SVG, PNG or PDF files: a timeline of one request (`draw_timeline`), and the latencies of
+a load of requests (`draw_load`).
 
-A timeline has a lane for each process that the request was at. The stages of the router's account
-follow one another and sum to the whole time; work that ran beside a stage (blocks that were read
-while the prompt was computed) is in the text above, not a bar. A load's picture shows when each
-request ran, and how the times to the first token and between chunks are distributed.
+A timeline has a lane for each process that worked on the request. The stages that the router
+measured follow one another and sum to the whole time; work that ran beside a stage (blocks that
+were read while the prompt was computed) is in the text above, not a bar. A load's picture shows
+when each request ran, and how the times to the first token and between chunks are distributed.
 
 matplotlib comes with the extra `plots` and is imported only here.
 """

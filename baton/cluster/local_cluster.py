@@ -38,7 +38,7 @@ from baton.cluster.state import RunFolder
 from baton.cluster.supervisor import ClusterEvent, OnEvent, ProcessInfo, State, Supervisor
 from baton.errors import BatonError, ClusterError
 from process import api_keys, signing_keys
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.secret_files import replace_file
 
 __all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "State"]

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from baton.cluster.config import ClusterConfig
 from baton.errors import ClusterError
-from process.access import PeerRole
+from process.authorization import PeerRole
 
 if TYPE_CHECKING:
     from baton.certificates import CertSet  # cryptography takes a while to import

@@ -1,4 +1,5 @@
-"""Does the model fit into the memory that its workers may use?
+"""Memory check of preflight: does the model fit, with its KV cache, into the memory that its
+workers may use?
 
 The estimate is the formula of docs/sizing.md over a checkpoint's config:
 

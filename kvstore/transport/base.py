@@ -1,5 +1,5 @@
-"""What a transport of block bytes is, seen from a worker: put own blocks into reserved frames, get
-frames into own blocks.
+"""Transport: the interface by which a worker moves the bytes of KV blocks: put its own blocks into
+reserved frames of a store, get frames into its own blocks.
 
 A transport moves bytes and nothing else: leases, commits and checksums are the client's. It is
 chosen by name in the worker's settings and never falls back to another. One instance per (worker,
@@ -8,7 +8,7 @@ store), used on one asyncio loop.
 The caller sees to it that no kernel that reads or writes the blocks is under way.
 
 Contract, held by every implementation (tests/conformance/test_transport.py):
-- bytes are pushed: nobody reads another process's memory over a network;
+- bytes are pushed: no process reads another one's memory over a network;
 - generation is checked before and after a copy out of a frame; a block whose generation did not
   hold is in `failed`;
 - when `get` returns or raises anything without a `Quarantine`, nothing writes into the destinations
@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import block_hash
-from kvstore.blocks import Block, PackedItems
+from kvstore.block_refs import Block, PackedItems
 from kvstore.transport.device import Device, DeviceChecksums, PinnedStaging
 from process.deadline import Deadline
 
@@ -39,11 +39,11 @@ Ids = npt.NDArray[np.int64]
 Generations = npt.NDArray[np.uint64]
 
 TRANSPORTS = ("shm", "nixl", "grpc")
-"""Between a worker and a store."""
+"""The transports between a worker and a store."""
 
 CUDA_IPC = "cuda_ipc"
 DIRECT_TRANSPORTS = (CUDA_IPC, "nixl", "grpc")
-"""Out of the cache of a worker that lends."""
+"""The transports out of the cache of a worker that lends."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class BlockMemory:
 
     @property
     def device(self) -> Device | None:
-        """Where the blocks lie; None: in host memory."""
+        """The GPU whose memory holds the blocks; None: they lie in host memory."""
         return self.staging.device if self.staging is not None else None
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
@@ -147,14 +147,14 @@ class GetItems(Sequence[tuple[Block, int]]):
 
     @property
     def block_ids(self) -> list[int]:
-        """Where they go, in order."""
+        """The worker's blocks that they are copied to, in order."""
         if isinstance(self._items, PackedItems):
             return list(self._items.places)
         return [block_id for _, block_id in self._items]
 
     @property
     def checksums(self) -> list[int]:
-        """That their references say, in order."""
+        """The checksums that their references say, in order."""
         if isinstance(self._items, PackedItems):
             checksums: list[int] = self._items.blocks.checksums.tolist()
             return checksums
@@ -230,8 +230,8 @@ class Transport(Protocol):
         """Write blocks into reserved frames. They must not change until this is over.
 
         Returns: the items' checksums, in order, of the bytes as the worker has them (a device's: as
-            they lie in host memory): what is lost between there and the frame is found by whoever
-            reads the frame.
+            they lie in host memory): what is lost between there and the frame is found by the next
+            reader of the frame.
         Raises: LeaseLapsed, DeadlineExceeded, Unavailable, TransferFailed; PutUnsettled as the
             module says.
         """

@@ -1,5 +1,5 @@
-"""Copies on a device that can be stopped: `CopyPipeline` queues one piece by piece, `run_copy` runs
-one on an executor's thread for a caller with a deadline.
+"""Copies of a GPU (DMA) that can be stopped midway: `CopyPipeline` queues a copy piece by piece,
+`run_copy` runs it on an executor's thread for a caller with a deadline.
 
 What a device was given cannot be taken back. So a copy goes in pieces, a few under way at once, and
 a copy that is told to stop ends within a piece. A device that does not end its pieces within
@@ -39,9 +39,9 @@ class _Flying:
 
 
 class Flight:
-    """All pieces of one copy, in order, IN_FLIGHT at once. Whoever makes one calls `begin` or
-    `begin_early`, once, on a thread that need not be that of `finish`: that waits for it, and for
-    ever if nobody does. What was begun is to be finished."""
+    """One copy: its pieces in order, IN_FLIGHT at once. The caller must call `begin` or
+    `begin_early` once, on any thread: `finish` waits for that without a limit. What was begun is to
+    be finished."""
 
     def __init__(self, pipeline: CopyPipeline, num_items: int, give: Give) -> None:
         self._pipeline = pipeline
@@ -113,7 +113,7 @@ class Flight:
         self._pipeline.give_back(queue)
 
     def _next_end(self) -> int | None:
-        """Of the piece to be given next; None: there is none, or no room for it yet."""
+        """Where the piece to be given next ends; None: there is none, or no room for it yet."""
         num_given = self._num_given
         if num_given == self._num_items:
             return None
@@ -146,15 +146,15 @@ class CopyPipeline:
 
     def __init__(self, device: Device, piece_items: int, least_items: int | None = None) -> None:
         self.most_items = IN_FLIGHT * piece_items
-        """Of one flight under way at once."""
+        """Most items of one flight that are under way at once."""
         self._piece_items = piece_items
         self._least_items = least_items or piece_items
         self._device = device
-        self._queues: list[CopyQueue] = []  # those that nobody uses now
+        self._queues: list[CopyQueue] = []  # those that are not in use
         self._early: CopyQueue | None = None  # of a flight that no thread has come to yet
 
     def piece_end(self, start: int, num_items: int) -> int:
-        """Of the piece of `num_items` that begins at `start`."""
+        """Where the piece that begins at `start` ends, of a copy of `num_items`."""
         return piece_end(start, num_items, self._piece_items, self._least_items)
 
     def run(
@@ -177,15 +177,15 @@ class CopyPipeline:
         flight.finish(is_stopped, landed, given)
 
     def take_queue(self) -> CopyQueue:
-        """For one flight. Raises: TransferFailed."""
+        """A queue for one flight. Raises: TransferFailed."""
         try:
             return self._queues.pop()  # whether there is one may change until it is taken
         except IndexError:
             return self._device.new_queue()
 
     def take_free_queue(self) -> CopyQueue | None:
-        """For a flight that is begun early: one that is there. None: there is none, or the last
-        such flight still waits for its thread."""
+        """A queue for a flight that is begun early, if one is unused. None: there is none, or the
+        last such flight still waits for its thread."""
         if self._early is None:
             with contextlib.suppress(IndexError):
                 self._early = self._queues.pop()
@@ -193,12 +193,12 @@ class CopyPipeline:
         return None
 
     def came_to(self, queue: CopyQueue) -> None:
-        """A thread sees to the flight of this one."""
+        """Note that a thread has taken over the flight of this queue."""
         if self._early is queue:
             self._early = None
 
     def give_back(self, queue: CopyQueue) -> None:
-        """Nothing of it is under way."""
+        """Keep the queue for the next flight. None of its copies may be under way."""
         self._queues.append(queue)
 
     def end_queue(self, queue: CopyQueue) -> None:
@@ -212,7 +212,7 @@ class CopyPipeline:
         self._queues.append(queue)
 
     def close(self) -> None:
-        """Nothing may be under way."""
+        """Close the queues. No copy may be under way."""
         for queue in self._queues:
             queue.close()
         self._queues.clear()

@@ -1,5 +1,5 @@
-"""A CUDA device through the driver's own library (libcuda), without torch: page-locked host memory,
-DMA on a stream of its own, events.
+"""CudaDevice: a CUDA GPU through the driver's own library (libcuda), without torch: page-locked
+host memory, DMA on a stream of its own, events.
 
 It shares the device's primary context with whatever else in the process uses CUDA (torch does), so
 addresses of torch's tensors can be copied from and to. Importing this loads nothing; `open` does.
@@ -181,7 +181,7 @@ class CudaQueue:
         self._driver = device.driver
         self._stream = c_void_p()
         self.uses_batches = self._driver.batch is not None
-        """Whether many copies go in one call, where the driver knows such a call (CUDA 12.8)."""
+        """Whether many copies go in one call: the driver has cuMemcpyBatchAsync_v2 (CUDA 13)."""
         device.use_in_this_thread()
         self._driver.call("cuStreamCreate", byref(self._stream), c_uint(_STREAM_NON_BLOCKING))
 

@@ -1,6 +1,6 @@
-"""CudaIpcTransport (`cuda_ipc`): blocks out of a lender's cache on a device, which is mapped here,
-by copies between the devices: over NVLink where there is one. For readers on the lender's host
-that it trusts; the lender moves no byte.
+"""CudaIpcTransport (`cuda_ipc`): reads KV blocks out of another worker's GPU memory on the same
+host, mapped by CUDA IPC, by copies between the GPUs: over NVLink where there is one. For readers
+that the lender trusts; the lender moves no byte.
 
 A mapping lets its reader into the whole cache, so a lender gives one only where it was told to
 (`lend_mapped`), after the handshake, to its own host. It is given back when the transport closes;
@@ -18,7 +18,7 @@ between, and what the lender holds until then was not, either. One call says bot
 - the lender is not asked about blocks that it holds already, and long enough
   (`GetItems.held_until_s`).
 
-A lender that is gone answers for no block, and neither does another life of it.
+A lender that is gone answers for no block, and neither does one that was restarted.
 
 A copy goes in pieces (copy_pipeline.py); deadline and cancellation as in `DeviceShmTransport`. Only
 reads: a lender takes no bytes. One asyncio loop; copies are queued and waited for on threads. But
@@ -293,7 +293,7 @@ class CudaIpcTransport:
 
 
 def _breaks(frames: Ids, blocks: Ids) -> Breaks:
-    """Of each but the first: whether another copy begins with it."""
+    """For each block but the first: whether another copy begins with it."""
     is_break: Breaks = (np.diff(frames) != 1) | (np.diff(blocks) != 1)
     return is_break
 

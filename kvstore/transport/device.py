@@ -1,14 +1,15 @@
-"""What transports need of a GPU whose memory holds a worker's blocks, as Protocols: page-lock host
-memory, copy by DMA on a queue of its own, and let another process of this host in (`Shared`).
+"""Device: the interface of a GPU whose memory holds a worker's KV blocks, as transports use it:
+page-lock host memory, copy by DMA on a queue of its own, and share memory with another process of
+this host (`Shared`).
 
-The one real implementation is cuda_device.py; tests have one in plain memory. Knows no CUDA.
+The one real implementation is cuda.py; tests have one in plain memory. Knows no CUDA.
 
 Rules that transports keep, whatever the device:
 - host memory is copied from or to only after `register`: without it a copy is many times slower,
-  and nobody would be told;
-- a copy that was given to a queue cannot be taken back: whoever gave it waits for its end.
+  without an error;
+- a copy that was given to a queue cannot be taken back: its caller waits for its end.
 
-And one for whoever lends blocks to a transport: kernels are asynchronous, and copies do not wait
+And one for the owner of the blocks: kernels are asynchronous, and copies do not wait
 for them, so those that read or write the blocks must be over by then (`compute_mark`).
 
 Every method may be called from any thread; one `CopyQueue` serves one thread at a time.
@@ -37,12 +38,13 @@ Copies = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Shared:
-    """Memory of a device as another process of this host can map it. Whoever knows the handle can
-    read and write the whole allocation, so it is a secret: kept out of reprs and logs."""
+    """Memory of a device as another process of this host can map it. A process that knows the
+    handle can read and write the whole allocation, so it is a secret: kept out of reprs and
+    logs."""
 
     handle: bytes
     offset_bytes: int
-    """From the allocation's start to the memory that is meant."""
+    """Offset of the shared memory from the start of its allocation."""
 
     def __repr__(self) -> str:
         return f"Shared({len(self.handle)} bytes)"
@@ -54,25 +56,28 @@ class PeerCopies:
     the default."""
 
     piece_bytes: int = 128 * 1024 * 1024
-    """Of one piece: 0.35 ms of NVLink, long against what giving it and its checksums costs."""
+    """Bytes of one piece: 0.35 ms of NVLink, long against what queueing it and its checksums
+    costs."""
 
     least_piece_bytes: int = 32 * 1024 * 1024
-    """Of the last pieces: nothing hides the checksums of the very last. To give one takes about as
-    long as this does to come, and a smaller batch of checksums than 16 blocks saves nothing."""
+    """Least bytes of the last pieces, which get smaller since nothing hides the checksums of the
+    very last one. To queue a piece takes about as long as this many bytes take to come, and a
+    smaller batch of checksums than 16 blocks saves nothing."""
 
     max_copies_at_once: int = 128
-    """That the loop itself gives: each costs 2 to 4 us where the driver has no batches. As many as
-    two pieces of blocks of 2 MiB that lie anywhere: a thread comes to the copy before they are
-    here."""
+    """Most copies that the event loop itself queues: each costs 2 to 4 us where the driver has no
+    batches. As many as two pieces of blocks of 2 MiB that lie anywhere: a thread comes to the copy
+    before they are here."""
 
     ask_early_bytes: int = 256 * 1024 * 1024
-    """From here on a copy takes about as long as the lender's answer (0.7 to 0.9 ms). A smaller one
-    is confirmed: the promise would say all of its lease, to save less."""
+    """From this size on the lender is asked to hold the blocks (Hold) while the copy still runs,
+    which takes about as long as its answer (0.7 to 0.9 ms). After a smaller copy it is only asked
+    whether they were still valid."""
 
     hold_s: float = 0.05
-    """For which a lender is asked to keep what it told of while that is copied; it is asked again
-    when that took longer. Guessed: fifteen times what a chunk's blocks take, and half of what a
-    request that is given up may keep its blocks."""
+    """How long the lender is asked to hold the blocks while they are copied; if the copy takes
+    longer, it is asked again at the end. Guessed: fifteen times what a chunk's blocks take, and
+    half of what a request that is given up may keep its blocks."""
 
 
 PEER_COPIES = PeerCopies()
@@ -81,7 +86,8 @@ PEER_COPIES = PeerCopies()
 SPINS = 30
 """Looks at a mark before the first nap: about 30 us, what a small copy takes."""
 LAST_SPINS = 150
-"""Where nothing is behind it: a nap takes 55 us more than it is told to."""
+"""The same for the last mark, behind which nothing runs: a nap takes 55 us more than it is told
+to."""
 _NAP_S = 50e-6
 
 
@@ -92,8 +98,11 @@ class Mark(Protocol):
         """Whether everything before it has ended. Raises: TransferFailed when the device failed."""
 
     def before(self, stream: int) -> None:
-        """Have what a stream of this process is given from now on, by the driver's handle, wait for
-        it on the device. Raises: TransferFailed."""
+        """Make a stream wait on the device for this mark, as cuStreamWaitEvent does: work queued on
+        it later starts after the mark. stream: the driver's handle, of this process.
+
+        Raises: TransferFailed.
+        """
 
 
 class CopyQueue(Protocol):
@@ -110,17 +119,18 @@ class CopyQueue(Protocol):
         this device's own or mapped by `map_shared`. Raises: TransferFailed."""
 
     def mark(self) -> Mark:
-        """Behind all copies given until now."""
+        """A mark behind all copies queued until now."""
 
     def close(self) -> None:
-        """Nothing of it may be under way."""
+        """Destroy the queue. None of its copies may be under way."""
 
 
 class PendingChecksums(Protocol):
     """Checksums that a device computes."""
 
     def result(self) -> list[int]:
-        """Of each block, in order; once. Blocks its thread. Raises: TransferFailed."""
+        """Wait for the checksum of each block, in order; call it once. Blocks the thread. Raises:
+        TransferFailed."""
 
 
 class DeviceChecksums(Protocol):
@@ -146,16 +156,16 @@ class Device(Protocol):
         """How it copies what it has mapped."""
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Page-lock host memory of this process for DMA. Blocks while pages are locked.
+        """Page-lock host memory of this process for DMA. Blocks the thread.
 
         Raises: FailedPrecondition saying why it cannot be.
         """
 
     def unregister(self, address: int) -> None:
-        """Nothing may copy from or to it any more."""
+        """Undo `register`. No copy from or to it may be under way."""
 
     def compute_mark(self) -> Mark:
-        """Behind all kernels that the engine gave the device until now."""
+        """A mark behind all kernels that the engine queued until now."""
 
     def new_queue(self) -> CopyQueue: ...
 
@@ -167,12 +177,14 @@ class Device(Protocol):
         where it cannot be shared."""
 
     def map_shared(self, shared: Shared) -> int:
-        """What another process shares: its address here. Blocks. Raises: FailedPrecondition where
-        this device cannot reach it."""
+        """Map what another process shares. Blocks the thread. Returns: its address in this process.
+
+        Raises: FailedPrecondition where this device cannot reach it.
+        """
 
     def unmap_shared(self, shared: Shared, address: int) -> None:
-        """Give back what `map_shared` gave; nothing may copy from there any more. Also where its
-        owner is gone."""
+        """Undo `map_shared`, also where the owner of the memory is gone. No copy from or to it may
+        be under way."""
 
 
 def wait_for(
@@ -191,12 +203,12 @@ def wait_for(
 
 
 STAGING_BYTES = 16 * 1024 * 1024
-"""Rows together, and one row at least: 0.3 ms of a 55 GB/s bus."""
+"""Bytes of all rows of a staging together, but one row at least: 0.3 ms of a 55 GB/s bus."""
 STALL_S = 10.0
 """A device that has not moved STAGING_BYTES after that long has failed."""
 
 _never_freed: list[npt.NDArray[np.uint8]] = []
-"""Rows that a device may still write into when everybody else has forgotten them."""
+"""Rows that a device may still write into: kept until the process ends."""
 
 
 class PinnedStaging:
@@ -233,7 +245,10 @@ class PinnedStaging:
 
     @property
     def rows(self) -> npt.NDArray[np.uint8]:
-        """uint8 [num_rows, block_bytes], page-locked."""
+        """uint8 [num_rows, block_bytes], page-locked: taken and locked when first asked for.
+
+        Raises: FailedPrecondition when the device cannot use host memory of this process.
+        """
         with self._taking:
             if self._rows is None:
                 buffer = mmap.mmap(-1, self.num_rows * self._block_bytes)
@@ -264,7 +279,7 @@ class PinnedStaging:
         wait_for(queue.mark())
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        """Of blocks as they lie on the device. Raises: TransferFailed."""
+        """Checksums of blocks as they lie on the device, in order. Raises: TransferFailed."""
         found: list[int] = []
         with self._lock:  # its holder is bounded by `stall_s`
             for start in range(0, len(block_ids), self.num_rows):
@@ -274,7 +289,7 @@ class PinnedStaging:
         return found
 
     def close(self) -> None:
-        """Nothing may be under way, and nothing comes any more."""
+        """Unlock the memory and destroy the queue. No copy may be under way; later ones fail."""
         if self._queue is not None:
             self._queue.close()
         if self._unlock is not None:

@@ -1,4 +1,5 @@
-"""gRPC chunks: blocks travel as messages, in both directions copied by the store itself.
+"""GrpcTransport (`grpc`): KV blocks travel as chunks in gRPC messages; in both directions the store
+copies them.
 
 The explicit choice where neither shared memory nor NIXL can be had: about 0.8 GB/s and 1 ms of CPU
 per MiB on each side (measured). Nothing is one-sided: when a call is over, nothing moves any more,
@@ -170,7 +171,8 @@ class StagedTransport:
     async def over(
         cls, memory: BlockMemory, make_inner: Callable[[BlockMemory], Transport]
     ) -> StagedTransport:
-        """make_inner: the transport of a host memory.
+        """A transport of the device's blocks in `memory` through page-locked rows of host memory,
+        which are taken here. make_inner: makes the transport of such host memory.
 
         Raises: FailedPrecondition when the device cannot use host memory of this process.
         """
@@ -184,12 +186,12 @@ class StagedTransport:
 
     @property
     def name(self) -> str:
-        """Of the transport inside."""
+        """The name of the inner transport."""
         return self._put_inner.name
 
     @property
     def counts_own_reads(self) -> bool:
-        """Of the transport inside."""
+        """As of the inner transport."""
         return self._get_inner.counts_own_reads
 
     async def put(

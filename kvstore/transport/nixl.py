@@ -1,6 +1,6 @@
-"""NIXL: the worker WRITEs its blocks into reserved frames; the store WRITEs frames into the
-worker's blocks when asked (Push). Nobody READs: a reader that dies can take the process it reads
-from along.
+"""NixlTransport (`nixl`): one-sided writes (RDMA) by NIXL. The worker WRITEs its KV blocks into
+reserved frames; the store WRITEs frames into the worker's blocks when asked (Push). NIXL's READ is
+not used: a reader that dies can take down the process that it reads from.
 
 A transfer outlives its deadline. A push that was not answered in time may still write into the
 worker's blocks, so they go into a `Quarantine` until the store says that the push is terminal (or
@@ -239,8 +239,8 @@ def region_of(memory: BlockMemory) -> Region:
 async def _settling(
     settled: asyncio.Future[None], cause: BaseException, patience_s: float = SETTLE_AT_ONCE_S
 ) -> BaseException:
-    """Wait for it at most so long. Returns: `cause`, or the cancellation that ended the waiting if
-    that was no cancellation itself: whoever asked has gone, and must not be taken for still there.
+    """Wait for `settled`, `patience_s` at most. Returns: `cause`; if that is no cancellation and
+    the wait was cancelled, the cancellation: the caller is gone.
     """
     try:
         await asyncio.wait([settled], timeout=patience_s)

@@ -1,4 +1,5 @@
-"""One NIXL agent, owned by one thread: descriptors in, WRITEs out, completion on the asyncio loop.
+"""NixlAgent: one agent of NIXL (the transfer library), used by one thread: descriptors in, WRITEs
+out, completion on the asyncio loop.
 
 NIXL is used for pushing only. Why each rule here is one (measured with NIXL 1.5.1, UCX 1.23):
 - ONE thread makes every agent call; others leave jobs in a queue and await futures.
@@ -376,7 +377,7 @@ def _resolve(
     *,
     error: Exception | None = None,
 ) -> None:
-    """Answer a future from the thread. A loop that is closed by now has nobody waiting."""
+    """Answer a future from the thread. On a loop that is closed by now nothing waits for it."""
 
     def answer() -> None:
         if not future.done():

@@ -1,4 +1,5 @@
-"""Shared memory: the worker copies into and out of the store's mapped slab, under a lease.
+"""ShmTransport (`shm`): shared memory. The worker copies KV blocks into and out of the store's
+mapped slab, under a lease.
 
 For worker and store on one host; the store moves no byte. `ShmTransport` is for blocks in host
 memory, `DeviceShmTransport` for blocks on a device, whose copies go by DMA. Both look at a frame's
@@ -452,11 +453,13 @@ class DeviceShmTransport:
 
 
 LOCKED_BYTES = 256 * 1024 * 1024
-"""Of a slab, locked in one call: the driver makes every other call of the process wait for it. A
-slab of 52 GiB in one call held all steps of a worker for longer than 7 s (measured on an H200)."""
+"""Bytes of a slab that are page-locked in one call: the driver makes every other call of the
+process wait for it. A slab of 52 GiB in one call held all steps of a worker for longer than 7 s
+(measured on an H200)."""
 
 KEEP_S = 60.0
-"""A worker tries to attach every few seconds."""
+"""How long a mapped and locked slab is kept for the worker's next attempt to attach, which comes
+within a few seconds."""
 
 _Key = tuple[int, Device, str, bytes]
 _opening: dict[_Key, asyncio.Task[Slab]] = {}
@@ -469,7 +472,7 @@ async def open_registered(
 
     Locking takes long for a large slab (every page is touched and pinned), longer than one attempt
     to attach may take. So an attempt that runs out of time leaves the work going on, and the next
-    one to the same life of a store takes its result. One asyncio loop.
+    one to the same start of the store takes its result. One asyncio loop.
 
     Args: keep_s: after an attempt that ended early, a result that is not taken for so long is given
         back.
@@ -496,7 +499,8 @@ async def open_registered(
 
 
 def close_registered(device: Device, slab: Slab) -> None:
-    """Nothing may copy any more. Blocks."""
+    """Undo `open_registered`: unlock the slab's memory and close it. No copy may be under way.
+    Blocks the thread."""
     try:
         _unlock(device, list(_locked_parts(slab)))
     finally:

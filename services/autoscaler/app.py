@@ -22,7 +22,7 @@ import grpc.aio
 from prometheus_client.metrics_core import Metric
 
 from process import grpc_server, logs
-from process.access import RULES, PeerRole
+from process.authorization import RULES, PeerRole
 from process.errors import BatonError, Unavailable
 from process.grpc_server import HealthServicer, ReflectionServicer
 from process.metrics import HealthProbes, LoopCollector, MetricsServer

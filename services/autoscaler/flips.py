@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from process import logs, rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.errors import FailedPrecondition, Internal, PermissionDenied
 from process.rpc import Dialer
 from process.tasks import end_tasks, start_task

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.block_lender import LENDER_LIMITS
-from kvstore.blocks import PackedBlocks
+from kvstore.block_refs import PackedBlocks
 from kvstore.client import KvStoreClient
 from kvstore.errors import CHECKSUM, LeaseLapsed
 from kvstore.node_ids import is_lender

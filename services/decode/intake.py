@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from engine.request import Reservation
 from engine.sequence import HOLE
 from kvstore import block_hash
-from kvstore.blocks import PackedBlocks, PackedItems
+from kvstore.block_refs import PackedBlocks, PackedItems
 from kvstore.errors import DEADLINE, MISSING
 from kvstore.node_ids import is_lender
 from process import logs

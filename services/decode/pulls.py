@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstore.blocks import InTier, PackedBlocks, PackedItems
+from kvstore.block_refs import InTier, PackedBlocks, PackedItems
 from process.deadline import Deadline
 from process.errors import BatonError
 from services.decode.leases import client_for

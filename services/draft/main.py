@@ -15,7 +15,7 @@ from engine.speculation.draft_port import About
 from engine.speculation.drafter import Task
 from engine.speculation.load import load_draft_model
 from process import entrypoint, logs, tls
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.metrics import HealthProbes, MetricsServer
 from services.draft.config import DraftSettings
 from services.draft.worker import DraftWorker, serving_drafts

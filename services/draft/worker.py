@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from engine.speculation.draft_port import About
 from engine.speculation.draft_sessions import CachingDrafter, DraftSessions, SessionLimits
 from process import entrypoint, grpc_server, logs
-from process.access import RULES, PeerRole
+from process.authorization import RULES, PeerRole
 from process.metrics import MetricsServer
 from process.tls import TlsIdentity
 from services.draft.config import DraftSettings

@@ -20,7 +20,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from engine.outputs import FilledBlock
-from kvstore.blocks import Block, PackedBlocks
+from kvstore.block_refs import Block, PackedBlocks
 from kvstore.exported_blocks import ExportOffer
 from process.errors import BatonError
 from process.tasks import start_task

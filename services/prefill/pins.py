@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.client import KvStoreClient
 from process.deadline import Deadline
 from process.errors import BatonError

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from engine.outputs import FilledBlock
 from engine.request import Reservation
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.client import KvStoreClient
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
 from kvstore.source import MatchResult

@@ -25,7 +25,7 @@ import redis.asyncio
 from google.protobuf import json_format
 
 from process import logs, rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.errors import (
     BatonError,

@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric
 
 from kvstore import index
 from process import entrypoint, grpc_server, logs, metrics, registry
-from process.access import RULES, PeerRole
+from process.authorization import RULES, PeerRole
 from process.errors import BatonError, Unavailable
 from process.grpc_server import HealthServicer, ReflectionServicer
 from process.metrics import HealthProbes, Labels, MetricsServer

@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 
 from process import rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.errors import Internal, Unavailable
 from process.rpc import Dialer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from process import rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Clock, Deadline
 from process.errors import Unavailable
 from process.rpc import Dialer

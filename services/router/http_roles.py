@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from process.access import PeerRole, names_of, roles_of
+from process.authorization import PeerRole, names_of, roles_of
 from process.errors import PermissionDenied
 from process.tls import uris_of
 from services.router.http_server import Handler

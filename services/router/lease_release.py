@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from kvstore.node_ids import is_lender
 from process import logs, rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.rpc import Dialer
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from services.router.sealed_handle import SealedHandle

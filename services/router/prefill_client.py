@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from process import rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Clock, Deadline
 from process.errors import Internal, Unavailable
 from process.rpc import Dialer

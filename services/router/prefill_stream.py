@@ -11,7 +11,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from process import rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.errors import Unavailable
 from process.rpc import Dialer

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import grpc.aio
 
 from process import logs, rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.rpc import Dialer
 from process.tasks import end_tasks
 from protos import common_pb2, decode_pb2_grpc, prefill_pb2_grpc

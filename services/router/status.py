@@ -13,7 +13,7 @@ import grpc.aio
 
 from kvstore.node_ids import is_lender
 from process import rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.rpc import Dialer
 from protos import (
     common_pb2,

@@ -25,7 +25,7 @@ import grpc
 import grpc.aio
 
 from process import logs, rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, Unavailable
 from process.rpc import Dialer

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Clock
 from services.router.views import WorkerView
 from services.router.worker_stream import WorkerStream

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.outputs import FilledBlock
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.client import KvStoreClient
 from process import spans
 from process.deadline import Deadline

@@ -23,7 +23,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from kvstore import errors
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.client import KvStoreClient
 from kvstore.errors import (
     DEADLINE,

@@ -26,7 +26,7 @@ from kvstore.block_hash import HashTurns
 from kvstore.client import KvStoreClient
 from kvstore.transport.base import BlockMemory
 from process import tls
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.errors import BatonError, FailedPrecondition, InvalidArgument, NoCapacity, Unavailable
 from process.rpc import Dialer

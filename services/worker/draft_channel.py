@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from engine.speculation.draft_port import About, Answer, Ask, DraftPeer
 from engine.speculation.draft_traces import DraftTraces
 from process import rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.metrics import MetricsServer, counters, gauges
 from process.rpc import Dialer
 from protos import draft_pb2, draft_pb2_grpc

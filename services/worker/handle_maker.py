@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from services.worker import handle as handles
 from services.worker.core import WorkerCore
 from services.worker.parts import Part, runs_of

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import grpc.aio
 
 from kvstore.block_lender import BlockLender
-from kvstore.blocks import PackedBlocks
+from kvstore.block_refs import PackedBlocks
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
 from kvstore.node_ids import lender_node_id
 from kvstore.service import KvStoreServicer

@@ -20,7 +20,7 @@ from typing import Any
 
 from engine.speculation.draft_port import DraftPeer
 from process import entrypoint, logs, tls
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.metrics import HealthProbes, MetricsServer
 from process.registry import STARTING_WORKER, RegistryHeartbeat
 from process.rpc import Dialer

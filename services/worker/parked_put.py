@@ -9,7 +9,7 @@ import asyncio
 import enum
 
 from engine.parking import Blocks
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.client import PutResult
 from kvstore.transport.base import BlockMemory
 

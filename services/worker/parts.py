@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstore.blocks import Block, PackedBlocks
+from kvstore.block_refs import Block, PackedBlocks
 from services.worker import handle as handles
 
 

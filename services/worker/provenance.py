@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.blocks import Block, InTier, PackedBlocks, Tier
+from kvstore.block_refs import Block, InTier, PackedBlocks, Tier
 from kvstore.node_ids import is_lender
 from process.deadline import Clock
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast
 import grpc.aio
 
 from process import rpc
-from process.access import RULES, PeerRole
+from process.authorization import RULES, PeerRole
 from process.errors import Unavailable
 from process.tasks import end_tasks
 from protos import decode_pb2_grpc, kvstore_pb2_grpc, prefill_pb2_grpc

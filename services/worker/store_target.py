@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvstore.client import KvStoreClient
 from kvstore.transport.base import BlockMemory
 from process import rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.rpc import Dialer
 from services.worker.config import WorkerSettings
 from services.worker.device_memory import block_memory, check_transports

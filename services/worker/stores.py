@@ -30,7 +30,7 @@ from kvstore.client import KvStoreClient
 from kvstore.errors import DEADLINE, INCARNATION, STORE_UNAVAILABLE
 from kvstore.node_ids import is_lender
 from process import logs
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Clock, Deadline
 from process.errors import BatonError, DeadlineExceeded
 from process.tasks import end_tasks, start_task

@@ -18,7 +18,7 @@ import grpc.aio
 
 from engine.speculation.draft_traces import DraftTraces
 from process import grpc_server, logs, tls
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.errors import BatonError, FailedPrecondition, Internal, Unavailable
 from process.metrics import MetricsServer
 from process.settings import SettingsError

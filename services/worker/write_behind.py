@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.outputs import FilledBlock
-from kvstore.blocks import PackedBlocks
+from kvstore.block_refs import PackedBlocks
 from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
 from process import spans

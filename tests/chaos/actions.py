@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import redis
 
-from baton import audit
+from baton import index_audit
 from kvstore import index
 from process import registry
 from tests.chaos import wire_handles
@@ -289,7 +289,9 @@ def lose_index(arena: Arena, rng: random.Random) -> Action:
 
     async def seen(made: Round) -> bool:
         """An audit finds what no sequence number shows; a lost index was published again."""
-        found = await audit.audit(arena.cluster.redis_url, settle_s=READY_S, timeout_s=READY_S)
+        found = await index_audit.audit(
+            arena.cluster.redis_url, settle_s=READY_S, timeout_s=READY_S
+        )
         assert {one.node_id for one in found} == set(arena.stores)
         assert all(one.is_settled for one in found), found
         num_drifted = sum(one.num_missing + one.num_false for one in found)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.errors import CHECKSUM, GENERATION, MISSING
 from kvstore.slab import Slab
 

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from kvstore import block_hash, serve
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.client import PutResult
 from kvstore.config import KvStoreSettings
 from kvstore.errors import INCARNATION, LEASE_LAPSED

@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 
 from kvstore import serve
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.client import PutResult
 from kvstore.slot_pool import SlotState
 from process.errors import BatonError

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kvstore import block_hash, errors
-from kvstore.blocks import Block, Tier
+from kvstore.block_refs import Block, Tier
 from kvstore.client import KvStoreClient
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import wait_for

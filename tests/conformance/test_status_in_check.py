@@ -10,7 +10,7 @@ import pytest
 
 from kvstore import invariants, serve
 from kvstore.block_store import BlockStore
-from kvstore.node import WorkerInfo
+from kvstore.store_node import WorkerInfo
 from process import rpc
 from process.deadline import Deadline
 from protos import kvstore_pb2, kvstore_pb2_grpc

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import node, serve
+from kvstore import serve, store_node
 from kvstore.config import KvStoreSettings
 from kvstore.push import PeerBlocks
 from kvstore.source import WorkerInfo
@@ -27,7 +27,7 @@ async def test_a_store_that_stops_while_it_takes_its_memory_leaves_none(
     store_settings: KvStoreSettings, new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, may_go_on, made = threading.Event(), threading.Event(), threading.Event()
-    take_memory = node.take_memory
+    take_memory = store_node.take_memory
 
     def slow(*arguments: Any) -> Any:
         begun.set()
@@ -37,7 +37,7 @@ async def test_a_store_that_stops_while_it_takes_its_memory_leaves_none(
         finally:
             made.set()
 
-    monkeypatch.setattr(node, "take_memory", slow)
+    monkeypatch.setattr(store_node, "take_memory", slow)
     async with serve.running(dataclasses.replace(store_settings, stop_timeout_s=0.0)) as store:
         attaching = asyncio.create_task(new_worker(store.address, "grpc"))
         await until(begun.is_set)

@@ -22,7 +22,7 @@ from baton import ClusterConfig, LocalCluster
 from baton.client import Client, SyncClient
 from baton.messages import Completion, KvLeg
 from process import signing_keys
-from process.access import PeerRole
+from process.authorization import PeerRole
 from tests.harness.cluster import BLOCK_SIZE, STORE_SIZE, Oracle, assert_idle, oracle, prompts
 from tests.wire.test_roles import methods
 

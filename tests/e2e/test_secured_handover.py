@@ -29,7 +29,7 @@ from engine.request import Sampling
 from kvstore.errors import MISSING, STORE_UNAVAILABLE
 from kvstore.node_ids import lender_node_id
 from process import api_keys, rpc
-from process.access import RULES, PeerRole
+from process.authorization import RULES, PeerRole
 from process.tls import TlsIdentity
 from protos import (
     common_pb2,

@@ -9,7 +9,7 @@ from typing import Any
 from baton import key_files
 from baton.certificates import CertSet
 from process import api_keys
-from process.access import PeerRole as Role
+from process.authorization import PeerRole as Role
 from process.tls import TlsSettings
 
 

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.page_file import SUFFIX, PageFile
 from kvstore.prefix_tree import TreeNode
 from tests.harness.store import LocalStore

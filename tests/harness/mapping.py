@@ -17,7 +17,7 @@ from kvstore import block_hash
 from kvstore import block_lender as lender_module
 from kvstore import client as client_module
 from kvstore.block_lender import LenderLimits as LenderLimits
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.transport import cuda_ipc
 from kvstore.transport.base import GetItems, GetResult
 from kvstore.transport.device import Mark

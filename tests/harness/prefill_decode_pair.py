@@ -22,7 +22,7 @@ from engine.engine import LLMEngine
 from engine.fake import FakeModel
 from engine.request import Request
 from kvstore import block_hash, serve
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.config import KvStoreSettings
 from process import rpc, signing_keys
 from process.errors import BatonError

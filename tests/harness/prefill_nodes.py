@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.engine import LLMEngine
 from kvstore import serve
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.client import KvStoreClient
 from kvstore.config import KvStoreSettings
 from kvstore.transport.base import BlockMemory

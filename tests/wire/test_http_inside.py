@@ -23,7 +23,7 @@ from aiohttp import web
 
 from baton.certificates import CertSet, write
 from process import grpc_server
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.errors import NoCapacity
 from process.grpc_server import PublicPortLimits
 from process.tls import TlsIdentity

@@ -13,7 +13,7 @@ import pytest
 from baton import certificates
 from baton.certificates import CertSet
 from process import rpc
-from process.access import WORKERS, PeerRole
+from process.authorization import WORKERS, PeerRole
 from process.tls import TlsIdentity
 from protos import (
     common_pb2,

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tools.bundled_model.characters import Cast, make_cast
+from tools.bundled_model.cast import Cast, make_cast
 from tools.bundled_model.plots import deeds, friends, things
 from tools.bundled_model.words import lean
 

@@ -9,7 +9,7 @@ import pytest
 from cryptography import x509
 
 from baton import certificates, cli
-from process.access import WORKERS, PeerRole, roles_of
+from process.authorization import WORKERS, PeerRole, roles_of
 
 
 def names(path: Path) -> x509.SubjectAlternativeName:

@@ -12,7 +12,7 @@ from baton.certificates import CertSet
 from baton.cluster import plan as cluster_plan
 from baton.cluster.plan import OPEN, Secured, take_password
 from process import settings
-from process.access import PeerRole
+from process.authorization import PeerRole
 from services.router.config import RouterSettings
 
 

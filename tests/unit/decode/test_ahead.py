@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.blocks import Block, PackedBlocks, Tier
+from kvstore.block_refs import Block, PackedBlocks, Tier
 from kvstore.errors import CHECKSUM
 from kvstore.node_ids import lender_node_id
 from services.decode.ahead import Ahead, Copied, Rest

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.sequence import HOLE
-from kvstore.blocks import Block, Tier
+from kvstore.block_refs import Block, Tier
 from services.decode.intake import Intake
 from services.worker.handle import Run, Stretch
 from services.worker.provenance import Leg

@@ -19,7 +19,7 @@ from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_port import Ask
 from engine.speculation.drafter import Draft, Task
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Internal, InvalidArgument, NoCapacity, Unavailable
 from process.rpc import PLAIN

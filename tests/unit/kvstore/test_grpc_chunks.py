@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore import block_hash
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
 from kvstore.transport.base import BlockMemory, GetItems, PutItem
 from kvstore.transport.grpc import GrpcTransport

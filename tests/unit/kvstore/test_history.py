@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import history, invariants
+from kvstore.block_refs import Block
 from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
-from kvstore.blocks import Block
 from kvstore.history import MAX_EVENTS, BlockHistory
 from kvstore.prefix_tree import TreeNode
 from process.spans import NOOP_SPAN, RecordingSpan, TraceContext

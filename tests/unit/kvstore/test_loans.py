@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.errors import IntegrityError, LeaseLapsed
 from kvstore.exported_blocks import (
     FIRST_GENERATION,

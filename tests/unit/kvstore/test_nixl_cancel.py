@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.errors import TransferFailed
 from kvstore.transport.base import GetItems, PutItem
 from kvstore.transport.nixl import NixlTransport

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.blocks import ROW_BYTES, Block, PackedBlocks, PackedItems, Tier, block_of
+from kvstore.block_refs import ROW_BYTES, Block, PackedBlocks, PackedItems, Tier, block_of
 from kvstore.transport.base import GetItems
 from tests.conftest import LONG
 

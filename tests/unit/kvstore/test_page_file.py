@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore import block_hash
-from kvstore.blocks import StoredPage
+from kvstore.block_refs import StoredPage
 from kvstore.page_file import HEADER_BYTES, PageFile, PageLayout
 from process.errors import FailedPrecondition, NoCapacity
 

@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 
 from kvstore import invariants
-from kvstore.blocks import Block, Page
+from kvstore.block_refs import Block, Page
 from kvstore.change_log import ChangeLog
 from kvstore.errors import IntegrityError
 from kvstore.prefix_tree import PrefixTree, TreeNode

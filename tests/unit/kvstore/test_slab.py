@@ -134,7 +134,7 @@ def test_a_worker_elsewhere_gets_a_clear_error(folder: Path) -> None:
     with pytest.raises(FailedPrecondition, match="on the store's host"):
         Slab.open(folder / "absent", LIFE)
     store = _create(folder)
-    with pytest.raises(FailedPrecondition, match="another life"):
+    with pytest.raises(FailedPrecondition, match="another start"):
         Slab.open(store.path, b"j" * 16)
     other = folder / f"x{SUFFIX}"
     other.write_bytes(b"hello")

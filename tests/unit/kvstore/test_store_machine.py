@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstore.block_refs import Block
 from kvstore.block_store import StoreLimits, WrittenFrame
-from kvstore.blocks import Block
 from kvstore.errors import LeaseLapsed, UnknownAttachment
 from kvstore.slot_pool import SlotState
 from process.errors import FailedPrecondition

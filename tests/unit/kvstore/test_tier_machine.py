@@ -18,8 +18,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore import block_hash
+from kvstore.block_refs import Block
 from kvstore.block_store import StoreLimits, WrittenFrame
-from kvstore.blocks import Block
 from kvstore.frame_table import Demotion, PageWrite, Promotion
 from kvstore.page_file import HEADER_BYTES, PageFile, PageLayout
 from kvstore.tenancy import TenantShares

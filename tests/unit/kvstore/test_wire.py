@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import block_hash, wire
-from kvstore.blocks import ROW_BYTES, Block, PackedBlocks, Tier
+from kvstore.block_refs import ROW_BYTES, Block, PackedBlocks, Tier
 from kvstore.exported_blocks import LeaseUpdate
 from kvstore.wire import SpoiledAnswer
 from protos import common_pb2, kvstore_pb2

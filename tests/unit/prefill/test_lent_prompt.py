@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.outputs import FilledBlock
-from kvstore.blocks import PackedBlocks
+from kvstore.block_refs import PackedBlocks
 from kvstore.errors import LeaseLapsed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer
 from services.prefill.handover import Handover

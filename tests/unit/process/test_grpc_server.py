@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from baton import certificates
 from process import grpc_server, rpc
-from process.access import RULES, PeerRole
+from process.authorization import RULES, PeerRole
 from process.tls import TlsIdentity
 from protos import kvstore_pb2, kvstore_pb2_grpc
 

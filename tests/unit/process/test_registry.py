@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from baton import certificates
 from process import registry
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.registry import RedisAccess
 from process.settings import SettingsError
 from tests.harness.redis_server import PASSWORD, a_redis, behind_tls, password_file

@@ -15,7 +15,7 @@ import pytest
 from baton import certificates
 from baton.certificates import CertSet
 from process import grpc_server, rpc
-from process.access import RULES, PeerRole
+from process.authorization import RULES, PeerRole
 from process.errors import Unavailable
 from process.rpc import Dialer
 from process.settings import SettingsError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine.outputs import FilledBlock
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.client import PutResult
 from kvstore.errors import LeaseLapsed, TransferFailed
 from process.deadline import Deadline

@@ -13,7 +13,7 @@ import pytest
 
 from engine.engine import LLMEngine
 from engine.request import Reservation
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from kvstore.errors import (
     LeaseLapsed,
     Quarantine,

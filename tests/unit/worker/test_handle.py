@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.blocks import Block, Tier
+from kvstore.block_refs import Block, Tier
 from process.errors import Internal
 from process.signing_keys import SigningKey, new_key
 from protos import common_pb2

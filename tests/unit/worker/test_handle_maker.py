@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.blocks import Block
+from kvstore.block_refs import Block
 from services.worker.handle_maker import HandleMaker
 from services.worker.parts import Part, runs_of
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.blocks import Block, Tier
+from kvstore.block_refs import Block, Tier
 from kvstore.node_ids import is_lender, lender_node_id
 from protos import common_pb2
 from services.worker.provenance import HandoverPath, Leg, StageClock, WorkerCounts

@@ -20,7 +20,7 @@ from engine.engine import LLMEngine
 from engine.fake import FakeModel
 from engine.outputs import RequestOutput, StepOutput
 from kvstore import block_hash
-from kvstore.blocks import Block, PackedBlocks
+from kvstore.block_refs import Block, PackedBlocks
 from kvstore.client import KvStoreClient, PutChain, PutResult
 from kvstore.errors import TransferFailed
 from process.deadline import Deadline

@@ -1,10 +1,11 @@
-"""Somebody is in trouble, afraid, far from home or cannot do a thing yet."""
+"""Plots of stories in which a character is in trouble, afraid, far from home or cannot do something
+yet."""
 
 from __future__ import annotations
 
 import random
 
-from tools.bundled_model.characters import Cast
+from tools.bundled_model.cast import Cast
 from tools.bundled_model.phrases import closing, meets, moves, one_day, opening
 from tools.bundled_model.words import FEARS, PLACES, SKILLS, an, lean, pick, say
 

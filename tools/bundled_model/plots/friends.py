@@ -1,10 +1,10 @@
-"""The object goes from one to another, or is won."""
+"""Plots of stories in which the object goes from one character to another, or is won."""
 
 from __future__ import annotations
 
 import random
 
-from tools.bundled_model.characters import Cast
+from tools.bundled_model.cast import Cast
 from tools.bundled_model.phrases import closing, moves, one_day, opening
 from tools.bundled_model.words import KINDS, SEASONS, SMALL_THINGS, an, pick, say
 

@@ -1,10 +1,10 @@
-"""The object is lost, found, made, missed or broken."""
+"""Plots of stories in which the object is lost, found, made, missed or broken."""
 
 from __future__ import annotations
 
 import random
 
-from tools.bundled_model.characters import Cast
+from tools.bundled_model.cast import Cast
 from tools.bundled_model.phrases import closing, meets, moves, one_day, opening
 from tools.bundled_model.words import KINDS, PLACES, SMALL_THINGS, an, join, pick, say
 

@@ -1,9 +1,9 @@
-"""Which peer may call which method: the role in its certificate decides.
+"""Authorization of gRPC calls: which method a peer may call, by the role in its TLS certificate.
 
-A role is a URI among a certificate's names, `baton://role/<role>`. A certificate names one, or both
-of a worker that may take the other; its owner may then call what either may, and nothing more. A
-method that the table does not name is refused, to every role. Pure; `process.grpc_server` checks
-each call.
+A role is a URI among the certificate's names (SAN), `baton://role/<role>`. A certificate names one
+role, or prefill and decode together for a worker that may change its role; such a worker may call
+what either role may, and nothing more. A method that the table does not name is refused to every
+role. Pure; `process.grpc_server` checks each call.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ _URI = "baton://role/"
 
 
 class PeerRole(Enum):
-    """What a process, or a client, is."""
+    """The role of a process or client, as its certificate names it."""
 
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
     KVSTORE = "kvstore"
     DRAFT = "draft"
-    """Guesses for decode workers."""
+    """Runs the draft model for decode workers (speculative decoding)."""
     AUTOSCALER = "autoscaler"
     """Starts, stops and flips workers."""
     CLIENT = "client"
-    """Asks routers for answers."""
+    """Sends requests to routers."""
     ADMIN = "admin"
     """Inspects and changes the cluster: `baton status`, `adapter`, `audit`."""
 
     @property
     def uri(self) -> str:
-        """As certificates have it."""
+        """The URI by which a certificate names this role."""
         return _URI + self.value
 
     @property
@@ -143,7 +143,7 @@ RULES: Mapping[PeerRole, Rules] = {
         **_STANDARD,
     },
 }
-"""By the role of the process that is called."""
+"""The rules of each server, by its role."""
 
 
 def roles_of(uris: Iterable[str]) -> frozenset[PeerRole]:
@@ -157,7 +157,7 @@ def roles_of(uris: Iterable[str]) -> frozenset[PeerRole]:
 
 
 def names_of(roles: frozenset[PeerRole]) -> str:
-    """For messages."""
+    """The roles as words for errors and logs, such as "prefill and decode"."""
     return " and ".join(role.value for role in PeerRole if role in roles)
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from process import access
-from process.access import RULES, WORKERS, PeerRole
+from process import authorization
+from process.authorization import RULES, WORKERS, PeerRole
 from protos import (
     autoscaler_pb2,
     decode_pb2,
@@ -72,14 +72,14 @@ def test_no_method_of_ours_is_open_to_every_role(role: PeerRole) -> None:
     ],
 )
 def test_the_roles_of_a_certificate(uris: list[str], roles: set[PeerRole]) -> None:
-    assert access.roles_of(uris) == roles
+    assert authorization.roles_of(uris) == roles
 
 
 def test_no_pair_but_that_of_a_worker_goes_into_one_certificate() -> None:
     for num in range(2, len(PeerRole) + 1):
         for together in itertools.combinations(PeerRole, num):
             expected = WORKERS if set(together) == WORKERS else frozenset()
-            assert access.roles_of(role.uri for role in together) == expected, together
+            assert authorization.roles_of(role.uri for role in together) == expected, together
 
 
 ROLES = st.lists(st.sampled_from(PeerRole), max_size=4)
@@ -91,10 +91,10 @@ def test_several_roles_gain_nothing_beyond_what_each_may(
     named: list[PeerRole], server: PeerRole, method: str
 ) -> None:
     """Nor do they lose it, where they may be together at all."""
-    roles = access.roles_of(role.uri for role in named)
+    roles = authorization.roles_of(role.uri for role in named)
     assert roles <= set(named)
-    may = access.refusal(RULES[server], method, roles) == ""
-    each = [access.refusal(RULES[server], method, frozenset({role})) == "" for role in roles]
+    may = authorization.refusal(RULES[server], method, roles) == ""
+    each = [authorization.refusal(RULES[server], method, frozenset({role})) == "" for role in roles]
     assert may == any(each)
 
 
@@ -109,7 +109,7 @@ def test_refusals_say_what_and_whom() -> None:
     rules = RULES[PeerRole.DECODE]
 
     def refused(method: str, *roles: PeerRole) -> str:
-        return access.refusal(rules, f"/baton.v1.Decode/{method}", frozenset(roles))
+        return authorization.refusal(rules, f"/baton.v1.Decode/{method}", frozenset(roles))
 
     assert refused("Stream", PeerRole.ROUTER) == ""
     assert refused("Stream", PeerRole.CLIENT).endswith("/Stream: not for a peer of role client")

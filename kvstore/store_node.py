@@ -1,12 +1,12 @@
-"""StoreNode: one life of a store process: its memory, the workers attached to it, and the loop that
-maintains both.
+"""StoreNode: the state of a running KV store process: its memory, the workers attached to it, and
+the loop that maintains both.
 
 Life: made at start with nothing taken -> the first `attach` says how large a block is and takes the
 memory, with it the file tier, the NIXL peers and the maintenance loop -> `stop` unlinks the slab.
 The mapping stays as long as the process lives: peers may hold its address.
 
 Every `sweep_interval_s` the loop ends what has lapsed, detaches workers that are gone, demotes
-blocks if frames are short, and has the kernel make memory for the next frames. The conservation
+blocks if frames are short, and has the kernel allocate memory for the next frames. The conservation
 laws are recomputed if calls came since the last time and none comes now.
 
 Knows no stubs (service.py) and no Redis (index_publisher.py). One asyncio loop.
@@ -29,6 +29,7 @@ import numpy as np
 
 from kvstore import block_hash
 from kvstore.attachments import Attachment
+from kvstore.block_refs import Block
 from kvstore.block_store import (
     NO_ROOM,
     BlockStore,
@@ -37,7 +38,6 @@ from kvstore.block_store import (
     WrittenFrame,
     check_chain,
 )
-from kvstore.blocks import Block
 from kvstore.change_log import ChangeLog, NullLog
 from kvstore.config import KvStoreSettings
 from kvstore.errors import LEASE_LAPSED, LeaseLapsed, UnknownAttachment
@@ -78,11 +78,12 @@ from process.tracing import OFF, Tracing
 logger = logging.getLogger(__name__)
 
 TOUCH_AHEAD_BYTES = 64 * 1024 * 1024
-"""Memory kept ready beyond the frames in use: a quarter of a second of writes at 256 MB/s."""
+"""Memory that the kernel has allocated ahead of the frames in use: a quarter of a second of writes
+at 256 MB/s."""
 _TOUCH_STEP_BYTES = 8 * 1024 * 1024
 FREEZE_EVERY = 1024
-"""Blocks after which those that are here are hidden from the garbage collector: 2 ms of the loop,
-as much in all as its looks at them cost (measured)."""
+"""After so many new blocks gc.freeze() takes all blocks out of the garbage collector's passes: 2 ms
+of the loop, as much in all as those passes over them cost (measured)."""
 RESERVE_AT_ONCE = 256
 """Blocks reserved in one turn of the loop: 2 to 4 ms where others must be evicted."""
 DROP_AT_ONCE = 1000
@@ -116,9 +117,10 @@ class StoreNode:
         self.tier: FileTier | None = None
         self.peers: BlockPusher | None = None
         self.num_touched = 0
-        """Frames whose memory the kernel has made."""
+        """Frames whose memory the kernel has allocated."""
         self.is_draining = False
-        """Nothing new is stored; what is there is served as long as there are leases."""
+        """Whether `drain` was called: no new block is stored, those present are served until the
+        last lease ends."""
         self._changes = NullLog() if changes is None else changes
         self._clock = clock
         self._attaching = asyncio.Lock()
@@ -264,7 +266,8 @@ class StoreNode:
             self._forget_peers()
 
     def now_s(self) -> float:
-        """The store's clock, for one call."""
+        """The time on the store's clock. Counts a call that may change what `check_integrity`
+        checks: a check that is under way begins again."""
         if self._check is not None:
             self._check.num_calls += 1
         return self._clock()
@@ -391,8 +394,8 @@ class StoreNode:
     async def _reserve_chain(
         self, attachment_id: str, lease_id: str, chain: ChainToReserve, **options: Any
     ) -> tuple[str, ReservedChain | None]:
-        """`reserve` of one chain, RESERVE_AT_ONCE blocks in one turn of the loop: what follows the
-        first of them follows blocks that are pinned, or written, under the lease."""
+        """`reserve` of one chain, RESERVE_AT_ONCE blocks in one turn of the loop. Between two turns
+        the blocks reserved so far cannot be evicted: the lease pins them, or has them written."""
         parent, chain_hashes, tail_name, tenant = chain
         answers: list[Reserved] = []
         tail: Reserved | None = None
@@ -570,8 +573,9 @@ class StoreNode:
     # -- maintenance
 
     def look_for_room(self) -> None:
-        """Blocks were stored, or time went by: demote older ones if frames are short. Never
-        waits."""
+        """Start to demote blocks to the file tier if frames are short, and keep new blocks out of
+        the garbage collector's passes. Called when blocks were stored, and every
+        `sweep_interval_s`. Never waits for a move."""
         if self.tier is not None:
             self.tier.kick()
         if self.store is not None:
@@ -588,7 +592,8 @@ class StoreNode:
             self._touch_ahead(store, slab)
 
     async def _check_when_idle(self, check: SlicedCheck) -> None:
-        """In a task of its own: of a million blocks a check takes ten seconds."""
+        """Check the laws when no calls come, in a task of its own: of a million blocks a check
+        takes ten seconds."""
         num_calls = 0
         checked_heard, checked_s = 0, -1.0  # calls and beats, and time, of the last check
         while True:
@@ -623,7 +628,7 @@ class StoreNode:
         store.detach(attachment.attachment_id, self._clock(), grace_s)
 
     def _touch_ahead(self, store: BlockStore, slab: Slab) -> None:
-        """Have the kernel make memory for the next frames: free ones are taken lowest first."""
+        """Have the kernel allocate memory for the next frames: free ones are taken lowest first."""
         ahead = TOUCH_AHEAD_BYTES // slab.layout.stride_bytes
         goal = min(store.frames.num_slots, store.frames.num_ever_taken + ahead)
         is_busy = self._toucher is not None and not self._toucher.done()
@@ -788,7 +793,7 @@ async def _repair(store: BlockStore, slab: Slab, blocks: Sequence[Block]) -> int
 def _checksums(
     slab: Slab, blocks: Sequence[Block], expected: Sequence[int | None]
 ) -> list[int | None]:
-    """Of the frames' bytes as they are now; None where none is expected."""
+    """Checksums of the frames' bytes as they are now; None where none is expected."""
     return [
         None if known is None else block_hash.checksum(slab.block(block.frame))
         for block, known in zip(blocks, expected, strict=True)

@@ -1,5 +1,6 @@
-"""Blocks as values: where one lies (`Block` in a frame of a store or lender, which the wire calls
-`BlockRef`; `Page` in the file tier), and many of them packed as a handle carries them.
+"""References to KV blocks. A `Block` (`BlockRef` on the wire) says in which frame of a store or
+lender one lies, with its hash and checksum, a `Page` where in the file tier; `PackedBlocks` are the
+references of a whole prompt, as a handle carries them.
 
 `PackedBlocks` holds a row of fixed size for each block. The references of a long prompt are made,
 signed, sent, verified and compared as one piece of bytes; a block becomes a `Block` when it is read
@@ -63,8 +64,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A block's place in the file tier. Its checksum is of the bytes there: another writer of the
-    same block may have left slightly other ones in a frame."""
+    """A block's place in the file tier: a slot of its file, not a page of the OS. Its checksum is
+    of the bytes there: another writer of the same block may have left slightly other ones in a
+    frame."""
 
     index: int
     checksum: int
@@ -73,8 +75,8 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """A block in the file tier as its page's header describes it; an earlier life of the store may
-    have written it. serial: grows with each page written, so that the newer of two pages of one
+    """A block in the file tier as its page's header describes it; an earlier start of the store
+    may have written it. serial: grows with each page written, so that the newer of two pages of one
     block is known."""
 
     index: int
@@ -128,7 +130,7 @@ class PackedBlocks(Sequence[Block]):
 
     @classmethod
     def of_rows(cls, rows: Iterable[bytes]) -> PackedBlocks:
-        """From rows that `row` or `rows` made."""
+        """The blocks of rows that `row` or `rows` made."""
         return cls._whole(b"".join(rows))
 
     @property
@@ -264,7 +266,7 @@ class PackedBlocks(Sequence[Block]):
 
     @classmethod
     def _whole(cls, data: bytes) -> PackedBlocks:
-        """From rows that are known to be valid."""
+        """The blocks of rows that are known to be valid."""
         made = cls()
         made.data = data
         return made

@@ -16,14 +16,14 @@ import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import audit, certificates, cli
-from baton.audit import Reading, StoreAudit, compare
+from baton import certificates, cli, index_audit
 from baton.cluster import state as cluster_state
 from baton.cluster.state import ClusterState
+from baton.index_audit import Reading, StoreAudit, compare
 from kvstore import index, serve
 from kvstore.config import KvStoreSettings
 from process import registry
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.registry import RedisAccess
 from protos import inference_pb2
@@ -46,7 +46,7 @@ def test_only_what_differs_in_both_looks_has_drifted(first: Reading, second: Rea
     differing = len(second.present ^ second.indexed)
     assert settled.num_missing + settled.num_false + settled.num_in_flight == differing
     assert settled.has_drifted == bool(missing or false)
-    assert audit.found_fault([settled]) == settled.has_drifted
+    assert index_audit.found_fault([settled]) == settled.has_drifted
     unsettled = compare(STORE, first, second, staleness_s=None)
     assert not unsettled.has_drifted and unsettled.num_in_flight == differing
 
@@ -60,8 +60,8 @@ def test_precision_and_recall_are_shares(look: Reading) -> None:
 
 
 def test_a_store_that_lives_and_cannot_be_compared_is_a_fault() -> None:
-    assert audit.found_fault([StoreAudit("n", "a", "ab", problem="does not answer")])
-    assert not audit.found_fault([StoreAudit("n", "a", "ab", is_void=True, problem="dead")])
+    assert index_audit.found_fault([StoreAudit("n", "a", "ab", problem="does not answer")])
+    assert not index_audit.found_fault([StoreAudit("n", "a", "ab", is_void=True, problem="dead")])
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ async def store(redis_server: RedisServer) -> AsyncIterator[serve.RunningStore]:
 
 
 async def _audited(server: RedisServer) -> StoreAudit:
-    (found,) = await audit.audit(server.url, settle_s=10.0, timeout_s=10.0)
+    (found,) = await index_audit.audit(server.url, settle_s=10.0, timeout_s=10.0)
     return found
 
 
@@ -140,7 +140,7 @@ async def test_lost_and_made_up_entries_are_counted(
     assert (found.num_missing, found.num_false) == (len(lost), len(made_up))
     assert found.num_right == NUM_BLOCKS - len(lost)
     assert found.num_indexed == NUM_BLOCKS - len(lost) + len(made_up)
-    assert found.num_dead_lives == 1
+    assert found.num_earlier_indexes == 1
 
 
 async def test_a_lost_index_is_stale_until_it_is_published_again(
@@ -159,7 +159,7 @@ async def test_a_silent_store_is_no_drift(
 ) -> None:
     await client.hset(index.STORES_KEY, "gone", '{"nodeId": "gone", "incarnation": "ab"}')
     found = await _audited(redis_server)
-    assert found.is_void and not audit.found_fault([found])
+    assert found.is_void and not index_audit.found_fault([found])
     await client.set(index.beat_key("gone"), "ab")
     await client.hset(
         index.STORES_KEY,
@@ -167,7 +167,7 @@ async def test_a_silent_store_is_no_drift(
         '{"nodeId": "gone", "incarnation": "ab", "address": "127.0.0.1:1"}',
     )
     found = await _audited(redis_server)
-    assert found.problem and audit.found_fault([found])
+    assert found.problem and index_audit.found_fault([found])
 
 
 def test_the_command_finds_the_local_cluster_and_says_what_it_found(
@@ -196,7 +196,7 @@ def test_the_command_finds_the_local_cluster_and_says_what_it_found(
         assert (url, settle_s) == (redis_server.url, 2.5)
         return found
 
-    monkeypatch.setattr(audit, "audit", audited)
+    monkeypatch.setattr(index_audit, "audit", audited)
     assert cli.main(["audit", "--settle", "2.5"]) == 1
     shown = capsys.readouterr().out
     assert "DRIFTED" in shown and "80.00 %" in shown and "88.89 %" in shown

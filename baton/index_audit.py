@@ -1,4 +1,5 @@
-"""What the stores of a cluster hold: an audit of the prefix index, and the history of blocks.
+"""Audit of the prefix index: does Redis list exactly the KV blocks that the stores hold? And the
+history of blocks, as the stores remember it.
 
 The audit (`audit`) compares the blocks of each store with the index of that store in Redis. Both
 change while they are read. So each store is read twice, and between the two readings the store must
@@ -26,7 +27,7 @@ from baton.errors import BatonError, Unavailable
 from kvstore import index
 from kvstore.block_hash import CHAIN_HASH_BYTES
 from process import registry, rpc
-from process.access import PeerRole
+from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.registry import RedisAccess
 from process.rpc import Dialer
@@ -75,8 +76,8 @@ class StoreAudit:
     """Batches of changes that Redis lacked in the first reading."""
     staleness_s: float | None = 0.0
     """How long it then took until Redis had all of them; None: longer than the limit."""
-    num_dead_lives: int = 0
-    """Indexes of earlier incarnations in Redis. No router reads them, and they expire."""
+    num_earlier_indexes: int = 0
+    """Indexes in Redis of earlier starts of this store. No router reads them, and they expire."""
     is_void: bool = False
     """The store has no heartbeat, so no router reads its index: there is nothing to compare."""
     problem: str = ""
@@ -117,7 +118,7 @@ def compare(
     second: Reading,
     *,
     staleness_s: float | None,
-    num_dead_lives: int = 0,
+    num_earlier_indexes: int = 0,
 ) -> StoreAudit:
     """Compare two readings of one store. Pure.
 
@@ -143,7 +144,7 @@ def compare(
         num_in_flight=len(missing) + len(false) - num_missing - num_false,
         sequence_lag=max(0, first.store_sequence - first.index_sequence),
         staleness_s=staleness_s,
-        num_dead_lives=num_dead_lives,
+        num_earlier_indexes=num_earlier_indexes,
     )
 
 
@@ -231,10 +232,12 @@ async def _audit_store(
             first = await reader.read()
             staleness_s = await reader.wait_synced(settle_s)
             second = await reader.read()
-            num_dead_lives = await reader.count_dead_lives()
+            num_earlier_indexes = await reader.count_earlier_indexes()
         except BatonError as error:
             return _not_compared(store, str(error))
-    return compare(store, first, second, staleness_s=staleness_s, num_dead_lives=num_dead_lives)
+    return compare(
+        store, first, second, staleness_s=staleness_s, num_earlier_indexes=num_earlier_indexes
+    )
 
 
 def _not_compared(
@@ -285,7 +288,7 @@ class _StoreReader:
                 return None
             await asyncio.sleep(_POLL_S)
 
-    async def count_dead_lives(self) -> int:
+    async def count_earlier_indexes(self) -> int:
         """The number of indexes of this node under other incarnations."""
         keys = [key async for key in self._scan_keys()]
         return sum(1 for key in keys if key != self._key.encode())
@@ -309,7 +312,7 @@ class _StoreReader:
             )
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from_rpc(error) from error
-        self._check_life(status.incarnation)
+        self._check_incarnation(status.incarnation)
         return status
 
     async def _list(self, deadline: Deadline) -> tuple[int, frozenset[bytes]]:
@@ -318,7 +321,7 @@ class _StoreReader:
         try:
             replies = self._stub.List(kvstore_pb2.ListRequest(), timeout=deadline.left_s())
             async for reply in replies:
-                self._check_life(reply.incarnation)
+                self._check_incarnation(reply.incarnation)
                 sequence = reply.index_sequence
                 present.update(reply.chain_hashes)
         except grpc.aio.AioRpcError as error:
@@ -350,7 +353,7 @@ class _StoreReader:
         except registry.REDIS_FAILURES as error:
             raise Unavailable(f"Redis does not answer: {error!r}") from error
 
-    def _check_life(self, incarnation: bytes) -> None:
+    def _check_incarnation(self, incarnation: bytes) -> None:
         if incarnation.hex() != self._store.incarnation:
             raise Unavailable("the store was restarted during the audit; audit again")
 
