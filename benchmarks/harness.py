@@ -80,9 +80,14 @@ def case(measure: Callable[..., Mapping[str, Any]]) -> click.Command:
 
 
 def program(doc: str | None, *commands: click.Command) -> click.Group:
-    """Several cases under one name: `python -m benchmarks.NAME CASE`."""
+    """Several cases under one name: `python -m benchmarks.NAME CASE`. In `--help` indented lines
+    and lists of `doc` keep their line breaks, so that the commands in it can be copied."""
     settings = {"help_option_names": ["-h", "--help"]}
-    return click.Group(commands=list(commands), help=doc, context_settings=settings)
+    paragraphs = (doc or "").strip().split("\n\n")
+    shown = "\n\n".join(
+        f"\b\n{each}" if each.startswith(("    ", "- ")) else each for each in paragraphs
+    )
+    return click.Group(commands=list(commands), help=shown, context_settings=settings)
 
 
 def needs_cuda(num_devices: int = 1) -> None:

@@ -1,8 +1,12 @@
-"""What letting a long prompt in costs a worker that decodes, of the host: no GPU is needed.
+"""What letting a long prompt in costs a worker that decodes, of the host.
 
-python -m benchmarks.stalls admission
-OMP_NUM_THREADS=1 python -m benchmarks.stalls joining --walk-mib 32
-python -m benchmarks.stalls switch-interval
+No GPU is needed.
+
+    python -m benchmarks.stalls admission
+    OMP_NUM_THREADS=1 python -m benchmarks.stalls joining --walk-mib 32
+    python -m benchmarks.stalls switch-interval
+
+Each case prints one JSON object as its last line.
 """
 
 from __future__ import annotations

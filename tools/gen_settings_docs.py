@@ -43,7 +43,7 @@ The same keys can be set in four places:
 | where | how |
 |---|---|
 | a cluster on this machine | `baton up --set router.routing_policy=round_robin` |
-| one process | `python -m services.router --set routing_policy=round_robin` |
+| one process | `python -m services.router --set model=baton-5m --set routing_policy=round_robin` |
 | a TOML file | `python -m services.router --config router.toml` |
 | the Helm chart | `router.settings.routing_policy: round_robin` |
 

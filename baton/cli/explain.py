@@ -108,7 +108,7 @@ def headline(decision: inference_pb2.RoutingDecision) -> str:
         path = common_pb2.HandoverPath.Name(decision.handover).removeprefix("HANDOVER_PATH_")
         won = f"{decision.prefill_id} -> {decision.decode_id}, KV by the {path.lower()} path"
         won = won.replace("store path", "store").replace("by the store", "through the store")
-    return f"{decision.occasion}: {won} ({_number(decision.cost)} {decision.unit})"
+    return f"{decision.occasion}: {won} ({_number(decision.cost, f' {decision.unit}')})"
 
 
 def _details(decision: inference_pb2.RoutingDecision) -> list[str]:
@@ -138,7 +138,7 @@ def _candidates(
     columns = [
         text("", lambda candidate: ">" if candidate.chosen else ""),
         text(role, "worker_id"),
-        number("cost", lambda candidate: f"{_number(candidate.cost)} {decision.unit}"),
+        number("cost", lambda candidate: _number(candidate.cost, f" {decision.unit}")),
         *(
             number(name.replace("_", " "), functools.partial(term, name=name))
             for name in _names(candidates)
@@ -157,10 +157,10 @@ def _names(candidates: Iterable[inference_pb2.RoutingCandidate]) -> list[str]:
     return list(names)
 
 
-def _number(value: float) -> str:
-    if value and abs(value) < _SMALL:
-        return f"{value:.1e}"
-    return f"{value:.4g}" if abs(value) < 1e6 else "last choice"
+def _number(value: float, unit: str = "") -> str:
+    if abs(value) >= 1e6:
+        return "last choice"
+    return f"{value:.1e}{unit}" if value and abs(value) < _SMALL else f"{value:.4g}{unit}"
 
 
 # -- autoscale

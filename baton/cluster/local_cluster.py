@@ -335,14 +335,17 @@ class LocalCluster:
 
     def _on_part_event(self, event: ClusterEvent) -> None:
         """Called in the supervisor's thread. A part that died stays a scrape target, which is
-        down."""
-        if event.what == "ready" and self._folder is not None:
-            info = self.processes[event.name]
-            if info.metrics_address:
-                target = ScrapeTarget(info.name, info.kind, info.metrics_address)
-                self._targets[event.name] = target
-                targets = self._targets.values()
-                self.metrics_config = write_scrape_files(self._folder.path, targets)
+        down; a worker that was stopped for good is none, or an alert would name it for ever."""
+        if event.what in ("ready", "stopped") and self._folder is not None:
+            info = self.processes.get(event.name)
+            targets = dict(self._targets)
+            if info is None:
+                targets.pop(event.name, None)
+            elif event.what == "ready" and info.metrics_address:
+                targets[event.name] = ScrapeTarget(info.name, info.kind, info.metrics_address)
+            if targets != self._targets:
+                self._targets = targets
+                self.metrics_config = write_scrape_files(self._folder.path, targets.values())
         self._on_event(event)
 
     def _parts(self) -> Supervisor:

@@ -15,6 +15,7 @@ import random
 import re
 import shutil
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -31,6 +32,7 @@ import pytest
 
 from baton import ClusterConfig, LocalCluster, cli
 from baton.client import SyncClient
+from baton.cluster.supervisor import ClusterEvent
 from baton.messages import Completion
 from process.errors import InvalidArgument
 from process.spans import TraceContext
@@ -383,6 +385,38 @@ def prometheus(cluster: LocalCluster, tmp_path: Path) -> Iterator[_Prometheus]:
         yield started
     finally:
         started.stop()
+
+
+def test_a_worker_that_was_stopped_for_good_is_no_scrape_target(tmp_path: Path) -> None:
+    """One that died stays a target, which is down."""
+    stopped = threading.Event()
+
+    def on_event(event: ClusterEvent) -> None:
+        if event.what == "stopped" and event.name == "decode-1":
+            stopped.set()
+
+    config = ClusterConfig(
+        port=0,
+        http_port=0,
+        num_decode=2,
+        metrics=True,
+        log_dir=str(tmp_path),
+        overrides=(STORE_SIZE,),
+    )
+    with LocalCluster(config, on_event) as cluster:
+        assert cluster.metrics_config is not None
+        targets = cluster.metrics_config.with_name("targets.json")
+
+        def parts() -> set[str]:
+            return {group["labels"]["part"] for group in json.loads(targets.read_text())}
+
+        before = parts()
+        assert before >= {"prefill-0", "decode-0", "decode-1"}
+        cluster.stop_workers(["decode-1"])
+        assert stopped.wait(BOUND_S)
+        assert parts() == before - {"decode-1"}
+        cluster.kill("prefill-0", restart=False)
+        assert parts() == before - {"decode-1"}
 
 
 def test_prometheus_scrapes_all_parts_and_answers_every_query(

@@ -1,11 +1,14 @@
-"""README.md and docs/: commands are ones that `baton` has, links lead somewhere, Python compiles,
-docs/api.md names every field and error of the HTTP API, and docs/architecture.md every package.
+"""README.md and docs/: commands are ones that `baton` and the benchmarks have, links lead
+somewhere, Python compiles, docs/api.md names every field and error of the HTTP API, and
+docs/architecture.md every package.
 
 docs/library.md is run by tests/unit/engine_client/test_docs.py.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -53,6 +56,37 @@ def test_every_command_is_one() -> None:
             command.make_context(str(command.name), arguments, parent=context)
         except click.ClickException as error:
             pytest.fail(f"{page}: baton {line}: {error.format_message()}")
+
+
+def _modules() -> Iterator[tuple[str, str, str]]:
+    """Page, module and arguments of each `python -m` of this repository."""
+    module = r"python -m ((?:benchmarks|kvstore|services|tools)[\w.]*)"
+    for page in [*PAGES, ROOT / "benchmarks" / "README.md", ROOT / "kernels" / "README.md"]:
+        found = re.findall(rf"^ {{4,8}}{module}([^#\n]*)", _text(page), re.MULTILINE)
+        found += re.findall(rf"`{module}([^`]*)`", _text(page))
+        for name, arguments in found:
+            yield str(page.relative_to(ROOT)), name, re.sub(r"[\[\]]", "", arguments)
+
+
+def test_every_module_is_one() -> None:
+    """Arguments of benchmarks are parsed, not run. `...` and words in capitals stand for others."""
+    found = list(_modules())
+    assert len(found) > 30
+    for page, module, line in found:
+        assert importlib.util.find_spec(module), f"{page}: {module}"
+        if not module.startswith("benchmarks.") or re.search(r"\b[A-Z]+\b", line):
+            continue
+        arguments = shlex.split(line.replace("...", ""))
+        command: click.Command = importlib.import_module(module).main
+        context = click.Context(command)
+        try:
+            if isinstance(command, click.Group):
+                _, inner, arguments = command.resolve_command(context, arguments)
+                assert inner is not None
+                command = inner
+            command.make_context(str(command.name), arguments, parent=context)
+        except click.ClickException as error:
+            pytest.fail(f"{page}: python -m {module}{line}: {error.format_message()}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
