@@ -91,7 +91,7 @@ images:
 
 # What the images install, by hash; needs uv.
 locks: $(READY)
-	$(BIN)/python tools/lock_images.py
+	$(BIN)/python tools/lock_image_packages.py
 
 kind: $(READY)
 	BATON_KIND=1 TORCH_INDEX_URL=$(TORCH_INDEX_URL) $(TEST_ENVIRONMENT) $(BIN)/pytest -v tests/kind

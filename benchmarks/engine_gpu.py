@@ -1,5 +1,5 @@
 """The whole engine on one GPU: schedule, forward, draw, bookkeeping; random weights of two shapes,
-bfloat16, greedy.
+bfloat16, greedy. `offload` serves the bundled model with a part of its weights in host memory.
 
     python -m benchmarks.engine_gpu whole --shapes llama-8b,qwen3-0.6b
 """

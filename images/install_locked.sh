@@ -6,7 +6,7 @@ lock=$1
 shift
 platform=linux/$(dpkg --print-architecture)
 if ! grep -q "^# For .*$platform" "$lock"; then
-    echo "$(basename "$lock") is not for $platform: run tools/lock_images.py where torch for it can be had" >&2
+    echo "$(basename "$lock") is not for $platform: run tools/lock_image_packages.py where torch for it can be had" >&2
     exit 1
 fi
 report=$(mktemp)

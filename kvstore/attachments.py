@@ -114,7 +114,9 @@ class QuarantineList:
         self._frames[frame] = _Quarantined(attachment_id, generation, math.inf)
 
     def take(self, frame: int, generation: int, attachment_id: str) -> bool:
-        """The attachment's transfer into the frame is over. Returns: whether the frame was here."""
+        """Take a frame off the list, since the attachment's transfer into it is over; the caller
+        frees it. Returns: False, and nothing changes, where the frame is not quarantined for this
+        attachment at this generation."""
         held = self._frames.get(frame)
         if held is None or (held.generation, held.attachment_id) != (generation, attachment_id):
             return False

@@ -36,8 +36,8 @@ from kvstore.block_refs import Block, PackedBlocks
 from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer, LeaseUpdate
 from kvstore.links import num_blocks_wanted
+from kvstore.nixl_push import BlockPusher, Frames, PushOutcome, Target
 from kvstore.node_ids import PROBE_HASH
-from kvstore.push import BlockPusher, Frames, PushOutcome, Target
 from kvstore.source import (
     MatchResult,
     ReadPiece,

@@ -400,8 +400,8 @@ class SlicedCheck:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Around work that raises IntegrityError where a law does not hold: it is reported, and the
-        work is over."""
+        """The context of the store's own work. An IntegrityError ends the work and goes no further:
+        it is logged, and `error` names it until the store restarts."""
         try:
             yield
         except IntegrityError as error:

@@ -1,5 +1,5 @@
-"""Node ids of KV stores and of lenders. A lender is a worker whose KV cache other workers read,
-over the gRPC service of a store."""
+"""The node id of a lender, a worker whose KV cache other workers read over the gRPC service of a
+store: made of its worker id, and told from the id of a store."""
 
 from __future__ import annotations
 

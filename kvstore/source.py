@@ -27,8 +27,8 @@ from kvstore.block_store import BlockStore, Reserved, WrittenFrame
 from kvstore.errors import GENERATION
 from kvstore.exported_blocks import LeaseUpdate
 from kvstore.history import OneHistory
+from kvstore.nixl_push import PeerBlocks, PushOutcome, Readable
 from kvstore.prefix_tree import TreeNode
-from kvstore.push import PeerBlocks, PushOutcome, Readable
 from kvstore.slot_pool import SlotState
 from kvstore.tenancy import TenantSlots
 from kvstore.transport.device import Shared

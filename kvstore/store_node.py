@@ -45,7 +45,7 @@ from kvstore.file_tier import FileTier, OpenedPages, open_pages
 from kvstore.history import PULLED, REFUSED, BlockHistory
 from kvstore.invariants import SlicedCheck
 from kvstore.leases import Lease
-from kvstore.push import BlockPusher, Frames, PushOutcome, Target
+from kvstore.nixl_push import BlockPusher, Frames, PushOutcome, Target
 from kvstore.slab import MAX_DEFAULT_FRAMES, Slab, check_room, free_bytes, remove_stale
 from kvstore.source import (
     ChainToReserve,
@@ -184,7 +184,8 @@ class StoreNode:
 
     @property
     def integrity_error(self) -> str:
-        """The law that does not hold, by the last check or found in use; empty: all held."""
+        """Which invariant of the store is violated, as the last complete check found or a call that
+        ran into it; empty: none that is known."""
         return self._check.error if self._check is not None else ""
 
     @property

@@ -21,7 +21,7 @@ from kvstore import block_hash
 from kvstore.block_hash import CHAIN_HASH_BYTES
 from kvstore.block_refs import Block, PackedBlocks, Tier
 from kvstore.exported_blocks import LeaseUpdate
-from kvstore.push import PeerBlocks
+from kvstore.nixl_push import PeerBlocks
 from kvstore.source import ChainToReserve, MatchResult, StoreInfo, WorkerInfo
 from kvstore.transport.device import Shared
 from kvstore.transport.nixl_agent import Region
@@ -195,7 +195,8 @@ class SpoiledAnswer(Exception):
 
 
 def read_attached(reply: kvstore_pb2.AttachReply, request: kvstore_pb2.AttachRequest) -> StoreInfo:
-    """Raises: SpoiledAnswer."""
+    """What a source says of itself to a worker that attaches. Raises: SpoiledAnswer where the
+    answer is damaged, or cannot belong to the request."""
     if not is_whole(reply):
         raise SpoiledAnswer("a handshake with another checksum")
     if not (reply.node_id and reply.attachment_id):
@@ -237,8 +238,12 @@ def read_matched(
 def check_reserved(
     reply: kvstore_pb2.ReserveReply, request: kvstore_pb2.ReserveRequest, num_frames: int
 ) -> None:
-    """Raises: SpoiledAnswer. What passes has one answer for each chain, and rows for the leading
-    blocks of each; a frame to be written belongs to one block only."""
+    """Check that a ReserveReply can be the answer to its request.
+
+    Raises: SpoiledAnswer unless it is undamaged and under the lease that was asked for, answers
+        each chain with leading blocks of it in order (then at most its tail), names only frames
+        below `num_frames`, and lets each frame be written for one block only.
+    """
     if not is_whole(reply):
         raise SpoiledAnswer("frames with another checksum")
     if len(reply.chains) != len(request.chains):
@@ -298,7 +303,8 @@ def read_pinned(reply: kvstore_pb2.PinReply, request: kvstore_pb2.PinRequest) ->
 def check_pushed(
     reply: kvstore_pb2.PushReply, request: kvstore_pb2.PushRequest, block_bytes: int
 ) -> None:
-    """Raises: SpoiledAnswer: whether the push is over must be asked."""
+    """Check that a PushReply can be the answer to its request. Raises: SpoiledAnswer; whether the
+    push is over must be asked then."""
     if reply.push_id != request.push_id:
         raise SpoiledAnswer("another push")
     stale = set(reply.stale)

@@ -34,7 +34,7 @@ _COMMANDS = {
     "demo": ("up", "Start a cluster, send a prompt twice, and check where the KV came from."),
     "replay": ("generate", "Run a recorded request again, and compare its tokens."),
     "bench": ("bench", "Measure a cluster, or the engine alone."),
-    "adapter": ("models", "Load, unload or list LoRA adapters."),
+    "adapter": ("adapters", "Load, unload or list LoRA adapters."),
     "keys": ("keys", "Make or rotate the keys that sign handles."),
     "api-key": ("keys", "Make, list or remove the API keys of clients."),
     "certs": ("keys", "Make certificates for development."),

@@ -244,4 +244,5 @@ class Transport(Protocol):
         """
 
     async def close(self) -> None:
-        """Let everything go; waits a bounded time for transfers that are under way."""
+        """Give back what the transport holds (mappings, locked memory, connections), once no
+        transfer is under way. A device or a peer may never end one: the caller bounds its wait."""

@@ -188,7 +188,7 @@ class CudaIpcTransport:
         return GetResult(len(found) * self._memory.block_bytes, failed, found)
 
     async def close(self) -> None:
-        """Waits for whatever still moves, however long: the caller bounds its own patience."""
+        """See Transport."""
         await self._unsettled.wait()
         await asyncio.to_thread(self._close)
 

@@ -239,7 +239,7 @@ class StagedTransport:
         return GetResult(len(checksums) * self._block_bytes, failed, checksums)
 
     async def close(self) -> None:
-        """Waits for whatever still moves, however long: the caller bounds its own patience."""
+        """See Transport."""
         for turn in (self._put_turn, self._get_turn):
             await turn.quiet()
         await self._put_inner.close()

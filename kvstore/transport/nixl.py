@@ -168,7 +168,7 @@ class NixlTransport:
         return GetResult(num_bytes, failed, dict(zip(came, checksums, strict=True)))
 
     async def close(self) -> None:
-        """Waits for whatever still moves, however long: the caller bounds its own patience."""
+        """See Transport."""
         await self._unsettled.wait()
         await self._agent.remove_peer(self._peer)
         await self._agent.close(Deadline.after(_CLOSE_AGENT_S))

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore import serve, store_node
 from kvstore.config import KvStoreSettings
-from kvstore.push import PeerBlocks
+from kvstore.nixl_push import PeerBlocks
 from kvstore.source import WorkerInfo
 from kvstore.transport.nixl_agent import NixlAgent, Region
 from process.errors import FailedPrecondition

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tools.bundled_model import arithmetic, records
-from tools.bundled_model.cast import Cast, make_cast, make_character
 from tools.bundled_model.small_talk import small_talk
 from tools.bundled_model.stories import Story, make_long_story, make_story, title
+from tools.bundled_model.story_cast import Cast, make_cast, make_character
 from tools.bundled_model.strange import STRANGE_WORDS, strange_question
 from tools.bundled_model.words import (
     KINDS,

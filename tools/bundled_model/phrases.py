@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tools.bundled_model.cast import Cast, Character
+from tools.bundled_model.story_cast import Cast, Character
 from tools.bundled_model.words import SEASONS, TIMES, WEATHERS, an, pick, say
 
 

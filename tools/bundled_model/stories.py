@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tools.bundled_model.cast import Cast, make_cast
 from tools.bundled_model.plots import deeds, friends, things
+from tools.bundled_model.story_cast import Cast, make_cast
 from tools.bundled_model.words import lean
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import random
 
-from tools.bundled_model.cast import Cast
 from tools.bundled_model.phrases import closing, meets, moves, one_day, opening
+from tools.bundled_model.story_cast import Cast
 from tools.bundled_model.words import FEARS, PLACES, SKILLS, an, lean, pick, say
 
 

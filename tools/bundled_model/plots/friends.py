@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from tools.bundled_model.cast import Cast
 from tools.bundled_model.phrases import closing, moves, one_day, opening
+from tools.bundled_model.story_cast import Cast
 from tools.bundled_model.words import KINDS, SEASONS, SMALL_THINGS, an, pick, say
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from tools.bundled_model.cast import Cast
 from tools.bundled_model.phrases import closing, meets, moves, one_day, opening
+from tools.bundled_model.story_cast import Cast
 from tools.bundled_model.words import KINDS, PLACES, SMALL_THINGS, an, join, pick, say
 
 

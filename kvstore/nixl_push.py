@@ -59,7 +59,7 @@ class Frames:
 
 
 class Readable(Protocol):
-    """What a push needs of the truth about frames; a Store fits it, and a ExportedBlocks."""
+    """What a push needs of the truth about frames; `BlockStore` and `ExportedBlocks` have it."""
 
     @property
     def frame_bytes(self) -> int: ...
@@ -122,8 +122,12 @@ class BlockPusher:
     # -- peers
 
     async def meet(self, peer: PeerBlocks) -> Target:
-        """Bring the two agents together. Raises: InvalidArgument, FailedPrecondition when NIXL
-        cannot be used here."""
+        """Make a worker's NIXL agent known to ours, which is started for the first worker.
+
+        Returns: the worker's blocks, for `add`.
+        Raises: InvalidArgument when its region is too small for its blocks, or it has none;
+            FailedPrecondition when NIXL cannot be used here, or refuses the worker's metadata.
+        """
         if peer.num_blocks < 1 or peer.region.num_bytes < peer.num_blocks * peer.block_bytes:
             raise InvalidArgument("region_num_blocks", "more blocks than the region holds, or none")
         async with self._starting:

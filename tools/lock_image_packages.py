@@ -1,7 +1,7 @@
-"""Lock what the container images install: `images/*.lock`, each package by version and hashes.
+"""Lock the Python packages of the container images by version and hashes: `images/*.lock`.
 
-    python tools/lock_images.py                    # after pyproject.toml or constraints.txt changed
-    python tools/lock_images.py --torch-links DIR  # where PyTorch's own CPU index is out of reach
+    python tools/lock_image_packages.py  # after pyproject.toml or constraints.txt changed
+    python tools/lock_image_packages.py --torch-links DIR  # without PyTorch's own CPU index
 
 A lock is for every platform of `PLATFORMS`: uv solves for each, with wheels only, and what it
 finds has to be the same text, since a package's hashes are those of all its files. `DIR` may hold
@@ -9,7 +9,7 @@ torch for some of them only: the lock then names these, and a build for another 
 
 Needs uv on PATH and a package index. Versions are those of `constraints.txt`, which the tests
 passed with; what it does not name is the newest that fits, so a lock is reviewed like any change.
-`tests/unit/tools/test_lock_images.py` sees that locks and constraints agree.
+`tests/unit/tools/test_lock_image_packages.py` sees that locks and constraints agree.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLATFORMS = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 """Machines, as wheels name them, by platforms of images."""
 
 _HEAD = """\
-# Made by tools/lock_images.py; not edited by hand. {what}
+# Made by tools/lock_image_packages.py; not edited by hand. {what}
 """
 
 
@@ -159,7 +159,7 @@ def main() -> int:
             texts = {lock.name: compile_lock(lock, scratch, parsed.torch_links) for lock in LOCKS}
             texts["build"] = compile_build_lock(scratch)
         except (LockError, subprocess.CalledProcessError, FileNotFoundError) as error:
-            sys.stderr.write(f"lock_images: {error}\n")
+            sys.stderr.write(f"lock_image_packages: {error}\n")
             return 1
     for name, text in texts.items():
         (IMAGES / f"{name}.lock").write_text(text, encoding="utf-8")

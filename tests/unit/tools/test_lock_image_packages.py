@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tools import lock_images
-from tools.lock_images import LOCKS, PLATFORMS, Lock, LockError
+from tools import lock_image_packages
+from tools.lock_image_packages import LOCKS, PLATFORMS, Lock, LockError
 
 ROOT = Path(__file__).resolve().parents[3]
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)")
@@ -34,7 +34,7 @@ def _asked(lock: Lock) -> list[Requirement]:
     for extra in lock.extras:
         lines += project["optional-dependencies"][extra]
     asked = [Requirement(line) for line in lines]
-    here = {"sys_platform": "linux", "python_version": lock_images.PYTHON_VERSION}
+    here = {"sys_platform": "linux", "python_version": lock_image_packages.PYTHON_VERSION}
     return [each for each in asked if each.marker is None or each.marker.evaluate(here)]
 
 
@@ -43,8 +43,8 @@ def test_a_lock_holds_all_that_its_image_asks_for(lock: Lock) -> None:
     pins = _lock(lock.name)
     for each in _asked(lock):
         name = canonicalize_name(each.name)
-        assert name in pins, f"{name}: run tools/lock_images.py"
-        assert each.specifier.contains(pins[name]), f"{name}: run tools/lock_images.py"
+        assert name in pins, f"{name}: run tools/lock_image_packages.py"
+        assert each.specifier.contains(pins[name]), f"{name}: run tools/lock_image_packages.py"
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
@@ -57,7 +57,7 @@ def test_a_lock_has_the_versions_that_the_tests_passed_with(lock: Lock) -> None:
         for name, version in _lock(lock.name).items()
         if name in tested and version.public != tested[name].public
     }
-    assert not differing, f"{differing}: run tools/lock_images.py"
+    assert not differing, f"{differing}: run tools/lock_image_packages.py"
 
 
 @pytest.mark.parametrize("name", [*(lock.name for lock in LOCKS), "build"])
@@ -89,8 +89,8 @@ def test_what_an_image_goes_without_is_asked_for_by_others_only() -> None:
 def test_the_locks_are_for_the_python_of_the_base_image() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert "ARG BASE_IMAGE=debian:bookworm-" in dockerfile  # its python3 is 3.11
-    assert lock_images.PYTHON_VERSION == "3.11"
-    assert f"libpython{lock_images.PYTHON_VERSION}-dev" in dockerfile
+    assert lock_image_packages.PYTHON_VERSION == "3.11"
+    assert f"libpython{lock_image_packages.PYTHON_VERSION}-dev" in dockerfile
 
 
 def _platforms(name: str) -> set[str]:
@@ -108,16 +108,16 @@ def test_a_lock_is_for_the_platforms_that_a_folder_has_torch_for(tmp_path: Path)
     cpu = next(lock for lock in LOCKS if lock.is_cpu)
     control = next(lock for lock in LOCKS if not lock.is_cpu)
     with pytest.raises(LockError, match="no wheel of torch"):
-        lock_images.platforms_of(cpu, str(tmp_path))
+        lock_image_packages.platforms_of(cpu, str(tmp_path))
     for machine, platforms in {"x86_64": ("linux/amd64",), "aarch64": tuple(PLATFORMS)}.items():
         (tmp_path / f"torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_{machine}.whl").touch()
-        assert lock_images.platforms_of(cpu, str(tmp_path)) == platforms
-    assert lock_images.platforms_of(cpu, "") == tuple(PLATFORMS)
-    assert lock_images.platforms_of(control, "/nowhere") == tuple(PLATFORMS)
+        assert lock_image_packages.platforms_of(cpu, str(tmp_path)) == platforms
+    assert lock_image_packages.platforms_of(cpu, "") == tuple(PLATFORMS)
+    assert lock_image_packages.platforms_of(control, "/nowhere") == tuple(PLATFORMS)
 
 
 def test_no_lock_is_written_of_which_platforms_differ() -> None:
     text = "a==1 \\\n    --hash=sha256:00\n"
-    assert lock_images.the_same(dict.fromkeys(PLATFORMS, text)) == text
+    assert lock_image_packages.the_same(dict.fromkeys(PLATFORMS, text)) == text
     with pytest.raises(LockError, match=r"\+b==1"):
-        lock_images.the_same({"linux/amd64": text, "linux/arm64": text + "b==1\n"})
+        lock_image_packages.the_same({"linux/amd64": text, "linux/arm64": text + "b==1\n"})
