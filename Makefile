@@ -13,7 +13,7 @@
 #   PYTHON            which Python makes the environment: 3.11 or 3.12 (others lack wheels of what we need)
 #   TORCH_INDEX_URL   where torch comes from. The default index has a CUDA build for Linux; without a GPU
 #                     TORCH_INDEX_URL=<the CPU index that PyTorch's install page names> saves 3 GB.
-#   TEST_JOBS         processes that share the tests, and the types; 2. Many tests start several of their own.
+#   TEST_JOBS         processes that share the tests, and the types; 3, one more than two cores: many tests wait.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -23,7 +23,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
 	&& echo $$python && break; done)
 TORCH_INDEX_URL ?=
-TEST_JOBS ?= 2
+TEST_JOBS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -12,7 +12,8 @@ each round:
   checkpoint, the size that a store has by default.
 - `large`: a store that keeps every block; `all_stored` says whether every block of every prompt
   was in it 2 s after the last answer.
-- `stopped`: the store is stopped (SIGSTOP) while the load runs; `lost` says what was counted.
+- `stopped`, `killed`: the store is stopped (SIGSTOP), or killed, while the load runs; `lost` says
+  what was counted.
 
 The last line printed is one JSON object; `ratio` is served prompts against `none`.
 
@@ -63,7 +64,7 @@ GPU_FRAME_BYTES = 2 * 1024 * 1024
 """Of 16 tokens of a model of 8 B parameters."""
 STEP_TOKENS = 8192
 PACE = DevicePace(step_s=0.003, token_s=1 / 45_600)
-CELLS = ("none", "default", "large", "stopped")
+CELLS = ("none", "default", "large", "stopped", "killed")
 DEFAULT_FRAMES = 1024
 """Of the cell `default`: the least that a store has by default."""
 TIMEOUT_S = 300.0
@@ -219,11 +220,12 @@ async def _cell(name: str, folder: Path, load: Load) -> dict[str, Any]:
             )
             address = ready["address"]
         async with _worker(address, folder, load) as (said, process):
+            blow = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}.get(name)
+            if blow is not None:
+                at_s = 1.0 + load.seconds / 4
+                asyncio.get_running_loop().call_later(at_s, os.kill, pid, blow)
             if name == "stopped":
                 stack.callback(os.kill, pid, signal.SIGCONT)
-                asyncio.get_running_loop().call_later(
-                    1.0 + load.seconds / 4, os.kill, pid, signal.SIGSTOP
-                )
             num, seconds, num_all = await _serve(said["address"], said["fingerprint"], load)
             found: dict[str, Any] = {"served_per_s": num / seconds}
             if name == "large":
