@@ -410,12 +410,11 @@ class LLMEngine:
         return tuple(sequence.block_ids)
 
     def hold_cached(self, chain_hashes: Values[bytes], first: int = 0) -> tuple[int, ...]:
-        """Keep cached blocks as they are, for a reader: the longest prefix of this chain that the
-        prefix cache has, of whatever request, live or over. Its last block is quarantined until
-        `unquarantine` is called for that one, and a block of a chain keeps those before it.
+        """Keep cached blocks as they are, for a reader: blocks [first, ..) of the longest prefix of
+        this chain that the prefix cache has, of whatever request, live or over, or failed by then.
+        They are quarantined until as many `unquarantine`.
 
-        Returns: the ids of its blocks [first, ..); empty where it has no more than `first`, and
-        nothing is kept.
+        Returns: their ids; the first of them is the chain's block `first`.
         """
         return self._cache_manager.hold_cached(chain_hashes, first)
 

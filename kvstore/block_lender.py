@@ -417,10 +417,11 @@ class BlockLender:
         blocks = self.loans.blocks_of(lease_id, num_known)
         num_sealed = max(0, self.loans.num_sealed(lease_id) - num_known)
         held_s = self._hold_s(hold_s) if is_all and is_mapped else 0.0
+        waited_s = self._clock() - now_s  # before the hold begins: a reader adds both
         if held_s:  # in the turn in which they were looked up: nothing comes in between
             self.loans.pin_from(lease_id, num_known, held_s, self._clock())
             self._lapse_in(held_s)
-        return LeaseUpdate(blocks, is_all, max(0, len(blocks) - num_sealed), held_s)
+        return LeaseUpdate(blocks, is_all, max(0, len(blocks) - num_sealed), waited_s, held_s)
 
     def hold(
         self,

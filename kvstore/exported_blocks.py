@@ -151,13 +151,14 @@ class LeaseUpdate:
 
     is_all: they are all that was wanted, or the lease was handed over and lends no more.
     num_unsealed: so many of the last ones have no checksum yet: their bytes are complete, and only
-    a handle says what they must be. held_s: all of them are held for so long from now; 0: they are
-    not.
+    a handle says what they must be. waited_s: for so long the reader waited, until just before they
+    were held. held_s: all of them are held for so long from then on; 0: they are not.
     """
 
     blocks: PackedBlocks
     is_all: bool
     num_unsealed: int = 0
+    waited_s: float = 0.0
     held_s: float = 0.0
 
 

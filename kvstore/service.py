@@ -195,7 +195,6 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def AwaitLent(
         self, request: kvstore_pb2.AwaitLentRequest, context: Context
     ) -> kvstore_pb2.AwaitLentReply:
-        begun_s = self._source.now_s()
         update = await self._source.await_lent(
             request.attachment_id,
             request.lease_id,
@@ -209,7 +208,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             is_all=update.is_all,
             num_unsealed=update.num_unsealed,
             held_ms=int(update.held_s * 1000),  # rounded down: it is a promise
-            waited_us=int((self._source.now_s() - begun_s) * 1e6),
+            waited_us=int(update.waited_s * 1e6),
         )
         if reply.held_ms:
             reply.checksum = wire.checksum_of(reply)

@@ -343,7 +343,7 @@ def read_rest(
     if reply.held_ms and not (is_whole(reply) and reply.held_ms <= request.hold_ms):
         raise SpoiledAnswer("a hold that cannot have been promised")
     waited_s, held_s = reply.waited_us / 1e6, reply.held_ms / 1000
-    update = LeaseUpdate(blocks, reply.is_all, reply.num_unsealed, held_s)
+    update = LeaseUpdate(blocks, reply.is_all, reply.num_unsealed, waited_s, held_s)
     if not held_s or waited_s > now_s - asked_s:  # by what clock?
         return update, 0.0
     # The question came later than it was asked: the hold ends no sooner than this.

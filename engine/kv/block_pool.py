@@ -335,6 +335,17 @@ class BlockPool:
                 self._num_pins[block_id] += 1
             self._num_holds[block_id] = self._num_holds.get(block_id, 0) + 1
 
+    def hold_chain(self, block_ids: Sequence[int]) -> None:
+        """`hold` of cached blocks that follow one another, referenced or not."""
+        if block_ids:
+            self._wake(block_ids[-1])  # and those before it
+        for block_id in block_ids:
+            num_holds = self._num_holds.get(block_id, 0)
+            if num_holds == 0:
+                self._num_pins[block_id] += 1
+                self._num_quarantined += not self._num_references[block_id]
+            self._num_holds[block_id] = num_holds + 1
+
     def unhold(self, block_ids: Iterable[int]) -> None:
         """End one hold of each. Raises: WrongState naming a block that is not held; nothing was
         done."""

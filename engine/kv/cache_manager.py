@@ -371,13 +371,10 @@ class KVCacheManager:
             self.pool.put_back(block_ids)
 
     def hold_cached(self, chain_hashes: Values[bytes], first: int) -> tuple[int, ...]:
-        """Hold the last block of a chain's longest cached prefix, which pins those before it.
-        Returns: the ids of blocks [first, ..) in order; empty: nothing is held."""
+        """Hold blocks [first, ..) of a chain's longest cached prefix. Returns: their ids, in
+        order."""
         block_ids = self.tree.match(chain_hashes)[first:]
-        last = block_ids[-1:]
-        self.tree.share(last)
-        self.pool.hold(last)
-        self.pool.put_back(last)
+        self.pool.hold_chain(block_ids)
         return block_ids
 
     # -- accepted draft tokens

@@ -14,6 +14,7 @@ Knows no request life and no gRPC service. Belongs to the loop's thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -60,8 +61,9 @@ DOUBT_S = 0.05
 a quiet machine."""
 
 MAX_DOUBTING = 4
-"""Lookups that wait longer than DOUBT_S for a store to answer or to be found stalled; the others
-are given up, since many that wait would leave the engine without prompts. Guessed."""
+"""Lookups that wait longer than DOUBT_S for a store to answer or to be found stalled. Where it does
+not answer a ping at once either, the others are given up: many that wait would leave the engine
+without prompts. Guessed."""
 
 FAIR_PART = 0.5
 """Of the operator's budgets, where they are shorter: the whole of one is never left when a call
@@ -109,7 +111,9 @@ class StoreConnector:
         """Called for failed calls of clients that are not this connector's: other nodes' stores."""
         self._client: KvStoreClient | None = None
         self._stalled = asyncio.Event()
-        self._num_doubting = 0
+        self.num_doubting = 0
+        """Lookups that wait for a store which has not answered within DOUBT_S."""
+        self._answered = asyncio.Event()  # a ping, since the store was last doubted
         self._refusal: FailedPrecondition | None = None
         self._last_problem = ""
         self._attached = asyncio.Event()
@@ -246,14 +250,15 @@ class StoreConnector:
         try:
             await asyncio.wait([call], timeout=DOUBT_S)
             if not call.done():
+                self._answered.clear()
                 self._suspect.set()
-                if self._num_doubting < MAX_DOUBTING:
+                if await self._may_wait_on():
                     stalled = asyncio.create_task(self._stalled.wait())
-                    self._num_doubting += 1
+                    self.num_doubting += 1
                     try:
                         await asyncio.wait([call, stalled], return_when=asyncio.FIRST_COMPLETED)
                     finally:
-                        self._num_doubting -= 1
+                        self.num_doubting -= 1
             if call.done():
                 return call.result()
             if self._stalled.is_set():
@@ -261,6 +266,16 @@ class StoreConnector:
             raise Unavailable(f"store {client.address} has not answered within {DOUBT_S} s")
         finally:
             await end_tasks([call, stalled])
+
+    async def _may_wait_on(self) -> bool:
+        """Whether a lookup that the store has not answered waits on: few do, unless the store
+        answers the ping (a lookup that brings blocks in from files takes long)."""
+        if self.num_doubting < MAX_DOUBTING:
+            return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DOUBT_S):
+                await self._answered.wait()
+        return self._answered.is_set()
 
     def suspect(self, client: KvStoreClient, error: BatonError, *, had_s: float = math.inf) -> None:
         """A call failed: look at the attachment now rather than at the next tick.
@@ -411,6 +426,7 @@ class StoreConnector:
         if status.incarnation != client.incarnation:
             return "another life answers"
         self._stalled.clear()
+        self._answered.set()
         self._attached.set()
         return None
 

@@ -9,14 +9,14 @@ are filled -> stored in batches while the request runs -> `end`, or `end_after_r
 at most `put_budget_s` later -> forgotten. `drop` ends it at once. The first failure ends it, and is
 counted by its reason: another worker will compute what is missing.
 
-Blocks are found by their chain hash in the engine's prefix cache and kept until the puts of their
-turn are over. So it does not matter whether their request is live, preempted or over, and a block
-that was evicted is not stored. The engine can be asked between two steps only, so a turn takes what
-two steps fill, of several chains: a turn that is late is made up for by the next. A put carries
-blocks of as many chains as are held, since its two calls cost a worker's interpreter more than the
-blocks in them: on 2 shared cores 1.3 ms, and 6 us a block. One put is under way to each store. How
-much it carries follows from how long the last one took, at most `max_put_bytes`; it takes at most
-`put_budget_s`. A store that is slow keeps the chains of no other store waiting.
+Blocks are found by their chain hash in the engine's prefix cache and quarantined until the puts of
+their turn are over. So it does not matter whether their request is live, preempted, failed or over,
+and a block that was evicted is not stored. The engine can be asked between two steps only, so a
+turn takes what two steps fill, of several chains: a turn that is late is made up for by the next. A
+put carries blocks of as many chains as are held, since its two calls cost a worker's interpreter
+more than the blocks in them: on 2 shared cores 1.3 ms, and 6 us a block. One put is under way to
+each store. How much it carries follows from how long the last one took, at most `max_put_bytes`; it
+takes at most `put_budget_s`. A store that is slow keeps the chains of no other store waiting.
 
 Presence in the store stays closed under prefixes: a put names the block before its first. The chain
 takes the blocks before `num_stored` to be in the store. Where they are not (evicted, or in another
@@ -133,8 +133,8 @@ class _Turn:
     hashes: tuple[bytes, ...]
     """From block 0 to the last of it."""
     held: list[int] = field(default_factory=list)
-    """Ids of the blocks from `first` that are kept: the last is quarantined, until the turn ends.
-    Filled on the engine's thread."""
+    """Ids of the blocks from `first`, which are quarantined until the turn ends; filled on the
+    engine's thread."""
     num_over: int = 0
     """Of `held`, blocks whose put is over."""
     is_stuck: bool = False
@@ -392,7 +392,7 @@ class WriteBehind:
         """End the holds, behind `_hold`, even where that has not run yet: it fills `held` on its
         own thread."""
         self._thread.post(
-            lambda engine: engine.unquarantine([turn.held[-1] for turn in turns if turn.held]),
+            lambda engine: engine.unquarantine([each for turn in turns for each in turn.held]),
             self._on_room,
         )
 

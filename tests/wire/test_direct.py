@@ -297,7 +297,7 @@ async def test_the_store_has_the_prompt_behind(p: Pair) -> None:
     assert reply.leg.num_blocks_behind == FULL and not reply.leg.not_stored
     await until(lambda: p.at_prefill.num_loans == 0)
     assert p.at_prefill.num_chains_behind == 1
-    await until(lambda: p.at_prefill.num_quarantined_blocks >= 1)  # the last of the chain
+    await until(lambda: p.at_prefill.num_quarantined_blocks >= 4)
     gate.open()
     await p.check()
     assert p.num_stored(prompt) == FULL
@@ -400,7 +400,7 @@ async def test_a_handle_that_never_reached_the_router_is_taken_back_and_its_prom
     assert p.at_prefill.num_loans == 1 and p.at_prefill.num_lent_blocks == FULL + 1
     call.vanish()
     await until(lambda: p.at_prefill.num_loans == 0)
-    await until(lambda: p.at_prefill.num_quarantined_blocks >= 1)  # the last of the chain
+    await until(lambda: p.at_prefill.num_quarantined_blocks >= 4)
     gate.open()
     await p.check()
     assert p.num_stored(prompt) == FULL and p.at_prefill.not_stored_behind == before

@@ -179,3 +179,36 @@ def test_quarantine_refuses_what_is_not_the_requests_own(
         engine.unquarantine(reservation.block_ids[3:4])
     engine.check_integrity()
     assert engine.stats().num_quarantined_blocks == 0
+
+
+def test_what_is_read_stays_when_its_request_fails_and_others_need_every_block(
+    make_engine: Make, make_request: Make, finish: Make
+) -> None:
+    """A request that fails is forgotten by the prefix cache: nothing of its chain pins the rest."""
+    engine = make_engine()
+    few = {"allowed_token_ids": (50, 51, 52, 53), "no_repeat_ngram": 1, "max_tokens": 12}
+    prompt, size = tuple(range(1, 15)), 4
+    request = make_request("a", prompt, **few)
+    engine.reserve(request)
+    engine.start("a")
+    hashes: list[bytes] = []
+    for start in range(0, len(prompt) - size + 1, size):
+        before = hashes[-1] if hashes else b""
+        hashes.append(request.block_hasher(before, prompt[start : start + size]))
+    engine.step()  # the prompt, and its first token
+    engine.step()
+    block_ids = engine.hold_cached(hashes)
+    assert len(block_ids) == len(hashes) == 3
+    expected = engine.kv.host_view[list(block_ids)].copy()
+    assert finish(engine)["a"][-1].error
+    engine.check_integrity()
+    assert engine.stats().num_quarantined_blocks == 3
+    for name in "bcde":  # different prompts, of 19 blocks each
+        others = tuple((40 + ord(name) + i) % 97 for i in range(64))
+        engine.reserve(make_request(name, others, max_tokens=12))
+        engine.start(name)
+        finish(engine)
+    assert (engine.kv.host_view[list(block_ids)] == expected).all()
+    engine.unquarantine(block_ids)
+    engine.check_integrity()
+    assert engine.stats().num_quarantined_blocks == 0

@@ -7,7 +7,6 @@ Blocks are taken before a request begins, or as they are needed and away again.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -59,8 +58,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.live: dict[str, Known] = {}
         self.num_requests = 0
         self.in_transfer: list[int] = []
-        self.in_reading: list[list[tuple[int, int, list[int]]]] = []
-        """Of each chain that is read: (block id, place of its first token, its tokens)."""
+        self.in_reading: list[tuple[int, int, list[int]]] = []
+        """(block id, place of its first token, its tokens)."""
         self.lent: list[int] = []
 
     @initialize(
@@ -284,20 +283,14 @@ class EngineMachine(RuleBasedStateMachine):
         hashes: list[bytes] = []
         for block in blocks:
             hashes.append(hasher()(hashes[-1] if hashes else b"", block))
-        block_ids = self.engine.hold_cached(hashes, first)
-        read = [
-            (block_id, index * SIZE, blocks[index])
-            for index, block_id in enumerate(block_ids, first)
-        ]
-        if read:
-            self.in_reading.append(read)
+        for index, block_id in enumerate(self.engine.hold_cached(hashes, first), first):
+            self.in_reading.append((block_id, index * SIZE, blocks[index]))
 
     @precondition(lambda self: self.in_reading)
     @rule(data=st.data())
     def end_reading(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.in_reading) - 1))
-        last, *_ = self.in_reading.pop(index)[-1]
-        self.engine.unquarantine([last])
+        self.engine.unquarantine([self.in_reading.pop(index)[0]])
 
     @rule(num_blocks=st.integers(0, 6))
     def lend(self, num_blocks: int) -> None:
@@ -326,7 +319,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_read_stays_as_it_is(self) -> None:
-        for block_id, start, tokens in itertools.chain(*self.in_reading):
+        for block_id, start, tokens in self.in_reading:
             cell = self.engine.kv.cache[block_id, 0, 0, :, :, 0]
             assert cell[0].tolist() == tokens
             assert cell[1].tolist() == list(range(start, start + SIZE))
@@ -348,7 +341,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.num_waiting + stats.num_running == sum(map(states.count, started))
         assert stats.num_holding == states.count(State.HOLDING)
         assert stats.num_running <= 3
-        num_read = len({read[-1][0] for read in self.in_reading})
+        num_read = len({block_id for block_id, _, _ in self.in_reading})
         num_more = stats.num_quarantined_blocks - len(self.in_transfer)
         assert 0 <= num_more <= num_read
 
@@ -356,7 +349,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Whatever happened: let everything end, and nothing is left."""
         self.engine.return_blocks(self.lent)
         self.engine.unquarantine(self.in_transfer)
-        self.engine.unquarantine([read[-1][0] for read in self.in_reading])
+        self.engine.unquarantine([block_id for block_id, _, _ in self.in_reading])
         for name in [n for n, known in self.live.items() if known.state is State.RESERVED]:
             self.engine.abort(name)
             del self.live[name]

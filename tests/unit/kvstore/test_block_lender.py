@@ -230,11 +230,12 @@ async def test_a_hold_ends_by_itself_and_not_with_the_next_sweep() -> None:
 
 
 async def test_a_lender_that_stops_waits_for_what_it_holds() -> None:
-    place = Place(clock=asyncio.get_running_loop().time)
+    place = Place()
     place.hold(SHORT_S)
     stopping = asyncio.create_task(place.lender.stop(WAIT_S))
     await settled()
     assert (place.loans.num_leases, place.loans.num_lent) == (0, 2)
+    place.clock.now_s += SHORT_S
     await stopping
     assert place.loans.num_lent == 0
 

@@ -391,5 +391,45 @@ async def test_a_store_that_hangs_keeps_the_lookups_under_way_no_longer_than_its
         await connector.stop(timeout_s=1)
 
 
+class SlowClient(HungClient):
+    """A store that answers pings; its lookups take as long as `are_found` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs = False
+        self.are_found = asyncio.Event()
+
+    async def match(self, chain_hashes: Any, *, ttl_s: float, deadline: Deadline) -> MatchResult:
+        await self.are_found.wait()
+        return MatchResult((), "lease")
+
+
+async def test_lookups_that_take_long_are_waited_for_while_the_store_answers_pings() -> None:
+    """They bring blocks in from the file tier."""
+    clients: list[SlowClient] = []
+
+    async def attach(target: StoreTarget, timeout_s: float) -> Any:
+        clients.append(SlowClient())
+        return clients[-1]
+
+    target = StoreTarget("a:1", "w", b"i" * 16, "ab", BlockMemory.of(np.zeros((1, 8), "u1")), "shm")
+    async with running(fake_engine(num_blocks=64)) as thread:
+        connector = StoreConnector(target, thread, WorkerLimits(), attach=attach)
+        assert await connector.start(wait_s=30)
+        client: Any = clients[0]
+        lookups = [
+            asyncio.create_task(
+                connector.match(client, [b"h" * 16], ttl_s=5.0, deadline=Deadline.after(3600))
+            )
+            for _ in range(3 * module.MAX_DOUBTING)
+        ]
+        await until(lambda: connector.num_doubting == len(lookups))
+        client.are_found.set()
+        async with asyncio.timeout(30):
+            found = await asyncio.gather(*lookups)
+        assert [each.lease_id for each in found] == ["lease"] * len(lookups)
+        await connector.stop(timeout_s=1)
+
+
 async def forever() -> None:
     await asyncio.Event().wait()
