@@ -10,6 +10,7 @@ transfer ends within milliseconds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -519,8 +520,10 @@ def _locked_parts(slab: Slab) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def _unlock(device: Device, parts: Sequence[npt.NDArray[np.uint8]]) -> None:
-    for part in parts:
-        device.unregister(part.ctypes.data)
+    """All of them, whatever becomes of one. Raises: the first error."""
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            stack.callback(device.unregister, part.ctypes.data)
 
 
 def _open(device: Device, path: Path, incarnation: bytes) -> Slab:
@@ -533,8 +536,10 @@ def _open(device: Device, path: Path, incarnation: bytes) -> Slab:
             device.register(part.ctypes.data, part.nbytes)
             locked.append(part)
     except BaseException as error:
-        _unlock(device, locked)
-        slab.close()
+        try:
+            _unlock(device, locked)
+        finally:
+            slab.close()
         if not isinstance(error, FailedPrecondition):
             raise
         raise FailedPrecondition(
