@@ -78,7 +78,6 @@ class Load:
     checkpoint: str
     """A folder, or a shape of benchmarks/random_checkpoint.py; empty: the paced device."""
     overlap_prompts: bool
-
     seconds: float
     rounds: int
     prompt_tokens: int
@@ -167,8 +166,8 @@ async def _line(process: asyncio.subprocess.Process) -> dict[str, Any]:
 
 
 async def _serve(address: str, fingerprint: str, load: Load) -> tuple[int, float, int]:
-    """Prompts, so many at once. Returns: how many were served after the first second, and for how
-    many seconds."""
+    """Prompts, so many at once. Returns: how many were served after the first second, for how many
+    seconds, and how many in all."""
     draw = random.Random(f"write path {time.monotonic_ns()}")
     async with rpc.channel(address) as channel:
         stream = KeyedStream(

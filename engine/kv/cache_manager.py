@@ -312,10 +312,10 @@ class KVCacheManager:
         block_ids = sequence.block_ids[first:num_full]
         self.tree.insert_chain(parent_hash, hashes, block_ids)
         num_told = max(0, sequence.num_told_blocks - first)
-        untold = zip(
+        unreported = zip(
             range(first + num_told, num_full), block_ids[num_told:], hashes[num_told:], strict=True
         )
-        filled = tuple(map(FilledBlock._make, untold))
+        filled = tuple(map(FilledBlock._make, unreported))
         sequence.num_cached_blocks = num_full
         sequence.num_told_blocks = max(sequence.num_told_blocks, num_full)
         return filled

@@ -238,7 +238,8 @@ class StoreConnector:
         deadline: Deadline,
     ) -> MatchResult:
         """`KvStoreClient.match`, given up as soon as this node's store counts as stalled. One that
-        does not answer within DOUBT_S is looked at, and only MAX_DOUBTING lookups wait for that.
+        does not answer within DOUBT_S is sent a ping. Until it answers the ping, MAX_DOUBTING
+        lookups wait for it, and the others are given up after another DOUBT_S.
 
         Raises: as `KvStoreClient.match`.
         """

@@ -41,7 +41,7 @@ class SideWays:
         address: Callable[[], str],
         on_room: Callable[[], None],
     ) -> SideWays:
-        """Of a life that begins; the engine is told of its parking.
+        """For a role that begins: the engine gets its parking.
 
         Args:
             target: the store, as this life; None: it has none.

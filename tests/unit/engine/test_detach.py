@@ -190,7 +190,7 @@ def test_its_blocks_are_nobody_elses_until_its_end(
 def test_what_cannot_be_taken_out_says_why(make_engine: Make, make_request: Make) -> None:
     engine = make_engine()
     with pytest.raises(UnknownRequest):
-        engine.detach("nobody")
+        engine.detach("unknown")
     engine.reserve(make_request("reserved", [1, 2, 3]))
     with pytest.raises(WrongState, match="reserved"):
         engine.detach("reserved")

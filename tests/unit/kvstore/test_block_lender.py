@@ -246,7 +246,7 @@ async def test_nothing_is_held_for_longer_than_a_lender_may(place: Place) -> Non
 
 
 async def test_only_so_many_are_held_and_whose_time_is_over_makes_room(place: Place) -> None:
-    """Whoever finds no room is still told what is stale (`hold` looks)."""
+    """A reader that finds no room still learns what is stale (`hold` looks)."""
     place.lender.limits = LenderLimits(max_holds=2)
     assert [place.hold(SHORT_S) for _ in range(3)] == [SHORT_S, SHORT_S, 0.0]
     place.clock.now_s += SHORT_S
