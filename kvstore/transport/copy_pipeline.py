@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
-from kvstore.transport.device import LAST_SPINS, SPINS, CopyQueue, Device, Mark, wait_for
+from kvstore.transport.device import LAST_SPINS, CopyQueue, Device, Mark, wait_for
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded
 
 IN_FLIGHT = 3
-"""Pieces, or more short ones that are as much: the last of them are over before a thread that naps
-has seen it."""
+"""Pieces, or more short ones that are as much: the next ones run while a thread wakes that has
+waited for the first."""
 
 Give = Callable[[CopyQueue, slice], None]
 """Starts the copies of items [start, stop)."""
@@ -104,8 +104,10 @@ class Flight:
                 while self._untold:
                     given(self._untold[0].items, self._untold.popleft().mark)
                 piece = self._flying.popleft()
-                is_last = not self._flying and self._num_given == self._num_items
-                wait_for(piece.mark, num_spins=LAST_SPINS if is_last else SPINS)
+                if self._flying or self._num_given < self._num_items:
+                    piece.mark.wait()
+                else:  # no other piece hides how late a thread wakes
+                    wait_for(piece.mark, num_spins=LAST_SPINS)
                 landed(piece.items)
         except BaseException:
             self._pipeline.end_queue(queue)

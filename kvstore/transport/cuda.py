@@ -28,6 +28,7 @@ from process.errors import BatonError, FailedPrecondition
 _LIBRARY = "libcuda.so.1"
 _NOT_READY = 600
 _STREAM_NON_BLOCKING = 1
+_EVENT_BLOCKING_SYNC = 1
 _EVENT_DISABLE_TIMING = 2
 _HOST_REGISTER_PORTABLE = 1
 _DEFAULT_STREAM = 0
@@ -148,7 +149,8 @@ class CudaMark:
         self._event = c_void_p()
         self._is_over = False
         driver = device.driver
-        driver.call("cuEventCreate", byref(self._event), c_uint(_EVENT_DISABLE_TIMING))
+        flags = _EVENT_DISABLE_TIMING | _EVENT_BLOCKING_SYNC
+        driver.call("cuEventCreate", byref(self._event), c_uint(flags))
         driver.call("cuEventRecord", self._event, stream)
 
     def is_over(self) -> bool:
@@ -160,6 +162,12 @@ class CudaMark:
             self._device.driver.check(result, "cuEventQuery", TransferFailed)
             self._is_over = True
         return True
+
+    def wait(self) -> None:
+        """See Mark."""
+        self._device.use_in_this_thread()
+        self._device.driver.call("cuEventSynchronize", self._event)
+        self._is_over = True
 
     def before(self, stream: int) -> None:
         """See Mark."""
@@ -297,6 +305,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventCreate": (c_void_p, c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
+    "cuEventSynchronize": (c_void_p,),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuEventDestroy_v2": (c_void_p,),
     "cuMemcpyHtoDAsync_v2": (c_ulonglong, c_void_p, c_size_t, c_void_p),

@@ -9,7 +9,6 @@ from baton_kernels.block_checksums import fits
 
 from kvstore.transport.base import CUDA_IPC, BlockMemory
 from kvstore.transport.cuda import CudaDevice
-from kvstore.transport.device import wait_for
 from process.errors import FailedPrecondition
 from services.worker.device_checksums import DeviceChecksums
 from services.worker.engine_port import KvMemoryPort
@@ -89,6 +88,6 @@ def kernel_wait(
 
     def wait() -> None:
         settle()
-        wait_for(compute_mark())  # as unbounded as a kernel: the engine itself waits like that
+        compute_mark().wait()  # as unbounded as a kernel: the engine itself waits like that
 
     return wait

@@ -175,6 +175,11 @@ class _AllMarks:
         """See Mark."""
         return all(mark.is_over() for mark in self._marks)
 
+    def wait(self) -> None:
+        """See Mark."""
+        for mark in self._marks:
+            mark.wait()
+
     def before(self, stream: int) -> None:
         """See Mark."""
         for mark in self._marks:

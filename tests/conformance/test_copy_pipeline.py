@@ -238,11 +238,12 @@ def test_pieces_without_a_least_are_as_large_as_may_be(copying: Copying) -> None
     assert [pipeline.piece_end(at, 10) for at in (0, 4, 7, 9)] == [4, 7, 9, 10]
 
 
-def test_the_last_piece_is_waited_for_without_naps(
+def test_pieces_are_waited_for_without_looks_but_for_the_last(
     copying: Copying, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is behind it that would hide how late one wakes."""
+    """No other piece hides how late a thread wakes that has waited for the last."""
     naps: list[int] = []
+    waits: list[int] = []
 
     class Looked:
         """Over at its hundredth look."""
@@ -252,6 +253,9 @@ def test_the_last_piece_is_waited_for_without_naps(
         def is_over(self) -> bool:
             self.num_looks += 1
             return self.num_looks >= 100
+
+        def wait(self) -> None:
+            waits.append(landed)
 
     class Napping:
         @staticmethod
@@ -267,7 +271,8 @@ def test_the_last_piece_is_waited_for_without_naps(
     monkeypatch.setattr(device, "time", Napping)
     monkeypatch.setattr(FakeQueue, "mark", lambda self: Looked())
     copying.pipeline.run(copying.num_items, copying.give, never, land)
-    assert set(naps) == set(range(copying.num_items - 1)) and landed == copying.num_items
+    assert waits == list(range(copying.num_items - 1)) and landed == copying.num_items
+    assert not naps
 
 
 def test_threads_that_take_queues_at_once_take_each_its_own(copying: Copying) -> None:

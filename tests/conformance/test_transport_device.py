@@ -5,6 +5,7 @@ not correctness. A fake device, as strict as a real one; the real one where ther
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import dataclasses
 import gc
 import threading
@@ -26,6 +27,7 @@ from kvstore.transport.grpc import StagedTransport
 from kvstore.transport.shm import DeviceShmTransport
 from process.errors import BatonError, DeadlineExceeded, FailedPrecondition
 from tests.harness.fake_device import FakeDevice
+from tests.harness.mapping import DeviceHasher
 from tests.harness.store import OnDevice, Worker
 from tests.harness.waiting import until, within
 
@@ -47,6 +49,27 @@ async def test_every_byte_is_copied_once_each_way(
     assert await worker.get(put.lease_id, put.refs, range(20, 40)) == {}
     assert worker.device.num_moved_bytes == 40 * worker.view.shape[1]
     assert np.array_equal(worker.view[20:40], worker.view[:20])
+
+
+async def test_a_device_that_can_computes_the_checksums_of_what_is_put(
+    store: serve.RunningStore,
+    new_worker: NewWorker,
+    chain: Chain,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No thread hashes beside the engine, and a reader finds the bytes that the bus changed."""
+    worker = await new_worker(store.address, SHM)
+    hasher = DeviceHasher(worker)
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceShmTransport, "_hash", None)
+        put = await worker.put(chain("a", 20), range(20))
+        assert hasher.begun == [list(range(20))]
+        worker.device.move = lambda target, source, num_bytes: ctypes.memset(target, 1, num_bytes)
+        spoiled = await worker.put(chain("b", 1), [7])
+        del worker.device.move
+    assert await worker.get(put.lease_id, put.refs, range(20, 40)) == {}
+    assert np.array_equal(worker.view[20:40], worker.view[:20])
+    assert await worker.get(spoiled.lease_id, spoiled.refs, [40]) == {0: errors.CHECKSUM}
 
 
 @pytest.mark.parametrize("name", [SHM, GRPC])

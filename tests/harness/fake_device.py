@@ -44,6 +44,9 @@ class FakeMark:
     def is_over(self) -> bool:
         return self.over.is_set()
 
+    def wait(self) -> None:
+        self.over.wait()
+
     def before(self, stream: int) -> None:
         _streams[stream].give(lambda: wait_for(self))
 

@@ -205,10 +205,11 @@ class DeviceHasher:
         self._stream = FakeStream()
         object.__setattr__(reader.memory, "device_checksums", self)
 
-    def begin(self, block_ids: Any, after: Mark) -> Any:
+    def begin(self, block_ids: Any, after: Mark | None = None) -> Any:
         """Computed when that is over, and no sooner."""
         self.begun.append(list(block_ids))
-        after.before(self._stream.handle)
+        if after is not None:
+            after.before(self._stream.handle)
         found: Future[list[int]] = Future()
 
         def compute() -> None:
