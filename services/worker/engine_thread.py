@@ -2,9 +2,10 @@
 
 Life: `start` -> jobs and steps alternate until `stop`. Between two steps waiting jobs run, in the
 order they came, one at least and then for a share of a step's time: the others wait for one step
-more, since whoever decodes waits for that step. Each step's output goes to the loop by one
-`call_soon_threadsafe`. With neither jobs nor work the thread blocks on its queue; after
-`idle_check_s` of that it checks the engine's conservation laws once.
+more, since whoever decodes waits for that step. The results of the jobs between two steps go to the
+loop by one `call_soon_threadsafe`, and each step's output by another. With neither jobs nor work
+the thread blocks on its queue; after `idle_check_s` of that it checks the engine's conservation
+laws once.
 
 On a GPU a step may return before its kernels are over. Blocks are copied beside them (kvstore's
 transports), so with a store nobody hears of a step or a job until those are over which write into
@@ -35,7 +36,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from engine.metrics import EngineStats
@@ -61,6 +62,13 @@ class _Job:
     run: Callable[[Any], Any]
     future: asyncio.Future[Any] | None
     then: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class _JobResult:
+    job: _Job
+    result: object
+    problem: Exception | None
 
 
 class EngineThread:
@@ -97,6 +105,7 @@ class EngineThread:
         self._watching: asyncio.Task[None] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._late: deque[_Job | None] = deque()  # taken from it, and not run yet
+        self._job_results: list[_JobResult] = []  # the loop has not heard of them yet
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stats = engine.stats()
         self._failure: Internal | None = None
@@ -212,6 +221,7 @@ class EngineThread:
                 self._watch.begin()
                 self._do(job)
                 self._watch.end()
+            self._deliver_job_results()
             if not stopping and self._failure is None:
                 self._watch.begin()
                 self._step()
@@ -257,24 +267,33 @@ class EngineThread:
     def _do(self, job: _Job) -> None:
         if job.future is not None and self._failure is not None:
             refusal = Unavailable(f"the engine failed: {self._failure}")
-            self._deliver(_settle, job.future, None, refusal)
+            self._job_results.append(_JobResult(job, None, refusal))
             return
         result, problem = None, None
         begun_s = time.monotonic()
         try:
             result = job.run(self._engine)
-            self._wait_if_behind()
-            self._stats = self._engine.stats()
         except Exception as error:  # handed to the caller, or the last line of defence
             problem = error
+            if job.future is None:
+                self._fail(error)
         if self._log is not None:
             self._log.job(begun_s, job.run.__qualname__.rpartition(".")[2])
-        if job.future is not None:
-            self._deliver(_settle, job.future, result, problem)
-        elif problem is not None:
-            self._fail(problem)
-        if job.then is not None:
-            self._deliver(job.then)
+        self._job_results.append(_JobResult(job, result, problem))
+
+    def _deliver_job_results(self) -> None:
+        """Those of all jobs between two steps at once: the loop, woken for each of them, would take
+        the interpreter's lock from the next one."""
+        if not self._job_results:
+            return
+        results, self._job_results = self._job_results, []
+        try:
+            self._wait_if_behind()
+            self._stats = self._engine.stats()
+        except Exception as error:  # the last line of defence
+            self._fail(error)
+            results = [replace(each, problem=each.problem or error) for each in results]
+        self._deliver(self._settle, results)
 
     def _step(self) -> None:
         begun_s = time.monotonic()
@@ -318,7 +337,8 @@ class EngineThread:
         for job in self._late:
             if job is not None and job.future is not None:
                 refusal = Unavailable("the worker is stopping")
-                self._deliver(_settle, job.future, None, refusal)
+                self._job_results.append(_JobResult(job, None, refusal))
+        self._deliver(self._settle, self._job_results)
 
     def _deliver(self, callback: Callable[..., object], *arguments: object) -> None:
         try:
@@ -342,15 +362,17 @@ class EngineThread:
                 self._failure = Internal(message)
                 self._on_failure(self._failure)
 
+    def _settle(self, results: list[_JobResult]) -> None:
+        for each in results:
+            future = each.job.future
+            if future is not None and not future.done():  # its caller may have given up
+                if each.problem is not None:
+                    future.set_exception(each.problem)
+                else:
+                    future.set_result(each.result)
+            if each.job.then is not None:
+                self._loop.call_soon(each.job.then)
+
     def _end(self) -> None:
         if not self._ended.done():
             self._ended.set_result(None)
-
-
-def _settle(future: asyncio.Future[Any], result: object, problem: Exception | None) -> None:
-    if future.done():
-        return  # its caller gave up
-    if problem is not None:
-        future.set_exception(problem)
-    else:
-        future.set_result(result)
