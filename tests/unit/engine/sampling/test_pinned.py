@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from baton_kernels import noise
 
-from engine import noise
 from engine.sampling import pipeline
 from tests.unit.engine.sampling.reference import bitmask_of, make_draw
 
