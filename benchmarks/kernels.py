@@ -973,7 +973,7 @@ KINDS = (
 
 
 def _sampling(num_rows: int, num_tokens: int, spread: float, kind: Kind) -> dict[str, Any]:
-    from baton_kernels.gpu import sampling as gpu
+    from baton_kernels import sampling_triton as gpu
 
     generator = torch.Generator(device="cuda").manual_seed(0)
     buffers = [

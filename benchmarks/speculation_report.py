@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 import torch
+from baton_kernels import noise
 from numpy.typing import NDArray
 from rich.progress import track
 from tokenizers import Tokenizer
 
 from benchmarks import harness
 from benchmarks.harness import Several, block_hash
-from engine import noise
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.request import Request, Sampling

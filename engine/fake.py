@@ -16,13 +16,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from baton_kernels.noise import uniform, words
 
 from engine.batch import Batch, Span
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.lora.registry import Adapters
 from engine.models.interface import DecodesAhead, Guesses, InOneProcess
-from engine.noise import uniform, words
 from engine.request import ModelInfo
 
 HIDDEN_SIZE = 8

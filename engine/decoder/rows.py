@@ -16,12 +16,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from baton_kernels import noise
 from baton_kernels.lora import NO_SLOT, TILE_ROWS, most_tiles, tiles_of
 from baton_kernels.sampling import Needs
 from baton_kernels.step_rows import HEADER_WORDS, ImageLayout
 from numpy.typing import NDArray
 
-from engine import noise
 from engine.errors import IntegrityError
 from engine.models.interface import DecodeRow
 from engine.request import Sampling

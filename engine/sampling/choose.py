@@ -19,8 +19,8 @@ import math
 
 import numpy as np
 import torch
+from baton_kernels import noise
 
-from engine import noise
 from engine.sampling import dense
 
 _MANY = 1 << 13

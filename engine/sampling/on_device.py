@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from baton_kernels import logit_ops
+from baton_kernels import logit_ops, noise
 from baton_kernels.sampling import (
     DrawnTokens,
     Needs,
@@ -27,7 +27,6 @@ from baton_kernels.sampling import (
 )
 from numpy.typing import NDArray
 
-from engine import noise
 from engine.errors import EngineError
 from engine.request import Sampling
 from engine.sampling import dense

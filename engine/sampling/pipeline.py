@@ -17,9 +17,9 @@ depend on it, and documented here:
     11 top_k                 thresholds: ties at the edge stay in        truncation.py
     12 top_p                 of what top_k left, renormalised
     13 min_p
-    draw            argmax of scaled logit + noise of (seed, sample     choose.py, engine/noise.py
+    draw            argmax of scaled logit + noise of (seed, sample     choose.py, baton_kernels,
                     index, position, token id); or by what was        engine/speculation/
-                    proposed (Draw.proposals)                           acceptance.py
+                    proposed (Draw.proposals)                         acceptance.py
 
 Truncation cannot empty the support: each threshold is at most the best token's own.
 
@@ -42,9 +42,9 @@ from functools import partial
 
 import numpy as np
 import torch
+from baton_kernels import noise
 from numpy.typing import NDArray
 
-from engine import noise
 from engine.errors import EngineError
 from engine.request import Sampling
 from engine.sampling import dense

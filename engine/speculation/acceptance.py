@@ -15,8 +15,8 @@ the same, and if it is accepted the path ends with it (`at_nodes`). Whether a no
 not depend on what was drawn below it.
 
 `naive` draws from p alone and follows the tree while it has the token: the paper's baseline, and
-with the noise of plain decoding (engine/noise.py) the rule of the exact mode, where children may be
-chosen in any way.
+with the noise of plain decoding (baton_kernels/noise.py) the rule of the exact mode, where children
+may be chosen in any way.
 
 Pure; float64; any thread.
 """

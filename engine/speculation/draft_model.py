@@ -2,9 +2,9 @@
 configuration <k1, ..., km>: at step i each newest node gets its k_i best children (section 3.2).
 
 Children are chosen for the exact mode: by the model's scores with the very noise that the target's
-draw after the same tokens will have (engine/noise.py), so that both draw the same token as often as
-their distributions allow; without noise where the request is greedy. A task that `is_drawn` gets
-k_i draws instead (drawing.py); what was drawn twice is one node with two tries.
+draw after the same tokens will have (baton_kernels/noise.py), so that both draw the same token as
+often as their distributions allow; without noise where the request is greedy. A task that
+`is_drawn` gets k_i draws instead (drawing.py); what was drawn twice is one node with two tries.
 
 It has a KV cache of its own, for the tokens that the sequence has. Of one path each node is
 computed once; nodes of a tree that has branched are computed anew with each step of it. Nothing of
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from baton_kernels import noise
 
-from engine import noise
 from engine.batch import Batch, Span
 from engine.models.interface import Guesses, LoadedModel
 from engine.request import ModelInfo

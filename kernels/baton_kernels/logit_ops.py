@@ -53,7 +53,7 @@ def penalise(logits: torch.Tensor, penalties: Penalties, *, backend: Backend = "
     if not ids.numel():
         return
     if runs_triton(backend, logits):
-        from baton_kernels.gpu import logit_ops as gpu
+        from baton_kernels import logit_ops_triton as gpu
 
         gpu.penalise(logits, penalties)
         return
@@ -95,7 +95,7 @@ def add_bias(
     if not token_ids.numel():
         return
     if runs_triton(backend, logits):
-        from baton_kernels.gpu import logit_ops as gpu
+        from baton_kernels import logit_ops_triton as gpu
 
         gpu.add_bias(logits, token_ids, values)
         return
@@ -135,7 +135,7 @@ def apply_bitmask(
     if not len(words):
         return
     if runs_triton(backend, logits):
-        from baton_kernels.gpu import logit_ops as gpu
+        from baton_kernels import logit_ops_triton as gpu
 
         gpu.apply_bitmask(logits, words, rows)
         return

@@ -1,24 +1,47 @@
-"""Gumbel noise and mass of a token, number by number: the arithmetic that `draw_tokens` is made of,
-in plain torch.
+"""Gumbel noise as a function of (seed, sample index, absolute position, token id): nothing to
+store, nothing to lose. And the mass of a token, which top-p sums.
 
-The noise is engine/noise.py's, bit for bit (that is its one definition, where it is explained; this
-package may not import it, so a test compares the two). The mass is what top-p sums: exp(-distance)
-as a fixed-point integer, so that a sum does not depend on its order. Both are written out in IEEE
-basic operations, each rounded on its own, so CPU, CUDA and the Triton kernels get the same bits.
+The one definition of the noise: sampling, draft models and heads take it from here, and
+noise_triton.py is the same arithmetic for kernels. The same bits on CPU and CUDA, in this and every
+later version: a resumed request must sample what the first one would have sampled. So the
+logarithm is written out in IEEE basic operations (+, -, *, / and integer bit casts on float32),
+each one torch operation of its own, so that no compiler contracts a multiply and an add into one
+rounding; library logarithms differ between devices. tests/unit/kernels/test_noise.py pins values.
 
-Knows no rows and no parameters. Pure; any thread.
+    key     = mix(mix(mix(seed) ^ sample_index) ^ position)   64 bits, per row
+    word    = mix(key + token_id * GOLDEN)                    mix: the finaliser of splitmix64
+    uniform = (2 * (word >> 41) + 1) * 2^-24                  23 bits, made odd: never 0 or 1
+    noise   = -log(-log(uniform))                             within [NOISE_MIN, NOISE_MAX]
+
+A mass is exp(-distance) as a fixed-point integer, so that a sum does not depend on its order.
+
+Knows no logits and no parameters. Pure; any thread.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import NewType
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+RowKey = NewType("RowKey", int)
+"""What is left of (seed, sample index, position): a signed 64-bit integer."""
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 
 NOISE_MIN = -2.8116
+"""Below -log(-log(2^-24)), with room for the rounding of a sum."""
 NOISE_MAX = 16.636
+"""Above -log(-log(1 - 2^-24)), with room for the rounding of a sum."""
+
+NUM_RANKS = 1 << 23
+"""How many values the noise has."""
 
 LOG_COEFFICIENTS = (0.24279078841, 0.40000972152, 0.28498786688, 0.66666662693)
 LN2_LOW = 9.0580006145e-06
@@ -33,13 +56,31 @@ LOG2_E = 1.44269504
 EXP_COEFFICIENTS = (1.3888889e-3, 8.3333333e-3, 4.1666668e-2, 1.6666667e-1, 0.5)
 """Taylor's, from the sixth power down: on [-ln 2 / 2, ln 2 / 2] the rest is below 2^-23."""
 
+_MASK = (1 << 64) - 1
+
 
 def _signed(word: int) -> int:
+    word &= _MASK
     return word - (1 << 64) if word >> 63 else word
 
 
-def _shift_right(words: torch.Tensor, num_bits: int) -> torch.Tensor:
-    return (words >> num_bits) & ((1 << (64 - num_bits)) - 1)
+# -- keys
+
+
+def _mix(word: int) -> int:
+    """splitmix64's next(): https://prng.di.unimi.it/splitmix64.c"""
+    word = (word + GOLDEN) & _MASK
+    word = ((word ^ (word >> 30)) * MIX_1) & _MASK
+    word = ((word ^ (word >> 27)) * MIX_2) & _MASK
+    return word ^ (word >> 31)
+
+
+def _mix_array(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """numpy's unsigned 64-bit arrays wrap as the masks of `_mix` do."""
+    word = word + np.uint64(GOLDEN)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(MIX_1)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(MIX_2)
+    return word ^ (word >> np.uint64(31))
 
 
 def mix(words: torch.Tensor) -> torch.Tensor:
@@ -50,20 +91,92 @@ def mix(words: torch.Tensor) -> torch.Tensor:
     return words ^ _shift_right(words, 31)
 
 
-def row_keys(seed_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[B] int64: what is left of (seed, sample index, position)."""
+def _shift_right(words: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Logical shift of int64: torch's own repeats the sign bit."""
+    return (words >> num_bits) & ((1 << (64 - num_bits)) - 1)
+
+
+def _seed_word(seed: int, sample_index: int) -> int:
+    return _mix(_mix(seed & _MASK) ^ (sample_index & _MASK))
+
+
+def seed_key(seed: int, sample_index: int) -> int:
+    """The part of a row's key that stays from token to token, a signed 64-bit integer: `row_key` is
+    mix(seed_key ^ position). What a device is given once per sequence."""
+    return _signed(_seed_word(seed, sample_index))
+
+
+def row_key(seed: int, sample_index: int, position: int) -> RowKey:
+    """The key of one row's noise. `position` is the place that the sampled token will take: 0 is
+    the prompt's first token.
+
+    Only the low 64 bits of each argument count.
+    """
+    return RowKey(_signed(_mix(_seed_word(seed, sample_index) ^ (position & _MASK))))
+
+
+def seed_keys(seeds: Sequence[int], sample_indices: Sequence[int]) -> NDArray[np.int64]:
+    """`seed_key` of each row at once.
+
+    Args:
+        seeds, sample_indices: within [0, 2^64).
+    """
+    word = _mix_array(np.array(seeds, dtype=np.uint64))
+    return _mix_array(word ^ np.array(sample_indices, dtype=np.uint64)).view(np.int64)
+
+
+def row_keys(
+    seeds: Sequence[int], sample_indices: Sequence[int], positions: Sequence[int]
+) -> NDArray[np.int64]:
+    """`row_key` of each row at once.
+
+    Args:
+        seeds, sample_indices, positions: within [0, 2^64).
+    """
+    word = seed_keys(seeds, sample_indices).view(np.uint64)
+    return _mix_array(word ^ np.array(positions, dtype=np.uint64)).view(np.int64)
+
+
+def keys_at(seed_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[B] int64: `row_key` of each row by its seed key and the position of its token."""
     return mix(seed_keys ^ positions.to(torch.int64))
 
 
+# -- noise
+
+
+def words(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The 64 random bits of each (key, token id), elementwise, int64 with wraparound."""
+    return mix(keys + token_ids * _signed(GOLDEN))
+
+
+def ranks(random_words: torch.Tensor) -> torch.Tensor:
+    """int64 in [0, NUM_RANKS): which of its values, in ascending order, the noise of a word is."""
+    return _shift_right(random_words, 41)
+
+
+def uniform(random_words: torch.Tensor) -> torch.Tensor:
+    """float32 in (0, 1): the top 23 bits as an odd multiple of 2^-24. Exact in float32."""
+    odd = ranks(random_words) * 2 + 1
+    return odd.to(torch.float32) * 2.0**-24
+
+
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """float32 noise of each (key, token id): int64 tensors whose shapes broadcast."""
-    words = mix(keys + token_ids * _signed(GOLDEN))
-    odd = _shift_right(words, 41) * 2 + 1
-    return -log(-log(odd.to(torch.float32) * 2.0**-24))
+    """Standard Gumbel noise, float32, of each (key, token id).
+
+    Args:
+        keys, token_ids: int64, one device, shapes that broadcast.
+    """
+    return -log(-log(uniform(words(keys, token_ids))))
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
-    """Natural logarithm of positive normal float32. Source: see engine/noise.py."""
+    """Natural logarithm of positive normal float32, at most 1 ulp off, in basic operations only.
+
+    Source: fdlibm's e_logf.c as in musl (Sun Microsystems, freely granted): x = 2^k * m with m in
+        [sqrt(1/2), sqrt(2)),
+    log(1 + f) = f - f^2/2 + s * (f^2/2 + R(s)), s = f / (2 + f).
+    """
     a, b, c, d = LOG_COEFFICIENTS
     bits = x.view(torch.int32) + (0x3F800000 - 0x3F3504F3)
     exponent = ((bits >> 23) - 127).to(torch.float32)
@@ -79,6 +192,44 @@ def log(x: torch.Tensor) -> torch.Tensor:
     inner = inner - half_square
     inner = inner + f
     return inner + exponent * LN2_HIGH
+
+
+def rank_grid(keys: NDArray[np.int64], num_tokens: int) -> NDArray[np.uint64]:
+    """[K] -> [K, num_tokens], the rank of every token's noise under each key. As `ranks(words())`,
+    in half the time on CPU, where most tokens of a row are wanted."""
+    word = keys.view(np.uint64)[:, None] + _counters(num_tokens)
+    shifted = word >> np.uint64(30)
+    for factor, num_bits in ((MIX_1, 27), (MIX_2, 31)):
+        word ^= shifted
+        word *= np.uint64(factor)
+        np.right_shift(word, np.uint64(num_bits), out=shifted)
+    word ^= shifted
+    word >>= np.uint64(41)
+    return word
+
+
+@functools.lru_cache(maxsize=4)
+def _counters(num_tokens: int) -> NDArray[np.uint64]:
+    """(token id + 1) * GOLDEN of each token: what its key is raised by."""
+    counters = np.arange(1, num_tokens + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    counters.flags.writeable = False
+    return counters
+
+
+def least_rank(value: float) -> int:
+    """The least rank whose noise is at least `value`; NUM_RANKS if none is. Exact: by bisection,
+    since the noise never falls from one rank to the next."""
+    low, high = 0, NUM_RANKS
+    while low < high:
+        middle = (low + high) // 2
+        if float(-log(-log(uniform(torch.tensor([_signed(middle << 41)]))))) >= value:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+# -- masses
 
 
 def masses(distances: torch.Tensor) -> torch.Tensor:

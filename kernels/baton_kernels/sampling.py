@@ -42,7 +42,7 @@ class SamplingRows(NamedTuple):
     """float32; 0: greedy."""
 
     seed_keys: torch.Tensor
-    """int64: mix(mix(seed) ^ sample index), engine/noise.py."""
+    """int64: noise.seed_key of seed and sample index."""
 
     positions: torch.Tensor
     """int32: the place in the sequence that the drawn token takes. Negative: no row; its logits do
@@ -96,7 +96,7 @@ def draw_tokens(
     if not logits.shape[0]:
         return out
     if runs_triton(backend, logits):
-        from baton_kernels.gpu import sampling as gpu
+        from baton_kernels import sampling_triton as gpu
 
         gpu.draw_tokens(logits, rows, needs, out, counters)
         return out
@@ -123,7 +123,7 @@ def draw_tokens_reference(
         distances = (best[:, None] - values) / temperature[:, None]
         distances = torch.where(is_sampled[:, None], distances, 0.0)
         limits = distance_limits(distances, rows, truncates=needs == "truncated")
-        keys = noise.row_keys(rows.seed_keys, rows.positions)
+        keys = noise.keys_at(rows.seed_keys, rows.positions)
         scores = noise.gumbel(keys[:, None], ids[None]) - distances
         scores = torch.where(distances <= limits[:, None], scores, -torch.inf)
         is_winner = scores == scores.amax(dim=1, keepdim=True)

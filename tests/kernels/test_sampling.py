@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from baton_kernels import noise as kernel_noise
+from baton_kernels import noise
 from baton_kernels.sampling import (
     DrawnTokens,
     Needs,
@@ -17,7 +17,6 @@ from baton_kernels.sampling import (
     draw_tokens_reference,
 )
 
-from engine import noise
 from engine.request import Sampling
 from engine.sampling import pipeline
 from tests.conftest import LONG
@@ -74,7 +73,7 @@ def _by_kernels(
     tile: int | None = None,
 ) -> DrawnTokens:
     """Poisoned first. Without a GPU with few, long tiles: the interpreter takes as long for one."""
-    from baton_kernels.gpu import sampling as gpu
+    from baton_kernels import sampling_triton as gpu
 
     num_rows, num_tokens = logits.shape
     if tile is None:
@@ -98,32 +97,13 @@ def _check(
     assert drawn.best_values.equal(logits.float().amax(dim=1))
 
 
-def test_the_noise_is_the_engine_s(seed: int) -> None:
-    assert kernel_noise.NOISE_MIN == noise.NOISE_MIN
-    assert kernel_noise.NOISE_MAX == noise.NOISE_MAX
-    rng = random.Random(seed)
-    seeds = [rng.randrange(1 << 64) for _ in range(16)]
-    indices = [rng.randrange(1 << 31) for _ in range(16)]
-    positions = [rng.randrange(1 << 31) for _ in range(16)]
-    seed_keys = [noise.seed_key(*pair) for pair in zip(seeds, indices, strict=True)]
-    keys = kernel_noise.row_keys(
-        torch.tensor(seed_keys, device=DEVICE),
-        torch.tensor(positions, dtype=torch.int32, device=DEVICE),
-    )
-    expected_keys = torch.from_numpy(noise.row_keys(seeds, indices, positions))
-    assert keys.tolist() == expected_keys.tolist()
-    token_ids = torch.arange(20_000)
-    bits = kernel_noise.gumbel(keys[:, None], token_ids[None].to(DEVICE)).view(torch.int32)
-    assert bits.cpu().equal(noise.gumbel(expected_keys[:, None], token_ids[None]).view(torch.int32))
-
-
 def test_masses_are_exponentials(generator: torch.Generator) -> None:
     distances = torch.rand(200_000, generator=generator, device=DEVICE) * 33
-    exact = torch.exp(-distances.double()) * 2.0**kernel_noise.MASS_BITS
-    found = kernel_noise.masses(distances)
+    exact = torch.exp(-distances.double()) * 2.0**noise.MASS_BITS
+    found = noise.masses(distances)
     assert bool(((found - exact).abs() <= exact * 3e-7 + 1).all())
     edges = torch.tensor([0.0, 31.99, 32.0, float("inf")], device=DEVICE)
-    assert kernel_noise.masses(edges).tolist() == [1 << 44, 0, 0, 0]
+    assert noise.masses(edges).tolist() == [1 << 44, 0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16]))
@@ -193,21 +173,21 @@ def test_where_the_mass_is_not_known_well_enough_the_row_is_read(
 ) -> None:
     """Rare: the winner lies between what the least and the most mass make of top-p."""
     import triton.language as tl
-    from baton_kernels.gpu import sampling_edges
+    from baton_kernels import sampling_triton
 
     num_rows = 12 if LONG else 4  # two of three come to it
     logits = randn(num_rows, 1000) * 2
     kind = {"temperature": 1.0, "top_p": 0.3}
     samplings = [Sampling(max_tokens=1, seed=seed + row, **kind) for row in range(num_rows)]
     calls: list[int] = []
-    read = sampling_edges._best_of_row
+    read = sampling_triton._best_of_row
 
     def counted(*args: object) -> object:
         calls.append(1)
         return read(*args)
 
-    monkeypatch.setattr(sampling_edges, "_best_of_row", counted)
-    monkeypatch.setattr(sampling_edges, "_MASS_SLACK", tl.constexpr(0.95))
+    monkeypatch.setattr(sampling_triton, "_best_of_row", counted)
+    monkeypatch.setattr(sampling_triton, "_MASS_SLACK", tl.constexpr(0.95))
     positions = list(range(num_rows))
     drawn = _by_kernels(logits, _rows(samplings, positions), splits=1)
     assert drawn.token_ids.tolist() == _by_pipeline(logits, samplings, positions)

@@ -1,6 +1,6 @@
 """The best next tokens by a drafter's logits, chosen for the exact mode: by the scores that the
-target's draw would compare, its noise included (engine/noise.py), so that both choose the same
-token as often as their distributions allow; without noise where the request is greedy, or the
+target's draw would compare, its noise included (baton_kernels/noise.py), so that both choose the
+same token as often as their distributions allow; without noise where the request is greedy, or the
 target draws with another (drafter.Task.is_drawn).
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from baton_kernels import noise
 
-from engine import noise
 from engine.speculation.drafter import Task
 
 Children = list[tuple[int, float]]

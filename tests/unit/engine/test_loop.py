@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from baton_kernels import noise
 
-from engine import noise
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import (

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from baton_kernels import noise
 
-from engine import noise
 from engine.decoder.inputs import DecodeInputs
 
 SPOILED = 3

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from baton_kernels import noise
 from baton_kernels import sampling as kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import noise
 from engine.errors import EmptySupport, InvalidLogits
 from engine.request import Sampling
 from engine.sampling import dense, on_device, pipeline

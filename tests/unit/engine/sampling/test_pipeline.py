@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from baton_kernels import noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import noise
 from engine.errors import EmptySupport, InvalidLogits
 from engine.request import Sampling
 from engine.sampling import choose, dense, pipeline

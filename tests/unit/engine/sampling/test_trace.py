@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from baton_kernels import noise
 
-from engine import noise
 from engine.request import Sampling
 from engine.sampling import pipeline
 from engine.sampling.pipeline import NUM_TRACE_TOP, Draw

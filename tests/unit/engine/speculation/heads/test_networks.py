@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from baton_kernels import noise
 
-from engine import noise
 from engine.config import EngineConfig
 from engine.models.interface import LoadedModel
 from engine.request import Sampling

@@ -7,8 +7,7 @@ import random
 
 import pytest
 import torch
-
-from engine import noise
+from baton_kernels import noise
 
 # (seed, sample index, position, token id) -> float32 bits. Never change these: running requests and
 # recorded traces depend on them.
@@ -71,6 +70,10 @@ def test_row_keys_are_row_key_of_each_row(seed: int) -> None:
     positions = [0, 131_071, *(rng.randrange(2**31) for _ in range(502))]
     expected = [noise.row_key(*one) for one in zip(seeds, indices, positions, strict=True)]
     assert noise.row_keys(seeds, indices, positions).tolist() == expected
+    seed_keys = noise.seed_keys(seeds, indices)
+    assert seed_keys.tolist() == [noise.seed_key(*one) for one in zip(seeds, indices, strict=True)]
+    int32 = torch.tensor(positions, dtype=torch.int32)
+    assert noise.keys_at(torch.from_numpy(seed_keys), int32).tolist() == expected
 
 
 def test_the_grid_of_ranks_is_the_rank_of_each_word(seed: int) -> None:
