@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import click
 import torch
 from baton_kernels import block_checksums as block_checksums_op
-from baton_kernels import block_ops, layer_ops, logit_ops
+from baton_kernels import layer_ops, logit_ops
 from baton_kernels import prefill_attention as prefill_op
 from baton_kernels.attention import (
     decode_attention,
@@ -445,7 +445,7 @@ def prefill_attention(versions: Sequence[str]) -> dict[str, Any]:
     return _end("prefill attention", ceilings, rows)
 
 
-# -- norms, SwiGLU, rotation, whole blocks
+# -- norms, SwiGLU, rotation
 
 SHAPES = {"8B": (4096, 14336, 32, 8, False), "0.6B": (1024, 3072, 16, 8, True)}
 """Hidden size, intermediate size, query heads, kv heads, QK-norm. Heads of 128."""
@@ -500,20 +500,17 @@ def _rotation(name: str, num_tokens: int, ceiling: float) -> dict[str, Any]:
     return rate(seconds, num_bytes, ceiling) | {"error": relative_error(out_q, truth)}
 
 
-def _norm(hidden: int, num_tokens: int, ceiling: float, *, adds: bool) -> dict[str, Any]:
+def _norm(hidden: int, num_tokens: int, ceiling: float) -> dict[str, Any]:
     from baton_kernels.gpu import layer_ops as gpu
 
     sets = num_sets(4 * num_tokens * hidden * 2)
     x = [_randn(num_tokens, hidden) for _ in range(sets)]
-    residual = [_randn(num_tokens, hidden) for _ in range(sets)]
     weight, out = _randn(hidden), [torch.empty_like(x[0]) for _ in range(sets)]
 
     def launch(index: int) -> None:
-        i = index % sets
-        second = residual[i] if adds else None
-        gpu.rms_norm(x[i], second, weight, 1e-5, out[i], second)
+        gpu.rms_norm(x[index % sets], weight, 1e-5, out[index % sets])
 
-    return rate(graph_s(launch), (4 if adds else 2) * x[0].nbytes, ceiling)
+    return rate(graph_s(launch), 2 * x[0].nbytes, ceiling)
 
 
 def _silu_mul(width: int, num_tokens: int, ceiling: float) -> dict[str, Any]:
@@ -526,25 +523,9 @@ def _silu_mul(width: int, num_tokens: int, ceiling: float) -> dict[str, Any]:
     return rate(seconds, 3 * out[0].nbytes, ceiling)
 
 
-def _block_moves(
-    cache: torch.Tensor, ids: torch.Tensor
-) -> Iterator[tuple[str, Callable[[int], object], int]]:
-    """(name, launch, bytes moved)."""
-    staging = torch.empty(len(ids), cache.shape[1], device="cuda", dtype=BF16)
-    pairs, num_bytes = torch.stack((ids, ids + 512), 1), staging.nbytes
-    yield "gather_blocks", lambda _: block_ops.gather_blocks(cache, ids, out=staging), 2 * num_bytes
-    yield "scatter_blocks", lambda _: block_ops.scatter_blocks(cache, ids, staging), 2 * num_bytes
-    yield "copy_blocks", lambda _: block_ops.copy_blocks(cache, pairs), 2 * num_bytes
-    yield "clear_blocks", lambda _: block_ops.clear_blocks(cache, ids), num_bytes
-
-
-def _moved(move: Callable[[int], object], num_bytes: int, ceiling: float) -> dict[str, Any]:
-    return rate(graph_s(move, 10), num_bytes, ceiling)
-
-
 @harness.case
 def layers() -> dict[str, Any]:
-    """Norms, SwiGLU, rotate-and-write, and moves of whole blocks of 2 MB; ceiling: a large copy."""
+    """Norms, SwiGLU and rotate-and-write; ceiling: a large copy."""
     ceilings = _begin()
     copy = ceilings["copy_gb_per_s"]
     rows = []
@@ -552,17 +533,11 @@ def layers() -> dict[str, Any]:
         SHAPES.items(), (1, 8, 64, 256, 2048, 8192)
     ):
         for what, run in (
-            ("rms_norm", partial(_norm, hidden, count, copy, adds=False)),
-            ("add_rms_norm", partial(_norm, hidden, count, copy, adds=True)),
+            ("rms_norm", partial(_norm, hidden, count, copy)),
             ("silu_mul", partial(_silu_mul, width, count, copy)),
             ("rotate_and_write", partial(_rotation, name, count, copy)),
         ):
             rows.append(attempt(f"{what} {name} T={count}", run))
-    cache = _randn(1024, 8 * 32 * 2 * BLOCK * DIM)
-    for count in (8, 64, 512):
-        ids = torch.randperm(512, device="cuda")[:count].to(torch.int32)
-        for what, move, num_bytes in _block_moves(cache, ids):
-            rows.append(attempt(f"{what} {count} of 2 MB", _moved, move, num_bytes, copy))
     return _end("layers", ceilings, rows)
 
 

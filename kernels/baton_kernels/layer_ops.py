@@ -1,4 +1,4 @@
-"""What lies between a layer's matrix products: RMSNorm, residual, SwiGLU, QK-norm, RoPE and the
+"""What lies between a layer's matrix products: RMSNorm, SwiGLU, QK-norm, RoPE and the
 write of new keys and values into the cache.
 
 Each is one pass over its input. Computed in float32, rounded once, at the end. Knows no model and
@@ -38,7 +38,7 @@ def rms_norm(
         return out.copy_(rms_norm_reference(x, weight, eps))
     from baton_kernels.gpu import layer_ops as gpu
 
-    gpu.rms_norm(x, None, weight, eps, out, None)
+    gpu.rms_norm(x, weight, eps, out)
     return out
 
 
@@ -47,50 +47,6 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     numbers = x.float()
     scale = torch.rsqrt(numbers.square().mean(dim=-1, keepdim=True) + eps)
     return (numbers * scale * weight.float()).to(x.dtype)
-
-
-def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-    backend: Backend = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The residual stream with `x` added, and its RMSNorm.
-
-    The norm is of the sum as it is stored: whoever norms the stored sum later gets the same bits.
-
-    Args:
-        x, residual: [T, N], rows dense, one dtype.
-        weight: [N].
-        out: [T, N] for the norm; may be `x`.
-        residual_out: [T, N] for the sum; may be `residual`.
-    Returns: (norm [T, N], sum [T, N]).
-    Raises: ValueError naming what does not fit.
-    """
-    _check_rows("x", x, (None, None))
-    _check_rows("residual", residual, tuple(x.shape), x)
-    _check_weight(weight, x)
-    out = _given("out", out, x)
-    residual_out = _given("residual_out", residual_out, x)
-    if not runs_triton(backend, x):
-        normed, added = add_rms_norm_reference(x, residual, weight, eps)
-        return out.copy_(normed), residual_out.copy_(added)
-    from baton_kernels.gpu import layer_ops as gpu
-
-    gpu.rms_norm(x, residual, weight, eps, out, residual_out)
-    return out, residual_out
-
-
-def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See add_rms_norm."""
-    added = (x.float() + residual.float()).to(x.dtype)
-    return rms_norm_reference(added, weight, eps), added
 
 
 def silu_mul(

@@ -46,10 +46,8 @@ def norm_config(num_columns: int) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _norm_rows(  # type: ignore[no-untyped-def]
-    x, residual, weight, out, residual_out,
-    num_rows, x_stride, residual_stride, out_stride, residual_out_stride, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    x, weight, out, num_rows, x_stride, out_stride, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -61,11 +59,6 @@ def _norm_rows(  # type: ignore[no-untyped-def]
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     numbers = tl.load(x + row * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    if ADDS:
-        before = tl.load(residual + row * residual_stride + column[None, :], mask=mask, other=0.0)
-        added = (numbers + before.to(tl.float32)).to(out.dtype.element_ty)
-        tl.store(residual_out + row * residual_out_stride + column[None, :], added, mask=mask)
-        numbers = added.to(tl.float32)
     mean = tl.sum(numbers * numbers, axis=1) / N
     normed = numbers * tl.rsqrt(mean + eps)[:, None] * scale[None, :]
     tl.store(out + row * out_stride + column[None, :], normed.to(out.dtype.element_ty), mask=mask)
@@ -73,15 +66,13 @@ def _norm_rows(  # type: ignore[no-untyped-def]
 
 def rms_norm(
     x: torch.Tensor,
-    residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor,
-    residual_out: torch.Tensor | None,
     *,
     config: tuple[int, int] | None = None,
 ) -> None:
-    """See layer_ops.rms_norm, and add_rms_norm where `residual` is given.
+    """See layer_ops.rms_norm.
 
     Args:
         config: as norm_config gives; for measuring.
@@ -90,13 +81,10 @@ def rms_norm(
     if num_rows == 0:
         return
     rows_each, num_warps = config or norm_config(num_columns)
-    added = residual if residual is not None else x
-    added_out = residual_out if residual_out is not None else out
     _norm_rows[(triton.cdiv(num_rows, rows_each),)](
-        x, added, weight, out, added_out,
-        num_rows, x.stride(0), added.stride(0), out.stride(0), added_out.stride(0), eps,
+        x, weight, out, num_rows, x.stride(0), out.stride(0), eps,
         N=num_columns, BLOCK=triton.next_power_of_2(num_columns), ROWS=rows_each,
-        ADDS=residual is not None, num_warps=num_warps, **overlap_options(x),
+        num_warps=num_warps, **overlap_options(x),
     )  # fmt: skip
 
 
