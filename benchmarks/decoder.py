@@ -287,7 +287,7 @@ NO_MIXED = Way("without attention, rotation and KV", ((LayerAttention, "mixed", 
 
 def attention_ways() -> list[Way]:
     """Other cuts of tree attention."""
-    from baton_kernels.gpu import attention_plan as plan
+    from baton_kernels import attention_plan as plan
 
     def config(sizes: tuple[int, int, int, int]) -> Replaced:
         return plan, "config_for", lambda *_, **__: plan.Config(*sizes)
@@ -303,14 +303,14 @@ def attention_ways() -> list[Way]:
 
 def product_ways() -> list[Way]:
     """Products of few rows in tiles of 64."""
-    from baton_kernels.gpu import tiles
+    from baton_kernels import linear_tiles
 
-    chosen = tiles.skinny_tile
+    chosen = linear_tiles.skinny_tile
 
     def of_64_rows(num_rows: int, *its: Any) -> Any:
         return chosen(max(num_rows, 33) if num_rows > 16 else num_rows, *its)
 
-    return [Way("products: tiles of 64 rows", ((tiles, "skinny_tile", of_64_rows),))]
+    return [Way("products: tiles of 64 rows", ((linear_tiles, "skinny_tile", of_64_rows),))]
 
 
 @contextlib.contextmanager
@@ -325,9 +325,9 @@ def going(way: Way) -> Iterator[None]:
 
 def _forget_choices() -> None:
     with contextlib.suppress(ImportError):
-        from baton_kernels.gpu import tiles
+        from baton_kernels import linear_tiles
 
-        tiles.choose_tile.cache_clear()
+        linear_tiles.choose_tile.cache_clear()
 
 
 def tree_batch(context_len: int, num_nodes: int) -> Batch:

@@ -26,15 +26,15 @@ from baton_kernels import prefill_attention as prefill_op
 from baton_kernels.attention import (
     decode_attention,
     decode_attention_reference,
+    rotate_and_attend,
     tree_attention,
 )
 from baton_kernels.block_rows import BlockRows, Tails
 from baton_kernels.fp8_linear import Fp8Weight, fp8_linear
-from baton_kernels.half_norm import HalfNorm
+from baton_kernels.linear import HalfNorm
 from baton_kernels.linear import linear as linear_op
 from baton_kernels.lora import add_lora, group_rows
 from baton_kernels.quantize import quantize
-from baton_kernels.rotated_attention import rotate_and_attend
 from baton_kernels.sampling import DrawnTokens, Needs, SamplingRows, draw_tokens_reference
 
 from benchmarks import harness
@@ -132,8 +132,8 @@ def _attention_cases() -> Iterator[Attention]:
 
 
 def _attention_sweep() -> Iterator[Attention]:
-    """Other configurations than `gpu/attention_plan.py` chooses."""
-    from baton_kernels.gpu.attention import Config
+    """Other configurations than `attention_plan.py` chooses."""
+    from baton_kernels.attention_plan import Config
 
     for shape in ((16, 32, 2, 4), (16, 16, 1, 5), (4, 16, 1, 5), (16, 16, 2, 5), (8, 32, 2, 4)):
         for batch, splits in ((1, (8, 16)), (8, (4, 8)), (64, (1,))):
@@ -380,7 +380,7 @@ class PromptStep:
         return self.auto(exact=True)
 
     def triton(self) -> torch.Tensor:
-        from baton_kernels.gpu import prefill_attention as gpu
+        from baton_kernels import prefill_attention_triton as gpu
 
         gpu.prefill_attention(
             self.query, self.rows, self.tables, self.query_starts, self.starts, self.longest,
@@ -457,7 +457,7 @@ def _randn(*shape: int) -> torch.Tensor:
 
 def _rotation(name: str, num_tokens: int, ceiling: float) -> dict[str, Any]:
     """Sequences at random places (a decode), or one prompt where there are more than 256 tokens."""
-    from baton_kernels.gpu import layer_ops as gpu
+    from baton_kernels import layer_ops_triton as gpu
 
     is_prompt = num_tokens > 256
     _, _, heads, kv_heads, has_norms = SHAPES[name]
@@ -501,7 +501,7 @@ def _rotation(name: str, num_tokens: int, ceiling: float) -> dict[str, Any]:
 
 
 def _norm(hidden: int, num_tokens: int, ceiling: float) -> dict[str, Any]:
-    from baton_kernels.gpu import layer_ops as gpu
+    from baton_kernels import layer_ops_triton as gpu
 
     sets = num_sets(4 * num_tokens * hidden * 2)
     x = [_randn(num_tokens, hidden) for _ in range(sets)]
@@ -514,7 +514,7 @@ def _norm(hidden: int, num_tokens: int, ceiling: float) -> dict[str, Any]:
 
 
 def _silu_mul(width: int, num_tokens: int, ceiling: float) -> dict[str, Any]:
-    from baton_kernels.gpu import layer_ops as gpu
+    from baton_kernels import layer_ops_triton as gpu
 
     sets = num_sets(3 * num_tokens * width * 2)
     gate_up = [_randn(num_tokens, 2 * width) for _ in range(sets)]
@@ -669,7 +669,7 @@ class Chain:
 
     def default_way(self, shape: Linear) -> Way:
         """What `linear` takes."""
-        from baton_kernels.gpu.tiles import Product, choose_tile, takes_norm
+        from baton_kernels.linear_tiles import Product, choose_tile, takes_norm
 
         product = Product(self._num_rows, shape.weight_shape[0], shape.depth, 2, shape.is_gated)
         tile = choose_tile(product, exact=False, forced=False)
@@ -726,7 +726,7 @@ def _launch(
     half_norm: HalfNorm | None,
     leaves: HalfNorm | None,
 ) -> None:
-    from baton_kernels.gpu import linear as gpu
+    from baton_kernels import linear_triton as gpu
 
     if shape.has_norm and not way.fuses_norm and half_norm is None:
         x = layer_ops.rms_norm(x, norm, 1e-6)
@@ -825,7 +825,7 @@ def _lora_rows(pool: Pool) -> Iterator[dict[str, Any]]:
 
 def _ways(shape: Linear, num_rows: int) -> Iterator[Way]:
     """What is worth a try: enough programs for the device, no more shared memory than it has."""
-    from baton_kernels.gpu.tiles import Tile
+    from baton_kernels.linear_tiles import Tile
 
     if num_rows == 1:
         for block_n, block_k, warps in (
@@ -896,7 +896,7 @@ def _gated_rows(name: str, num_rows: int, tflop_per_s: float) -> Iterator[dict[s
         return layer_ops.silu_mul(x @ weight.t(), out=out)
 
     def ours(weight: torch.Tensor) -> object:
-        from baton_kernels.gpu.hopper_gated import silu_gated
+        from baton_kernels.gated_linear_hopper import silu_gated
 
         return silu_gated(x, weight, out=out, group_m=16)
 
@@ -1049,7 +1049,7 @@ def checksums() -> dict[str, Any]:
     """XXH3-64 of KV blocks of 2 MiB on the device: each of the two kernels, and a whole call as a
     worker makes it; ceiling: torch's sum over the same bytes."""
     import triton
-    from baton_kernels.gpu import block_checksums as gpu
+    from baton_kernels import block_checksums_triton as gpu
 
     from services.worker.device_checksums import DeviceChecksums
 

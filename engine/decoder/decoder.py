@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from baton_kernels.block_rows import BlockRows
 from baton_kernels.dispatch import Backend
-from baton_kernels.half_norm import HalfNorm
 from baton_kernels.layer_ops import rms_norm
+from baton_kernels.linear import HalfNorm
 from torch.nn.functional import embedding
 
 from engine.decoder.inputs import DecodeInputs, MixedInputs

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from baton_kernels.attention import decode_attention, tree_attention
+from baton_kernels.attention import decode_attention, rotate_and_attend, tree_attention
 from baton_kernels.block_rows import BlockRows
 from baton_kernels.dispatch import Backend
 from baton_kernels.layer_ops import rotate_and_write
 from baton_kernels.prefill_attention import prefill_attention
-from baton_kernels.rotated_attention import rotate_and_attend
 
 from engine.decoder.inputs import MixedInputs
 from engine.decoder.shape import DecoderShape

@@ -12,9 +12,8 @@ from __future__ import annotations
 import torch
 from baton_kernels.dispatch import Backend
 from baton_kernels.fp8_linear import Fp8Weight, fp8_linear
-from baton_kernels.half_norm import HalfNorm, between
 from baton_kernels.layer_ops import rms_norm, silu_mul
-from baton_kernels.linear import linear
+from baton_kernels.linear import HalfNorm, between_products, linear
 from baton_kernels.packed_linear import (
     PackedWeight,
     pack_weight,
@@ -110,7 +109,7 @@ class Projection(AdaptedLinear):
             return None
         if self.stack is not None and self.stack.is_wanted:  # which adds to what the product left
             return None
-        return between(
+        return between_products(
             x,
             maker_weight,
             taker_weight,

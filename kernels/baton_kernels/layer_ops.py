@@ -36,9 +36,9 @@ def rms_norm(
     out = _given("out", out, x)
     if not runs_triton(backend, x):
         return out.copy_(rms_norm_reference(x, weight, eps))
-    from baton_kernels.gpu import layer_ops as gpu
+    from baton_kernels import layer_ops_triton
 
-    gpu.rms_norm(x, weight, eps, out)
+    layer_ops_triton.rms_norm(x, weight, eps, out)
     return out
 
 
@@ -66,9 +66,9 @@ def silu_mul(
     out = _given("out", out, gate_up[:, : gate_up.shape[1] // 2])
     if not runs_triton(backend, gate_up):
         return out.copy_(silu_mul_reference(gate_up))
-    from baton_kernels.gpu import layer_ops as gpu
+    from baton_kernels import layer_ops_triton
 
-    gpu.silu_mul(gate_up, out)
+    layer_ops_triton.silu_mul(gate_up, out)
     return out
 
 
@@ -131,9 +131,9 @@ def rotate_and_write(
         if given is not None:
             _check_out(name, given, (num_tokens, num_kv_heads, head_dim), qkv)
     if runs_triton(backend, qkv):
-        from baton_kernels.gpu import layer_ops as gpu
+        from baton_kernels import layer_ops_triton
 
-        gpu.rotate_and_write(
+        layer_ops_triton.rotate_and_write(
             qkv, positions, cos_sin, rows, block_tables, sequence_ids, slots,
             q_norm, k_norm, norm_eps, out_q, out_k, out_v,
         )  # fmt: skip

@@ -27,8 +27,8 @@ import triton.language as tl
 
 from baton_kernels import noise as plain
 from baton_kernels import sampling as door
+from baton_kernels.dispatch import overlap_options
 from baton_kernels.gpu.noise import EXACT, gumbel_of, log, masses, may_reach, ranks, row_key
-from baton_kernels.gpu.overlap import overlap_options
 from baton_kernels.gpu.sampling_edges import (
     MAX_MAXIMA,
     MAX_SPLITS,

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from baton_kernels.gpu.hopper import GATED_COLUMNS, GATED_DEPTH, GATED_ROWS
+from baton_kernels.hopper import GATED_COLUMNS, GATED_DEPTH, GATED_ROWS
 
 _NUM_STAGES = 4
 """Steps along K under way: what shared memory holds."""

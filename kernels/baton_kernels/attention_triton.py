@@ -1,9 +1,19 @@
-"""Attention by splits: one Triton kernel for decode and for token trees.
+"""Triton kernels of `baton_kernels.attention`, and their launcher. Arguments were checked there.
 
-A program takes one kv head of one sequence, BLOCK_M of its query rows (all query heads of that kv
-head, of all nodes) and one split of its positions. Where a sequence has several splits, each puts
-its part into a workspace, and the one that arrives last merges them: no second launch, and no waste
-where one split is enough. Large parts have a second kernel. Splits are cut by a sequence's length.
+`launch` takes one of two ways: by splits of each sequence (here), or by equal shares of all
+(attention_shares_triton.py).
+
+By splits, a program takes one kv head of one sequence, BLOCK_M of its query rows (all query heads
+of that kv head, of all nodes) and one split of its positions. Where a sequence has several splits,
+each puts its part into a workspace, and the one that arrives last merges them: no second launch,
+and no waste where one split is enough. Large parts have a second kernel. Splits are cut by a
+sequence's length.
+
+A launch may begin while the kernel before it ends (dispatch.overlap_options): until it waits, a
+program reads its sequence's length and blocks, and asks L2 for its first keys and values.
+
+Invariant: graph-safe; no load depends on a table entry beyond a sequence's own. A Workspace serves
+one launch at a time.
 """
 
 from __future__ import annotations
@@ -12,22 +22,85 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.block_rows import BlockRows, Tails
-from baton_kernels.gpu.attention_merge import extent, merge, merge_sizes, merge_splits
-from baton_kernels.gpu.attention_plan import (
+from baton_kernels.attention_plan import (
     LOG2_E,
+    SPLIT_POSITIONS,
+    Config,
     Plan,
     Rotation,
     Tree,
     Workspace,
     own_workspace,
+    plan_launch,
     quantization,
     steps,
 )
-from baton_kernels.gpu.attention_rotation import rotate_row, rotate_rows
-from baton_kernels.gpu.attention_tiles import SPLIT_POSITIONS, finish, merge_parts
-from baton_kernels.gpu.attention_walk import prefetch_blocks, walk_positions
-from baton_kernels.gpu.overlap import overlap_options
+from baton_kernels.attention_shares_triton import launch_shares
+from baton_kernels.block_rows import BlockRows, Tails
+from baton_kernels.dispatch import overlap_options
+from baton_kernels.paged_walk_triton import (
+    extent,
+    finish,
+    merge,
+    merge_parts,
+    merge_sizes,
+    merge_splits,
+    prefetch_blocks,
+    rotate_row,
+    rotate_rows,
+    walk_positions,
+)
+
+
+def launch(
+    query: torch.Tensor,
+    rows: BlockRows,
+    block_tables: torch.Tensor,
+    ends: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    tails: Tails | None = None,
+    tree: Tree | None = None,
+    max_num_nodes: int = 1,
+    num_splits: int | None = None,
+    exact: bool = False,
+    workspace: Workspace | None = None,
+    config: Config | None = None,
+    rotation: Rotation | None = None,
+    is_early: bool = False,
+) -> None:
+    """Attention of a batch; arguments are checked by the doors (attention.py).
+
+    Args:
+        ends: [B] int32; cached positions, where `tree`.
+        max_num_nodes: no sequence has more.
+        rotation: `query` is [B, (H + 2 K), D] before rotation, `ends` are positions (-1: padding),
+            and the newest tokens' keys and values are written first. One part of the kernel.
+        is_early: block_tables and ends were written by no kernel of the step.
+        config, num_splits: None: by attention_plan's tables.
+    """
+    group = out.shape[1] // rows.num_heads
+    plan = plan_launch(
+        rows, block_tables, ends.shape[0], group, max_num_nodes, query.dtype,
+        window=window, exact=exact, is_tree=tree is not None, has_tails=tails is not None,
+        config=config, num_splits=num_splits,
+    )  # fmt: skip
+    if plan.num_programs:
+        launch_shares(
+            query, rows, block_tables, ends, out, workspace, plan,
+            scaling=scaling, softcap=softcap, sinks=sinks, rotation=rotation, is_early=is_early,
+        )  # fmt: skip
+        return
+    launch_splits(
+        query, rows, block_tables, ends, out, workspace, plan,
+        scaling=scaling, window=window, softcap=softcap, sinks=sinks, tails=tails, tree=tree,
+        exact=exact, rotation=rotation, is_early=is_early,
+    )  # fmt: skip
+
 
 # Numbers and addresses that differ from step to step must not compile anew.
 _VARYING = [

@@ -1,6 +1,6 @@
 """The fp8 side of the skinny matrix product: rows quantized by one program each, tiles of one byte
 a number, and the library's product with a scale per row and column. Checked by fp8_linear.py. No
-state but the counters of gpu/linear.py; engine thread only, per device.
+state but the counters of linear_triton.py; engine thread only, per device.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ import triton
 import triton.language as tl
 from torch.nn.functional import ScalingType, scaled_mm
 
-from baton_kernels.gpu.linear import launch
-from baton_kernels.gpu.overlap import overlap_options
-from baton_kernels.gpu.tiles import Tile, split_for
-
-__all__ = ["choose_tile", "launch", "library_product", "quantize_rows"]
+from baton_kernels.dispatch import overlap_options
+from baton_kernels.linear_tiles import Tile, split_for
 
 _MAX_ROWS = 64
 """Above it the library is faster."""

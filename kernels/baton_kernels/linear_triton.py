@@ -1,22 +1,126 @@
-"""The skinny matrix product in Triton: few rows of x against a weight that is streamed once.
+"""Triton kernels of `baton_kernels.linear` for few rows, and their launcher: the workspace of split
+sums, and the arguments. Checked by the doors (linear.py, fp8_linear.py); linear_tiles.py says how a
+product is cut.
 
-For decoding: the bytes of the weight are all that counts, so every program owns some rows of the
-weight and reads them in long runs along K. The weight's tile is the left operand (its rows are the
-many), x the right one, so that eight rows of x cost no padding. Where there are too few tiles to
-fill the device, K is split: each program leaves its partial sum in a workspace and the last to
-arrive adds them up in the order of the splits, so equal inputs give equal bits. Knows no model and
-chooses no tile: gpu/tiles.py does. Launched on the current stream; any thread.
+For decoding the bytes of the weight are all that counts. `skinny_kernel`: every program owns some
+rows of the weight and reads them in long runs along K. The weight's tile is the left operand (its
+rows are the many), x the right one, so that eight rows of x cost no padding. Where there are too
+few tiles to fill the device, K is split: each program leaves its partial sum in a workspace and the
+last to arrive adds them up in the order of the splits, so equal inputs give equal bits.
 
-A launch may start before the kernel ahead of it has ended (programmatic dependent launch, sm_90):
-it then asks the L2 cache for the head of its weights, and waits before it touches anything else.
+`row_kernel` is for one row of x and uses no matrix unit: every program multiplies and adds in
+float32 where it read its rows of the weight; threads add up at the end. Its first columns are read
+into registers before it waits for the kernel ahead, the next ones into L2: what is left after the
+wait is the latency of x alone.
+
+A launch may start before the kernel ahead of it has ended (dispatch.overlap_options): it then asks
+L2 for the head of its weights, and waits before it touches anything else.
+
+Knows no model. Invariant: a launch takes counters that no other launch in flight has (a ring, far
+longer than what can be in flight), and its last program leaves them zero. Engine thread only, per
+device.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.gpu.gate import silu_times
+from baton_kernels.dispatch import overlap_options
+from baton_kernels.layer_ops_triton import silu_times
+from baton_kernels.linear import HalfNorm
+from baton_kernels.linear_tiles import Product, Tile, cut
+
+_NUM_COUNTERS = 1 << 20
+
+
+class _Counters:
+    """One device's ring of zeroed counters."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("run one linear on this device before a graph is captured")
+        self._ring = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
+        self._next = 0
+
+    def take(self, number: int) -> torch.Tensor:
+        """`number` neighbours, all zero."""
+        if number > _NUM_COUNTERS:
+            raise ValueError(f"{number} tiles with split K, room for {_NUM_COUNTERS}")
+        if self._next + number > _NUM_COUNTERS:
+            self._next = 0
+        first = self._next
+        self._next += -(-number // 4) * 4  # pointers stay aligned to 16 bytes
+        return self._ring[first : first + number]
+
+
+@lru_cache(maxsize=16)
+def _counters(device: torch.device) -> _Counters:
+    return _Counters(device)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    tile: Tile,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
+    x_scales: torch.Tensor | None = None,
+    weight_scales: torch.Tensor | None = None,
+    half_norm: HalfNorm | None = None,
+    leaves: HalfNorm | None = None,
+    is_gated: bool = False,
+    rounds: bool = False,
+) -> torch.Tensor:
+    """One product. Shapes as the doors have them; scales float32, both or none; a norm for a tile
+    of one row only, half ones for the others: `half_norm` is of x, and `leaves` is filled.
+    rounds: SwiGLU has the bits of a product that is stored first."""
+    num_rows, depth = x.shape
+    product = Product(num_rows, weight.shape[0], depth, weight.element_size(), is_gated)
+    plan = cut(tile, product)
+    flags = {
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_SCALES": x_scales is not None,
+        **overlap_options(x),
+    }
+    if tile.is_row:
+        if half_norm is not None or leaves is not None:
+            raise ValueError("half_norm, leaves: for tiles of several rows")
+        row_kernel[plan.grid](
+            x, weight, out, bias, residual, norm_weight, x_scales, weight_scales,
+            product.width, depth, weight.stride(0), norm_eps,
+            HAS_NORM=norm_weight is not None, **flags, **plan.constants,
+        )  # fmt: skip
+        return out
+    if half_norm is not None:
+        x, norm_eps = half_norm.scaled, half_norm.eps
+    partials = counters = None
+    if plan.num_partials:
+        partials = torch.empty(plan.num_partials, dtype=torch.float32, device=x.device)
+        counters = _counters(x.device).take(plan.num_tiles)
+    skinny_kernel[plan.grid](
+        x, weight, out, bias, residual, x_scales, weight_scales, partials, counters,
+        None if half_norm is None else half_norm.squares,
+        None if leaves is None else leaves.weight,
+        None if leaves is None else leaves.scaled,
+        None if leaves is None else leaves.squares,
+        num_rows, product.width, depth, x.stride(0), weight.stride(0), out.stride(0),
+        residual.stride(0) if residual is not None else 0, norm_eps,
+        NUM_RUNS=0 if half_norm is None else half_norm.squares.shape[0],
+        LEAVES=leaves is not None,
+        ROUNDS=rounds, UPCASTS=not x.is_cuda,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        **flags, **plan.constants,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -93,7 +197,7 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
     Grid: (tiles of M times tiles of N, SPLIT_K); a program reads NUM_STEPS * BLOCK_K columns, that
     NUM_PARTS times: a sum of parts has the same bits whether they are computed by several programs
     or by one. NUM_RUNS > 0: x's rows are half normed, and `squares` has so many sums of each.
-    LEAVES: the result is left half normed, too (half_norm.py). ROUNDS: SwiGLU is of the sums as
+    LEAVES: the result is left half normed, too (HalfNorm). ROUNDS: SwiGLU is of the sums as
     they would be stored. UPCASTS: for Triton's interpreter, whose product takes float32 alone.
     """
     tile = tl.program_id(0)
@@ -371,3 +475,147 @@ def finish(  # type: ignore[no-untyped-def]
     result = acc.to(out.dtype.element_ty)
     tl.store(out + place, result, mask=inside)
     return result
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def row_kernel(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    out,
+    bias,
+    residual,
+    norm_weight,
+    x_scales,
+    weight_scales,
+    N,
+    K,
+    weight_stride,
+    norm_eps,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STEPS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    LINE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """[K] x [N, K] -> [N]; with IS_GATED the weight is [2N, K], gate rows then up rows. The norm's
+    factor (x's inverse root mean square) is one number: it is applied after the product."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(n, N - 1).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    gate_rows = weight + rows[:, None] * weight_stride
+    up_rows = gate_rows + tl.cast(N, tl.int64) * weight_stride
+    w, up, factors = read_columns(
+        gate_rows, up_rows, norm_weight, k, K, HAS_NORM, IS_GATED, IS_EVEN_K
+    )
+    if OVERLAPS:
+        if PREFETCH > 0:
+            prefetch_rows(weight, rows, weight_stride, BLOCK_K, K, PREFETCH, LINE)
+            if IS_GATED:
+                prefetch_rows(weight, rows + N, weight_stride, BLOCK_K, K, PREFETCH, LINE)
+        tl.extra.cuda.gdc_wait()
+    sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    sums_up = sums
+    squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    sums, sums_up, squares = add_products(
+        x, w, up, factors, k, K, sums, sums_up, squares, HAS_NORM, IS_GATED, IS_EVEN_K
+    )
+    if HAS_RESIDUAL:  # asked for early: it is there when the sums are
+        added = tl.load(residual + n, mask=n < N, other=0.0).to(tl.float32)
+    for step in tl.range(1, NUM_STEPS, num_stages=NUM_STAGES):
+        columns = step * BLOCK_K + k
+        w, up, factors = read_columns(
+            gate_rows, up_rows, norm_weight, columns, K, HAS_NORM, IS_GATED, IS_EVEN_K
+        )
+        sums, sums_up, squares = add_products(
+            x, w, up, factors, columns, K, sums, sums_up, squares, HAS_NORM, IS_GATED, IS_EVEN_K
+        )
+    result = tl.sum(sums, axis=1)
+    inner = tl.sum(sums_up, axis=1)
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(squares, axis=0) / K + norm_eps)
+        result *= factor
+        inner *= factor
+    if HAS_SCALES:
+        factor = tl.load(x_scales)
+        result *= factor * tl.load(weight_scales + n, mask=n < N, other=0.0)
+        if IS_GATED:
+            inner *= factor * tl.load(weight_scales + N + n, mask=n < N, other=0.0)
+    if HAS_BIAS:
+        result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        if IS_GATED:
+            inner += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)
+    if IS_GATED:
+        result = result * tl.sigmoid(result) * inner
+    if HAS_RESIDUAL:
+        result += added
+    tl.store(out + n, result.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def read_columns(  # type: ignore[no-untyped-def]
+    gate_rows,
+    up_rows,
+    norm_weight,
+    columns,
+    K,
+    HAS_NORM: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN_K: tl.constexpr,
+):
+    """What can be read before the kernel ahead has ended: (rows, up rows, the norm's weights)."""
+    factors = columns
+    inside = columns < K
+    if IS_EVEN_K:
+        w = tl.load(gate_rows + columns[None, :], eviction_policy="evict_first")
+        up = w
+        if IS_GATED:
+            up = tl.load(up_rows + columns[None, :], eviction_policy="evict_first")
+        if HAS_NORM:
+            factors = tl.load(norm_weight + columns)
+    else:
+        w = tl.load(gate_rows + columns[None, :], mask=inside[None, :], other=0.0)
+        up = w
+        if IS_GATED:
+            up = tl.load(up_rows + columns[None, :], mask=inside[None, :], other=0.0)
+        if HAS_NORM:
+            factors = tl.load(norm_weight + columns, mask=inside, other=0.0)
+    return w, up, factors
+
+
+@triton.jit
+def add_products(  # type: ignore[no-untyped-def]
+    x,
+    w,
+    up,
+    factors,
+    columns,
+    K,
+    sums,
+    sums_up,
+    squares,
+    HAS_NORM: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN_K: tl.constexpr,
+):
+    """Each thread's sums with the products of these columns."""
+    if IS_EVEN_K:
+        numbers = tl.load(x + columns).to(tl.float32)
+    else:
+        numbers = tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        squares += numbers * numbers
+        numbers *= factors.to(tl.float32)
+    sums += w.to(tl.float32) * numbers[None, :]
+    if IS_GATED:
+        sums_up += up.to(tl.float32) * numbers[None, :]
+    return sums, sums_up, squares

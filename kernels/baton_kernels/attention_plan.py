@@ -11,17 +11,17 @@ import threading
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from baton_kernels.block_rows import BlockRows
-from baton_kernels.gpu.attention_tiles import (
-    EXACT_ROWS,
-    EXACT_WARPS,
-    SPLIT_POSITIONS,
-    TILE_POSITIONS,
-)
 
 LOG2_E = 1.4426950408889634
+
+SPLIT_POSITIONS = 512
+TILE_POSITIONS = 64
+EXACT_ROWS = 64
+EXACT_WARPS = 4
+"""How exact kernels cut positions, and the tiles of scores that they compute
+(paged_walk_triton.py)."""
 
 MAX_PART_BYTES = 256 << 20
 """Of a launch's parts: exact attention of long sequences goes without them."""
@@ -202,8 +202,8 @@ class Plan:
 
     config: Config
     num_programs: int
-    """Of a launch by equal shares (attention_shares.py), to which the grid, splits and what merges
-    them are of no account; 0: a launch by splits."""
+    """Programs of a launch by equal shares (attention_shares_triton.py), which needs no grid, no
+    splits and no merging kernel; 0: a launch by splits."""
     num_lengths: int
     """That each of these programs looks at: the same for all launches of a model, so that there is
     one kernel. A power of two, no fewer than there are sequences."""
@@ -257,7 +257,7 @@ def plan_launch(
     config: Config | None,
     num_splits: int | None,
 ) -> Plan:
-    """See gpu/attention.py's launch for the arguments; `group`: query heads of a kv head."""
+    """See attention_triton.py's launch for the arguments; `group`: query heads of a kv head."""
     sms = num_sms(block_tables.device)
     max_positions = block_tables.shape[1] * rows.block_size
     is_shared = not (exact or is_tree or has_tails or window is not None or num_splits is not None)
@@ -370,4 +370,6 @@ def quantization(rows: BlockRows) -> int:
     """See attention_walk's _numbers; Triton's interpreter knows no PTX."""
     if not rows.dtype:
         return 0
+    import triton
+
     return (1 if rows.dtype == "int8" else 2) + (0 if triton.knobs.runtime.interpret else 2)

@@ -14,8 +14,15 @@ import triton
 import triton.language as tl
 
 from baton_kernels.block_rows import BlockRows
-from baton_kernels.gpu.gate import silu_times
-from baton_kernels.gpu.overlap import overlap_options
+from baton_kernels.dispatch import overlap_options
+
+
+@triton.jit
+def silu_times(gate, up):  # type: ignore[no-untyped-def]
+    """silu(gate) * up in float32."""
+    power = tl.exp(-tl.abs(gate))  # at most 1: no overflow
+    return tl.where(gate >= 0, gate, gate * power) / (1.0 + power) * up
+
 
 _FEWEST_TOKENS = 16
 """Up to here rotate_and_write is a matter of latency: small programs."""

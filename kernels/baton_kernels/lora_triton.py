@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.gpu.overlap import overlap_options
-from baton_kernels.gpu.tiles import ceil_div
+from baton_kernels.dispatch import overlap_options
+from baton_kernels.linear_tiles import ceil_div
 
 _PART = 1024
 """Columns of x that one program of the shrink reads: enough programs for a few rows."""

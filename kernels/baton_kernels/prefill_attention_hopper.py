@@ -1,5 +1,5 @@
 """Kernel of prefill attention over the paged cache, for Hopper: what
-`gpu/prefill_attention.py` does of plain causal attention, in that chip's own instructions.
+`prefill_attention_triton.py` does of plain causal attention, in that chip's own instructions.
 
 Flash attention as that chip wants it (Shah et al., FlashAttention-3, 2024): one warp has blocks of
 keys and values copied by the bulk copy engine, two groups of warps compute, each for half of a tile
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton_kernels.block_rows import BlockRows
-from baton_kernels.gpu.hopper import GROUP_ROWS, NUM_KEYS, token_matrix
+from baton_kernels.hopper import GROUP_ROWS, NUM_KEYS, token_matrix
 
 _LOG2_E = 1.4426950408889634
 _NUM_STAGES = 2

@@ -1,5 +1,5 @@
-"""What gpu/hopper_prefill.py and gpu/hopper_gated.py can run. Imports nothing that another GPU, or
-another Triton, lacks.
+"""What prefill_attention_hopper.py and gated_linear_hopper.py can run. Imports nothing that another
+GPU, or another Triton, lacks.
 
 Those kernels are written in Gluon, Triton's lower language, whose names still change: they run
 under the Triton that they were tested with. No state; any thread.
@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
 
 from baton_kernels.block_rows import BlockRows
 
@@ -24,11 +23,11 @@ GROUP_ROWS = 64
 """Rows of queries of a group of warps: what one matrix instruction takes."""
 
 GATED_ROWS, GATED_COLUMNS, GATED_DEPTH = 128, 128, 64
-"""Of a tile of gpu/hopper_gated.py: rows of x, columns of the result, columns of x at a time."""
+"""Of a tile of gated_linear_hopper.py: rows of x, columns of the result, columns of x at a time."""
 
 
 def can_gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
-    """Are this GPU and this product gpu/hopper_gated.py's? Whole tiles but for rows of x."""
+    """Are this GPU and this product gated_linear_hopper.py's? Whole tiles but for rows of x."""
     return (
         x.is_cuda
         and x.dtype == torch.bfloat16
@@ -70,5 +69,7 @@ def token_matrix(matrices: torch.Tensor) -> tuple[int, int]:
 
 @lru_cache(maxsize=16)
 def _is_hopper(device: torch.device) -> bool:
+    import triton
+
     is_tested = triton.__version__.startswith(TRITON_VERSIONS)
     return is_tested and torch.cuda.get_device_capability(device) == (9, 0)

@@ -3,12 +3,13 @@ positions as any other, whatever lengths sequences have and however many rows of
 
 All tiles stand in one line: sequence by sequence, head by head, first position first. A program's
 share of it begins and ends anywhere: it takes the rest of one sequence's head, whole ones, and the
-beginning of another. Of those that it does not take whole it leaves a part (attention_tiles.py), at
-most two; who leaves a head's last part merges them. Everybody reckons from the lengths alone who
-has which tiles, so nothing is handed out, and the host need not know lengths.
+beginning of another. Of those that it does not take whole it leaves a part (paged_walk_triton.py):
+two at most. The program that leaves a head's last part merges the parts. Each program computes from
+the lengths alone which tiles every program has, so nothing is handed out, and the host need not
+know lengths.
 
 Knows no trees, windows or tails, and no order of sums that batch-mates have no say in
-(attention_splits.py does). Invariant: counters are found and left at zero.
+(attention_triton.py does). Invariant: counters are found and left at zero.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.block_rows import BlockRows
-from baton_kernels.gpu.attention_merge import merge
-from baton_kernels.gpu.attention_plan import (
+from baton_kernels.attention_plan import (
     LOG2_E,
     Plan,
     Rotation,
@@ -28,10 +27,16 @@ from baton_kernels.gpu.attention_plan import (
     quantization,
     steps,
 )
-from baton_kernels.gpu.attention_rotation import rotate_row, rotate_rows
-from baton_kernels.gpu.attention_tiles import finish
-from baton_kernels.gpu.attention_walk import prefetch_blocks, walk_positions
-from baton_kernels.gpu.overlap import overlap_options
+from baton_kernels.block_rows import BlockRows
+from baton_kernels.dispatch import overlap_options
+from baton_kernels.paged_walk_triton import (
+    finish,
+    merge,
+    prefetch_blocks,
+    rotate_row,
+    rotate_rows,
+    walk_positions,
+)
 
 _VARYING = ["num_sequences", "min_tiles", "table_stride"]
 _ANYWHERE = ["tables", "ends", "counters"]
@@ -92,7 +97,7 @@ def attend_shares(
     ROTATES: tl.constexpr, NORMS: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
     """See the module, and attention.py's launch() for what the arguments are. ROWS: sequences, or
-    more, a power of two. min_tiles: of a share. EARLY, ROTATES: as attention_splits.py's attend
+    more, a power of two. min_tiles: of a share. EARLY, ROTATES: as attention_triton.py's attend
     has them."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
