@@ -1,5 +1,4 @@
-"""What a worker needs of an engine, as a Protocol: `engine.engine.LLMEngine` and
-`engine.fake.FakeEngine` both fit it.
+"""What a worker needs of an engine, as a Protocol that `engine.engine.LLMEngine` fits.
 
 Knows no asyncio. Every method is called from the one thread of `EngineThread`; `kv` and
 `model_info` are values that any thread may read.

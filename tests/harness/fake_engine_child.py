@@ -29,7 +29,7 @@ CONTEXT_WINDOW = 20_000
 def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> LLMEngine:
     """One that makes this process' mistakes."""
     from engine.engine import LLMEngine
-    from engine.fake import FakeModel
+    from engine.testing.fake_model import FakeModel
 
     class _Model(FakeModel):
         def forward(self, batch: Batch) -> torch.Tensor:

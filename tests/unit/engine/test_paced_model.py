@@ -7,8 +7,8 @@ import random
 import pytest
 
 from engine.batch import Batch, warm_up
-from engine.paced import DevicePace, PacedModel
 from engine.request import Request, Sampling
+from engine.testing.paced_model import DevicePace, PacedModel
 from tests.harness.engines import all_steps, fake_model, hasher, make, tokens_of
 
 

@@ -1,11 +1,10 @@
-"""PacedModel: any LoadedModel, on a device that takes as long as it is told. Tokens and KV are the
-model's own; a pass ends no sooner than such a device would end it, and this process computes
-nothing meanwhile.
+"""PacedModel: any LoadedModel, on a device whose speed is given. Tokens and KV are the model's own;
+a pass ends no sooner than such a device would end it, and this process computes nothing meanwhile.
 
 So a few cores can hold a cluster whose workers are as slow as those of a large model, and where one
-more of them helps: load and scaling are tried with it. Ships with the package, as engine/fake.py
-does. What a real device does beyond that (its memory, its own jitter) it does not know; where the
-model alone takes longer, it is late, and says nothing. Engine thread only.
+more of them helps: load and scaling are tried with it. What a real device does beyond that (its
+memory, its own jitter) is not simulated; where the model alone takes longer than the pace, the pass
+is late, and nothing is reported. Engine thread only.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class DevicePace:
 
 
 class PacedModel:
-    """See the module. Everything but the time of `forward` is the given model's; it launches
-    nothing ahead, so that `forward` is all there is.
+    """The given model with another time of `forward`. It launches nothing ahead, so that `forward`
+    is all there is.
 
     Args:
         clock, wait: the device's time; seconds.

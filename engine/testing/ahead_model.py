@@ -1,6 +1,6 @@
-"""AheadModel: any LoadedModel with steps that can be launched ahead, by its own forward
-passes and engine/sampling/pipeline.py. It gains nothing: it is the truth that others are compared
-with, and shows an engine's mistakes. Ships with the package, as engine/fake.py does.
+"""AheadModel: any LoadedModel with steps that can be launched ahead, by its own forward passes and
+engine/sampling/pipeline.py. It gains nothing: it is the truth that others are compared with, and
+shows an engine's mistakes.
 
 What a device may do, it does at its worst: a launch is computed when it is launched, or as late as
 may be (`is_late`): when it is read, or when something must come after it. Then a block that was
@@ -68,7 +68,7 @@ def _token_ids(row: LaunchRow) -> tuple[int, ...]:
 
 
 class AheadModel:
-    """See the module. Everything but `ahead` is the given model's.
+    """The given model with launches. Everything but `ahead` is the given model's.
 
     Args:
         is_late: compute a launch as late as may be.

@@ -4,7 +4,7 @@ the KV blocks.
 It keeps, as the "KV" of a token, its id and its position, and draws from a digest of what it finds
 in the blocks: a block that is missing, stale, swapped or someone else's changes every token after
 it. So an engine with a FakeModel shows a mistake of block handling as wrong tokens, in
-microseconds. Ships with the package: services test against it.
+microseconds.
 
 Not a language model: no weights, no parity. Engine thread only.
 """
@@ -30,7 +30,8 @@ HIDDEN_SIZE = 8
 
 
 class FakeModel(InOneProcess):
-    """See the module.
+    """A model of one layer without weights: its logits are a digest of the ids and positions that
+    its KV blocks hold.
 
     Args:
         poison: after one of these tokens the logits are NaN.
