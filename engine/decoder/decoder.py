@@ -24,7 +24,7 @@ from engine.decoder.keeping import Keeping
 from engine.decoder.layer_attention import LayerAttention
 from engine.decoder.projection import Projection
 from engine.decoder.weights import DecoderWeights, LayerWeights
-from engine.lora.stacks import Stacks
+from engine.lora.stacked_weights import StackedLora
 from engine.models.step_attention import Attend
 
 _LEAST_SPARED_ROWS = 64
@@ -85,7 +85,7 @@ class Decoder:
         self.is_exact = is_exact
         self.keeping: Keeping | None = None
         """What `forward` and `forward_attending` leave beside logits. Not under a graph."""
-        self.stacks: Stacks | None = None
+        self.stacks: StackedLora | None = None
         self.backend: Backend
         self._collective = collective
         self._adds_residual = collective is None or collective.rank == 0
@@ -112,7 +112,7 @@ class Decoder:
             raise ValueError(f"rows: {len(rows)} for {len(self.weights.layers)} layers")
         self._attention.rows = rows
 
-    def stack(self, stacks: Stacks) -> None:
+    def stack(self, stacks: StackedLora) -> None:
         """Rows of `decode` may have adapters from now on, which lie there.
 
         Args:

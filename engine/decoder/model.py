@@ -34,9 +34,8 @@ from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
 from engine.kv.sizing import DeviceMemory
 from engine.lora.config import LoraLimits
-from engine.lora.registry import Adapters
-from engine.lora.site import Site
-from engine.lora.stacks import Stacks
+from engine.lora.manager import LoraManager
+from engine.lora.stacked_weights import Site, StackedLora
 from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess, Progress
 from engine.models.quantized_attention import QuantizedAttention
 from engine.models.quantized_blocks import Scales
@@ -102,7 +101,7 @@ class DecoderModel(InOneProcess):
         limits = lora or LoraLimits()
         if make_ahead is not None and self._has_kernels and not decoder.is_exact:
             stack_adapters(decoder, limits, self._device, info.dtype)
-        self.adapters = Adapters(
+        self.adapters = LoraManager(
             limits,
             lambda: find_sites(decoder.weights),
             dtype=torch.float32 if is_cpu else TORCH_DTYPES[info.dtype],
@@ -260,7 +259,7 @@ class DecoderModel(InOneProcess):
     @contextlib.contextmanager
     def _adapting(self, batch: Batch) -> Generator[None, None, None]:
         """Rows of `batch` have their adapters meanwhile. Afterwards none has: launches look into
-        Stacks for theirs."""
+        StackedLora for theirs."""
         self.adapters.begin(batch)
         try:
             yield
@@ -345,7 +344,7 @@ def stack_adapters(decoder: Decoder, limits: LoraLimits, device: torch.device, d
     if not limits.max_launched_rank or not limits.max_num_adapters:
         return
     try:
-        stacks = Stacks(
+        stacks = StackedLora(
             find_sites(decoder.weights),
             num_slots=limits.max_num_adapters,
             max_rank=limits.max_launched_rank,

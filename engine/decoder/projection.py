@@ -22,8 +22,7 @@ from baton_kernels.packed_linear import (
 )
 from torch.nn import functional
 
-from engine.lora.site import AdaptedLinear
-from engine.lora.stacks import Stack
+from engine.lora.stacked_weights import AdaptedLinear, StackedFactors
 
 
 class Projection(AdaptedLinear):
@@ -52,7 +51,7 @@ class Projection(AdaptedLinear):
         self.is_gated = is_gated
         self.backend: Backend = "auto"
         self.is_exact = False
-        self.stack: Stack | None = None
+        self.stack: StackedFactors | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -183,7 +182,7 @@ class Projection(AdaptedLinear):
 
     def _stacked(
         self,
-        stack: Stack,
+        stack: StackedFactors,
         x: torch.Tensor,
         norm_weight: torch.Tensor | None,
         norm_eps: float,

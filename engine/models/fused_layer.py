@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, rms_norm, silu
 
-from engine.lora.site import AdaptedLinear
+from engine.lora.stacked_weights import AdaptedLinear
 from engine.models.packed_linear import PackedLinear
 from engine.models.step_attention import Attend
 

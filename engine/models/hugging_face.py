@@ -18,7 +18,7 @@ from engine.batch import Batch
 from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
 from engine.lora.config import LoraLimits
-from engine.lora.registry import Adapters
+from engine.lora.manager import LoraManager
 from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess
 from engine.models.layer_lists import layer_lists
 from engine.models.lora_sites import find_sites
@@ -61,7 +61,7 @@ class HuggingFaceModel(InOneProcess):
         self.ahead: DecodesAhead | None = None
         self.guesses = Guesses.TREES
         is_cpu = self._device.type == "cpu"
-        self.adapters = Adapters(
+        self.adapters = LoraManager(
             lora or LoraLimits(),
             lambda: find_sites(model, self.forward),
             dtype=torch.float32 if is_cpu else TORCH_DTYPES[info.dtype],

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from engine.batch import Batch, warm_up
-from engine.lora.site import Linear, Site
+from engine.lora.stacked_weights import Linear, Site
 from engine.models.fused_layer import FusedDecoderLayer
 from engine.models.packed_linear import PackedLinear
 

@@ -10,8 +10,7 @@ import torch
 from baton_kernels.packed_linear import pack_weight, packed_linear, packed_linear_with
 from torch.nn import functional
 
-from engine.lora.deltas import Deltas
-from engine.lora.site import AdaptedLinear
+from engine.lora.stacked_weights import AdaptedLinear, Deltas
 
 Activation = Literal["none", "swish"]
 

@@ -20,7 +20,7 @@ import torch
 from engine.batch import Batch, Span
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
-from engine.lora.registry import Adapters
+from engine.lora.manager import LoraManager
 from engine.models.interface import DecodesAhead, Guesses, InOneProcess
 from engine.noise import uniform, words
 from engine.request import ModelInfo
@@ -51,7 +51,7 @@ class FakeModel(InOneProcess):
         self.layout = KvLayout.plain(
             num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32"
         )
-        self.adapters = Adapters.refused("the fake model has no linear layers")
+        self.adapters = LoraManager.refused("the fake model has no linear layers")
         self.poison = poison
         self.hidden_size = hidden_size
         self.ahead: DecodesAhead | None = None

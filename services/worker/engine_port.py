@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from engine.kv.layout import KvLayout
+from engine.lora.adapter import Adapter
 from engine.lora.config import LoraLimits
-from engine.lora.files import Adapter
-from engine.lora.registry import AdapterInfo
+from engine.lora.manager import AdapterInfo
 from engine.metrics import EngineStats, MetricsSnapshot
 from engine.outputs import StepOutput
 from engine.parking import Parking

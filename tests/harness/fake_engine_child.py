@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from engine.batch import Batch
     from engine.engine import LLMEngine, Progress
-    from engine.lora.registry import AdapterInfo
+    from engine.lora.manager import AdapterInfo
     from engine.metrics import EngineStats
 
 CONTEXT_WINDOW = 20_000

@@ -11,7 +11,7 @@ from baton_kernels.linear import Extras, between_products, linear, linear_refere
 
 from engine.batch import Span
 from engine.decoder.projection import Projection
-from engine.lora.deltas import AdapterRows, Deltas, LowRank
+from engine.lora.stacked_weights import AdapterRows, Deltas, LowRank
 from tests.kernels.conftest import DEVICE, some
 
 TOLERANCE = {torch.bfloat16: 1e-2 if DEVICE == "cuda" else 2e-2, torch.float32: 1e-5}

@@ -1,4 +1,4 @@
-"""Adapters: the LoRA adapters of one loaded model, in numbered slots.
+"""LoraManager: the LoRA adapters of one loaded model, in numbered slots.
 
 Life of an adapter: `load` reads and checks everything, then puts its factors on the model's linear
 layers; a request that names it holds it from `acquire` to `release`; `unload` takes it off again,
@@ -23,13 +23,26 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from engine.batch import Batch
-from engine.errors import IntegrityError, InvalidRequest
+from engine.errors import (
+    AdapterInUse,
+    IntegrityError,
+    InvalidAdapter,
+    InvalidRequest,
+    TooManyAdapters,
+    UnknownAdapter,
+)
+from engine.lora.adapter import WEIGHTS, Adapter, Progress, read_adapter
 from engine.lora.config import LoraLimits
-from engine.lora.deltas import AdapterRows, Deltas, LowRank
-from engine.lora.errors import AdapterInUse, InvalidAdapter, TooManyAdapters, UnknownAdapter
-from engine.lora.files import WEIGHTS, Adapter, Progress, read_adapter
-from engine.lora.site import Linear, Site, attach, detach
-from engine.lora.stacks import Stacks
+from engine.lora.stacked_weights import (
+    AdapterRows,
+    Deltas,
+    Linear,
+    LowRank,
+    Site,
+    StackedLora,
+    attach,
+    detach,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +76,8 @@ class _Loaded:
     num_held: int = 0
 
 
-class Adapters:
-    """See the module.
+class LoraManager:
+    """The table of adapters, and the factors that they put on the model's linear layers.
 
     Args:
         find_sites: the model's linear layers by name; asked once, at the first load.
@@ -81,7 +94,7 @@ class Adapters:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         refusal: str = "",
-        stacks: Stacks | None = None,
+        stacks: StackedLora | None = None,
     ) -> None:
         self.limits = limits
         self._find_sites = find_sites
@@ -95,7 +108,7 @@ class Adapters:
         self._deltas: dict[nn.Module, tuple[Linear, Deltas, RemovableHandle | None]] = {}
 
     @classmethod
-    def refused(cls, reason: str) -> Adapters:
+    def refused(cls, reason: str) -> LoraManager:
         """For a model that takes none: every load is refused with this reason."""
         return cls(LoraLimits(max_num_adapters=0), dict, refusal=reason)
 
@@ -218,7 +231,7 @@ class Adapters:
                 raise IntegrityError(f"a span names adapter slots {sorted(unknown)}: empty")
 
     def check_integrity(self, num_held: Mapping[str, int] | None = None) -> None:
-        """See the module.
+        """Recompute the invariants that the module's docstring lists.
 
         Args:
             num_held: live requests by adapter name; None: not known here.

@@ -22,14 +22,18 @@ from hypothesis.stateful import (
 from torch import nn
 
 from engine.batch import Batch, Span
-from engine.errors import IntegrityError, InvalidRequest
+from engine.errors import (
+    AdapterInUse,
+    IntegrityError,
+    InvalidAdapter,
+    InvalidRequest,
+    TooManyAdapters,
+    UnknownAdapter,
+)
+from engine.lora.adapter import Adapter, Factors, PeftConfig, read_adapter
 from engine.lora.config import LoraLimits
-from engine.lora.errors import AdapterInUse, InvalidAdapter, TooManyAdapters, UnknownAdapter
-from engine.lora.files import Adapter, Factors, read_adapter
-from engine.lora.peft import PeftConfig
-from engine.lora.registry import Adapters, plain_steps_warning
-from engine.lora.site import Site
-from engine.lora.stacks import Stacks
+from engine.lora.manager import LoraManager, plain_steps_warning
+from engine.lora.stacked_weights import Site, StackedLora
 from engine.models.fused_layer import PlainLinear
 from process.settings import SettingsError
 from tests.harness.adapters import save_adapter
@@ -53,7 +57,7 @@ class Toy:
             "l.o_proj": Site(self.o, 0, 6, 7),
         }
 
-    def outputs(self, adapters: Adapters, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def outputs(self, adapters: LoraManager, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         adapters.begin(Batch((1, 2), (Span(0, 2, (0,), slot),), ()))
         x = torch.eye(6)[:2]
         return self.qk(x), self.o(x)
@@ -83,7 +87,7 @@ def toy() -> Toy:
 
 
 def test_what_is_loaded_is_added_and_taken_off_again(toy: Toy) -> None:
-    adapters = Adapters(LoraLimits(), toy.find)
+    adapters = LoraManager(LoraLimits(), toy.find)
     before = toy.outputs(adapters, 0)
     info = adapters.install("a", make_adapter(3))
     assert (info.name, info.rank, info.targets) == ("a", 2, ("k_proj", "o_proj", "q_proj"))
@@ -106,7 +110,7 @@ def test_what_is_loaded_is_added_and_taken_off_again(toy: Toy) -> None:
 
 
 def test_the_same_name_again(toy: Toy) -> None:
-    adapters = Adapters(LoraLimits(), toy.find)
+    adapters = LoraManager(LoraLimits(), toy.find)
     first = adapters.install("a", make_adapter(3))
     assert adapters.install("a", make_adapter(3)) is first, "the same content changes nothing"
     adapters.acquire("a")
@@ -122,7 +126,7 @@ def test_the_same_name_again(toy: Toy) -> None:
 
 
 def test_in_use(toy: Toy) -> None:
-    adapters = Adapters(LoraLimits(), toy.find)
+    adapters = LoraManager(LoraLimits(), toy.find)
     adapters.install("a", make_adapter(3))
     adapters.acquire("a")
     adapters.acquire("a")
@@ -141,7 +145,7 @@ def test_in_use(toy: Toy) -> None:
 
 
 def test_no_adapter_is_always_there(toy: Toy) -> None:
-    adapters = Adapters(LoraLimits(), toy.find)
+    adapters = LoraManager(LoraLimits(), toy.find)
     adapters.acquire("")
     adapters.release("")
     assert (adapters.digest(""), adapters.slot("")) == ("", 0)
@@ -154,7 +158,7 @@ def test_no_adapter_is_always_there(toy: Toy) -> None:
 
 
 def test_limits(toy: Toy) -> None:
-    adapters = Adapters(LoraLimits(max_num_adapters=2, max_bytes=1000), toy.find)
+    adapters = LoraManager(LoraLimits(max_num_adapters=2, max_bytes=1000), toy.find)
     adapters.install("a", make_adapter(1))
     with pytest.raises(TooManyAdapters, match="max_bytes"):
         adapters.install("b", make_adapter(2, rank=6))
@@ -169,7 +173,7 @@ def test_limits(toy: Toy) -> None:
 
 
 def test_a_model_without_adapters_says_why(tmp_path: Path) -> None:
-    adapters = Adapters.refused("the fake model has no linear layers")
+    adapters = LoraManager.refused("the fake model has no linear layers")
     with pytest.raises(InvalidAdapter, match="no linear layers: it takes no LoRA"):
         adapters.load("a", tmp_path)
     with pytest.raises(InvalidRequest, match=r"'a' is not loaded \(the fake model"):
@@ -179,7 +183,7 @@ def test_a_model_without_adapters_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "x" * 129, "a\nb"])
 def test_bad_names(toy: Toy, tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidAdapter, match=r"^adapter: a name has"):
-        Adapters(LoraLimits(), toy.find).load(name, tmp_path)
+        LoraManager(LoraLimits(), toy.find).load(name, tmp_path)
 
 
 class _Module(nn.Module):
@@ -209,7 +213,7 @@ class _Module(nn.Module):
 def test_config_file_and_model_must_agree(
     toy: Toy, tmp_path: Path, fields: dict[str, object], match: str
 ) -> None:
-    adapters = Adapters(LoraLimits(), toy.find)
+    adapters = LoraManager(LoraLimits(), toy.find)
     folder = save_adapter(tmp_path / "a", _Module(), 1, **fields)  # type: ignore[arg-type]
     with pytest.raises(InvalidAdapter, match=match):
         adapters.load("a", folder)
@@ -222,17 +226,17 @@ def test_another_base_model_is_seen(toy: Toy, tmp_path: Path) -> None:
     other.l.q_proj = nn.Linear(6, 9)
     folder = save_adapter(tmp_path / "a", other, 1, targets=["q_proj"])
     with pytest.raises(InvalidAdapter, match=r"made for a weight of \(9, 6\), the model's is \(8"):
-        Adapters(LoraLimits(), toy.find).load("a", folder)
+        LoraManager(LoraLimits(), toy.find).load("a", folder)
 
 
 def test_load_reads_what_was_written(toy: Toy, tmp_path: Path) -> None:
     folder = save_adapter(tmp_path / "a", _Module(), 1, targets=["q_proj", "o_proj"])
-    adapters = Adapters(LoraLimits(), toy.find)
+    adapters = LoraManager(LoraLimits(), toy.find)
     info = adapters.load("a", folder)
     assert info.digest == read_adapter(folder, LoraLimits()).digest == adapters.digest("a")
 
 
-def check_stacks(stacks: Stacks, adapters: Adapters, toy: Toy) -> None:
+def check_stacks(stacks: StackedLora, adapters: LoraManager, toy: Toy) -> None:
     """Slots hold the numbers of the adapters that are launched, and zeros beside them."""
     launched = [info.name for info in adapters.infos() if info.rank <= stacks.max_rank]
     slots = {adapters.slot(name) for name in launched}
@@ -252,7 +256,7 @@ def check_stacks(stacks: Stacks, adapters: Adapters, toy: Toy) -> None:
 def test_what_is_launched_lies_in_stacks(toy: Toy) -> None:
     """Below the highest rank; another adapter in the slot leaves nothing of the one before."""
     stacks = make_stacks(toy)
-    adapters = Adapters(LoraLimits(max_num_adapters=2), toy.find, stacks=stacks)
+    adapters = LoraManager(LoraLimits(max_num_adapters=2), toy.find, stacks=stacks)
     places = {linear: one.a.data_ptr() for linear, one in stacks.by_linear.items()}
     assert [one.a.shape[1] for one in stacks.by_linear.values()] == [4, 2]  # q and k; o
     assert stacks.num_bytes == 4 * 2 * (4 * (6 + 10) + 2 * (6 + 7))
@@ -276,9 +280,11 @@ def test_what_is_launched_lies_in_stacks(toy: Toy) -> None:
         stacks.put(3, {})
 
 
-def make_stacks(toy: Toy, num_slots: int = 2) -> Stacks:
+def make_stacks(toy: Toy, num_slots: int = 2) -> StackedLora:
     device = torch.device("cpu")
-    return Stacks(toy.find(), num_slots=num_slots, max_rank=2, dtype=torch.float32, device=device)
+    return StackedLora(
+        toy.find(), num_slots=num_slots, max_rank=2, dtype=torch.float32, device=device
+    )
 
 
 @pytest.mark.parametrize(("max_rank", "max_launched_rank"), [(8, -1), (8, 9), (128, 65)])
@@ -309,7 +315,7 @@ class TableMachine(RuleBasedStateMachine):
         self.toy = Toy()
         self.limits = LoraLimits(max_num_adapters=3, max_bytes=3 * num_bytes(MODULES) - 1)
         self.stacks = make_stacks(self.toy, num_slots=3)
-        self.adapters = Adapters(self.limits, self.toy.find, stacks=self.stacks)
+        self.adapters = LoraManager(self.limits, self.toy.find, stacks=self.stacks)
         self.known: dict[str, tuple[int, tuple[str, ...]]] = {}
         self.held: Counter[str] = Counter()
 
@@ -391,7 +397,7 @@ def test_any_order_of_calls(scale: Callable[[int], int]) -> None:
 def test_what_has_no_room_is_not_made(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal comes before the factors are copied."""
     limits = LoraLimits(max_num_adapters=1, max_bytes=num_bytes(MODULES))
-    adapters = Adapters(limits, toy.find)
+    adapters = LoraManager(limits, toy.find)
     adapters.install("a", make_adapter(1))
     monkeypatch.setattr(adapters, "_low_rank", lambda *_: pytest.fail("was made"))
     with pytest.raises(TooManyAdapters, match="max_bytes"):
