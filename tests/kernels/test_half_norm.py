@@ -10,7 +10,7 @@ import torch
 from baton_kernels.linear import Extras, between_products, linear, linear_reference
 
 from engine.batch import Span
-from engine.decoder.projection import Projection
+from engine.layers.linear import FusedLinear
 from engine.lora.stacked_weights import AdapterRows, Deltas, LowRank
 from tests.kernels.conftest import DEVICE, some
 
@@ -90,7 +90,7 @@ def test_rows_with_an_adapter_are_normed_with_what_it_adds(
 ) -> None:
     """And rows without one keep every bit."""
     hidden, depth = 72, 96
-    maker, taker = Projection(randn(hidden, depth)), Projection(randn(40, hidden), is_gated=True)
+    maker, taker = FusedLinear(randn(hidden, depth)), FusedLinear(randn(40, hidden), is_gated=True)
     norm = randn(hidden)
     rows = AdapterRows(torch.device(DEVICE))
     for projection in (maker, taker):

@@ -1,6 +1,6 @@
-"""LayerAttention: from a layer's fused projection to what its attention gives: heads turned, keys
-and values into the cache, and each row attended as its sequence asks for: alone, in a chunk, or in
-a token tree.
+"""PagedAttention: from a layer's fused projection to the output of its attention, by the kernels:
+heads are rotated, keys and values written into the cache, and each row is attended as its sequence
+asks for: alone, in a chunk, or in a token tree.
 
 Knows no weights but a layer's norms of heads. Invariant: all keys and values of a step are written
 before any row of it is attended, so that a sequence may be cut into parts. Engine thread only.
@@ -9,6 +9,7 @@ before any row of it is attended, so that a sequence may be cut into parts. Engi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from baton_kernels.attention import decode_attention, rotate_and_attend, tree_attention
@@ -18,40 +19,55 @@ from baton_kernels.layer_ops import rotate_and_write
 from baton_kernels.prefill_attention import prefill_attention
 
 from engine.decoder.inputs import MixedInputs
-from engine.decoder.shape import DecoderShape
-from engine.decoder.weights import LayerWeights
 
 
-class LayerAttention:
-    """See the module. Layers are numbered by their stage's own.
+class HeadNorms(Protocol):
+    """RMSNorm weights [D] of a layer's query and key heads; None: they have no norm."""
+
+    @property
+    def q_norm(self) -> torch.Tensor | None: ...
+
+    @property
+    def k_norm(self) -> torch.Tensor | None: ...
+
+
+class PagedAttention:
+    """The attention of one stage's layers, which are numbered from its first one.
 
     Args:
-        rope: see Decoder.
+        num_heads: query heads of this rank.
+        scaling: of scores.
+        norm_eps: of the norms of heads.
+        rope: [positions, D] float32, as many as the longest request has.
         windows: by layer: a token sees itself and window - 1 before it; None: all before it.
-        is_exact: see Decoder.
+        is_exact: a row's bits do not depend on the rows around it.
     Attributes:
         rows: the cache, by layer.
     """
 
     def __init__(
         self,
-        shape: DecoderShape,
+        *,
+        num_heads: int,
+        scaling: float,
+        norm_eps: float,
         rope: torch.Tensor,
         windows: Sequence[int | None],
-        *,
         is_exact: bool,
     ) -> None:
         self.backend: Backend = "auto"
         self.rows: Sequence[BlockRows] = ()
-        self._shape = shape
+        self._num_heads = num_heads
+        self._scaling = scaling
+        self._norm_eps = norm_eps
         self._rope = rope
         self._windows = windows
         self._is_exact = is_exact
 
-    def each(
+    def decode(
         self,
         index: int,
-        layer: LayerWeights,
+        layer: HeadNorms,
         qkv: torch.Tensor,
         positions: torch.Tensor,
         block_tables: torch.Tensor,
@@ -63,24 +79,24 @@ class LayerAttention:
             self._rope,
             self.rows[index],
             block_tables,
-            num_heads=self._shape.num_heads,
-            scaling=self._shape.scaling,
+            num_heads=self._num_heads,
+            scaling=self._scaling,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
-            norm_eps=self._shape.norm_eps,
+            norm_eps=self._norm_eps,
             window=self._windows[index],
             backend=self.backend,
             exact=self._is_exact,
         )
         return attended.view(qkv.shape[0], -1)
 
-    def mixed(
-        self, index: int, layer: LayerWeights, qkv: torch.Tensor, inputs: MixedInputs
+    def forward(
+        self, index: int, layer: HeadNorms, qkv: torch.Tensor, inputs: MixedInputs
     ) -> torch.Tensor:
         """Write, then attend: [T, (H + 2 K) D] -> [T, H D]."""
         num_rows, num_singles = qkv.shape[0], inputs.num_singles
         if num_singles == num_rows:
-            return self.each(index, layer, qkv, inputs.positions, inputs.block_tables)
+            return self.decode(index, layer, qkv, inputs.positions, inputs.block_tables)
         query = self._rotated_into_cache(index, layer, qkv, inputs)
         out = torch.empty_like(query)
         first_node = num_rows - inputs.num_nodes
@@ -99,25 +115,25 @@ class LayerAttention:
             self._trees(index, query[first_node:], inputs, out[first_node:])
         return out.view(num_rows, -1)
 
-    def drawn(
+    def forward_drawn(
         self,
         index: int,
-        layer: LayerWeights,
+        layer: HeadNorms,
         qkv: torch.Tensor,
         inputs: MixedInputs,
         drawn: torch.Tensor,
     ) -> torch.Tensor:
-        """`mixed`, where only the rows `drawn` [R] int32 are wanted, and there are no trees: [T, (H
-        + 2 K) D] -> [R, H D]. All rows leave their KV."""
+        """`forward`, where only the rows `drawn` [R] int32 are wanted, and there are no trees:
+        [T, (H + 2 K) D] -> [R, H D]. All rows leave their KV."""
         query = self._rotated_into_cache(index, layer, qkv, inputs)
         tables = inputs.block_tables.index_select(0, inputs.sequence_ids.index_select(0, drawn))
         ends = inputs.positions.index_select(0, drawn) + 1
         return self._singles(index, query.index_select(0, drawn), tables, ends)
 
-    def rotated(
+    def rotate(
         self,
         index: int,
-        layer: LayerWeights,
+        layer: HeadNorms,
         qkv: torch.Tensor,
         positions: torch.Tensor,
         *,
@@ -136,20 +152,20 @@ class LayerAttention:
             None if block_tables is None else self.rows[index],
             block_tables,
             sequence_ids,
-            num_heads=self._shape.num_heads,
+            num_heads=self._num_heads,
             slots=slots,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
-            norm_eps=self._shape.norm_eps,
+            norm_eps=self._norm_eps,
             out_k=out_k,
             out_v=out_v,
             backend=self.backend,
         )
 
     def _rotated_into_cache(
-        self, index: int, layer: LayerWeights, qkv: torch.Tensor, inputs: MixedInputs
+        self, index: int, layer: HeadNorms, qkv: torch.Tensor, inputs: MixedInputs
     ) -> torch.Tensor:
-        return self.rotated(
+        return self.rotate(
             index,
             layer,
             qkv,
@@ -173,7 +189,7 @@ class LayerAttention:
             self.rows[index],
             block_tables,
             ends,
-            scaling=self._shape.scaling,
+            scaling=self._scaling,
             window=self._windows[index],
             out=out,
             backend=self.backend,
@@ -193,7 +209,7 @@ class LayerAttention:
             inputs.starts,
             max_query_len=inputs.max_query_len,
             max_end=inputs.max_end,
-            scaling=self._shape.scaling,
+            scaling=self._scaling,
             window=self._windows[index],
             out=out,
             backend=self.backend,
@@ -215,7 +231,7 @@ class LayerAttention:
             trees.depths,
             trees.visible,
             max_num_nodes=trees.max_num_nodes,
-            scaling=self._shape.scaling,
+            scaling=self._scaling,
             window=self._windows[index],
             out=out,
             backend=self.backend,

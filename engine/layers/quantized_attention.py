@@ -1,33 +1,180 @@
-"""QuantizedAttention: one step over a quantized cache. Stands where StepAttention does.
+"""QuantizedAttention: one step over a quantized cache. Stands where TorchPagedAttention does.
 
 A token at position p sees every block before its own as quantized, and its own block (positions
 p // P * P to p) as computed. So what a token sees, and what is stored of it, depends on positions
 alone: not on the chunks a prompt came in, nor on prefix hits, nor on batch-mates. A block is
-quantized once, in the step that fills it; until then it lies as computed in a slot of
-`KvMemory.tails`. Guessed tokens (Span.branches) see what plain ones would at their place
-(quantized_guesses.py), and are stored nowhere but in slots of their own: those that are kept join
-the sequence by `Tails.keep`.
+quantized once, in the step that fills it (KvQuantizer); until then it lies as computed in a slot of
+`KvMemory.tails`. Draft tokens (Span.branches) see what plain ones would at their place
+(DraftBlockVersions), and are stored nowhere but in slots of their own: those that are kept join the
+sequence by `Tails.keep`.
 
 Spans of one token are attended together, on CUDA by a kernel that reads the cache as it is; longer
-ones one by one, over copies as numbers. Engine thread only; lives for one forward pass. Blocks that
-it fills keep their tails until it is booked (engine/kv/cache_manager.py): a step that fails is
-computed again.
+ones one by one, over copies as numbers. Blocks that a step fills keep their tails until the step is
+processed (engine/kv/cache_manager.py): a step that fails is computed again. Engine thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from baton_kernels import block_rows, reference
 from baton_kernels.attention import decode_attention
+from baton_kernels.quantize import dequantize, quantize, scale_for
 
 from engine.batch import Batch, Span
-from engine.kv.memory import KvMemory, LayerView
-from engine.models.quantized_blocks import QuantizedBlocks, Scales
-from engine.models.quantized_guesses import SpanGuesses
-from engine.models.step_attention import block_table, row_ids, size_class
+from engine.kv.layout import KvLayout
+from engine.kv.memory import HeadRows, KvMemory, LayerView
+from engine.layers.torch_attention import (
+    Attend,
+    TorchPagedAttention,
+    block_table,
+    row_ids,
+    size_class,
+)
+
+Scales = tuple[float, float | None]
+"""One layer's fixed scales, of keys and of values (None: latents)."""
+
+
+class KvQuantizer:
+    """From numbers to a quantized cache's bytes and back. Knows no step and no request.
+
+    Args:
+        views: of `memory`, one per layer.
+        fixed: scales by layer, where the layout's are per tensor.
+    """
+
+    def __init__(self, memory: KvMemory, views: list[LayerView], fixed: Sequence[Scales]) -> None:
+        if memory.tails is None:
+            raise ValueError("this cache is not quantized")
+        self._layout = memory.layout
+        self._tails = memory.tails
+        self._views = views
+        self._fixed = fixed
+
+    def freeze(self, layer: int, kv: int, block_ids: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Quantize full blocks for good.
+
+        Args:
+            kv: 0: keys, 1: values.
+            block_ids: [1, n].
+            numbers: [K, n, P, D] as computed.
+        """
+        rows, scales = self._rows(layer, kv)
+        quantized, its_scales = self._quantize(layer, kv, numbers)
+        ids = row_ids(block_ids, self._views[layer].heads)[0]  # [K, n]
+        rows[ids] = quantized
+        scales[ids] = its_scales
+
+    def freeze_tails(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Quantize blocks whose numbers lie in these slots, in all layers: Tails.quantize."""
+        device = self._views[0].keys.device
+        blocks, tails = (torch.tensor([list(one)], device=device) for one in (block_ids, slots))
+        ids: dict[HeadRows, torch.Tensor] = {}
+        for layer, view in enumerate(self._tails.memory.layer_views()):
+            if view.heads not in ids:
+                ids[view.heads] = row_ids(tails, view.heads)[0]  # [K, n]
+            for kv, numbers in enumerate((view.keys, view.values)):
+                if numbers is not None:
+                    self.freeze(layer, kv, blocks, numbers[ids[view.heads]])
+
+    def read(self, layer: int, kv: int, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[B, K, n] row numbers -> [B, K, n * P, D] in `dtype`."""
+        rows, scales = self._rows(layer, kv)
+        flat = ids.reshape(-1)
+        found = dequantize(
+            rows.index_select(0, flat), scales.index_select(0, flat), self._layout.dtype, dtype
+        )
+        batch, num_heads, num_blocks = ids.shape
+        return found.view(batch, num_heads, num_blocks * rows.shape[1], rows.shape[2])
+
+    def rounded(self, layer: int, kv: int, numbers: torch.Tensor) -> torch.Tensor:
+        """[K, n, P, D] as computed -> what `read` would give of them, were they blocks."""
+        pair = self._quantize(layer, kv, numbers)
+        return dequantize(*pair, self._layout.dtype, numbers.dtype)
+
+    def _quantize(
+        self, layer: int, kv: int, numbers: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        fixed = self._fixed[layer][kv] if self._fixed else None
+        return quantize(numbers, self._layout.dtype, self._layout.num_scales, fixed)
+
+    def _rows(self, layer: int, kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[rows, P, D] bytes, and their scales [rows, scales]."""
+        view = self._views[layer]
+        rows, scales = (view.values, view.v_scales) if kv else (view.keys, view.k_scales)
+        if rows is None or scales is None:
+            raise ValueError("a quantized cache without scales")
+        return rows, scales
+
+
+class DraftBlockVersions:
+    """What the draft tokens of one span see of a quantized cache, in one forward pass.
+
+    A draft token sees what any token at its position would on its own path: earlier blocks as
+    quantized, its own as computed. A block that a path fills has other numbers on each path, so
+    each such version is quantized beside the cache, and seen by what hangs on the token that fills
+    it. Nothing is stored of a draft token but its numbers, in slots of its own
+    (engine/kv/tails.py).
+
+    Columns behind those of the tokens before: the draft tokens themselves, then the versions,
+    `size` each.
+
+    Args:
+        first_computed: position of the first token whose numbers are known as computed: of a
+            block's first.
+    """
+
+    def __init__(self, span: Span, size: int, first_computed: int, device: torch.device) -> None:
+        self.num_nodes = len(span.branches)
+        self._device = device
+        parents = span.branches
+        is_path = np.eye(self.num_nodes, dtype=bool)  # [node, itself or what is above it]
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                is_path[node] |= is_path[parent]
+        positions = np.array(span.positions[-self.num_nodes :])
+        blocks = positions // size
+        has_children = np.isin(np.arange(self.num_nodes), parents)
+        fillers = np.flatnonzero((positions % size == size - 1) & has_children)
+        sees_nodes = is_path & (blocks[:, None] == blocks[None, :])
+        sees_versions = (is_path & ~np.eye(self.num_nodes, dtype=bool))[:, fillers].repeat(size, 1)
+        self._sees = np.concatenate((sees_nodes, sees_versions), axis=1)
+        inside = (blocks[fillers] * size)[:, None] + np.arange(size)  # [versions, P] positions
+        self._positions = np.concatenate((positions, inside.reshape(-1)))
+        trunk_end = span.end - self.num_nodes
+        # Where the numbers of a version's tokens lie among those that are known as computed.
+        places = inside - first_computed
+        for row, filler in enumerate(fillers):
+            own = np.flatnonzero(sees_nodes[filler])
+            places[row, positions[own] % size] = trunk_end - first_computed + own
+        self.num_versions = len(fillers)
+        self._places = torch.from_numpy(places.reshape(-1)).to(device)
+
+    def versions(self, computed: torch.Tensor) -> torch.Tensor:
+        """[K, S, D] from `first_computed` on, the guesses the last -> [K, versions, P, D]."""
+        num_heads, _, dim = computed.shape
+        picked = computed.index_select(1, self._places)
+        return picked.view(num_heads, self.num_versions, -1, dim)
+
+    def visible(self, num_tokens: int, window: int | None, positions: torch.Tensor) -> torch.Tensor:
+        """[T, N + versions * P] bool: which of the columns each token of the span sees.
+
+        Args:
+            num_tokens: of the span, T.
+            positions: [T] of its tokens.
+        """
+        visible = torch.zeros(
+            (num_tokens, self._sees.shape[1]), dtype=torch.bool, device=self._device
+        )
+        visible[num_tokens - self.num_nodes :] = torch.from_numpy(self._sees).to(self._device)
+        if window is not None:
+            columns = torch.from_numpy(self._positions).to(self._device)
+            visible &= columns[None, :] > positions[:, None] - window
+        return visible
 
 
 def uses_kernel(device: torch.device) -> bool:
@@ -49,7 +196,7 @@ class _Chunk:
     """Slot of the block that is entered in its middle."""
     tail_out: int | None
     """Slot of the block that is left unfilled."""
-    guesses: SpanGuesses | None = None
+    guesses: DraftBlockVersions | None = None
     guess_slots: torch.Tensor | None = None  # [1, n] slots that their numbers go into
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
@@ -68,7 +215,7 @@ class _Group:
 
 
 class QuantizedAttention:
-    """See the module.
+    """The attention of one step; lives for one forward pass.
 
     Args:
         views: of `memory`, one per layer.
@@ -80,7 +227,7 @@ class QuantizedAttention:
     ) -> None:
         if memory.tails is None:
             raise ValueError("this cache is not quantized")
-        self._blocks = QuantizedBlocks(memory, views, fixed)
+        self._blocks = KvQuantizer(memory, views, fixed)
         self._views = views
         self._layout = memory.layout
         self._device = memory.cache.device
@@ -144,7 +291,7 @@ class QuantizedAttention:
         slots = self._tails.guess(span.block_ids[(end - 1) // size], num_nodes)
         self._tails.quantize = self._blocks.freeze_tails
         chunk.guess_slots = self._tensor(list(slots))[None]
-        chunk.guesses = SpanGuesses(span, size, chunk.start, self._device)
+        chunk.guesses = DraftBlockVersions(span, size, chunk.start, self._device)
         return chunk
 
     def attend(
@@ -159,7 +306,7 @@ class QuantizedAttention:
         sinks: torch.Tensor | None = None,
         is_latent: bool = False,
     ) -> torch.Tensor:
-        """See StepAttention.attend."""
+        """See TorchPagedAttention.attend."""
         num_heads, num_tokens, _ = query.shape
         out = query.new_empty(num_tokens, num_heads, self._views[layer].v_head_dim)
         for group in self._groups:
@@ -352,3 +499,71 @@ class QuantizedAttention:
         if window is not None:
             visible &= positions > queries - window
         return reference.as_bias(torch.cat([visible, *of_guesses], dim=1), dtype)
+
+
+_NUM_CALIBRATION_TOKENS = 128
+_HEADROOM = 1.25
+"""Other prompts' numbers may be greater: those beyond are clamped. A guess."""
+
+
+class _Greatest:
+    """Attends as TorchPagedAttention does, and notes the greatest key and value of each layer."""
+
+    def __init__(self, step: TorchPagedAttention, num_layers: int) -> None:
+        self._step = step
+        self.found: list[tuple[torch.Tensor, torch.Tensor | None]] = [
+            (torch.zeros(()), None)
+        ] * num_layers
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        is_latent: bool = False,
+    ) -> torch.Tensor:
+        """See Attend."""
+        self.found[layer] = (key.abs().max(), None if is_latent else value.abs().max())
+        return self._step.attend(
+            layer, query, key, value, scaling, window, softcap, sinks, is_latent
+        )
+
+
+@torch.inference_mode()
+def calibrate_scales(
+    forward: Callable[[Batch, Attend], object],
+    layout: KvLayout,
+    *,
+    vocab_size: int,
+    num_positions: int | None,
+    device: str,
+) -> tuple[Scales, ...]:
+    """Scales that are fixed at start, one for all keys and one for all values of a layer, found
+    from the greatest numbers of a fixed prompt.
+
+    The prompt is a function of the vocabulary's size and the number of positions alone, so that
+    every start of a model finds the same.
+
+    Args:
+        forward: computes a batch with the model, attending by the given object.
+        num_positions: that the model was made for; None: any.
+    """
+    num_tokens = min(_NUM_CALIBRATION_TOKENS, num_positions or _NUM_CALIBRATION_TOKENS)
+    token_ids = tuple((7919 * i + 17) % vocab_size for i in range(num_tokens))
+    batch = Batch(token_ids, (Span(0, num_tokens, ()),), (num_tokens - 1,))
+    memory = KvMemory(layout.raw, 1, device)  # of which nothing is used
+    step = TorchPagedAttention(batch, memory.layer_views(), layout.block_size)
+    greatest = _Greatest(step, layout.num_layers)
+    forward(batch, greatest)
+    return tuple(
+        (
+            float(scale_for(keys * _HEADROOM, layout.dtype)),
+            None if values is None else float(scale_for(values * _HEADROOM, layout.dtype)),
+        )
+        for keys, values in greatest.found
+    )
