@@ -33,7 +33,7 @@ from baton.load.senders import GrpcSender
 from baton.load.workload import Planned
 from benchmarks import harness
 from benchmarks.harness import Several
-from engine.paced import DevicePace
+from engine.testing.paced_model import DevicePace
 from protos import autoscaler_pb2, autoscaler_pb2_grpc
 from services.autoscaler.decision import Flip
 from services.autoscaler.limits import Pace, PlanSettings, PoolLimits, Priors, ScaleLimits, Targets

@@ -26,16 +26,16 @@ from benchmarks import harness
 from benchmarks.harness import Several, attempt, event_s
 from benchmarks.random_checkpoint import SHAPES
 from engine.batch import Batch, Span
-from engine.decoder import projection
 from engine.decoder.decoder import Decoder
 from engine.decoder.graph_set import GraphSet
 from engine.decoder.inputs import DecodeInputs, mixed_inputs
-from engine.decoder.layer_attention import LayerAttention
 from engine.decoder.model import block_rows, kv_layout, on_device
 from engine.decoder.shape import DecoderShape, read_shape, rope_table
 from engine.decoder.sources import random_weights
 from engine.decoder.tree_graphs import TreeGraphs, TreeShape
 from engine.kv.memory import KvMemory
+from engine.layers import linear as fused_linear
+from engine.layers.attention import PagedAttention
 from engine.parallel.memory import RankMemory
 from engine.parallel.place import Grid
 from engine.parallel.process_ranks import ProcessRanks
@@ -164,9 +164,9 @@ class Bench:
         return 2.0 * layers * num_tokens + attention
 
 
-def _unattended(self: LayerAttention, _index: int, _layer: Any, qkv: Any, *_: Any) -> Any:
+def _unattended(self: PagedAttention, _index: int, _layer: Any, qkv: Any, *_: Any) -> Any:
     """Nothing is rotated, written or attended: the queries as they are."""
-    return qkv[:, : self._shape.num_heads * self._shape.head_dim]
+    return qkv[:, : self._num_heads * self._rope.shape[1]]
 
 
 def _unnormed(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -176,8 +176,8 @@ def _unnormed(*args: Any, **kwargs: Any) -> torch.Tensor:
 Replaced = tuple[Any, str, Any]
 """(module or class, name, what stands there meanwhile)."""
 
-_NO_ATTENTION: Replaced = (LayerAttention, "each", _unattended)
-_NO_NORM: Replaced = (projection, "linear", _unnormed)
+_NO_ATTENTION: Replaced = (PagedAttention, "decode", _unattended)
+_NO_NORM: Replaced = (fused_linear, "linear", _unnormed)
 _WHOLE_NORMS: Replaced = (Decoder, "_room", lambda *_: None)
 ABLATIONS: dict[str, tuple[Replaced, ...]] = {
     "whole": (),
@@ -281,13 +281,13 @@ class Way:
     replaced: tuple[Replaced, ...]
 
 
-NO_TREES = Way("without attention", ((LayerAttention, "_trees", lambda *_: None),))
-NO_MIXED = Way("without attention, rotation and KV", ((LayerAttention, "mixed", _unattended),))
+NO_TREES = Way("without attention", ((PagedAttention, "_trees", lambda *_: None),))
+NO_MIXED = Way("without attention, rotation and KV", ((PagedAttention, "forward", _unattended),))
 
 
 def attention_ways() -> list[Way]:
     """Other cuts of tree attention."""
-    from baton_kernels.gpu import attention_plan as plan
+    from baton_kernels import attention_plan as plan
 
     def config(sizes: tuple[int, int, int, int]) -> Replaced:
         return plan, "config_for", lambda *_, **__: plan.Config(*sizes)
@@ -303,14 +303,14 @@ def attention_ways() -> list[Way]:
 
 def product_ways() -> list[Way]:
     """Products of few rows in tiles of 64."""
-    from baton_kernels.gpu import tiles
+    from baton_kernels import linear_tiles
 
-    chosen = tiles.skinny_tile
+    chosen = linear_tiles.skinny_tile
 
     def of_64_rows(num_rows: int, *its: Any) -> Any:
         return chosen(max(num_rows, 33) if num_rows > 16 else num_rows, *its)
 
-    return [Way("products: tiles of 64 rows", ((tiles, "skinny_tile", of_64_rows),))]
+    return [Way("products: tiles of 64 rows", ((linear_tiles, "skinny_tile", of_64_rows),))]
 
 
 @contextlib.contextmanager
@@ -325,9 +325,9 @@ def going(way: Way) -> Iterator[None]:
 
 def _forget_choices() -> None:
     with contextlib.suppress(ImportError):
-        from baton_kernels.gpu import tiles
+        from baton_kernels import linear_tiles
 
-        tiles.choose_tile.cache_clear()
+        linear_tiles.choose_tile.cache_clear()
 
 
 def tree_batch(context_len: int, num_nodes: int) -> Batch:

@@ -28,9 +28,8 @@ from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.kv.layout import DTYPE_BYTES
+from engine.lora.adapter import Adapter, Factors, PeftConfig
 from engine.lora.config import LoraLimits
-from engine.lora.files import Adapter, Factors
-from engine.lora.peft import PeftConfig
 from engine.models import weight_room
 from engine.models.hugging_face import HuggingFaceModel
 from engine.models.load import load_model

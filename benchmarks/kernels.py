@@ -21,20 +21,20 @@ from typing import Any, NamedTuple
 import click
 import torch
 from baton_kernels import block_checksums as block_checksums_op
-from baton_kernels import block_ops, layer_ops, logit_ops
+from baton_kernels import layer_ops, logit_ops
 from baton_kernels import prefill_attention as prefill_op
 from baton_kernels.attention import (
     decode_attention,
     decode_attention_reference,
+    rotate_and_attend,
     tree_attention,
 )
 from baton_kernels.block_rows import BlockRows, Tails
 from baton_kernels.fp8_linear import Fp8Weight, fp8_linear
-from baton_kernels.half_norm import HalfNorm
+from baton_kernels.linear import HalfNorm
 from baton_kernels.linear import linear as linear_op
 from baton_kernels.lora import add_lora, group_rows
 from baton_kernels.quantize import quantize
-from baton_kernels.rotated_attention import rotate_and_attend
 from baton_kernels.sampling import DrawnTokens, Needs, SamplingRows, draw_tokens_reference
 
 from benchmarks import harness
@@ -132,8 +132,8 @@ def _attention_cases() -> Iterator[Attention]:
 
 
 def _attention_sweep() -> Iterator[Attention]:
-    """Other configurations than `gpu/attention_plan.py` chooses."""
-    from baton_kernels.gpu.attention import Config
+    """Other configurations than `attention_plan.py` chooses."""
+    from baton_kernels.attention_plan import Config
 
     for shape in ((16, 32, 2, 4), (16, 16, 1, 5), (4, 16, 1, 5), (16, 16, 2, 5), (8, 32, 2, 4)):
         for batch, splits in ((1, (8, 16)), (8, (4, 8)), (64, (1,))):
@@ -380,7 +380,7 @@ class PromptStep:
         return self.auto(exact=True)
 
     def triton(self) -> torch.Tensor:
-        from baton_kernels.gpu import prefill_attention as gpu
+        from baton_kernels import prefill_attention_triton as gpu
 
         gpu.prefill_attention(
             self.query, self.rows, self.tables, self.query_starts, self.starts, self.longest,
@@ -445,7 +445,7 @@ def prefill_attention(versions: Sequence[str]) -> dict[str, Any]:
     return _end("prefill attention", ceilings, rows)
 
 
-# -- norms, SwiGLU, rotation, whole blocks
+# -- norms, SwiGLU, rotation
 
 SHAPES = {"8B": (4096, 14336, 32, 8, False), "0.6B": (1024, 3072, 16, 8, True)}
 """Hidden size, intermediate size, query heads, kv heads, QK-norm. Heads of 128."""
@@ -457,7 +457,7 @@ def _randn(*shape: int) -> torch.Tensor:
 
 def _rotation(name: str, num_tokens: int, ceiling: float) -> dict[str, Any]:
     """Sequences at random places (a decode), or one prompt where there are more than 256 tokens."""
-    from baton_kernels.gpu import layer_ops as gpu
+    from baton_kernels import layer_ops_triton as gpu
 
     is_prompt = num_tokens > 256
     _, _, heads, kv_heads, has_norms = SHAPES[name]
@@ -500,24 +500,21 @@ def _rotation(name: str, num_tokens: int, ceiling: float) -> dict[str, Any]:
     return rate(seconds, num_bytes, ceiling) | {"error": relative_error(out_q, truth)}
 
 
-def _norm(hidden: int, num_tokens: int, ceiling: float, *, adds: bool) -> dict[str, Any]:
-    from baton_kernels.gpu import layer_ops as gpu
+def _norm(hidden: int, num_tokens: int, ceiling: float) -> dict[str, Any]:
+    from baton_kernels import layer_ops_triton as gpu
 
     sets = num_sets(4 * num_tokens * hidden * 2)
     x = [_randn(num_tokens, hidden) for _ in range(sets)]
-    residual = [_randn(num_tokens, hidden) for _ in range(sets)]
     weight, out = _randn(hidden), [torch.empty_like(x[0]) for _ in range(sets)]
 
     def launch(index: int) -> None:
-        i = index % sets
-        second = residual[i] if adds else None
-        gpu.rms_norm(x[i], second, weight, 1e-5, out[i], second)
+        gpu.rms_norm(x[index % sets], weight, 1e-5, out[index % sets])
 
-    return rate(graph_s(launch), (4 if adds else 2) * x[0].nbytes, ceiling)
+    return rate(graph_s(launch), 2 * x[0].nbytes, ceiling)
 
 
 def _silu_mul(width: int, num_tokens: int, ceiling: float) -> dict[str, Any]:
-    from baton_kernels.gpu import layer_ops as gpu
+    from baton_kernels import layer_ops_triton as gpu
 
     sets = num_sets(3 * num_tokens * width * 2)
     gate_up = [_randn(num_tokens, 2 * width) for _ in range(sets)]
@@ -526,25 +523,9 @@ def _silu_mul(width: int, num_tokens: int, ceiling: float) -> dict[str, Any]:
     return rate(seconds, 3 * out[0].nbytes, ceiling)
 
 
-def _block_moves(
-    cache: torch.Tensor, ids: torch.Tensor
-) -> Iterator[tuple[str, Callable[[int], object], int]]:
-    """(name, launch, bytes moved)."""
-    staging = torch.empty(len(ids), cache.shape[1], device="cuda", dtype=BF16)
-    pairs, num_bytes = torch.stack((ids, ids + 512), 1), staging.nbytes
-    yield "gather_blocks", lambda _: block_ops.gather_blocks(cache, ids, out=staging), 2 * num_bytes
-    yield "scatter_blocks", lambda _: block_ops.scatter_blocks(cache, ids, staging), 2 * num_bytes
-    yield "copy_blocks", lambda _: block_ops.copy_blocks(cache, pairs), 2 * num_bytes
-    yield "clear_blocks", lambda _: block_ops.clear_blocks(cache, ids), num_bytes
-
-
-def _moved(move: Callable[[int], object], num_bytes: int, ceiling: float) -> dict[str, Any]:
-    return rate(graph_s(move, 10), num_bytes, ceiling)
-
-
 @harness.case
 def layers() -> dict[str, Any]:
-    """Norms, SwiGLU, rotate-and-write, and moves of whole blocks of 2 MB; ceiling: a large copy."""
+    """Norms, SwiGLU and rotate-and-write; ceiling: a large copy."""
     ceilings = _begin()
     copy = ceilings["copy_gb_per_s"]
     rows = []
@@ -552,17 +533,11 @@ def layers() -> dict[str, Any]:
         SHAPES.items(), (1, 8, 64, 256, 2048, 8192)
     ):
         for what, run in (
-            ("rms_norm", partial(_norm, hidden, count, copy, adds=False)),
-            ("add_rms_norm", partial(_norm, hidden, count, copy, adds=True)),
+            ("rms_norm", partial(_norm, hidden, count, copy)),
             ("silu_mul", partial(_silu_mul, width, count, copy)),
             ("rotate_and_write", partial(_rotation, name, count, copy)),
         ):
             rows.append(attempt(f"{what} {name} T={count}", run))
-    cache = _randn(1024, 8 * 32 * 2 * BLOCK * DIM)
-    for count in (8, 64, 512):
-        ids = torch.randperm(512, device="cuda")[:count].to(torch.int32)
-        for what, move, num_bytes in _block_moves(cache, ids):
-            rows.append(attempt(f"{what} {count} of 2 MB", _moved, move, num_bytes, copy))
     return _end("layers", ceilings, rows)
 
 
@@ -694,7 +669,7 @@ class Chain:
 
     def default_way(self, shape: Linear) -> Way:
         """What `linear` takes."""
-        from baton_kernels.gpu.tiles import Product, choose_tile, takes_norm
+        from baton_kernels.linear_tiles import Product, choose_tile, takes_norm
 
         product = Product(self._num_rows, shape.weight_shape[0], shape.depth, 2, shape.is_gated)
         tile = choose_tile(product, exact=False, forced=False)
@@ -751,7 +726,7 @@ def _launch(
     half_norm: HalfNorm | None,
     leaves: HalfNorm | None,
 ) -> None:
-    from baton_kernels.gpu import linear as gpu
+    from baton_kernels import linear_triton as gpu
 
     if shape.has_norm and not way.fuses_norm and half_norm is None:
         x = layer_ops.rms_norm(x, norm, 1e-6)
@@ -850,7 +825,7 @@ def _lora_rows(pool: Pool) -> Iterator[dict[str, Any]]:
 
 def _ways(shape: Linear, num_rows: int) -> Iterator[Way]:
     """What is worth a try: enough programs for the device, no more shared memory than it has."""
-    from baton_kernels.gpu.tiles import Tile
+    from baton_kernels.linear_tiles import Tile
 
     if num_rows == 1:
         for block_n, block_k, warps in (
@@ -921,7 +896,7 @@ def _gated_rows(name: str, num_rows: int, tflop_per_s: float) -> Iterator[dict[s
         return layer_ops.silu_mul(x @ weight.t(), out=out)
 
     def ours(weight: torch.Tensor) -> object:
-        from baton_kernels.gpu.hopper_gated import silu_gated
+        from baton_kernels.gated_linear_hopper import silu_gated
 
         return silu_gated(x, weight, out=out, group_m=16)
 
@@ -1074,7 +1049,7 @@ def checksums() -> dict[str, Any]:
     """XXH3-64 of KV blocks of 2 MiB on the device: each of the two kernels, and a whole call as a
     worker makes it; ceiling: torch's sum over the same bytes."""
     import triton
-    from baton_kernels.gpu import block_checksums as gpu
+    from baton_kernels import block_checksums_triton as gpu
 
     from services.worker.device_checksums import DeviceChecksums
 

@@ -37,11 +37,11 @@ from benchmarks.harness import KeyedStream, block_hash
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.models.interface import DecodeRow, Launch, MixedRow, Progress
 from engine.request import Request, Sampling
 from engine.sampling.recipe import recipe_of
 from engine.sampling.row import Draw, Drawn
+from engine.testing.fake_model import FakeModel
 from kvstore import serve
 from kvstore.config import KvStoreSettings
 from process import entrypoint, rpc, signing_keys

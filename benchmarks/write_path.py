@@ -47,8 +47,8 @@ from benchmarks import harness, random_checkpoint
 from benchmarks.harness import KeyedStream, Several
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
-from engine.fake import FakeModel
-from engine.paced import DevicePace, PacedModel
+from engine.testing.fake_model import FakeModel
+from engine.testing.paced_model import DevicePace, PacedModel
 from process import entrypoint, rpc, signing_keys
 from process.deadline import Deadline
 from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc

@@ -2,5 +2,5 @@
 knows no RPC and no asyncio.
 
 Import names from the modules: `engine.config`, `engine.request`, `engine.engine`, `engine.errors`,
-`engine.fake`.
+`engine.testing.fake_model`.
 """

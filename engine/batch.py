@@ -23,7 +23,7 @@ class Span(NamedTuple):
     (then start is 0)."""
 
     adapter: int = 0
-    """Slot of its LoRA adapter (engine/lora/registry.py); 0: none."""
+    """Slot of its LoRA adapter (engine/lora/manager.py); 0: none."""
 
     branches: tuple[int, ...] = ()
     """Of its last tokens, if they are a token tree (engine/speculation/tree.py), or guesses over a

@@ -47,9 +47,9 @@ from engine.kv.cache_manager import KVCacheManager
 from engine.kv.memory import KvMemory
 from engine.kv.radix_tree import RadixTree
 from engine.kv.sizing import choose_num_blocks, free_memory_bytes, held_bytes
+from engine.lora.adapter import Adapter
 from engine.lora.config import LoraLimits
-from engine.lora.files import Adapter
-from engine.lora.registry import AdapterInfo
+from engine.lora.manager import AdapterInfo
 from engine.metrics import (
     EngineMetrics,
     EngineStats,
@@ -442,7 +442,7 @@ class LLMEngine:
     def load_adapter(
         self, name: str, folder: Path, progress: Progress | None = None
     ) -> AdapterInfo:
-        """Let requests use a LoRA adapter. Raises: what engine/lora/registry.py:Adapters.load
+        """Let requests use a LoRA adapter. Raises: what engine/lora/manager.py:LoraManager.load
         raises."""
         return self._model.adapters.load(name, folder, progress)
 
@@ -453,7 +453,7 @@ class LLMEngine:
 
     def install_adapter(self, name: str, adapter: Adapter) -> AdapterInfo:
         """`load_adapter` for one that was read before, maybe by another thread. Raises: what
-        engine/lora/registry.py:Adapters.install raises."""
+        engine/lora/manager.py:LoraManager.install raises."""
         return self._model.adapters.install(name, adapter)
 
     def unload_adapter(self, name: str) -> None:

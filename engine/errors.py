@@ -4,11 +4,15 @@ EngineError(BatonError)
   NoBlocks(NoCapacity)             retry later; nothing was taken
   InvalidRequest(InvalidArgument)  permanent; a field is wrong
     RequestTooLong                 ... beyond the window, or more blocks than there are
+    InvalidAdapter                 ... of an adapter; the message begins with the field or file
   UnknownRequest(NotFound)         no live request has this id
+  UnknownAdapter(NotFound)         no adapter of this name is loaded
   DuplicateRequest(AlreadyExists)  a live request has this id
   WrongState(FailedPrecondition)   the call does not fit the request's state or its blocks
+    AdapterInUse                   ... live requests use it: finish or abort them first
   InvalidLogits(Internal)          NaN, +inf, or no finite logit at all: ends that request only
   EmptySupport(InvalidArgument)    the request's own masks left no token: ends that request only
+  TooManyAdapters(NoCapacity)      no slot or no bytes left: unload an adapter first
   ParkingRefused(NoCapacity)       no room for the bytes of a swapped request: compute them again
   PolicyFailed(Internal)           the stop policy raised: ends that request only
   LoadError                        the engine cannot start; one line: what, and how to fix it
@@ -120,3 +124,19 @@ class IntegrityError(EngineError, Internal):
 class RankFailed(EngineError, Unavailable):
     """A process that computes a part of this engine's model is gone or too late: the engine is
     over. One line: which, and how it ended."""
+
+
+class InvalidAdapter(InvalidRequest):
+    """An adapter that this engine would compute wrongly, or that does not fit the model."""
+
+
+class UnknownAdapter(EngineError, NotFound):
+    """No adapter of this name is loaded."""
+
+
+class AdapterInUse(WrongState):
+    """Live requests use the adapter. Nothing was done."""
+
+
+class TooManyAdapters(EngineError, NoCapacity):
+    """The table of adapters is full. Nothing was done."""

@@ -40,7 +40,7 @@ _BY_PROGRESS = (
 def may_be_ahead(request: Request) -> bool:
     """Its decode steps may be planned before their tokens are known: no token before has a say in
     what is drawn, and nobody needs to look at it in between, or at more than the token. Whether
-    they are launched with its adapter is to be asked beside (Adapters.is_launched)."""
+    they are launched with its adapter is to be asked beside (LoraManager.is_launched)."""
     sampling = request.sampling
     return (
         request.beam is None

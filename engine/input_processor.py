@@ -30,7 +30,7 @@ from engine.errors import (
 from engine.group import Group, num_rows
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.layout import KvLayout
-from engine.lora.registry import Adapters
+from engine.lora.manager import LoraManager
 from engine.metrics import EngineMetrics
 from engine.output_processor import OutputProcessor
 from engine.outputs import RequestOutput
@@ -82,7 +82,7 @@ class InputProcessor:
         layout: KvLayout,
         groups: dict[str, Group],
         *,
-        adapters: Adapters,
+        adapters: LoraManager,
         constraints: Constraints,
         scheduler: Scheduler,
         output_processor: OutputProcessor,

@@ -18,7 +18,7 @@ from engine.constraints import Constraints
 from engine.errors import EngineError, IntegrityError, InvalidRequest, PolicyFailed
 from engine.group import Group
 from engine.kv.cache_manager import KVCacheManager
-from engine.lora.registry import Adapters
+from engine.lora.manager import LoraManager
 from engine.metrics import EngineMetrics, EngineTotals
 from engine.outputs import FilledBlock, RequestOutput, SampleTrace, TokenLogprobs, make_output
 from engine.preemptor import Preemptor
@@ -45,7 +45,7 @@ class OutputProcessor:
         scheduler: Scheduler,
         preemptor: Preemptor,
         constraints: Constraints,
-        adapters: Adapters,
+        adapters: LoraManager,
         metrics: EngineMetrics,
         totals: EngineTotals,
         *,

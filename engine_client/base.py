@@ -70,7 +70,7 @@ class News:
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """A LoRA adapter that asks can name; as `engine.lora.registry.AdapterInfo`, without torch."""
+    """A LoRA adapter that asks can name; as `engine.lora.manager.AdapterInfo`, without torch."""
 
     name: str
     digest: str

@@ -21,10 +21,9 @@ from functools import partial
 from pathlib import Path
 
 from engine.engine import LLMEngine
-from engine.errors import IntegrityError
+from engine.errors import AdapterInUse, IntegrityError
 from engine.input_processor import check_request, check_room
-from engine.lora.errors import AdapterInUse
-from engine.lora.registry import AdapterInfo
+from engine.lora.manager import AdapterInfo
 from engine.metrics import EngineStats, MetricsSnapshot
 from engine.outputs import RequestOutput
 from engine.request import ModelInfo, Request

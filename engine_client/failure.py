@@ -11,8 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from engine import errors as engine_errors
+from engine import errors as lora_errors
 from engine.grammar import errors as grammar_errors
-from engine.lora import errors as lora_errors
 from process import errors as process_errors
 from process.errors import BatonError, Internal, InvalidArgument
 

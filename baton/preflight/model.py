@@ -111,7 +111,7 @@ def estimate(
 
 def _stack_numbers(config: Mapping[str, Any], engine: Mapping[str, Any]) -> float:
     """Numbers in the factors of as many adapters as may be loaded, over all linear layers. Modules
-    whose weights are one matrix have their ranks side by side (engine/lora/stacks.py)."""
+    whose weights are one matrix have their ranks side by side (engine/lora/stacked_weights.py)."""
     lora = engine.get("lora") or {}
     rank = float(lora.get("max_launched_rank") or 0)
     num_adapters = float(lora.get("max_num_adapters", MAX_NUM_ADAPTERS))

@@ -36,7 +36,7 @@ from engine.decoder.plain_graphs import PlainGraphs, make_plain_graphs
 from engine.decoder.rows import Image, Placed, RowTable, aligned
 from engine.errors import IntegrityError, InvalidLogits, WrongState
 from engine.kv.memory import KvMemory
-from engine.lora.stacks import Stacks
+from engine.lora.stacked_weights import StackedLora
 from engine.models.interface import DecodeRow, Launch, MixedRow, Progress
 from engine.sampling.recipe import masks_ends, recipe_of
 from engine.sampling.row import Draw, Drawn
@@ -93,7 +93,7 @@ class AheadDecoder:
         uses_graphs: bool = True,
         plain: PlainGraphs | None = None,
         draw: DrawRows | None = None,
-        stacks: Stacks | None = None,
+        stacks: StackedLora | None = None,
         max_changes: int = MAX_CHANGES,
         first_width_tokens: int = FIRST_WIDTH_TOKENS,
     ) -> None:

@@ -15,17 +15,17 @@ from typing import NamedTuple, Protocol
 import torch
 from baton_kernels.block_rows import BlockRows
 from baton_kernels.dispatch import Backend
-from baton_kernels.half_norm import HalfNorm
 from baton_kernels.layer_ops import rms_norm
+from baton_kernels.linear import HalfNorm
 from torch.nn.functional import embedding
 
 from engine.decoder.inputs import DecodeInputs, MixedInputs
 from engine.decoder.keeping import Keeping
-from engine.decoder.layer_attention import LayerAttention
-from engine.decoder.projection import Projection
 from engine.decoder.weights import DecoderWeights, LayerWeights
-from engine.lora.stacks import Stacks
-from engine.models.step_attention import Attend
+from engine.layers.attention import PagedAttention
+from engine.layers.linear import FusedLinear
+from engine.layers.torch_attention import Attend
+from engine.lora.stacked_weights import StackedLora
 
 _LEAST_SPARED_ROWS = 64
 """The last layer computes only rows that are drawn from, where that spares so many. A guess: what
@@ -85,13 +85,20 @@ class Decoder:
         self.is_exact = is_exact
         self.keeping: Keeping | None = None
         """What `forward` and `forward_attending` leave beside logits. Not under a graph."""
-        self.stacks: Stacks | None = None
+        self.stacks: StackedLora | None = None
         self.backend: Backend
         self._collective = collective
         self._adds_residual = collective is None or collective.rank == 0
         first = weights.share.first_layer
         self._windows = weights.shape.windows[first : first + len(weights.layers)]
-        self._attention = LayerAttention(weights.shape, rope, self._windows, is_exact=is_exact)
+        self._attention = PagedAttention(
+            num_heads=weights.shape.num_heads,
+            scaling=weights.shape.scaling,
+            norm_eps=weights.shape.norm_eps,
+            rope=rope,
+            windows=self._windows,
+            is_exact=is_exact,
+        )
         for projection in weights.projections:
             projection.is_exact = is_exact
         self.use_backend(backend)
@@ -112,7 +119,7 @@ class Decoder:
             raise ValueError(f"rows: {len(rows)} for {len(self.weights.layers)} layers")
         self._attention.rows = rows
 
-    def stack(self, stacks: Stacks) -> None:
+    def stack(self, stacks: StackedLora) -> None:
         """Rows of `decode` may have adapters from now on, which lie there.
 
         Args:
@@ -140,7 +147,7 @@ class Decoder:
         positions, block_tables = inputs.positions, inputs.block_tables
 
         def attend(index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
-            return self._attention.each(index, layer, qkv, positions, block_tables)
+            return self._attention.decode(index, layer, qkv, positions, block_tables)
 
         stream = Stream(self._embed(inputs.token_ids, hidden))
         for index, layer in enumerate(self.weights.layers):
@@ -157,7 +164,7 @@ class Decoder:
         """
 
         def attend(index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
-            return self._attention.mixed(index, layer, qkv, inputs)
+            return self._attention.forward(index, layer, qkv, inputs)
 
         stream = Stream(self._embed(inputs.token_ids, hidden))
         last = len(self.weights.layers) - 1
@@ -194,7 +201,7 @@ class Decoder:
             shape = self.shape
             key = qkv.new_empty(qkv.shape[0], shape.num_kv_heads, shape.head_dim)
             value = torch.empty_like(key)
-            query = self._attention.rotated(index, layer, qkv, positions, key_value=(key, value))
+            query = self._attention.rotate(index, layer, qkv, positions, key_value=(key, value))
             attended = step.attend(
                 index,
                 query.transpose(0, 1),
@@ -252,7 +259,7 @@ class Decoder:
         x = layer.down.forward(inner, residual=self._residual(x), leaves=behind)
         return Stream(self._added(x), behind)
 
-    def _taker(self, index: int) -> tuple[Projection | None, torch.Tensor | None]:
+    def _taker(self, index: int) -> tuple[FusedLinear | None, torch.Tensor | None]:
         """Who takes the hidden rows before this layer, or after the last: its norm, too."""
         layers = self.weights.layers
         if index < len(layers):
@@ -260,9 +267,9 @@ class Decoder:
         return self.weights.head, self.weights.norm
 
     def _room(
-        self, maker: Projection, x: torch.Tensor, taker: Projection, norm: torch.Tensor
+        self, maker: FusedLinear, x: torch.Tensor, taker: FusedLinear, norm: torch.Tensor
     ) -> HalfNorm | None:
-        """See Projection.room. Sums of ranks are no product's, and exact ones have one way."""
+        """See FusedLinear.room. Sums of ranks are no product's, and exact ones have one way."""
         if self._collective is not None or self.is_exact:
             return None
         return maker.room(x, taker, norm, self.shape.norm_eps)
@@ -275,7 +282,7 @@ class Decoder:
         if drawn is None:
             raise ValueError("inputs: all rows are drawn from")
         qkv = self._qkv(layer, stream)
-        attended = self._attention.drawn(index, layer, qkv, inputs, drawn)
+        attended = self._attention.forward_drawn(index, layer, qkv, inputs, drawn)
         return self._finish_layer(index, layer, stream.x.index_select(0, drawn), attended)
 
     def _spares_rows(self, inputs: MixedInputs) -> bool:

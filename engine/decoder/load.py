@@ -21,10 +21,9 @@ from engine.decoder.verify import NUM_TOKENS, check_close, verify_logits
 from engine.errors import LoadError, ModelNotSupported
 from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory
+from engine.layers.quantized_attention import Scales, calibrate_scales
+from engine.layers.torch_attention import TorchPagedAttention
 from engine.models.checkpoint_config import CheckpointConfig
-from engine.models.fixed_scales import find_scales
-from engine.models.quantized_blocks import Scales
-from engine.models.step_attention import StepAttention
 
 MIN_HEAD_DIM = 16
 """The least that one product of the matrix units takes."""
@@ -99,7 +98,7 @@ def attending(decoder: Decoder, memory: KvMemory) -> Forward:
 
     @torch.inference_mode()
     def forward(batch: Batch) -> torch.Tensor:
-        step = StepAttention(batch, views, block_size)
+        step = TorchPagedAttention(batch, views, block_size)
         return decoder.forward_attending(*attending_inputs(batch, device), step)
 
     return forward
@@ -189,7 +188,7 @@ def fixed_scales(
         return decoder.forward_attending(token_ids, positions, draw_indices, step)
 
     with on_device(on):
-        return find_scales(
+        return calibrate_scales(
             forward,
             layout,
             vocab_size=decoder.shape.vocab_size,

@@ -4,7 +4,7 @@ engine/models/load.py, which rehearsed and verified it.
 It turns a Batch into tensors, and knows how the cache is laid out; it computes nothing itself.
 Without the kernels (on a CPU), and over a cache that stores other numbers than are computed
 (quantized, or of another dtype), the attention is that of transformers' backend,
-models/step_attention.py and quantized_attention.py. A warm-up
+layers/torch_attention.py and quantized_attention.py. A warm-up
 (spans without blocks) runs what a request runs, with nothing written; its logits mean nothing.
 Engine thread only.
 """
@@ -33,15 +33,12 @@ from engine.errors import LoadError
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
 from engine.kv.sizing import DeviceMemory
+from engine.layers.quantized_attention import QuantizedAttention, Scales
+from engine.layers.torch_attention import Attend, Scratch, TorchPagedAttention, scratch_for
 from engine.lora.config import LoraLimits
-from engine.lora.registry import Adapters
-from engine.lora.site import Site
-from engine.lora.stacks import Stacks
+from engine.lora.manager import LoraManager
+from engine.lora.stacked_weights import Site, StackedLora
 from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess, Progress
-from engine.models.quantized_attention import QuantizedAttention
-from engine.models.quantized_blocks import Scales
-from engine.models.scratch import Scratch, scratch_for
-from engine.models.step_attention import Attend, StepAttention
 from engine.request import ModelInfo
 from engine.sampling.copies import bring
 
@@ -102,7 +99,7 @@ class DecoderModel(InOneProcess):
         limits = lora or LoraLimits()
         if make_ahead is not None and self._has_kernels and not decoder.is_exact:
             stack_adapters(decoder, limits, self._device, info.dtype)
-        self.adapters = Adapters(
+        self.adapters = LoraManager(
             limits,
             lambda: find_sites(decoder.weights),
             dtype=torch.float32 if is_cpu else TORCH_DTYPES[info.dtype],
@@ -260,7 +257,7 @@ class DecoderModel(InOneProcess):
     @contextlib.contextmanager
     def _adapting(self, batch: Batch) -> Generator[None, None, None]:
         """Rows of `batch` have their adapters meanwhile. Afterwards none has: launches look into
-        Stacks for theirs."""
+        StackedLora for theirs."""
         self.adapters.begin(batch)
         try:
             yield
@@ -275,7 +272,7 @@ class DecoderModel(InOneProcess):
         if self._memory.tails is not None:
             step = QuantizedAttention(batch, self._memory, self._views, self._fixed_scales)
         else:
-            step = StepAttention(batch, self._views, self.layout.block_size, self._scratch)
+            step = TorchPagedAttention(batch, self._views, self.layout.block_size, self._scratch)
         with self._adapting(batch):
             return self.decoder.forward_attending(*attending_inputs(batch, self._device), step)
 
@@ -345,7 +342,7 @@ def stack_adapters(decoder: Decoder, limits: LoraLimits, device: torch.device, d
     if not limits.max_launched_rank or not limits.max_num_adapters:
         return
     try:
-        stacks = Stacks(
+        stacks = StackedLora(
             find_sites(decoder.weights),
             num_slots=limits.max_num_adapters,
             max_rank=limits.max_launched_rank,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+from baton_kernels.attention_plan import EXACT_ROWS, SPLIT_POSITIONS
 
 from engine.batch import Batch
 from engine.decoder.graph_set import GraphMemory, GraphSet
@@ -40,8 +41,6 @@ the device's time, not the host's, and their logits would take much memory."""
 
 
 _MAX_EXACT_PART_BYTES = 64 << 20
-_EXACT_ROWS, _SPLIT_POSITIONS = 64, 512
-"""Of gpu/attention_tiles.py, which only a machine with Triton can import."""
 
 
 MAX_COPIED_TABLES = 16384
@@ -241,11 +240,11 @@ def tree_shapes(max_sequences: int, max_num_nodes: int, max_rows: int) -> list[T
 
 
 def max_exact_trees(shape: DecoderShape, max_num_nodes: int, context_window: int) -> int:
-    """Sequences of an exact step up to which its parts (gpu/attention_plan.py: one for every 512
+    """Sequences of an exact step up to which its parts (attention_plan.py: one for every 512
     positions that a sequence may have) fit into `_MAX_EXACT_PART_BYTES`."""
-    num_programs = -(-shape.num_heads // shape.num_kv_heads * max_num_nodes // _EXACT_ROWS)
-    num_splits = -(-context_window // _SPLIT_POSITIONS)
-    tile_bytes = _EXACT_ROWS * shape.head_dim * 4
+    num_programs = -(-shape.num_heads // shape.num_kv_heads * max_num_nodes // EXACT_ROWS)
+    num_splits = -(-context_window // SPLIT_POSITIONS)
+    tile_bytes = EXACT_ROWS * shape.head_dim * 4
     return _MAX_EXACT_PART_BYTES // (shape.num_kv_heads * num_programs * num_splits * tile_bytes)
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from baton_kernels.fp8_linear import FP8, Fp8Weight, quantize_weight
 
-from engine.decoder.projection import Projection
 from engine.decoder.shape import DecoderShape
+from engine.layers.linear import FusedLinear
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -57,16 +57,16 @@ class LayerWeights:
     """One decoder layer. Norms are [hidden] or [D]."""
 
     norm: torch.Tensor
-    qkv: Projection
+    qkv: FusedLinear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    o: Projection
+    o: FusedLinear
     mlp_norm: torch.Tensor
-    gate_up: Projection
-    down: Projection
+    gate_up: FusedLinear
+    down: FusedLinear
 
     @property
-    def projections(self) -> tuple[Projection, ...]:
+    def projections(self) -> tuple[FusedLinear, ...]:
         return self.qkv, self.o, self.gate_up, self.down
 
 
@@ -86,11 +86,11 @@ class DecoderWeights:
     norm: torch.Tensor | None
     """The last norm; None: another stage has it, and the head."""
 
-    head: Projection | None
+    head: FusedLinear | None
     """[V / ranks, hidden]."""
 
     @property
-    def projections(self) -> list[Projection]:
+    def projections(self) -> list[FusedLinear]:
         """All, the head's last."""
         found = [one for layer in self.layers for one in layer.projections]
         return found if self.head is None else [*found, self.head]
@@ -193,11 +193,11 @@ class Builder:
             norm = self._vector("model.norm.weight", shape.hidden_size)
             part = share.part(shape.vocab_size)
             if embedding is not None and shape.is_tied:
-                head = Projection(embedding[part])
+                head = FusedLinear(embedding[part])
             else:
                 weight = self._empty(part.stop - part.start, shape.hidden_size)
                 self._place(EMBEDDING if shape.is_tied else HEAD, whole, weight, rows=part)
-                head = Projection(weight)
+                head = FusedLinear(weight)
         return DecoderWeights(self.local, share, layers, embedding, norm, head)
 
     def _layer(self, prefix: str) -> LayerWeights:
@@ -233,7 +233,7 @@ class Builder:
         *,
         has_bias: bool,
         is_gated: bool = False,
-    ) -> Projection:
+    ) -> FusedLinear:
         """Several projections as one, each cut by its outputs."""
         num_rows = sum(features for _, features in parts) // self.share.num_ranks
         weight = self._matrix(num_rows, in_features)
@@ -247,9 +247,9 @@ class Builder:
             if bias is not None:
                 self._place(f"{prefix}{name}.bias", full[:1], bias, slice(first, end), rows=rows)
             first = end
-        return Projection(weight, bias, is_gated=is_gated)
+        return FusedLinear(weight, bias, is_gated=is_gated)
 
-    def _by_columns(self, name: str, share_of: int, *, has_bias: bool) -> Projection:
+    def _by_columns(self, name: str, share_of: int, *, has_bias: bool) -> FusedLinear:
         """A projection cut by its inputs: ranks' products are added up, so one has the bias."""
         hidden, columns = self.shape.hidden_size, self.share.part(share_of)
         weight = self._matrix(hidden, columns.stop - columns.start)
@@ -259,7 +259,7 @@ class Builder:
             bias = self._vector(f"{name}.bias", hidden)
         elif has_bias:
             self.others.add(f"{name}.bias")
-        return Projection(weight, bias)
+        return FusedLinear(weight, bias)
 
     def _vector(self, name: str, size: int) -> torch.Tensor:
         target = self._empty(size)

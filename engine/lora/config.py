@@ -8,7 +8,7 @@ from process.settings import NonNegativeInt, PositiveInt, SettingsError, check_r
 
 MOST_LAUNCHED_RANK = 64
 """Query, key and value are one linear layer with three times the rank, and a kernel holds all of it
-(baton_kernels/gpu/lora.py): tried up to 192 there, in Triton's interpreter only."""
+(baton_kernels/lora_triton.py): tried up to 192 there, in Triton's interpreter only."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 function.
 
 All state rides in a keyword that flows from `model(...)` to the function, `baton_step`: a Recorder
-while probing, a StepAttention while serving. Call shape (stable since transformers 5.0, source: its
-AttentionInterface documentation):
+while probing, a TorchPagedAttention while serving. Call shape (stable since transformers 5.0,
+source: its AttentionInterface documentation):
 
     fn(module, query [1, H, T, D], key [1, K, T, D], value, attention_mask, scaling=,
     sliding_window=, ...) -> ([1, T, H, D], None)
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from engine.layers.torch_attention import Attend
 from engine.models.latent import LATENTS, Latents
-from engine.models.step_attention import Attend
 
 NAME = "baton_paged"
 

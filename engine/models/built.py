@@ -23,16 +23,15 @@ from engine.batch import Batch, Span
 from engine.errors import LoadError
 from engine.kv.layout import KvLayout, layout_of
 from engine.kv.memory import TORCH_DTYPES, KvMemory
+from engine.layers.quantized_attention import Scales, calibrate_scales
+from engine.layers.torch_attention import TorchPagedAttention
 from engine.models import attention_hook
-from engine.models.fixed_scales import find_scales
 from engine.models.fuse import fuse
 from engine.models.hugging_face import run
 from engine.models.latent import cache_latents
 from engine.models.offload import LayerStream
 from engine.models.offload_load import WHY_PLAIN, OnHost
 from engine.models.probe import probe
-from engine.models.quantized_blocks import Scales
-from engine.models.step_attention import StepAttention
 
 _MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 0.1}
 """Of fused against plain logits (L2). Measured: 1e-6 and 0.01-0.07; a look-alike module is off by
@@ -109,7 +108,7 @@ def build(
         stream = on_host.settle() if on_host else None
     fixed_scales: tuple[Scales, ...] = ()
     if layout.scale == "tensor":
-        fixed_scales = find_scales(
+        fixed_scales = calibrate_scales(
             lambda batch, step: run(model, batch, step, torch.device(device)),
             layout,
             vocab_size=int(model_config.vocab_size),
@@ -179,6 +178,6 @@ def _verify_logits(model: Any, layout: KvLayout, device: str) -> torch.Tensor:
     for start, end in ((0, cut), (cut, _NUM_VERIFY_TOKENS)):
         span = Span(start, end - start, tuple(range(layout.num_blocks_for(end))))
         batch = Batch(token_ids[start:end], (span,), tuple(range(end - start)))
-        step = StepAttention(batch, views, layout.block_size)
+        step = TorchPagedAttention(batch, views, layout.block_size)
         parts.append(run(model, batch, step, torch.device(device)).float())
     return torch.cat(parts)

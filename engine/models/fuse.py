@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from engine.layers.linear import PackedLinear
 from engine.models.fused_layer import FusedDecoderLayer
-from engine.models.packed_linear import PackedLinear
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}

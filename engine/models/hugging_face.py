@@ -2,7 +2,7 @@
 cache class of theirs.
 
 All new tokens of all requests lie in one row [1, T]; position ids say where each belongs,
-StepAttention which KV it sees. Runs under inference mode. Engine thread only.
+TorchPagedAttention which KV it sees. Runs under inference mode. Engine thread only.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ import torch
 from engine.batch import Batch
 from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
+from engine.layers.quantized_attention import QuantizedAttention, Scales
+from engine.layers.torch_attention import Attend, Scratch, TorchPagedAttention, scratch_for
 from engine.lora.config import LoraLimits
-from engine.lora.registry import Adapters
+from engine.lora.manager import LoraManager
 from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess
 from engine.models.layer_lists import layer_lists
 from engine.models.lora_sites import find_sites
 from engine.models.offload import LayerStream
-from engine.models.quantized_attention import QuantizedAttention
-from engine.models.quantized_blocks import Scales
-from engine.models.scratch import Scratch, scratch_for
-from engine.models.step_attention import Attend, StepAttention
 from engine.request import ModelInfo
 
 
@@ -61,7 +59,7 @@ class HuggingFaceModel(InOneProcess):
         self.ahead: DecodesAhead | None = None
         self.guesses = Guesses.TREES
         is_cpu = self._device.type == "cpu"
-        self.adapters = Adapters(
+        self.adapters = LoraManager(
             lora or LoraLimits(),
             lambda: find_sites(model, self.forward),
             dtype=torch.float32 if is_cpu else TORCH_DTYPES[info.dtype],
@@ -93,7 +91,7 @@ class HuggingFaceModel(InOneProcess):
         """See LoadedModel. Logits come in the model's dtype."""
         self.adapters.begin(batch)
         if self._memory is None or self._memory.tails is None:
-            step = StepAttention(batch, self._views, self.layout.block_size, self._scratch)
+            step = TorchPagedAttention(batch, self._views, self.layout.block_size, self._scratch)
             return self._run(batch, step)
         quantized = QuantizedAttention(batch, self._memory, self._views, self._fixed_scales)
         return self._run(batch, quantized)

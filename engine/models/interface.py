@@ -1,6 +1,6 @@
 """LoadedModel: what the engine needs of a model; and DecodesAhead: what it needs of one whose
 decode steps may be launched before the tokens of the last one were read. One seam; the Hugging Face
-backend, engine/decoder/ and engine/fake.py stand behind it.
+backend, engine/decoder/ and engine/testing/fake_model.py stand behind it.
 
 Called from the engine's thread only.
 """
@@ -18,7 +18,7 @@ from engine.batch import Batch
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import DeviceMemory, device_memory
-from engine.lora.registry import Adapters
+from engine.lora.manager import LoraManager
 from engine.request import ModelInfo
 from engine.sampling.row import Draw, Drawn
 from engine.sequence import Key
@@ -54,7 +54,7 @@ class DecodeRow(NamedTuple):
     """`draw.position` is position + 1. With DRAWN_BEFORE, `draw.history` is None."""
 
     adapter: int = 0
-    """As Span.adapter: of one that launches take (Adapters.is_launched)."""
+    """As Span.adapter: of one that launches take (LoraManager.is_launched)."""
 
     @property
     def num_tokens(self) -> int:
@@ -261,7 +261,7 @@ class LoadedModel(Protocol):
         ...
 
     @property
-    def adapters(self) -> Adapters:
+    def adapters(self) -> LoraManager:
         """Its LoRA adapters; one that refuses every load where the model takes none."""
         ...
 

@@ -29,7 +29,7 @@ class Probed:
 
 
 class Recorder:
-    """Stands in for StepAttention: notes each layer's dims and window, attends to nothing."""
+    """Stands in for TorchPagedAttention: notes each layer's dims and window, attends to nothing."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerKv] = {}

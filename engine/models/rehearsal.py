@@ -26,13 +26,13 @@ from engine.decoder.sources import take_weights
 from engine.errors import ModelNotSupported
 from engine.kv.layout import KvLayout, layout_of
 from engine.kv.memory import KvMemory
+from engine.layers.torch_attention import TorchPagedAttention
 from engine.models import attention_hook
 from engine.models.checkpoint_config import Way
 from engine.models.hugging_face import run
 from engine.models.latent import cache_latents
 from engine.models.probe import probe
 from engine.models.shrink import VOCAB_SIZE, shrink
-from engine.models.step_attention import StepAttention
 
 BLOCK_SIZE = 4
 """Of the rehearsal's cache."""
@@ -159,7 +159,7 @@ def _transformers_code(model: Any) -> Prepared:
         views = memory.layer_views()
 
         def forward(batch: Batch) -> torch.Tensor:
-            step = StepAttention(batch, views, BLOCK_SIZE)
+            step = TorchPagedAttention(batch, views, BLOCK_SIZE)
             return run(model, batch, step, torch.device("cpu"))
 
         return forward

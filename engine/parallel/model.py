@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import DeviceMemory, device_memory, free_memory_bytes
-from engine.lora.registry import Adapters
+from engine.lora.manager import LoraManager
 from engine.models.interface import Ends, Guesses, Progress
 from engine.parallel.ahead import ParallelAhead, build
 from engine.parallel.memory import RankMemory, map_file
@@ -75,7 +75,7 @@ class ParallelModel:
     ) -> None:
         self.info = info
         self.layout = layout
-        self.adapters = Adapters.refused("its layers are shared by several processes")
+        self.adapters = LoraManager.refused("its layers are shared by several processes")
         self.ahead: ParallelAhead | None = None
         self.reads_unwritten = layout.dtype != info.dtype  # as DecoderModel
         self.guesses = Guesses.CHAINS

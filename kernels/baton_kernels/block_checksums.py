@@ -80,9 +80,9 @@ def block_checksums(
         sums = torch.empty(wanted, dtype=torch.int64, device=cache.device)
     if sums.ndim != 1 or sums.dtype != torch.int64 or sums.shape[0] < wanted:
         raise ValueError(f"sums: room for {wanted} int64, got {list(sums.shape)} {sums.dtype}")
-    from baton_kernels.gpu import block_checksums as gpu
+    from baton_kernels import block_checksums_triton
 
-    gpu.checksums(words, block_ids, out, sums, keys(cache.device))
+    block_checksums_triton.checksums(words, block_ids, out, sums, keys(cache.device))
     return out
 
 

@@ -62,9 +62,9 @@ def quantize_rows(
     """
     check_extras(x, x, Extras(norm_weight=norm_weight, norm_eps=norm_eps))
     if runs_triton(backend, x) and x.shape[0] > 0:
-        from baton_kernels.gpu import fp8_linear as gpu
+        from baton_kernels import fp8_linear_triton
 
-        return gpu.quantize_rows(x, norm_weight, norm_eps)
+        return fp8_linear_triton.quantize_rows(x, norm_weight, norm_eps)
     if norm_weight is not None:
         x = layer_ops.rms_norm_reference(x.float(), norm_weight, norm_eps)
     scales = scale_for(x.abs().amax(dim=1), "fp8_e4m3")
@@ -105,15 +105,19 @@ def fp8_linear(
     rows, scales = quantize_rows(x, norm_weight=norm_weight, norm_eps=norm_eps, backend=backend)
     if not runs_triton(backend, x):
         return out.copy_(_product_reference(rows, scales, weight, extras, x.dtype, exact))
-    from baton_kernels.gpu import fp8_linear as gpu
+    from baton_kernels import fp8_linear_triton, linear_triton
 
-    tile = gpu.choose_tile(rows, weight.values, extras.is_gated, exact, backend == "triton")
+    tile = fp8_linear_triton.choose_tile(
+        rows, weight.values, extras.is_gated, exact, backend == "triton"
+    )
     if tile is None:
-        product = gpu.library_product(rows, scales, weight.values, weight.scales, bias, x.dtype)
+        product = fp8_linear_triton.library_product(
+            rows, scales, weight.values, weight.scales, bias, x.dtype
+        )
         if extras.is_gated:
             product = layer_ops.silu_mul(product)
         return out.copy_(product) if residual is None else torch.add(product, residual, out=out)
-    return gpu.launch(
+    return linear_triton.launch(
         rows,
         weight.values,
         out,

@@ -1,4 +1,4 @@
-"""What lies between a layer's matrix products: RMSNorm, residual, SwiGLU, QK-norm, RoPE and the
+"""What lies between a layer's matrix products: RMSNorm, SwiGLU, QK-norm, RoPE and the
 write of new keys and values into the cache.
 
 Each is one pass over its input. Computed in float32, rounded once, at the end. Knows no model and
@@ -36,9 +36,9 @@ def rms_norm(
     out = _given("out", out, x)
     if not runs_triton(backend, x):
         return out.copy_(rms_norm_reference(x, weight, eps))
-    from baton_kernels.gpu import layer_ops as gpu
+    from baton_kernels import layer_ops_triton
 
-    gpu.rms_norm(x, None, weight, eps, out, None)
+    layer_ops_triton.rms_norm(x, weight, eps, out)
     return out
 
 
@@ -47,50 +47,6 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     numbers = x.float()
     scale = torch.rsqrt(numbers.square().mean(dim=-1, keepdim=True) + eps)
     return (numbers * scale * weight.float()).to(x.dtype)
-
-
-def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-    backend: Backend = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The residual stream with `x` added, and its RMSNorm.
-
-    The norm is of the sum as it is stored: whoever norms the stored sum later gets the same bits.
-
-    Args:
-        x, residual: [T, N], rows dense, one dtype.
-        weight: [N].
-        out: [T, N] for the norm; may be `x`.
-        residual_out: [T, N] for the sum; may be `residual`.
-    Returns: (norm [T, N], sum [T, N]).
-    Raises: ValueError naming what does not fit.
-    """
-    _check_rows("x", x, (None, None))
-    _check_rows("residual", residual, tuple(x.shape), x)
-    _check_weight(weight, x)
-    out = _given("out", out, x)
-    residual_out = _given("residual_out", residual_out, x)
-    if not runs_triton(backend, x):
-        normed, added = add_rms_norm_reference(x, residual, weight, eps)
-        return out.copy_(normed), residual_out.copy_(added)
-    from baton_kernels.gpu import layer_ops as gpu
-
-    gpu.rms_norm(x, residual, weight, eps, out, residual_out)
-    return out, residual_out
-
-
-def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See add_rms_norm."""
-    added = (x.float() + residual.float()).to(x.dtype)
-    return rms_norm_reference(added, weight, eps), added
 
 
 def silu_mul(
@@ -110,9 +66,9 @@ def silu_mul(
     out = _given("out", out, gate_up[:, : gate_up.shape[1] // 2])
     if not runs_triton(backend, gate_up):
         return out.copy_(silu_mul_reference(gate_up))
-    from baton_kernels.gpu import layer_ops as gpu
+    from baton_kernels import layer_ops_triton
 
-    gpu.silu_mul(gate_up, out)
+    layer_ops_triton.silu_mul(gate_up, out)
     return out
 
 
@@ -175,9 +131,9 @@ def rotate_and_write(
         if given is not None:
             _check_out(name, given, (num_tokens, num_kv_heads, head_dim), qkv)
     if runs_triton(backend, qkv):
-        from baton_kernels.gpu import layer_ops as gpu
+        from baton_kernels import layer_ops_triton
 
-        gpu.rotate_and_write(
+        layer_ops_triton.rotate_and_write(
             qkv, positions, cos_sin, rows, block_tables, sequence_ids, slots,
             q_norm, k_norm, norm_eps, out_q, out_k, out_v,
         )  # fmt: skip

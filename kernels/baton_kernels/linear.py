@@ -17,7 +17,6 @@ from torch.nn.functional import silu
 
 from baton_kernels import layer_ops
 from baton_kernels.dispatch import Backend, runs_triton
-from baton_kernels.half_norm import HalfNorm
 
 Activation = Literal["silu_mul"]
 
@@ -94,8 +93,8 @@ def linear(
         return out
     if not runs_triton(backend, x):
         return out.copy_(linear_reference(x, weight, extras, exact=exact))
-    from baton_kernels.gpu import linear as gpu
-    from baton_kernels.gpu.tiles import Product, choose_tile, exact_gated_tile, takes_norm
+    from baton_kernels import linear_triton
+    from baton_kernels.linear_tiles import Product, choose_tile, exact_gated_tile, takes_norm
 
     if exact and extras.is_gated:
         tile = exact_gated_tile(x.shape[0], weight.shape[0], x.shape[1], x.element_size())
@@ -103,7 +102,7 @@ def linear(
             return _exact_gated(x, weight, extras, out, backend)
         if norm_weight is not None:
             x = layer_ops.rms_norm(x, norm_weight, norm_eps, backend=backend)
-        return gpu.launch(x, weight, out, tile, bias=bias, is_gated=True, rounds=True)
+        return linear_triton.launch(x, weight, out, tile, bias=bias, is_gated=True, rounds=True)
     product = Product(x.shape[0], weight.shape[0], x.shape[1], x.element_size(), extras.is_gated)
     tile = choose_tile(product, exact=exact, forced=backend == "triton")
     if tile is None:
@@ -113,7 +112,7 @@ def linear(
     if norm_weight is not None and not takes_norm(tile, product):
         x = layer_ops.rms_norm(x, norm_weight, norm_eps, backend=backend)
         norm_weight = None
-    return gpu.launch(
+    return linear_triton.launch(
         x,
         weight,
         out,
@@ -195,9 +194,9 @@ def _library(
     columns = weight.t()
     if extras.is_gated:
         if _is_gated_at_once(x, weight, extras, out):
-            from baton_kernels.gpu import hopper_gated
+            from baton_kernels import gated_linear_hopper
 
-            return hopper_gated.silu_gated(x, weight, out)
+            return gated_linear_hopper.silu_gated(x, weight, out)
         product = torch_linear(x, weight, extras.bias)
         if extras.residual is None:
             return layer_ops.silu_mul(product, out=out)
@@ -217,7 +216,7 @@ def _is_gated_at_once(
     fewest = _FEWEST_ROWS_OF_LARGE if weight.numel() > 1 << 25 else _FEWEST_GATED_ROWS
     if x.shape[0] < fewest or extras.bias is not None or extras.residual is not None:
         return False
-    from baton_kernels.gpu import hopper
+    from baton_kernels import hopper
 
     return hopper.can_gate(x, weight, out)
 
@@ -263,3 +262,82 @@ def _check_vector(name: str, tensor: torch.Tensor, length: int, like: torch.Tens
         raise ValueError(
             f"{name} is {tensor.dtype} on {tensor.device}, x {like.dtype} on {like.device}"
         )
+
+
+@dataclass(frozen=True)
+class HalfNorm:
+    """Rows on their way from one product to the next whose RMSNorm is half done. The product that
+    makes the rows leaves them a second time, multiplied by the norm's weight, and sums of squares;
+    the product that takes them multiplies its result by the rows' factor. No launch stands between.
+
+    Made empty by `between_products`, filled by `linear(leaves=)`, taken by `linear(half_norm=)`.
+    Only between products of few rows that Triton computes, both of one device. Invariant: a row's
+    factor is summed in one order, run after run.
+    """
+
+    weight: torch.Tensor
+    """[K] of the norm."""
+
+    eps: float
+
+    scaled: torch.Tensor
+    """[M, K]: rows times `weight`."""
+
+    squares: torch.Tensor
+    """[runs, M] float32: each row's sum of squares over one run of columns."""
+
+    def of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `scaled` [n, K], and `squares` from the other side [n, runs], are of rows [n, K]
+        that no product left. All squares count to the first run."""
+        wide = rows.float()
+        squares = self.squares.new_zeros(rows.shape[0], self.squares.shape[0])
+        squares[:, 0] = wide.square().sum(dim=1)
+        return (wide * self.weight.float()).to(self.scaled.dtype), squares
+
+    def check(self, name: str, rows: torch.Tensor) -> None:
+        """Raises: ValueError where it is not of rows [M, K] like these."""
+        if self.scaled.shape != rows.shape or self.scaled.dtype != rows.dtype:
+            raise ValueError(
+                f"{name} is of {tuple(self.scaled.shape)} {self.scaled.dtype}: "
+                f"{tuple(rows.shape)} {rows.dtype} expected"
+            )
+
+
+def between_products(
+    x: torch.Tensor,
+    maker: torch.Tensor,
+    taker: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    *,
+    is_gated: bool,
+    backend: Backend = "auto",
+) -> HalfNorm | None:
+    """Room for what passes between two products, or None where a norm is better done by itself.
+
+    Args:
+        x: [M, any] that the first product is of.
+        maker: its weight [K, any], whose result is [M, K].
+        taker: the second one's [N, K].
+        is_gated: the second one is (`linear`'s `activation`).
+    """
+    num_rows, depth = x.shape[0], maker.shape[0]
+    if num_rows < 2 or not runs_triton(backend, x):
+        return None
+    from baton_kernels.linear_tiles import Product, ceil_div, choose_tile
+
+    forced, size = backend == "triton", x.element_size()
+    first = choose_tile(
+        Product(num_rows, depth, maker.shape[1], size, False), exact=False, forced=forced
+    )
+    second = choose_tile(
+        Product(num_rows, taker.shape[0], depth, size, is_gated), exact=False, forced=forced
+    )
+    if first is None or second is None or first.is_row or second.is_row:
+        return None
+    return HalfNorm(
+        norm_weight,
+        norm_eps,
+        x.new_empty(num_rows, depth),
+        x.new_empty(ceil_div(depth, first.block_n), num_rows, dtype=torch.float32),
+    )

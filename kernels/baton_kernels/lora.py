@@ -110,9 +110,9 @@ def add_lora(
         return out
     if not runs_triton(backend, x):
         return add_lora_reference(out, x, a, b, rows)
-    from baton_kernels.gpu import lora as gpu
+    from baton_kernels import lora_triton
 
-    return gpu.add_lora(out, x, a, b, rows.row_ids, rows.slots)
+    return lora_triton.add_lora(out, x, a, b, rows.row_ids, rows.slots)
 
 
 def add_lora_reference(

@@ -63,25 +63,24 @@ def prefill_attention(
         )  # fmt: skip
     out = query.new_empty(shape) if out is None else out
     if exact:
-        from baton_kernels.gpu import exact_prefill
+        from baton_kernels import prefill_attention_triton
 
-        exact_prefill.launch(
+        prefill_attention_triton.exact_prefill_attention(
             query, rows, block_tables, query_starts, starts, out, max_query_len=max_query_len,
             scaling=scaling, window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         return out
-    from baton_kernels.gpu import hopper
-    from baton_kernels.gpu import prefill_attention as gpu
+    from baton_kernels import hopper, prefill_attention_triton
 
     is_plain = (window is None or window >= max_end) and softcap is None and sinks is None
     if is_plain and hopper.can_run(query, rows):
-        from baton_kernels.gpu import hopper_prefill
+        from baton_kernels import prefill_attention_hopper
 
-        hopper_prefill.prefill_attention(
+        prefill_attention_hopper.prefill_attention(
             query, rows, block_tables, query_starts, starts, max_query_len, scaling, out
         )
         return out
-    gpu.prefill_attention(
+    prefill_attention_triton.prefill_attention(
         query, rows, block_tables, query_starts, starts, max_query_len, scaling, window, softcap,
         sinks, out,
     )  # fmt: skip

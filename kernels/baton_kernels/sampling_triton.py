@@ -38,7 +38,7 @@ import triton.language as tl
 
 from baton_kernels import noise as plain
 from baton_kernels import sampling as door
-from baton_kernels.gpu.overlap import overlap_options
+from baton_kernels.dispatch import overlap_options
 from baton_kernels.noise_triton import EXACT, gumbel_of, log, masses, may_reach, ranks, row_key
 
 NUM_BINS = tl.constexpr(2048)

@@ -82,9 +82,9 @@ def begin_step(
     if block_tables.dim() != 2:
         raise ValueError(f"block_tables: [R, n], not {tuple(block_tables.shape)}")
     if runs_triton(backend, number):
-        from baton_kernels.gpu import step_rows
+        from baton_kernels import step_rows_triton
 
-        step_rows.begin_step(
+        step_rows_triton.begin_step(
             images, number, drawn, words, token_ids, block_tables, layout, vocab_size
         )
         return
@@ -141,9 +141,9 @@ def end_step(
     if drawn.dim() != 2 or outputs.shape[1] != HEADER_WORDS + drawn.numel():
         raise ValueError(f"outputs: {tuple(outputs.shape)} for drawn {tuple(drawn.shape)}")
     if runs_triton(backend, number):
-        from baton_kernels.gpu import step_rows
+        from baton_kernels import step_rows_triton
 
-        step_rows.end_step(drawn, number, outputs)
+        step_rows_triton.end_step(drawn, number, outputs)
         return
     end_step_reference(drawn, number, outputs)
 

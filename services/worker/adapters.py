@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from engine.lora.adapter import Adapter, read_adapter
 from engine.lora.config import LoraLimits
-from engine.lora.files import Adapter, read_adapter
-from engine.lora.registry import AdapterInfo
+from engine.lora.manager import AdapterInfo
 from process import logs
 from process.errors import (
     BatonError,

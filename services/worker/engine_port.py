@@ -1,5 +1,4 @@
-"""What a worker needs of an engine, as a Protocol: `engine.engine.LLMEngine` and
-`engine.fake.FakeEngine` both fit it.
+"""What a worker needs of an engine, as a Protocol that `engine.engine.LLMEngine` fits.
 
 Knows no asyncio. Every method is called from the one thread of `EngineThread`; `kv` and
 `model_info` are values that any thread may read.
@@ -15,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from engine.kv.layout import KvLayout
+from engine.lora.adapter import Adapter
 from engine.lora.config import LoraLimits
-from engine.lora.files import Adapter
-from engine.lora.registry import AdapterInfo
+from engine.lora.manager import AdapterInfo
 from engine.metrics import EngineStats, MetricsSnapshot
 from engine.outputs import StepOutput
 from engine.parking import Parking

@@ -14,13 +14,13 @@ from typing import Any, Protocol, TypeVar
 import pytest
 
 from engine.config import EngineConfig
-from engine.fake import FakeModel
 from engine.request import Sampling
 from engine.speculation.draft_fake import FakeDraftChannel
 from engine.speculation.draft_port import Answer, Ask, DraftChannel, DraftPeer
 from engine.speculation.draft_sessions import DraftSessions
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.remote_state import State
+from engine.testing.fake_model import FakeModel
 from process.rpc import PLAIN
 from services.draft.config import DraftLimits, DraftSettings
 from services.draft.worker import DraftWorker, serving_drafts

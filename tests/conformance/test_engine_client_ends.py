@@ -22,8 +22,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import LoadError
-from engine.fake import FakeModel
 from engine.request import Sampling
+from engine.testing.fake_model import FakeModel
 from engine_client import messages
 from engine_client.async_client import AsyncProcessClient
 from engine_client.base import Ask, EngineClient, News

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from engine.engine import LLMEngine
-from engine.plain_ahead import AheadModel
+from engine.testing.ahead_model import AheadModel
 from kvstore import invariants, serve
 from kvstore.config import KvStoreSettings
 from process import rpc, signing_keys

@@ -8,7 +8,6 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.request import Request, Sampling
 from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
@@ -20,6 +19,7 @@ from engine.speculation.drafter import Draft, Drafter, Task
 from engine.speculation.remote import RemoteDrafter
 from engine.speculation.remote_state import MAX_BACKOFF_S
 from engine.speculation.tree import chain
+from engine.testing.fake_model import FakeModel
 from tests.harness.engines import hasher
 from tests.harness.waiting import Clock
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.models.interface import DecodeRow, Launch, LaunchRow, MixedRow
 from engine.outputs import RequestOutput, StepOutput
-from engine.plain_ahead import AheadModel, PlainAhead
 from engine.sampling.row import Drawn
+from engine.testing.ahead_model import AheadModel, PlainAhead
+from engine.testing.fake_model import FakeModel
 from tests.harness.compile_process import one_compile_process as one_compile_process
 
 SIZE = 4

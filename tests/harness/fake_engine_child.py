@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from engine.batch import Batch
     from engine.engine import LLMEngine, Progress
-    from engine.lora.registry import AdapterInfo
+    from engine.lora.manager import AdapterInfo
     from engine.metrics import EngineStats
 
 CONTEXT_WINDOW = 20_000
@@ -29,7 +29,7 @@ CONTEXT_WINDOW = 20_000
 def make_engine(config: EngineConfig, *, progress: Progress | None = None) -> LLMEngine:
     """One that makes this process' mistakes."""
     from engine.engine import LLMEngine
-    from engine.fake import FakeModel
+    from engine.testing.fake_model import FakeModel
 
     class _Model(FakeModel):
         def forward(self, batch: Batch) -> torch.Tensor:

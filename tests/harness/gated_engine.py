@@ -16,11 +16,11 @@ import torch
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import HIDDEN_SIZE as HIDDEN_SIZE
-from engine.fake import FakeModel
 from engine.outputs import StepOutput
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
+from engine.testing.fake_model import HIDDEN_SIZE as HIDDEN_SIZE
+from engine.testing.fake_model import FakeModel
 from kvstore import block_hash
 from process.errors import Internal
 from services.worker.engine_thread import EngineThread

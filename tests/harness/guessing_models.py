@@ -18,7 +18,6 @@ from tokenizers import Tokenizer as Backend
 import checkpoints
 from engine.batch import Batch
 from engine.config import EngineConfig
-from engine.fake import FakeModel
 from engine.models.interface import Ends, LoadedModel
 from engine.models.load import load_model
 from engine.speculation.config import NgramConfig, SpeculationConfig
@@ -29,6 +28,7 @@ from engine.speculation.heads.load import load_heads
 from engine.speculation.load import load_draft_model, load_drafters
 from engine.speculation.ngram import PromptLookup
 from engine.speculation.remote import RemoteDrafter
+from engine.testing.fake_model import FakeModel
 from tests.harness import published_heads as heads
 from tests.harness.adapters import save_adapter
 from tests.harness.published_eagle3 import LAYERS, eagle3_tensors, save_eagle3

@@ -19,8 +19,8 @@ import grpc.aio
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.request import Request
+from engine.testing.fake_model import FakeModel
 from kvstore import block_hash, serve
 from kvstore.block_refs import Block
 from kvstore.config import KvStoreSettings

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 
 from engine.batch import Batch, Span
-from engine.fake import FakeModel
 from engine.kv.layout import LayerKv, layout_of
 from engine.kv.memory import KvMemory
-from engine.models.quantized_attention import QuantizedAttention
-from engine.models.quantized_blocks import Scales
+from engine.layers.quantized_attention import QuantizedAttention, Scales
+from engine.testing.fake_model import FakeModel
 
 _GREATEST, _DIM = 127, 8
 

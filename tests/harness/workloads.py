@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import NoBlocks, ParkingRefused, WrongState
-from engine.fake import FakeModel
 from engine.grammar.service import GrammarService
 from engine.models.interface import LoadedModel
 from engine.outputs import RequestOutput
 from engine.parking import Blocks, HostParking, Parked, Parking
-from engine.plain_ahead import AheadModel
 from engine.request import FinishReason, GrammarSpec, Request, Sampling, State
+from engine.testing.ahead_model import AheadModel
+from engine.testing.fake_model import FakeModel
 from tests.harness.engines import hasher
 
 SIZE = 4

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from baton_kernels.attention import decode_attention, decode_attention_reference
+from baton_kernels.attention import decode_attention, decode_attention_reference, rotate_and_attend
 from baton_kernels.block_rows import BlockRows, Tails
 from baton_kernels.layer_ops import rotate_and_write
 from baton_kernels.quantize import quantize
-from baton_kernels.rotated_attention import rotate_and_attend
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +28,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 @pytest.fixture(autouse=True)
 def splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few programs the device has room for."""
-    monkeypatch.setattr("baton_kernels.gpu.attention_plan.suits_shares", lambda *_: False)
+    monkeypatch.setattr("baton_kernels.attention_plan.suits_shares", lambda *_: False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +190,7 @@ def test_one_long_sequence_beside_short_ones(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No program has much more to do than the others, and the numbers are the same."""
-    from baton_kernels.gpu import attention_plan
+    from baton_kernels import attention_plan
 
     monkeypatch.setattr(attention_plan, "num_sms", lambda _: 4)
     monkeypatch.setattr(attention_plan, "LONG_POSITIONS", 128)
@@ -237,8 +236,8 @@ def test_no_sequence_has_more_splits_than_there_is_room_for(
     is_tree: bool,
     draw: random.Random,
 ) -> None:
-    """On the device lengths are cut by the same rule (attention_merge.py:extent)."""
-    from baton_kernels.gpu import attention_plan
+    """On the device lengths are cut by the same rule (paged_walk_triton.py:extent)."""
+    from baton_kernels import attention_plan
 
     rows = Cache(Shape(), [1], torch.float32, torch.Generator(DEVICE)).rows
     with pytest.MonkeyPatch.context() as patch:
@@ -262,7 +261,7 @@ def test_no_sequence_has_more_splits_than_there_is_room_for(
 
 def test_many_wide_trees_are_not_cut_at_all() -> None:
     """Their parts take more room than there is, also when no sequence is cut."""
-    from baton_kernels.gpu import attention_plan
+    from baton_kernels import attention_plan
 
     cache = Cache(Shape(), [5], torch.float32, torch.Generator(DEVICE))
     plan = attention_plan.plan_launch(
@@ -275,7 +274,7 @@ def test_many_wide_trees_are_not_cut_at_all() -> None:
 @pytest.mark.parametrize("wanted", [1, 2, 5, 33])
 @pytest.mark.parametrize("max_positions", [100, 4096, 4097, 8320, 30320, 131072])
 def test_no_split_is_long_and_none_is_cut_that_was_short(wanted: int, max_positions: int) -> None:
-    from baton_kernels.gpu import attention_plan
+    from baton_kernels import attention_plan
 
     num_splits, max_split = attention_plan.cut_long(wanted, max_positions)
     assert num_splits * max_split >= max_positions and num_splits >= wanted
@@ -302,7 +301,7 @@ def test_other_configs(
     block_size: int, fields: tuple[Any, ...], generator: torch.Generator, seed: int
 ) -> None:
     """A tile in one block, in two, in more; parts that a kernel of their own merges."""
-    from baton_kernels.gpu.attention import Config
+    from baton_kernels.attention_plan import Config
 
     shape = Shape(num_heads=6, num_kv_heads=2, head_dim=32, v_head_dim=32, block_size=block_size)
     cache = Cache(shape, lengths(seed, 4, 150), torch.bfloat16, generator)
@@ -479,7 +478,7 @@ def test_behind_the_kernel_that_writes(is_one_launch: bool) -> None:
 
 def test_counters_are_left_at_zero(generator: torch.Generator, seed: int) -> None:
     """The next launch, or the graph's next replay, finds what this one found."""
-    from baton_kernels.gpu.attention import own_workspace
+    from baton_kernels.attention_plan import own_workspace
 
     cache = Cache(Shape(), lengths(seed, 3, 180), torch.float32, generator)
     first = cache.kernel(scaling=0.3, num_splits=4)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from baton_kernels import attention_plan, attention_triton
 from baton_kernels.attention import decode_attention
-from baton_kernels.gpu import attention, attention_plan
-from baton_kernels.gpu.attention_plan import Plan
+from baton_kernels.attention_plan import Plan
 
 from tests.kernels.conftest import DEVICE, some
 from tests.kernels.test_attention import SHAPES, Cache, Shape, close
@@ -20,7 +20,7 @@ from tests.kernels.test_attention import SHAPES, Cache, Shape, close
 def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """Launches are cut so, on a device of that size; the plans of those that were."""
     launched: list[Plan] = []
-    launch = attention.launch_shares
+    launch = attention_triton.launch_shares
 
     def noted(*arguments: Any, **options: Any) -> None:
         launched.append(next(one for one in arguments if isinstance(one, Plan)))
@@ -28,7 +28,7 @@ def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
 
     monkeypatch.setattr(attention_plan, "num_sms", lambda _: request.param)
     monkeypatch.setattr(attention_plan, "suits_shares", lambda *_: True)
-    monkeypatch.setattr(attention, "launch_shares", noted)
+    monkeypatch.setattr(attention_triton, "launch_shares", noted)
     return launched
 
 

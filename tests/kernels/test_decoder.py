@@ -14,7 +14,7 @@ from engine.decoder.model import block_rows, find_sites, kv_layout
 from engine.decoder.shape import read_shape, rope_table
 from engine.decoder.sources import random_weights
 from engine.kv.memory import KvMemory
-from engine.lora.stacks import Stacks
+from engine.lora.stacked_weights import StackedLora
 
 _STEPS = (
     (Span(0, 7, (3, 1)), Span(0, 1, (2,)), Span(0, 3, (5,))),
@@ -41,7 +41,7 @@ def test_kernels_together_give_what_plain_torch_gives(
     name = "float32" if dtype is torch.float32 else "bfloat16"
     layout = kv_layout(shape, block_size=4, dtype=name)
     decoder = Decoder(weights, rope_table(shape, 64, on))
-    stacks = Stacks(find_sites(weights), num_slots=2, max_rank=3, dtype=dtype, device=on)
+    stacks = StackedLora(find_sites(weights), num_slots=2, max_rank=3, dtype=dtype, device=on)
     decoder.stack(stacks)
     generator = torch.Generator(on).manual_seed(seed)
     for stack in stacks.by_linear.values():

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from baton_kernels import prefill_attention_triton
 from baton_kernels.attention import decode_attention, decode_attention_reference, tree_attention
-from baton_kernels.gpu import exact_prefill
 
 from tests.kernels.conftest import DEVICE, poisoned, some
 from tests.kernels.test_attention import Cache, Shape, close
@@ -25,7 +25,7 @@ def in_chunks(cache: Cache, query: torch.Tensor, cuts: list[int], **options: Any
     out = poisoned(*query.shape[:2], cache.shape.v_head_dim, dtype=query.dtype)
     for start, end in itertools.pairwise(cuts):
         part = slice(start - cuts[0], end - cuts[0])
-        exact_prefill.launch(
+        prefill_attention_triton.exact_prefill_attention(
             query[part], cache.rows, cache.tables[:1], ints(0, end - start), ints(start),
             out[part], max_query_len=end - start, **options,
         )  # fmt: skip
@@ -86,7 +86,7 @@ def test_a_chunk_in_a_batch(generator: torch.Generator, seed: int) -> None:
     query = torch.randn(sum(lengths), 4, 16, generator=generator, device=DEVICE)
     out = poisoned(sum(lengths), 4, 16, dtype=torch.float32)
     starts = [end - length for end, length in zip(ends, lengths, strict=True)]
-    exact_prefill.launch(
+    prefill_attention_triton.exact_prefill_attention(
         query, cache.rows, cache.tables, ints(0, 40, 40, 73), ints(*starts), out,
         max_query_len=40, scaling=0.3,
     )  # fmt: skip
@@ -118,17 +118,17 @@ def test_one_after_the_other_where_sequences_fill_the_device_or_parts_would_be_t
     what: str, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits as with parts, and padding gives zeros."""
-    from baton_kernels.gpu import attention, attention_plan
+    from baton_kernels import attention_plan, attention_triton
 
     merges: list[bool] = []
-    launched = attention.launch_splits
+    launched = attention_triton.launch_splits
 
     def launch(*args: Any, **options: Any) -> None:
         plan = next(one for one in args if isinstance(one, attention_plan.Plan))
         merges.append(plan.num_splits > 1)
         launched(*args, **options)
 
-    monkeypatch.setattr(attention, "launch_splits", launch)
+    monkeypatch.setattr(attention_triton, "launch_splits", launch)
     monkeypatch.setattr(attention_plan, "_SERIAL_SHARE", 1e9)
     cache = Cache(Shape(block_size=16), [1100, 0, 17, 512], dtype, generator)
     for options in ({"window": 520}, {}):
@@ -145,7 +145,7 @@ def test_a_sequence_that_may_be_long_is_cut(
     num_positions: int, is_serial: bool, generator: torch.Generator
 ) -> None:
     """However many sequences there are: the others would wait for its one program."""
-    from baton_kernels.gpu import attention_plan
+    from baton_kernels import attention_plan
 
     rows = Cache(Shape(block_size=16), [16], torch.bfloat16, generator).rows
     tables = torch.zeros(512, num_positions // 16, dtype=torch.int32, device=DEVICE)

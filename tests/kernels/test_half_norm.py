@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from baton_kernels.half_norm import between
-from baton_kernels.linear import Extras, linear, linear_reference
+from baton_kernels.linear import Extras, between_products, linear, linear_reference
 
 from engine.batch import Span
-from engine.decoder.projection import Projection
-from engine.lora.deltas import AdapterRows, Deltas, LowRank
+from engine.layers.linear import FusedLinear
+from engine.lora.stacked_weights import AdapterRows, Deltas, LowRank
 from tests.kernels.conftest import DEVICE, some
 
 TOLERANCE = {torch.bfloat16: 1e-2 if DEVICE == "cuda" else 2e-2, torch.float32: 1e-5}
@@ -48,7 +47,7 @@ def test_equals_float64(
     maker = randn(hidden, depth, dtype=dtype) / depth**0.5
     taker = randn(width * (2 if is_gated else 1), hidden, dtype=dtype) / hidden**0.5
     norm = randn(hidden, dtype=dtype)
-    half = between(inner, maker, taker, norm, 1e-5, is_gated=is_gated, backend="triton")
+    half = between_products(inner, maker, taker, norm, 1e-5, is_gated=is_gated, backend="triton")
     assert half is not None
     for room in (half.scaled, half.squares):
         room.fill_(torch.nan)
@@ -67,12 +66,13 @@ def test_equals_float64(
 def test_none_where_the_norm_is_better_done_by_itself(randn: Callable[..., torch.Tensor]) -> None:
     weight, norm = randn(64, 64), randn(64)
     for x, backend in ((randn(1, 64), "triton"), (randn(4, 64), "reference")):
-        assert between(x, weight, weight, norm, 1e-5, is_gated=False, backend=backend) is None
+        half = between_products(x, weight, weight, norm, 1e-5, is_gated=False, backend=backend)
+        assert half is None
 
 
 def test_what_does_not_fit_is_named(randn: Callable[..., torch.Tensor]) -> None:
     x, weight, norm = randn(4, 64), randn(64, 64), randn(64)
-    half = between(x, weight, weight, norm, 1e-5, is_gated=False, backend="triton")
+    half = between_products(x, weight, weight, norm, 1e-5, is_gated=False, backend="triton")
     for kwargs, name in (
         ({"half_norm": half, "norm_weight": norm}, "one norm"),
         ({"half_norm": half, "x": randn(3, 64)}, "half_norm"),
@@ -90,7 +90,7 @@ def test_rows_with_an_adapter_are_normed_with_what_it_adds(
 ) -> None:
     """And rows without one keep every bit."""
     hidden, depth = 72, 96
-    maker, taker = Projection(randn(hidden, depth)), Projection(randn(40, hidden), is_gated=True)
+    maker, taker = FusedLinear(randn(hidden, depth)), FusedLinear(randn(40, hidden), is_gated=True)
     norm = randn(hidden)
     rows = AdapterRows(torch.device(DEVICE))
     for projection in (maker, taker):

@@ -49,28 +49,6 @@ def test_rms_norm(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_add_rms_norm(
-    dtype: torch.dtype, in_place: bool, randn: Tensors, poisoned: Tensors
-) -> None:
-    x, residual = randn(7, 200, dtype=dtype), wide(randn(7, 200, dtype=dtype))
-    weight = randn(200, dtype=dtype)
-    added = (x.float() + residual.float()).to(dtype)
-    truth = layer_ops.rms_norm_reference(added, weight.double(), 1e-6)
-    outs = (x, residual) if in_place else (poisoned(7, 200, dtype=dtype), None)
-    result, total = layer_ops.add_rms_norm(
-        x, residual, weight, 1e-6, out=outs[0], residual_out=outs[1], backend="triton"
-    )
-    if ROUNDS:
-        assert torch.equal(total, added)
-    assert relative(total, added) < TOLERANCE[dtype]
-    assert relative(result, truth) < 2 * TOLERANCE[dtype]
-    # The norm is of the sum as stored.
-    again = layer_ops.rms_norm(total, weight, 1e-6, backend="triton")
-    assert torch.equal(again, result)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "width"), [(4, 70), (1, 1500)])
 def test_silu_mul(
     num_rows: int, width: int, dtype: torch.dtype, randn: Tensors, poisoned: Tensors
@@ -209,7 +187,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(
 ) -> None:
     """Bit for bit: rows alone, among some, and among many."""
     count, width = 130 if ROUNDS else 5, 320  # on a GPU, rows enough for the other config, too
-    x, residual = randn(count, width, dtype=dtype), randn(count, width, dtype=dtype)
+    x = randn(count, width, dtype=dtype)
     weight, norm = randn(width, dtype=dtype), randn(64, dtype=dtype)
     angles = randn(count, 32)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
@@ -223,7 +201,6 @@ def test_a_row_does_not_depend_on_the_number_of_rows(
         )  # fmt: skip
         return [
             layer_ops.rms_norm(x[some], weight, 1e-5, backend="triton"),
-            *layer_ops.add_rms_norm(x[some], residual[some], weight, 1e-5, backend="triton"),
             layer_ops.silu_mul(x[some], backend="triton"),
             rotated,
         ]
@@ -289,8 +266,6 @@ def test_norms_and_silu_refuse() -> None:
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match="weight"):
         layer_ops.rms_norm(x, torch.ones(4), 1e-5)
-    with pytest.raises(ValueError, match="residual"):
-        layer_ops.add_rms_norm(x, x[:, :4], torch.ones(8), 1e-5)
     with pytest.raises(ValueError, match="out"):
         layer_ops.rms_norm(x, torch.ones(8), 1e-5, out=torch.zeros(2, 8, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="two halves"):

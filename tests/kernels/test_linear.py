@@ -82,13 +82,13 @@ def test_equals_float64(
 def test_steps_on_their_way_fit_into_shared_memory(width: int, depth: int) -> None:
     """Of Hopper, in whatever tile is chosen."""
     pytest.importorskip("triton", reason="Triton is for Linux on x86_64")
-    from baton_kernels.gpu import tiles
+    from baton_kernels import linear_tiles
 
     for num_rows, is_gated in itertools.product(range(1, 65), (False, True)):
-        product = tiles.Product(num_rows, width * (1 + is_gated), depth, 2, is_gated)
+        product = linear_tiles.Product(num_rows, width * (1 + is_gated), depth, 2, is_gated)
         for exact in (False, True):
-            tile = tiles.choose_tile(product, exact=exact, forced=True)
-            assert tile is not None and tiles.cut(tile, product).num_tiles > 0
+            tile = linear_tiles.choose_tile(product, exact=exact, forced=True)
+            assert tile is not None and linear_tiles.cut(tile, product).num_tiles > 0
             height = tile.block_n * (1 + is_gated) + tile.block_m
             assert 2 * tile.num_stages * height * tile.block_k <= 227 << 10, tile
 
@@ -131,8 +131,8 @@ def test_split_sums_are_whole_and_leave_nothing_behind(
     cut: dict[str, Any], is_gated: bool, randn: Callable[..., torch.Tensor]
 ) -> None:
     """Whoever comes last adds up the partial sums: twice the same bits with the same counters."""
-    from baton_kernels.gpu import linear as gpu
-    from baton_kernels.gpu.tiles import Tile
+    from baton_kernels import linear_triton as gpu
+    from baton_kernels.linear_tiles import Tile
 
     x = randn(5, 300)
     weight = randn(48 if is_gated else 24, 300)
@@ -155,7 +155,7 @@ def test_split_sums_are_whole_and_leave_nothing_behind(
 
 
 def test_counters_go_round() -> None:
-    from baton_kernels.gpu import linear as gpu
+    from baton_kernels import linear_triton as gpu
 
     ring = gpu._Counters(torch.device(DEVICE))
     size = len(ring._ring)
@@ -215,8 +215,8 @@ def test_swiglu_of_many_rows_in_one_launch(
     randn: Callable[..., torch.Tensor],
     poisoned: Callable[..., torch.Tensor],
 ) -> None:
-    from baton_kernels.gpu import hopper
-    from baton_kernels.gpu.hopper_gated import silu_gated
+    from baton_kernels import hopper
+    from baton_kernels.gated_linear_hopper import silu_gated
 
     x = randn(num_rows, depth + 64, dtype=torch.bfloat16)[:, :depth]
     weight = randn(2 * width, depth, dtype=torch.bfloat16) / depth**0.5

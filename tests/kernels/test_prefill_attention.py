@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from baton_kernels import hopper
 from baton_kernels.block_rows import BlockRows
-from baton_kernels.gpu import hopper
 from baton_kernels.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,

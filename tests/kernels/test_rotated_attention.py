@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from baton_kernels.attention import decode_attention
+from baton_kernels import attention_plan
+from baton_kernels.attention import decode_attention, rotate_and_attend
 from baton_kernels.block_rows import BlockRows
-from baton_kernels.gpu import attention_plan
 from baton_kernels.layer_ops import rotate_and_write
-from baton_kernels.rotated_attention import rotate_and_attend
 
 from tests.kernels.conftest import DEVICE, poisoned, some
 from tests.kernels.test_attention import Cache, Shape, close

@@ -4,7 +4,7 @@ taken by others than it was measured for, gives right numbers slowly."""
 from __future__ import annotations
 
 import pytest
-from baton_kernels.gpu.tiles import Product, Tile, choose_tile, cut
+from baton_kernels.linear_tiles import Product, Tile, choose_tile, cut
 
 QKV = (6144, 4096, False)
 OUTPUT = (4096, 4096, False)

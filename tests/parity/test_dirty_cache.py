@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.models.scratch import Scratch
+from engine.layers.torch_attention import Scratch
 from engine.request import Sampling
 from tests.harness.models import VOCAB_SIZE, Tiny
 

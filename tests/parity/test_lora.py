@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from checkpoints.architectures import SERVED
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
+from engine.errors import InvalidAdapter
 from engine.kv.memory import KvMemory
-from engine.lora.errors import InvalidAdapter
-from engine.lora.files import WEIGHTS
+from engine.lora.adapter import WEIGHTS
 from engine.models import built
 from engine.models import load as model_loading
 from engine.models.hugging_face import HuggingFaceModel

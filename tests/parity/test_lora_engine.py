@@ -17,10 +17,15 @@ from safetensors.torch import load_file, save_file
 
 from engine.decoder.ahead import AheadDecoder
 from engine.engine import LLMEngine
-from engine.errors import InvalidRequest
+from engine.errors import (
+    AdapterInUse,
+    InvalidAdapter,
+    InvalidRequest,
+    TooManyAdapters,
+    UnknownAdapter,
+)
+from engine.lora.adapter import WEIGHTS
 from engine.lora.config import LoraLimits
-from engine.lora.errors import AdapterInUse, InvalidAdapter, TooManyAdapters, UnknownAdapter
-from engine.lora.files import WEIGHTS
 from engine.request import Beam, Request, Sampling
 from tests.conftest import SESSION_SEED
 from tests.harness.adapters import merged, save_adapter

@@ -14,8 +14,8 @@ from dataclasses import replace
 import pytest
 
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.speculation.remote import RemoteDrafter
+from engine.testing.fake_model import FakeModel
 from process.rpc import PLAIN
 from services.worker.draft_channel import DraftPeers
 from tests.harness.draft_workers import CONFIG, meet, outputs, submit

@@ -41,7 +41,7 @@ DRAFT = """if True:
     import sys
     import threading
 
-    from engine.fake import FakeModel
+    from engine.testing.fake_model import FakeModel
     from engine.speculation.draft_port import Ask
     from process import entrypoint
     from process.deadline import Deadline

@@ -24,7 +24,7 @@ import torch
 from engine.batch import Batch, Span
 from engine.errors import IntegrityError
 from engine.kv.memory import KvMemory
-from engine.models.step_attention import StepAttention
+from engine.layers.torch_attention import TorchPagedAttention
 from engine.sequence import Key
 from engine.speculation.draft_cache import DraftCache, Held
 from engine.speculation.drafter import Draft, Task
@@ -301,7 +301,7 @@ class EagleHead:
             torch.tensor(token_ids, device=device),
             features,
             torch.tensor(positions, device=device),
-            StepAttention(batch, self._views, self._block_size),
+            TorchPagedAttention(batch, self._views, self._block_size),
         )
 
 

@@ -25,8 +25,8 @@ from torch.nn.functional import embedding, linear
 
 from engine.errors import LoadError
 from engine.kv.layout import KvLayout
+from engine.layers.torch_attention import Attend
 from engine.models.interface import Ends
-from engine.models.step_attention import Attend
 from engine.speculation.heads.checkpoint import HeadCheckpoint
 from engine.speculation.heads.hidden import Computed
 from engine.speculation.heads.layers import Layers, layer_names, read_layer, read_shape, says

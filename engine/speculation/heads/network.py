@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from engine.kv.layout import KvLayout
-from engine.models.step_attention import Attend
+from engine.layers.torch_attention import Attend
 from engine.speculation.heads.hidden import Computed
 
 

@@ -1,5 +1,6 @@
-"""A prefill or decode worker whose device takes a set time for a step (engine/paced.py), so that on
-few cores more workers serve more. All but the pace is that worker's own.
+"""A prefill or decode worker whose device takes a set time for a step
+(engine/testing/paced_model.py), so that on few cores more workers serve more. All but the pace is
+that worker's own.
 
     python -m services.worker.testing.paced_worker ROLE STEP_S TOKEN_S [ARGUMENTS OF services.ROLE]
 """
@@ -12,7 +13,7 @@ import sys
 from typing import Any
 
 from engine.models import load
-from engine.paced import DevicePace, PacedModel
+from engine.testing.paced_model import DevicePace, PacedModel
 from process import entrypoint
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole

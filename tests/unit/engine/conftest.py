@@ -12,11 +12,11 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.models.interface import LoadedModel
 from engine.outputs import RequestOutput
-from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
+from engine.testing.ahead_model import AheadModel
+from engine.testing.fake_model import FakeModel
 from tests.harness import engines
 from tests.harness.compile_process import one_compile_process as one_compile_process
 from tests.harness.engines import hasher

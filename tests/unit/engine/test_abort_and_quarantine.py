@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest, NoBlocks, UnknownRequest, WrongState
-from engine.fake import FakeModel
 from engine.request import State
+from engine.testing.fake_model import FakeModel
 
 Make = Callable[..., Any]
 PROMPT = tuple(range(1, 15))

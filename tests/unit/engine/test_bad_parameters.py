@@ -11,9 +11,9 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import EngineError, InvalidRequest
-from engine.fake import FakeModel
 from engine.outputs import RequestOutput
 from engine.request import Beam, GrammarKind, GrammarSpec, Request, Sampling
+from engine.testing.fake_model import FakeModel
 from tests.harness.engines import all_events, hasher
 from tests.harness.workloads import VOCAB, Outcome, outcomes, random_sampling, undisturbed
 

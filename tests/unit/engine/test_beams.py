@@ -13,9 +13,9 @@ import torch
 
 from engine import beam_search
 from engine.errors import InvalidRequest, NoBlocks, RequestTooLong
-from engine.fake import FakeModel
 from engine.outputs import RequestOutput
 from engine.request import Beam, FinishReason, Request
+from engine.testing.fake_model import FakeModel
 
 Make = Callable[..., Any]
 EOS = 0

@@ -11,9 +11,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.request import Request, Sampling
 from engine.sampling import pipeline
+from engine.testing.fake_model import FakeModel
 from tests.harness.engines import all_steps, hasher
 
 SIZE = 4

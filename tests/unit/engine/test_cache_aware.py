@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.request import Request, Sampling
+from engine.testing.fake_model import FakeModel
 from tests.harness.engines import hasher
 
 SIZE = 4

@@ -19,7 +19,6 @@ from engine import engine as engine_module
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.errors import InvalidRequest
-from engine.fake import FakeModel
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarFailed
 from engine.grammar.service import Compilation, GrammarService
@@ -27,6 +26,7 @@ from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import Vocabulary
 from engine.outputs import RequestOutput
 from engine.request import FinishReason, GrammarKind, GrammarSpec, Request, State
+from engine.testing.fake_model import FakeModel
 from tests.harness.workloads import outcomes
 from tokens.tokenizer import Tokenizer
 

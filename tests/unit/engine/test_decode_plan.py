@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.request import Request, Sampling, State
 from engine.scheduler import RunningSequence, plan_step
+from engine.testing.fake_model import FakeModel
 from tests.harness.engines import hasher
 
 

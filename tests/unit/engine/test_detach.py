@@ -13,9 +13,9 @@ import pytest
 
 from engine.engine import LLMEngine
 from engine.errors import UnknownRequest, WrongState
-from engine.fake import FakeModel
 from engine.outputs import RequestOutput
 from engine.request import Beam, DetachedRequest, Request, Sampling, State
+from engine.testing.fake_model import FakeModel
 from tests.harness.engines import all_steps, hasher, late_engine
 from tests.harness.workloads import SIZE, small_engine, undisturbed, workload
 

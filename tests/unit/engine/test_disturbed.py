@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.grammar.config import GrammarLimits
 from engine.grammar.service import GrammarService
 from engine.models.load import load_model
 from engine.request import GrammarKind, GrammarSpec
+from engine.testing.fake_model import FakeModel
 from tests.harness.adapters import save_adapter
 from tests.harness.workloads import (
     SIZE,

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 
 from engine.outputs import RequestOutput
-from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
+from engine.testing.ahead_model import AheadModel
 from tests.harness.engines import PROMPT, SIZE, fake_model, hasher, make
 
 

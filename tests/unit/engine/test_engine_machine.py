@@ -24,10 +24,10 @@ from hypothesis.stateful import (
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import NoBlocks, WrongState
-from engine.fake import FakeModel
 from engine.models.interface import LoadedModel
-from engine.plain_ahead import AheadModel
 from engine.request import DetachedRequest, Request, Reservation, Sampling, State
+from engine.testing.ahead_model import AheadModel
+from engine.testing.fake_model import FakeModel
 from tests.conftest import examples
 from tests.harness.engines import hasher
 

@@ -16,7 +16,6 @@ import pytest
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.errors import EmptySupport
-from engine.fake import FakeModel
 from engine.grammar.compiler import CompileProcess
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarTooCostly, refuse
@@ -25,6 +24,7 @@ from engine.grammar.vocabulary import GrammarTokenizer, Vocabulary
 from engine.models.interface import LoadedModel
 from engine.outputs import RequestOutput
 from engine.request import FinishReason, GrammarSpec, Request
+from engine.testing.fake_model import FakeModel
 from tests.harness.compile_process import SharedProcess
 from tests.unit.engine.grammar.driver import (
     BUNDLED,

@@ -13,7 +13,7 @@ import pytest
 from engine.engine import LLMEngine
 from engine.errors import IntegrityError, NoBlocks
 from engine.outputs import RequestOutput
-from engine.plain_ahead import AheadModel
+from engine.testing.ahead_model import AheadModel
 from tests.harness.engines import (
     PROMPT,
     SIZE,

@@ -11,7 +11,6 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import ModelNotSupported, TooFewBlocks
-from engine.fake import FakeModel
 from engine.kv import sizing
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
@@ -21,6 +20,7 @@ from engine.kv.sizing import (
     free_memory_bytes,
 )
 from engine.speculation.config import SpeculationConfig
+from engine.testing.fake_model import FakeModel
 
 LAYOUT = KvLayout.plain(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 

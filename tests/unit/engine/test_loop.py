@@ -19,9 +19,9 @@ from engine.errors import (
     UnknownRequest,
     WrongState,
 )
-from engine.fake import FakeModel
 from engine.outputs import RequestOutput
 from engine.request import FinishReason
+from engine.testing.fake_model import FakeModel
 
 Make = Callable[..., Any]
 PROMPT = tuple(range(1, 15))  # 3 full blocks of 4, and 2 tokens

@@ -14,10 +14,9 @@ from torch.nn.functional import linear, silu
 
 from engine.batch import Span
 from engine.errors import IntegrityError
-from engine.lora.deltas import AdapterRows, Deltas, LowRank
-from engine.lora.site import attach, detach
+from engine.layers.linear import PackedLinear
+from engine.lora.stacked_weights import AdapterRows, Deltas, LowRank, attach, detach
 from engine.models.fused_layer import PlainLinear
-from engine.models.packed_linear import PackedLinear
 
 IN, OUT = 24, 40
 DTYPES = (torch.float32, torch.bfloat16)

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from engine.errors import InvalidAdapter, TooManyAdapters
+from engine.lora.adapter import WEIGHTS, read_adapter
 from engine.lora.config import LoraLimits
-from engine.lora.errors import InvalidAdapter, TooManyAdapters
-from engine.lora.files import WEIGHTS, read_adapter
 from process.settings import SettingsError
 from tests.harness.adapters import save_adapter
 

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.lora.errors import InvalidAdapter
-from engine.lora.patterns import Pattern
-from engine.lora.peft import CONFIG, parse, read_config
+from engine.errors import InvalidAdapter
+from engine.lora.adapter import CONFIG, Pattern, parse_config, read_config
 
 Q0, V1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
 
@@ -37,14 +36,14 @@ def _values(**others: Any) -> dict[str, Any]:
 
 
 def test_rank_and_scale() -> None:
-    config = parse(_values())
+    config = parse_config(_values())
     assert config.rank_of(Q0) == 8
     assert config.scale_of(Q0) == 2.0
-    assert parse(_values(use_rslora=True)).scale_of(Q0) == 16 / math.sqrt(8)
+    assert parse_config(_values(use_rslora=True)).scale_of(Q0) == 16 / math.sqrt(8)
 
 
 def test_patterns_give_modules_their_own_rank_and_alpha() -> None:
-    config = parse(
+    config = parse_config(
         _values(rank_pattern={"q_proj": 4, r"layers\.1\..*": 2}, alpha_pattern={r".*\.v_proj": 3.0})
     )
     assert (config.rank_of(Q0), config.rank_of(V1)) == (4, 2)
@@ -68,7 +67,7 @@ def test_patterns_give_modules_their_own_rank_and_alpha() -> None:
     ],
 )
 def test_targets(fields: dict[str, Any], on: list[str], off: list[str]) -> None:
-    config = parse(_values(**fields))
+    config = parse_config(_values(**fields))
     assert [name for name in (Q0, V1, *off) if config.is_target(name)] == on
 
 
@@ -126,14 +125,14 @@ def test_targets(fields: dict[str, Any], on: list[str], off: list[str]) -> None:
 )
 def test_what_would_be_computed_wrongly_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidAdapter) as raised:
-        parse(_values(**{field: value}))
+        parse_config(_values(**{field: value}))
     assert raised.value.field == field
     assert "\n" not in str(raised.value)
 
 
 def test_a_nested_field_is_named() -> None:
     with pytest.raises(InvalidAdapter, match=r"^rank_pattern\.q_proj: 0"):
-        parse(_values(rank_pattern={"q_proj": 0}))
+        parse_config(_values(rank_pattern={"q_proj": 0}))
 
 
 def test_a_usual_pattern_of_a_training_library_is_taken() -> None:
@@ -142,7 +141,7 @@ def test_a_usual_pattern_of_a_training_library_is_taken() -> None:
         r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|k_proj).*?)"
         r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))"
     )
-    assert parse(_values(target_modules=pattern)).is_target(Q0)
+    assert parse_config(_values(target_modules=pattern)).is_target(Q0)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_a_usual_pattern_of_a_training_library_is_taken() -> None:
     ],
 )
 def test_patterns_are_matched_in_bounded_time(pattern: str, is_match: bool) -> None:
-    assert parse(_values(target_modules=pattern)).is_target(Q0) == is_match
+    assert parse_config(_values(target_modules=pattern)).is_target(Q0) == is_match
 
 
 ATOMS = st.sampled_from(["a", "b", ".", r"\.", "[ab]", "[^a]", r"\w", "(a|b)", "(?:ab|a|)", r"\b"])
@@ -185,7 +184,7 @@ def test_patterns_match_what_pythons_match(rows: list[list[tuple[str, str]]], na
 def test_many_plain_names_may_have_ranks() -> None:
     """As adapters whose ranks were found by training have them."""
     names = {f"model.layers.{i}.self_attn.q_proj": i + 1 for i in range(99)}
-    config = parse(_values(rank_pattern=names))
+    config = parse_config(_values(rank_pattern=names))
     assert [config.rank_of(name) for name in names] == list(names.values())
 
 

@@ -14,9 +14,9 @@ from engine.engine import LLMEngine
 from engine.errors import IntegrityError, WrongState
 from engine.models.interface import DRAWN_BEFORE, MixedRow
 from engine.outputs import RequestOutput
-from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
 from engine.scheduler import Scheduler
+from engine.testing.ahead_model import AheadModel
 from tests.harness.engines import (
     PROMPT,
     SIZE,

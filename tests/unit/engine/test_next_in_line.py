@@ -10,9 +10,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.request import State
 from engine.scheduler import SchedulingPolicy, WaitingSequence, rank
+from engine.testing.fake_model import FakeModel
 
 
 def _sequence(number: int, order: int, priority: int, state: State) -> Any:

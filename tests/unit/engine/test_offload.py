@@ -20,6 +20,7 @@ from engine.engine import LLMEngine, load_engine
 from engine.errors import IntegrityError, LoadError
 from engine.kv import sizing
 from engine.kv.memory import TORCH_DTYPES, KvMemory
+from engine.layers.torch_attention import TorchPagedAttention
 from engine.models import built, weight_room
 from engine.models import fuse as fuse_module
 from engine.models import load as load_module
@@ -30,7 +31,6 @@ from engine.models.load import load_model
 from engine.models.offload_load import OnHost, find_layers
 from engine.models.offload_packed import PackedLayer, weights_of
 from engine.models.rehearsal import random_instance
-from engine.models.step_attention import StepAttention
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.load import load_draft_model
@@ -90,7 +90,7 @@ def _logits(model: Any, layout: Any, device: str, rng: random.Random) -> torch.T
                 token_ids += [rng.randrange(60) for _ in range(count)]
         if spans:
             batch = Batch(tuple(token_ids), tuple(spans), tuple(range(len(token_ids))))
-            step = StepAttention(batch, views, layout.block_size)
+            step = TorchPagedAttention(batch, views, layout.block_size)
             with torch.inference_mode():
                 found.append(run(model, batch, step, torch.device(device)).clone())
     return torch.cat(found)

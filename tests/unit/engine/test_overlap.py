@@ -12,8 +12,8 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.models.interface import DRAWN_BEFORE
 from engine.outputs import RequestOutput
-from engine.plain_ahead import AheadModel
 from engine.request import Beam, Request, Sampling
+from engine.testing.ahead_model import AheadModel
 from tests.harness.engines import (
     PROMPT,
     WINDOW,

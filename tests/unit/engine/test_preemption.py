@@ -13,10 +13,10 @@ import pytest
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import IntegrityError, NoBlocks, ParkingRefused, WrongState
-from engine.fake import FakeModel
 from engine.outputs import RequestOutput
 from engine.parking import Blocks, HostParking, choose_parking
 from engine.request import Request, State
+from engine.testing.fake_model import FakeModel
 from process.settings import SettingsError
 from tests.harness.workloads import BadParking, disturbed, maybe_ahead, states, workload
 

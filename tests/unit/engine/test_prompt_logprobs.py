@@ -15,10 +15,10 @@ import torch
 from engine.batch import Batch
 from engine.engine import LLMEngine
 from engine.errors import InvalidLogits, InvalidRequest
-from engine.fake import FakeModel
 from engine.outputs import RequestOutput, TokenLogprobs
 from engine.request import Beam, Request
 from engine.scheduler import MAX_PROMPT_ROWS, RunningSequence, plan_step
+from engine.testing.fake_model import FakeModel
 from tests.harness.engines import PROMPT, all_events, fake_model, make
 
 

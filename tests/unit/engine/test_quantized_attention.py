@@ -19,9 +19,8 @@ from engine.errors import IntegrityError
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
 from engine.kv.tails import Tails
-from engine.models import quantized_attention
-from engine.models.quantized_attention import QuantizedAttention
-from engine.models.quantized_blocks import Scales
+from engine.layers import quantized_attention
+from engine.layers.quantized_attention import QuantizedAttention, Scales
 from engine.request import Request
 from tests.conftest import examples
 

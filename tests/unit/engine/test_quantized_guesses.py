@@ -12,8 +12,7 @@ from engine.batch import Batch, Span
 from engine.errors import IntegrityError
 from engine.kv.layout import LayerKv, layout_of
 from engine.kv.memory import KvMemory
-from engine.models.quantized_attention import QuantizedAttention
-from engine.models.quantized_blocks import Scales
+from engine.layers.quantized_attention import QuantizedAttention, Scales
 
 SIZE, HEADS, NUM_BLOCKS = 4, 6, 60
 CHOICES = [(dtype, scale) for dtype in ("int8", "fp8_e4m3") for scale in

@@ -11,8 +11,8 @@ import torch
 from engine.batch import Batch, Span
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
+from engine.layers.torch_attention import TorchPagedAttention
 from engine.models.latent import Latents
-from engine.models.step_attention import StepAttention
 
 HEADS, KV_HEADS, DIM, SIZE, LAYERS = 6, 2, 8, 4, 2
 
@@ -56,7 +56,7 @@ def test_any_mix_of_spans_equals_naive_attention(window: int | None, seed: int) 
             cell[:, :, 0] = keys[:, :, position].transpose(0, 1)
             cell[:, :, 1] = values[:, :, position].transpose(0, 1)
     num_tokens = sum(count for _, count in shapes)
-    step = StepAttention(Batch((0,) * num_tokens, tuple(spans), ()), views, SIZE)
+    step = TorchPagedAttention(Batch((0,) * num_tokens, tuple(spans), ()), views, SIZE)
     for layer in range(LAYERS):
         whole = [
             (start, q[layer], k[layer], v[layer])
@@ -89,7 +89,7 @@ def test_decodes_alone_equal_naive_attention(seed: int) -> None:
     )
     query = torch.randn(HEADS, 4, DIM, generator=generator)
     key, value = torch.randn(2, KV_HEADS, 4, DIM, generator=generator)
-    step = StepAttention(Batch((0,) * 4, spans, ()), memory.layer_views(), SIZE)
+    step = TorchPagedAttention(Batch((0,) * 4, spans, ()), memory.layer_views(), SIZE)
     out = step.attend(0, query, key, value, DIM**-0.5, None)
     for i, start in enumerate(starts):
         blocks = memory.cache[list(spans[i].block_ids)][:, :, 0]  # [n, K, 2, P, D]
@@ -126,7 +126,9 @@ def test_trees_of_a_step_see_their_own_paths(
     num_tokens = sum(span.num_tokens for span in spans)
     query = torch.randn(HEADS, num_tokens, DIM, generator=generator)
     key, value = torch.randn(2, KV_HEADS, num_tokens, DIM, generator=generator)
-    step = StepAttention(Batch((0,) * num_tokens, tuple(spans), ()), memory.layer_views(), SIZE)
+    step = TorchPagedAttention(
+        Batch((0,) * num_tokens, tuple(spans), ()), memory.layer_views(), SIZE
+    )
     out = step.attend(0, query, key, value, DIM**-0.5, window, softcap, sinks)
     first = 0
     for span in spans:
@@ -164,7 +166,7 @@ def test_a_tokens_heads_lie_side_by_side(
     memory.cache.zero_()
     spans = tuple(Span(4, num_tokens, (2 * one, 2 * one + 1)) for one in range(num_spans))
     num_rows = num_spans * num_tokens
-    step = StepAttention(Batch((0,) * num_rows, spans, ()), memory.layer_views(), SIZE)
+    step = TorchPagedAttention(Batch((0,) * num_rows, spans, ()), memory.layer_views(), SIZE)
     ones = torch.ones(KV_HEADS, num_rows, DIM)
     out = step.attend(0, torch.ones(HEADS, num_rows, DIM), ones, ones, 1.0, None, softcap)
     assert out.view(num_rows, HEADS * DIM).isfinite().all()
@@ -178,7 +180,7 @@ def test_a_step_writes_its_own_slots_and_nothing_else(seed: int) -> None:
     memory = KvMemory(layout, 6)
     memory.cache.fill_(7.0)
     span = Span(3, 3, (4, 1))
-    step = StepAttention(Batch((0,) * 3, (span,), ()), memory.layer_views(), SIZE)
+    step = TorchPagedAttention(Batch((0,) * 3, (span,), ()), memory.layer_views(), SIZE)
     key, value = torch.randn(2, KV_HEADS, 3, DIM, generator=generator)
     step.attend(1, torch.randn(HEADS, 3, DIM, generator=generator), key, value, 1.0, None)
     changed = (memory.cache != 7.0).nonzero().tolist()
@@ -192,7 +194,7 @@ def test_a_warm_up_touches_no_block() -> None:
     )
     memory = KvMemory(layout, 2)
     batch = Batch((0,) * 5, (Span(0, 5, ()),), (4,))
-    step = StepAttention(batch, memory.layer_views(), SIZE)
+    step = TorchPagedAttention(batch, memory.layer_views(), SIZE)
     ones = torch.ones(KV_HEADS, 5, DIM)
     step.attend(0, torch.ones(HEADS, 5, DIM), ones, ones, 1.0, None)
     assert not memory.host_view.any()
@@ -238,7 +240,7 @@ def test_softcap_and_sinks_in_any_mix_of_spans(
                 )
                 for i in range(3)
             ]  # fmt: skip
-            step = StepAttention(
+            step = TorchPagedAttention(
                 Batch((0,) * tensors[0].shape[1], tuple(spans), ()), memory.layer_views(), SIZE
             )
             out = step.attend(layer, *tensors, DIM**-0.5, window, softcap, sinks)
@@ -270,7 +272,9 @@ def test_attention_over_latents_is_attention_over_what_they_expand_to(seed: int)
     parts = []
     for start, end in ((0, 5), (5, 8), (8, 9)):
         span = Span(start, end - start, (2, 0, 3)[: -(-end // SIZE)])
-        step = StepAttention(Batch((0,) * (end - start), (span,), ()), memory.layer_views(), SIZE)
+        step = TorchPagedAttention(
+            Batch((0,) * (end - start), (span,), ()), memory.layer_views(), SIZE
+        )
         key = latent[None, start:end]
         out = step.attend(
             0, latents.absorb(query[:, start:end]), key, key[..., :rank], 0.3, None, is_latent=True

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.scheduler import NUM_LOOKED_AT, RequestQueue
+from engine.testing.fake_model import FakeModel
 
 Make = Callable[..., Any]
 

@@ -192,7 +192,7 @@ def test_samples_that_never_fit_together_are_refused(
 def test_the_stop_policy_ends_a_sample(make_request: Make) -> None:
     from engine.config import EngineConfig
     from engine.engine import LLMEngine
-    from engine.fake import FakeModel
+    from engine.testing.fake_model import FakeModel
 
     seen: list[tuple[int, int]] = []
 

@@ -14,8 +14,7 @@ from engine.errors import IntegrityError
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import choose_num_blocks
-from engine.models.scratch import Scratch, scratch_for
-from engine.models.step_attention import StepAttention
+from engine.layers.torch_attention import Scratch, TorchPagedAttention, scratch_for
 
 SIZE, HEADS, NUM_BLOCKS = 4, 6, 600
 DTYPES = (torch.float32, torch.bfloat16)
@@ -105,8 +104,8 @@ def test_results_are_equal_bit_for_bit(kind: str, dtype: str, limit_bytes: int, 
         num_rows = sum(span.num_tokens for span in spans)
         batch = Batch((0,) * num_rows, spans, ())
         steps = [
-            StepAttention(batch, views, SIZE, scratch),
-            StepAttention(batch, views, SIZE),
+            TorchPagedAttention(batch, views, SIZE, scratch),
+            TorchPagedAttention(batch, views, SIZE),
         ]
         window, softcap = rng.choice([None, 3]), rng.choice([None, 2.0])
         for layer, view in enumerate(views):

@@ -6,8 +6,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.request import Beam, Request, Sampling
+from engine.testing.fake_model import FakeModel
 from tests.harness.engines import all_events, hasher
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
+from engine.testing.fake_model import FakeModel
 from engine_client import bench
 from engine_client.in_process import InProcessClient
 from engine_client.llm import ClientLLM

@@ -21,11 +21,10 @@ from hypothesis.stateful import (
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.errors import NoBlocks, RankFailed
-from engine.fake import FakeModel
-from engine.lora.errors import AdapterInUse
-from engine.lora.registry import AdapterInfo
+from engine.errors import AdapterInUse, NoBlocks, RankFailed
+from engine.lora.manager import AdapterInfo
 from engine.request import Request, Sampling
+from engine.testing.fake_model import FakeModel
 from engine_client import core
 from engine_client.base import Ask, News
 from engine_client.core import EngineCore

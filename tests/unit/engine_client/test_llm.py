@@ -14,7 +14,7 @@ from rich.console import Console
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import InvalidLogits
-from engine.fake import FakeModel
+from engine.testing.fake_model import FakeModel
 from engine_client import llm as llm_module
 from engine_client import progress
 from engine_client.in_process import InProcessClient

@@ -8,8 +8,8 @@ import pytest
 
 from checkpoints.resolve import resolve
 from checkpoints.sampling_defaults import SamplingDefaults
-from engine.fake import FakeModel
 from engine.request import Beam, GrammarKind, GrammarSpec, Sampling
+from engine.testing.fake_model import FakeModel
 from engine_client.params import SamplingParams, Translated, translate
 from process.errors import InvalidArgument
 from tokens.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from benchmarks.autoscaling import Course, Drive, Moment, PoolSize, paced
 from engine.config import EngineConfig
 from engine.engine import load_engine
 from engine.models import load
-from engine.paced import DevicePace, PacedModel
+from engine.testing.paced_model import DevicePace, PacedModel
 from services.worker.testing.paced_worker import pace_models
 
 _PARTS = WorkerSpec("redis://x", ("127.0.0.1:1",), "/x/handle.keys", Path("/x"))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.fake import FakeModel
 from engine.speculation import load
 from engine.speculation.config import SpeculationConfig
+from engine.testing.fake_model import FakeModel
 from kvstore.config import KvStoreSettings
 from process.settings import SettingsError
 from services.draft.config import HEEDED, HEEDED_SPECULATION, DraftSettings

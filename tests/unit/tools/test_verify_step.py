@@ -44,24 +44,24 @@ def test_a_tree_of_four_branches() -> None:
 
 def test_ways_hold_while_they_are_gone_and_no_longer() -> None:
     pytest.importorskip("triton", reason="Triton is for Linux on x86_64")
-    from baton_kernels.gpu import tiles
+    from baton_kernels import linear_tiles
 
-    product = tiles.Product(24, 6144, 4096, 2, False)
-    chosen = tiles.choose_tile(product, exact=False, forced=False)
+    product = linear_tiles.Product(24, 6144, 4096, 2, False)
+    chosen = linear_tiles.choose_tile(product, exact=False, forced=False)
     seen = set()
     for way in (NO_TREES, NO_MIXED, *attention_ways(), *product_ways()):
         before = [getattr(target, name) for target, name, _ in way.replaced]
         with going(way):
             for target, name, stand_in in way.replaced:
                 assert getattr(target, name) is stand_in
-            seen.add(tiles.choose_tile(product, exact=False, forced=False))
+            seen.add(linear_tiles.choose_tile(product, exact=False, forced=False))
         assert [getattr(target, name) for target, name, _ in way.replaced] == before
-        assert tiles.choose_tile(product, exact=False, forced=False) == chosen
+        assert linear_tiles.choose_tile(product, exact=False, forced=False) == chosen
     assert len(seen) == 2, "one way cuts products otherwise"
     with pytest.raises(RuntimeError), going(product_ways()[0]):
-        assert tiles.choose_tile(product, exact=False, forced=False) != chosen
+        assert linear_tiles.choose_tile(product, exact=False, forced=False) != chosen
         raise RuntimeError
-    assert tiles.choose_tile(product, exact=False, forced=False) == chosen
+    assert linear_tiles.choose_tile(product, exact=False, forced=False) == chosen
 
 
 def test_every_ablation_replaces_what_there_is() -> None:

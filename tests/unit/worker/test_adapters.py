@@ -11,7 +11,7 @@ import pytest
 
 from engine.engine import LLMEngine
 from engine.lora.config import LoraLimits
-from engine.lora.registry import AdapterInfo
+from engine.lora.manager import AdapterInfo
 from process.errors import FailedPrecondition, NoCapacity, Unavailable
 from protos.common_pb2 import AdapterVersion, AdapterWish
 from services import adapter_wishes

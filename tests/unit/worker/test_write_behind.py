@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.outputs import RequestOutput, StepOutput
+from engine.testing.fake_model import FakeModel
 from kvstore import block_hash
 from kvstore.block_refs import Block, PackedBlocks
 from kvstore.client import KvStoreClient, PutChain, PutResult

@@ -10,7 +10,7 @@ from engine.decoder.model import find_sites
 from engine.decoder.shape import read_shape
 from engine.decoder.sources import random_weights
 from engine.lora.config import LoraLimits
-from engine.lora.stacks import Stacks
+from engine.lora.stacked_weights import StackedLora
 
 
 def test_room_for_adapters_is_what_the_engine_makes_of_it() -> None:
@@ -28,7 +28,7 @@ def test_room_for_adapters_is_what_the_engine_makes_of_it() -> None:
         read_shape(config), dtype=torch.bfloat16, device=torch.device("cpu"), seed=1
     )
     sites = find_sites(weights)
-    stacks = Stacks(
+    stacks = StackedLora(
         sites, num_slots=5, max_rank=7, dtype=torch.bfloat16, device=torch.device("cpu")
     )
     lora = {"max_launched_rank": 7, "max_num_adapters": 5}

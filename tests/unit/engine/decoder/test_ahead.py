@@ -17,7 +17,7 @@ from engine.decoder.ahead import MAX_CHANGES, AheadDecoder, RowLaunch
 from engine.decoder.graph_set import capture_all
 from engine.decoder.graphs import row_buckets
 from engine.errors import IntegrityError, InvalidLogits, LoadError, WrongState
-from engine.lora.stacks import Stacks
+from engine.lora.stacked_weights import StackedLora
 from engine.models.interface import DecodeRow
 from engine.request import Sampling
 from engine.sampling import pipeline
@@ -254,7 +254,7 @@ def _world(
     )
     stacks = None
     if has_adapters:
-        stacks = Stacks(
+        stacks = StackedLora(
             {},
             num_slots=NUM_SLOTS,
             max_rank=1,

@@ -14,10 +14,9 @@ from engine.batch import Batch, Span
 from engine.decoder.model import DecoderModel, find_sites
 from engine.errors import LoadError
 from engine.kv.memory import TORCH_DTYPES, KvMemory
+from engine.lora.adapter import Adapter, Factors, PeftConfig
 from engine.lora.config import LoraLimits
-from engine.lora.files import Adapter, Factors
-from engine.lora.peft import PeftConfig
-from engine.lora.stacks import Stacks
+from engine.lora.stacked_weights import StackedLora
 from engine.models.interface import DRAWN_BEFORE, DecodeRow
 from engine.request import Sampling
 from engine.sampling import pipeline
@@ -382,7 +381,7 @@ def test_memory_is_counted_and_its_lack_is_said(seed: int, monkeypatch: pytest.M
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("a page\nof numbers")
 
-    monkeypatch.setattr(Stacks, "__init__", full)
+    monkeypatch.setattr(StackedLora, "__init__", full)
     with pytest.raises(LoadError, match=r"lower lora\.max_launched_rank") as caught:
         _model("cpu", "float32", seed)
     assert "\n" not in str(caught.value)

@@ -14,8 +14,8 @@ from engine.decoder.inputs import MixedInputs, mixed_inputs, singles_first
 from engine.decoder.plain_graphs import PlainGraphs
 from engine.decoder.step_graphs import StepGraphs
 from engine.decoder.tree_graphs import TreeGraphs
-from engine.fake import FakeModel
 from engine.kv.memory import KvMemory
+from engine.testing.fake_model import FakeModel
 from tests.harness.workloads import (
     SIZE,
     VOCAB,

@@ -14,15 +14,15 @@ import torch
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
 from engine.outputs import RequestOutput
-from engine.plain_ahead import AheadModel
 from engine.request import Request
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
+from engine.testing.ahead_model import AheadModel
+from engine.testing.fake_model import FakeModel
 from tests.harness.engines import SIZE, WINDOW, all_steps, tokens_of
 
 OTHER = tuple(range(40, 51))

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine.batch import Batch
-from engine.fake import FakeModel
 from engine.models.interface import Ends
+from engine.testing.fake_model import FakeModel
 
 Table = NDArray[np.float64]
 """[V, V], a distribution for each `context`."""

@@ -15,13 +15,13 @@ from engine.batch import Batch
 from engine.begun import BegunStep, may_be_early
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.outputs import RequestOutput
-from engine.plain_ahead import AheadModel
 from engine.request import Beam, Request
 from engine.sampling.copies import Mark
 from engine.speculation.heads.hidden import Computed, Wants
 from engine.step_builder import Step
+from engine.testing.ahead_model import AheadModel
+from engine.testing.fake_model import FakeModel
 from tests.harness.engines import PROMPT, SIZE, WINDOW, all_steps, tokens_of, write_tokens
 from tests.unit.engine.speculation.late_steps import (
     OTHER,

@@ -14,7 +14,6 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import PolicyFailed
-from engine.fake import FakeModel
 from engine.grammar.state import GrammarState
 from engine.models.interface import Guesses
 from engine.request import Request, StopView
@@ -26,6 +25,7 @@ from engine.speculation.exploration import Exploration
 from engine.speculation.lessons import Lessons
 from engine.speculation.possible import in_grammar
 from engine.speculation.tree import TokenTree, chain
+from engine.testing.fake_model import FakeModel
 from tests.harness.engines import all_events
 from tests.harness.workloads import SIZE, VOCAB, WINDOW, steps_beyond, undisturbed
 from tests.unit.engine.speculation.test_engine import KnowsTheAnswers

@@ -20,7 +20,6 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.errors import LoadError
-from engine.fake import FakeModel
 from engine.models import load as model_loading
 from engine.models.interface import Guesses
 from engine.request import Request, Sampling
@@ -32,6 +31,7 @@ from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.heads import load as head_loading
 from engine.speculation.tree import EMPTY
+from engine.testing.fake_model import FakeModel
 from process.settings import SettingsError
 from tests.conftest import third
 from tests.harness.engines import hasher

@@ -11,10 +11,10 @@ import torch
 
 from engine.batch import Batch
 from engine.errors import IntegrityError
-from engine.fake import FakeModel
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.draft_port import NEW_TOKENS, Answer, Ask
 from engine.speculation.draft_sessions import BUSY_S, SESSION_BYTES, TOKEN_BYTES, SessionLimits
+from engine.testing.fake_model import FakeModel
 from tests.harness import draft_workers as bench
 
 VERIFIER = bytes(16)

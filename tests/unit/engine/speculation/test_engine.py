@@ -22,17 +22,17 @@ from checkpoints.resolve import resolve
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.grammar.config import GrammarLimits
 from engine.grammar.service import GrammarService
 from engine.models.interface import Guesses
 from engine.models.load import load_model
-from engine.plain_ahead import AheadModel
 from engine.request import Request
 from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
+from engine.testing.ahead_model import AheadModel
+from engine.testing.fake_model import FakeModel
 from tests.harness.adapters import save_adapter
 from tests.harness.engines import all_events
 from tests.harness.quantized_fake import QuantizedFake

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
-from engine.plain_ahead import AheadModel
 from engine.request import Request, Sampling
 from engine.speculation.config import NgramConfig, SpeculationConfig
 from engine.speculation.drafter import Draft, Task
 from engine.speculation.ngram import PromptLookup
+from engine.testing.ahead_model import AheadModel
+from engine.testing.fake_model import FakeModel
 from tests.harness.engines import hasher
 
 LAUNCHED_S, PAUSE_S, LOOKUP_S = 0.007, 0.003, 0.0001

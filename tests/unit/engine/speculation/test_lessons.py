@@ -13,7 +13,6 @@ import torch
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.outputs import RequestOutput
 from engine.request import Request
 from engine.speculation import lessons
@@ -23,6 +22,7 @@ from engine.speculation.expansion import Calibration, observe_tree
 from engine.speculation.expansion import calibrated as by_calibration
 from engine.speculation.lessons import Lessons
 from engine.speculation.tree import TokenTree, chain, merge
+from engine.testing.fake_model import FakeModel
 from tests.harness.workloads import SIZE, VOCAB, WINDOW, steps_beyond, undisturbed
 from tests.unit.engine.speculation.test_engine import KnowsTheAnswers
 

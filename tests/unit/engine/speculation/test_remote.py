@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import IntegrityError, LoadError
-from engine.fake import FakeModel
 from engine.request import Sampling
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_fake import FakeDraftChannel
@@ -33,6 +32,7 @@ from engine.speculation.remote import (
     RemoteDrafter,
 )
 from engine.speculation.remote_state import FIRST_BACKOFF_S
+from engine.testing.fake_model import FakeModel
 from process.settings import SettingsError
 from tests.harness import draft_workers as bench
 from tests.harness.draft_workers import fake, outputs, plain, submit

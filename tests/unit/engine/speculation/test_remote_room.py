@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.fake import FakeModel
 from engine.request import Sampling
 from engine.speculation.draft_fake import FakeDraftChannel
 from engine.speculation.draft_port import MAX_NEW_TOKENS, DraftPeer
@@ -19,6 +18,7 @@ from engine.speculation.remote_state import (
     ask_of,
     shares,
 )
+from engine.testing.fake_model import FakeModel
 from process.rpc import MAX_MESSAGE_BYTES
 from services.worker.draft_channel import _request
 from tests.harness import draft_workers as bench

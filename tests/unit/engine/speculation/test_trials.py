@@ -14,7 +14,6 @@ import torch
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.request import Request
 from engine.speculation.config import NgramConfig
 from engine.speculation.drafter import Draft, Task
@@ -24,6 +23,7 @@ from engine.speculation.ngram import PromptLookup
 from engine.speculation.pace import Pace
 from engine.speculation.tree import EMPTY
 from engine.speculation.worth import GRANT_STEPS, SHARE, TRIAL, Call, Worth, value_s
+from engine.testing.fake_model import FakeModel
 from tests.harness.workloads import SIZE, WINDOW
 
 PLAIN_S = 0.01

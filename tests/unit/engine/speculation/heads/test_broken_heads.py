@@ -16,7 +16,6 @@ import torch
 from engine.batch import Span
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.fake import FakeModel
 from engine.models.interface import LoadedModel
 from engine.request import Request, Sampling, State
 from engine.speculation.config import SpeculationConfig
@@ -29,6 +28,7 @@ from engine.speculation.heads.kept import computed
 from engine.speculation.heads.load import load_heads
 from engine.speculation.heads.medusa import MedusaHeads
 from engine.speculation.tree import chain
+from engine.testing.fake_model import FakeModel
 from tests.harness import published_heads as heads
 from tests.harness.engines import all_events, hasher, tokens_of
 from tests.harness.published_eagle3 import LAYERS, save_eagle3

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import fake
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.decoder import model as model_module
@@ -22,7 +21,6 @@ from engine.decoder.model import DecoderModel, kv_layout
 from engine.decoder.shape import read_shape, rope_table
 from engine.decoder.sources import random_weights
 from engine.engine import LLMEngine, load_engine
-from engine.fake import FakeModel
 from engine.models.interface import Ends, LoadedModel
 from engine.outputs import RequestOutput
 from engine.request import ModelInfo, Request, Sampling
@@ -32,6 +30,8 @@ from engine.speculation.drafter import Draft, Drafter, Task
 from engine.speculation.heads.hidden import Computed, Wants
 from engine.speculation.heads.load import load_heads
 from engine.speculation.tree import EMPTY, TokenTree, chain, merge
+from engine.testing import fake_model
+from engine.testing.fake_model import FakeModel
 from tests.harness import published_heads as heads
 from tests.harness.engines import all_events, hasher, tokens_of
 from tests.harness.models import FAMILIES, Tiny
@@ -97,7 +97,7 @@ class _Spy:
             assert 0 < end < len(one.token_ids)
             for position, hidden in enumerate(one.hidden, one.start):
                 logits = self._model.logits(one.token_ids[: position + 1])
-                assert hidden.equal(logits[: fake.HIDDEN_SIZE])
+                assert hidden.equal(logits[: fake_model.HIDDEN_SIZE])
             for layer in self.layers:
                 assert one.layers[layer].equal(one.hidden + 1 + layer)
             self.places.setdefault(one.key, []).append((one.start, end))

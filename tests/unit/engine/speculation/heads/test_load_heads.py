@@ -12,12 +12,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import LoadError
-from engine.fake import FakeModel
 from engine.models.interface import LoadedModel
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.heads.eagle import EagleHead
 from engine.speculation.heads.eagle_network import EagleNetwork
 from engine.speculation.heads.load import load_heads
+from engine.testing.fake_model import FakeModel
 from process.settings import SettingsError
 from tests.harness import published_heads as heads
 

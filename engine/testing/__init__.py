@@ -1,0 +1,3 @@
+"""Models that stand for real ones, or change how one behaves: for tests, benchmarks and
+demonstrations. They ship with the package; nothing that serves imports them (a contract in
+pyproject.toml)."""
