@@ -21,9 +21,9 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
@@ -384,41 +384,49 @@ class StoreNode:
         self.seen(attachment_id)
         for chain in chains:  # all of them before anything is taken
             check_chain(chain.parent, chain.chain_hashes, chain.tenant)
-        reserved: list[ReservedChain | None] = []
-        for chain in chains:
-            lease_id, answer = await self._reserve_chain(
-                attachment_id, lease_id, chain, is_probe=is_probe, ttl_s=ttl_s
-            )
-            reserved.append(answer)
-        return lease_id, reserved
+        call = _ReserveCall(attachment_id, lease_id, is_probe, ttl_s)
+        try:
+            reserved = [await self._reserve_chain(call, chain) for chain in chains]
+        except BaseException:
+            self._undo_reserve(call, owns_lease=not lease_id)
+            raise
+        return call.lease_id, reserved
 
     async def _reserve_chain(
-        self, attachment_id: str, lease_id: str, chain: ChainToReserve, **options: Any
-    ) -> tuple[str, ReservedChain | None]:
+        self, call: _ReserveCall, chain: ChainToReserve
+    ) -> ReservedChain | None:
         """`reserve` of one chain, RESERVE_AT_ONCE blocks in one turn of the loop. Between two turns
         the blocks reserved so far cannot be evicted: the lease pins them, or has them written."""
         parent, chain_hashes, tail_name, tenant = chain
         answers: list[Reserved] = []
         tail: Reserved | None = None
         for at in range(0, max(1, len(chain_hashes)), RESERVE_AT_ONCE):
-            store, now_s = self.seen(attachment_id)
+            store, now_s = self.seen(call.attachment_id)
             piece = chain_hashes[at : at + RESERVE_AT_ONCE]
             is_last = at + len(piece) == len(chain_hashes)
+            lease = store.leases.find(call.lease_id)
+            earlier = set[int]() if lease is None else {*map(lease.writing.get, piece)}
             try:
-                lease_id, found, tail = store.reserve(
-                    attachment_id,
+                call.lease_id, found, tail = store.reserve(
+                    call.attachment_id,
                     parent,
                     piece,
                     tail_name=tail_name if is_last else "",
                     tenant=tenant,
-                    lease_id=lease_id,
+                    lease_id=call.lease_id,
+                    is_probe=call.is_probe,
+                    ttl_s=call.ttl_s,
                     now_s=now_s,
-                    **options,
                 )
             except FailedPrecondition:
                 if not answers:
-                    return lease_id, None
+                    return None
                 break  # what this piece follows was found damaged since the last turn
+            call.taken += [
+                WrittenFrame(each.frame, each.generation)
+                for each in (*found, tail or NO_ROOM)
+                if each.frame >= 0 and each.frame not in earlier
+            ]
             answers += found
             if answers and not answers[-1].has_room:
                 break
@@ -430,7 +438,17 @@ class StoreNode:
         num_left = len(chain_hashes) - len(answers)
         if num_left and tail_name:
             tail = NO_ROOM
-        return lease_id, ReservedChain([*answers, *([NO_ROOM] * num_left)], tail)
+        return ReservedChain([*answers, *([NO_ROOM] * num_left)], tail)
+
+    def _undo_reserve(self, call: _ReserveCall, *, owns_lease: bool) -> None:
+        """Free what a Reserve has taken that does not come to its end. The worker was not told of
+        these frames, so nothing is written into them. owns_lease: the call made its lease."""
+        store, now_s = self.store, self.now_s()
+        if store is None or store.attachments.find(call.attachment_id) is None:
+            return  # what it had reserved ended with the attachment
+        store.abort(call.attachment_id, call.lease_id, call.taken, quarantine=False, now_s=now_s)
+        if owns_lease:
+            store.release([call.lease_id], now_s=now_s)
 
     def commit(
         self,
@@ -737,6 +755,18 @@ class StoreNode:
         """Forget the NIXL peers of attachments that are gone."""
         if self.store is not None and self.peers is not None:
             self.peers.keep([each.attachment_id for each in self.store.attachments])
+
+
+@dataclass
+class _ReserveCall:
+    """A Reserve that is under way. lease_id: empty until it has one. taken: frames that this call
+    has reserved."""
+
+    attachment_id: str
+    lease_id: str
+    is_probe: bool
+    ttl_s: float
+    taken: list[WrittenFrame] = field(default_factory=list)
 
 
 def take_memory(
