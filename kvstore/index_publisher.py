@@ -8,6 +8,9 @@ or restored is noticed, and everything is published again. While Redis is away c
 log, until it overflows and everything is published again. The store itself never waits for Redis.
 A full publication goes piece by piece, while the store changes, and the changes follow it.
 
+A publisher that fails by an error of its own publishes everything again; until that succeeds it
+does not extend the life of the index, which expires, while the store stays registered.
+
 States: full (all must be published) -> synced <-> pending; any doubt -> full. One asyncio loop.
 """
 
@@ -119,6 +122,7 @@ class PrefixIndexPublisher:
         self._needs_full = True
         self._is_filling = False  # a full publication is under way
         self._is_first = True
+        self._is_failing = False  # the last try ended with an error that is not Redis'
         self._task: asyncio.Task[None] | None = None
         # When the oldest change came that the full publication is to bring: of the one that is
         # due, and of the one under way.
@@ -137,7 +141,7 @@ class PrefixIndexPublisher:
 
     @property
     def num_failures(self) -> int:
-        """Operations of Redis that failed."""
+        """Publications and heartbeats that failed."""
         return self._num_failures + self.heartbeat.num_failures
 
     @property
@@ -188,20 +192,27 @@ class PrefixIndexPublisher:
                 else:
                     await self._changes.appended.wait()
                     continue
-                pause_s = _BACKOFF_S
+                pause_s, self._is_failing = _BACKOFF_S, False
+                continue
             except REDIS_FAILURES as error:
-                self._num_failures += 1
                 if pause_s == _BACKOFF_S:  # the first in a row
                     logs.event(
                         logger, "index_not_published", level=logging.WARNING, error=repr(error)
                     )
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _BACKOFF_MAX_S)
+            except Exception as error:
+                if not self._is_failing:
+                    logger.error("index_publisher_failed", exc_info=error)
+                self._is_failing = True
+                self._need_full()
+            self._num_failures += 1
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _BACKOFF_MAX_S)
 
     def _look(self, pipe: Pipeline) -> Callable[[list[Any]], None]:
-        """With each heartbeat: keep the index for another minute, and see whether Redis still has
-        what was published; a publication under way sees that by itself."""
-        pipe.pexpire(self._key, int(_INDEX_TTL_S * 1000))
+        """With each heartbeat: keep the index for another minute if it is being published, and see
+        whether Redis still has what was published; a publication under way sees that by itself."""
+        if not self._is_failing:
+            pipe.pexpire(self._key, int(_INDEX_TTL_S * 1000))
         pipe.hget(self._key, index.SEQUENCE_FIELD)
         is_whole, num_full = not (self._needs_full or self._is_filling), self.num_full_publications
         first = self.sequence
@@ -210,7 +221,7 @@ class PrefixIndexPublisher:
             is_same = is_whole and not self._is_filling and num_full == self.num_full_publications
             # Of batches that went out meanwhile, or are not confirmed, any may be the last one.
             last = self.sequence + bool(self._batch)
-            if is_same and answers[1] not in {b"%d" % each for each in range(first, last + 1)}:
+            if is_same and answers[-1] not in {b"%d" % each for each in range(first, last + 1)}:
                 self._need_full()
                 self._changes.appended.set()
 

@@ -275,5 +275,8 @@ def _of_index(publisher: PrefixIndexPublisher, labels: Labels) -> Iterator[Metri
         publisher.num_full_publications,
     )
     yield counter(
-        "baton_index_failures", "Failed Redis operations.", labels, publisher.num_failures
+        "baton_index_failures",
+        "Publications to Redis and heartbeats that failed.",
+        labels,
+        publisher.num_failures,
     )
