@@ -37,7 +37,7 @@ from process.errors import (
 )
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from tests.harness.redis_server import RedisServer
-from tests.harness.store import LocalStore
+from tests.harness.store import LocalStore, local_store
 from tests.harness.waiting import until, within
 
 Chain = Callable[[str, int], list[bytes]]
@@ -203,6 +203,32 @@ async def test_a_reservation_that_fails_between_two_turns_leaves_nothing_of_it_r
         expected = (num_before, 0, 1 if lease_id else 0)
     status = await worker.status()
     assert (status.num_writing, status.num_quarantined, status.num_leases) == expected
+
+
+async def test_no_commit_of_a_large_put_keeps_other_calls_waiting_for_long(
+    new_worker: NewWorker, chain: Chain, store_settings: KvStoreSettings
+) -> None:
+    """The blocks of one put are committed by several calls, parents first, the lease ends with the
+    last one."""
+    num_blocks = 1100
+    settings = dataclasses.replace(store_settings, capacity_bytes=num_blocks * 4096)
+    async with local_store(settings) as store:
+        worker = await new_worker(store.address, "shm", block_bytes=64, num_blocks=num_blocks)
+        commit, sizes = store.node.commit, list[int]()
+
+        def counted(attachment_id: str, lease_id: str, written: Any, **options: Any) -> Any:
+            sizes.append(len(written))
+            return commit(attachment_id, lease_id, written, **options)
+
+        store.node.commit = counted  # type: ignore[method-assign]
+        hashes = chain("a", num_blocks)
+        put = PutChain(b"", list(zip(hashes, range(num_blocks), strict=True)), 16)
+        (result,) = await worker.client.put_chains([put], 60.0, within())
+        assert sum(sizes) == num_blocks == len(result.refs) and max(sizes) <= 512
+        status = await worker.status()
+        assert (status.num_committed, status.num_leases, status.num_writing) == (num_blocks, 0, 0)
+        matched = await worker.match(hashes)
+        assert matched.blocks == result.refs
 
 
 async def test_a_tail_travels_and_is_gone_with_its_lease(
