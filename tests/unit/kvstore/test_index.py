@@ -17,7 +17,7 @@ from kvstore import index, index_publisher
 from kvstore.change_log import ChangeLog
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import BATCH, PrefixIndexPublisher
-from kvstore.sharded_dict import ShardedDict
+from kvstore.prefix_tree import ShardedDict
 from process import registry
 from process.errors import Unavailable
 from protos import inference_pb2
