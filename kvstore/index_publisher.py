@@ -37,7 +37,7 @@ from protos import inference_pb2
 logger = logging.getLogger(__name__)
 
 BATCH = 2048
-"""Changes per script call: about 1 ms of Redis (1.25 us per field, measured for 128)."""
+"""Most changes in one script call: about 1 ms of Redis (1.25 us per field, measured for 128)."""
 _BACKOFF_S, _BACKOFF_MAX_S = 0.1, 1.0
 _INDEX_TTL_S = 60.0  # of the index itself, renewed by each heartbeat: a dead store leaves nothing
 _SCAN_KEYS = 10_000
@@ -74,7 +74,8 @@ return 1
 
 
 class PrefixIndexPublisher:
-    """One store's life in Redis, from `start` to `stop`."""
+    """Publishes one start of a store in Redis, from `start` to `stop`: its registry entry and its
+    index."""
 
     def __init__(
         self,
@@ -91,8 +92,9 @@ class PrefixIndexPublisher:
         access: RedisAccess = NO_ACCESS,
         batch_size: int = BATCH,
     ) -> None:
-        """status: what to register. snapshot: every chain hash that is present, in lists of so
-        many; clears `changes` when it is called. batch_size: most changes per script call."""
+        """Args: status: makes the registry entry. changes: the log to follow. snapshot: lists every
+        chain hash that is present, in lists of so many; clears `changes` when it is called.
+        batch_size: most changes per script call."""
         self._client = client = registry.connect_redis(redis_url, timeout_s, access)
         self._node_id = node_id
         self._key = index.index_key(node_id, incarnation.hex())
@@ -141,17 +143,19 @@ class PrefixIndexPublisher:
 
     @property
     def num_failures(self) -> int:
-        """Publications and heartbeats that failed."""
+        """The number of publications and heartbeats that failed."""
         return self._num_failures + self.heartbeat.num_failures
 
     @property
     def num_pending(self) -> int:
-        """Changes that Redis has not confirmed, without those that a full publication brings."""
+        """The number of changes that Redis has not confirmed, without those that a full publication
+        brings."""
         return len(self._changes) + len(self._batch)
 
     @property
     def lag_s(self) -> float:
-        """How long the oldest change that Redis has not confirmed waits; 0: there is none."""
+        """Age in seconds of the oldest change that Redis has not confirmed; 0: Redis has confirmed
+        all."""
         since = []
         if self._needs_full:
             since.append(self._full_since_s)
@@ -164,7 +168,7 @@ class PrefixIndexPublisher:
         return max(0.0, time.monotonic() - min(since)) if since else 0.0
 
     def start(self) -> None:
-        """Register, publish everything, then follow the log."""
+        """Start to send heartbeats, to publish all blocks, and then each change."""
         self.heartbeat.start()
         self._task = start_task(self._run(), "index publisher")
 
