@@ -19,7 +19,7 @@ logger = logging.getLogger("kvstore")
 
 
 async def main(settings: KvStoreSettings, stop: asyncio.Event) -> None:
-    """Serve; the `ready` line names the address."""
+    """Run one KV store process until `stop` is set. The log line `ready` names its address."""
     async with serve.running(settings) as store:
         entrypoint.begin_serving()
         logs.event(

@@ -24,7 +24,11 @@ from kvstore.errors import IntegrityError, UnknownAttachment
 
 @dataclass(slots=True, eq=False)
 class Attachment:
-    """one_sided: the worker itself writes into frames (shm, nixl), so the store cannot stop it."""
+    """One piece of memory of one worker process, attached to the store over one transport.
+
+    one_sided: the worker itself writes into frames (shm, nixl), so the store cannot stop a
+    transfer.
+    """
 
     attachment_id: str
     worker_id: str
@@ -36,7 +40,7 @@ class Attachment:
 
 
 class AttachmentTable:
-    """The attachments that are not gone, by id."""
+    """The store's attachments by id. An attachment leaves the table when its worker is gone."""
 
     def __init__(self) -> None:
         self._attachments: dict[str, Attachment] = {}
@@ -55,6 +59,7 @@ class AttachmentTable:
         one_sided: bool,
         now_s: float,
     ) -> Attachment:
+        """Add an attachment under a new random id, last seen at `now_s`."""
         attachment = Attachment(
             secrets.token_hex(16), worker_id, worker_incarnation, transport, one_sided, now_s, now_s
         )
@@ -62,10 +67,13 @@ class AttachmentTable:
         return attachment
 
     def find(self, attachment_id: str) -> Attachment | None:
+        """The attachment with this id; None when it is not in the table. Its last-seen time does
+        not change."""
         return self._attachments.get(attachment_id)
 
     def get(self, attachment_id: str, now_s: float) -> Attachment:
-        """The attachment, seen alive now. Raises: UnknownAttachment."""
+        """The attachment with this id, whose last-seen time becomes `now_s`. Raises:
+        UnknownAttachment."""
         attachment = self._attachments.get(attachment_id)
         if attachment is None:
             raise UnknownAttachment(
@@ -76,10 +84,13 @@ class AttachmentTable:
         return attachment
 
     def remove(self, attachment_id: str) -> Attachment | None:
+        """Take an attachment out of the table. Returns: the attachment, None when it was not
+        there."""
         return self._attachments.pop(attachment_id, None)
 
     def earlier_lives(self, worker_id: str, worker_incarnation: bytes) -> list[str]:
-        """Attachments of the worker that are of another incarnation than this one."""
+        """Ids of the worker's attachments that belong to other incarnations (starts) of the worker
+        than this one."""
         return [
             a.attachment_id
             for a in self
@@ -87,7 +98,7 @@ class AttachmentTable:
         ]
 
     def silent_since(self, moment_s: float) -> list[str]:
-        """Attachments that made no call after `moment_s`."""
+        """Ids of the attachments whose workers made no call after `moment_s`."""
         return [a.attachment_id for a in self if a.last_seen_s <= moment_s]
 
 
@@ -99,7 +110,8 @@ class _Quarantined:
 
 
 class QuarantineList:
-    """Frames that may not be used yet, and the attachment that each waits for."""
+    """Frames that a stalled worker may still write into, each with the attachment of that
+    worker."""
 
     def __init__(self) -> None:
         self._frames: dict[int, _Quarantined] = {}
@@ -109,6 +121,9 @@ class QuarantineList:
         return len(self._frames)
 
     def add(self, frame: int, generation: int, attachment_id: str) -> None:
+        """Quarantine a frame at its (odd) generation until the attachment's transfer is over, or a
+        grace period after the attachment is gone. Raises: IntegrityError for a frame that is
+        quarantined already."""
         if frame in self._frames:
             raise IntegrityError(f"frame {frame} is quarantined already")
         self._frames[frame] = _Quarantined(attachment_id, generation, math.inf)
@@ -124,14 +139,16 @@ class QuarantineList:
         return True
 
     def owner_gone(self, attachment_id: str, free_at_s: float) -> None:
-        """All frames of the attachment come free at `free_at_s`."""
+        """Note that an attachment is gone: all frames quarantined for it come free at
+        `free_at_s`."""
         for frame, held in self._frames.items():
             if held.attachment_id == attachment_id:
                 held.free_at_s = min(held.free_at_s, free_at_s)
                 heapq.heappush(self._due, (held.free_at_s, frame, held.generation))
 
     def pop_due(self, now_s: float) -> int | None:
-        """Take out one frame that comes free by `now_s`; None when there is none."""
+        """Take one frame off the list whose quarantine ends by `now_s`. Returns: the frame, None
+        when there is none."""
         while self._due and self._due[0][0] <= now_s:
             _, frame, generation = heapq.heappop(self._due)
             held = self._frames.get(frame)
@@ -141,9 +158,9 @@ class QuarantineList:
         return None
 
     def frames(self) -> dict[int, int]:
-        """frame -> its (odd) generation."""
+        """The quarantined frames, each with its (odd) generation."""
         return {frame: held.generation for frame, held in self._frames.items()}
 
     def owners(self) -> set[str]:
-        """Attachments that frames here still wait for."""
+        """Ids of the attachments, not gone yet, that quarantined frames wait for."""
         return {h.attachment_id for h in self._frames.values() if math.isinf(h.free_at_s)}

@@ -27,12 +27,13 @@ _START = bytes(CHAIN_HASH_BYTES)
 _ROOT_PERSON = b"baton-root-v1"
 _CHAIN_PERSON = b"baton-chain-v1"
 TURN_TOKENS = 1024
-"""Tokens that HashTurns hashes in one turn of the loop, at least: 0.05 ms, about the cost of the
-turn itself."""
+"""Least number of tokens that HashTurns hashes in one turn of the loop: 0.05 ms, about the cost of
+the turn itself."""
 
-SHARE = 0.2
-"""Share of the loop's time that HashTurns takes at most when more prompts wait. With one part a
-turn, long turns of other work would let prompts come faster than they are hashed. Not measured."""
+MAX_LOOP_SHARE = 0.2
+"""Most of the loop's time that HashTurns takes while more prompts wait, as a part of 1. With one
+part a turn, long turns of other work would let prompts come faster than they are hashed. Not
+measured."""
 
 
 def root_key(tenant_salt: bytes, model_fingerprint: str, adapter: str = "") -> bytes:
@@ -94,8 +95,11 @@ def chain(
 def chain_on(
     root: bytes, hashes: Sequence[bytes], parts: Iterable[Sequence[int]], block_size: int
 ) -> list[bytes]:
-    """`chain` of these parts one behind the other, of whose first blocks the `hashes` are known:
-    only what comes after them is read."""
+    """The chain hashes of a prompt given as consecutive `parts`, whose first blocks have the known
+    `hashes`: only the tokens after those blocks are read and hashed.
+
+    Returns: `hashes`, and those of the full blocks that follow. Raises: as `chain`.
+    """
     num_known = len(hashes) * block_size
     rest: list[int] = []
     for part in parts:
@@ -105,12 +109,13 @@ def chain_on(
 
 
 def checksum(view: bytes | bytearray | memoryview | npt.NDArray[np.uint8]) -> int:
-    """XXH3-64 of a contiguous buffer. Against torn and corrupt bytes, not against an attacker."""
+    """The XXH3-64 checksum of a contiguous buffer. It finds torn and corrupt bytes; it is no
+    protection against an attacker."""
     return xxhash.xxh3_64_intdigest(view.data if isinstance(view, np.ndarray) else view)
 
 
 class RunningChecksum:
-    """`checksum` of a buffer that comes in pieces, in order. One thread at a time."""
+    """Computes `checksum` of a buffer that comes in pieces, in order. One thread at a time."""
 
     __slots__ = ("_state",)
 
@@ -118,12 +123,12 @@ class RunningChecksum:
         self._state = xxhash.xxh3_64()
 
     def update(self, piece: bytes | bytearray | memoryview | npt.NDArray[np.uint8]) -> None:
-        """The next bytes, contiguous."""
+        """Add the next piece of the buffer, which must be contiguous."""
         self._state.update(piece.data if isinstance(piece, np.ndarray) else piece)
 
     @property
     def value(self) -> int:
-        """The checksum of all pieces so far."""
+        """The checksum of all pieces added so far."""
         return self._state.intdigest()
 
 
@@ -138,7 +143,7 @@ class HashTurns:
     """`chain` for whole prompts on an asyncio loop, in turns, so that the loop can do other work in
     between. The prompt with the fewest tokens left comes first, so that short prompts do not wait
     for long ones; of equal ones the first is finished before the next begins. A turn hashes one
-    part, and more for SHARE of the time since the turn before."""
+    part, and more for MAX_LOOP_SHARE of the time since the turn before."""
 
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._now_s = now_s
@@ -169,7 +174,7 @@ class HashTurns:
 
     def _turn(self) -> None:
         begun_s = self._now_s()
-        ends_s = begun_s + SHARE * (begun_s - self._ended_s)
+        ends_s = begun_s + MAX_LOOP_SHARE * (begun_s - self._ended_s)
         while self._waiting:
             _, turn, prompt = self._waiting[0]
             if not prompt.done.done():

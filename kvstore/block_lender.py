@@ -58,16 +58,17 @@ from process.tasks import complete_despite_cancel, end_tasks, start_task
 logger = logging.getLogger(__name__)
 
 ATTACHMENT_TTL_S = 60.0
-"""A reader that was silent for so long is gone."""
+"""Time without a call after which a reader counts as gone and its attachment ends."""
 
 SWEEP_S = 0.25
-"""How late a lapsed lease may be noticed."""
+"""Time between two sweeps that end lapsed leases: a lease may end that much late."""
 
 MAX_PROBE_WAIT_S = 1.0
-"""Longest wait for free blocks to measure with: the engine may be in a long step."""
+"""Longest wait for free blocks to measure a link with: the engine may be in a long step."""
 
 PROBE_TTL_S = 10.0
-"""A reader gives back what it measures with; one that does not has it no longer."""
+"""Time after which a lease of blocks to measure a link with lapses, if its reader does not release
+it."""
 
 
 @dataclass(frozen=True)
@@ -75,28 +76,30 @@ class LenderLimits:
     """Bounds of one lender, for all of its readers together."""
 
     max_waiting: int = 256
-    """Readers that wait for the rest of a lease. Each has a prompt under way here. Guessed: far
-    more than a worker computes at once."""
+    """Most readers that wait at once for the rest of a lease. Each has a prompt under way here.
+    Guessed: far more than a worker computes at once."""
 
     max_wait_s: float = 5.0
-    """How long one of them waits; then it asks again, if it still wants to know. Guessed: many
-    chunks of a prompt."""
+    """Longest time that one reader waits for the rest of a lease; then it must ask again. Guessed:
+    many chunks of a prompt."""
 
     max_holds: int = 256
-    """Holds of readers that copy by themselves, at once. Guessed: as many as may wait."""
+    """Most holds at once of readers that copy out of mapped memory by themselves. Guessed: as many
+    as may wait."""
 
     max_hold_s: float = 1.0
-    """How long one lasts. Guessed: a hundred times what the copy of a chunk takes, and no long time
-    to do without blocks that are not read."""
+    """Longest time of one such hold. Guessed: a hundred times what the copy of a chunk takes, and
+    no long time to do without blocks that are not read."""
 
 
 LENDER_LIMITS = LenderLimits()
 
 
 class BlockReader:
-    """The bytes of a worker's blocks, block by block, to be sent: views where the blocks lie in
-    host memory, copies through page-locked rows of its own where they lie on a device. The caller
-    keeps the blocks in place. One asyncio loop; the device copies in a thread."""
+    """Reads the bytes of a worker's blocks, one block after the other, to send them: as views where
+    the blocks lie in host memory, as copies through page-locked rows of its own where they lie on a
+    device. The caller keeps the blocks in place. One asyncio loop; the device copies in a thread.
+    """
 
     def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
@@ -108,7 +111,7 @@ class BlockReader:
             )
 
     async def blocks(self, block_ids: Sequence[int]) -> AsyncIterator[memoryview]:
-        """The bytes of each block, in order; good until the next one is asked for.
+        """Yield the bytes of each block, in order; each is valid until the next one is asked for.
 
         Raises: TransferFailed when the device failed.
         """
@@ -123,7 +126,7 @@ class BlockReader:
                 yield memoryview(block)
 
     async def close(self) -> None:
-        """Free the staging memory. No read may be under way."""
+        """Free the page-locked staging memory. No read may be under way."""
         if self._staging is not None:
             await asyncio.to_thread(self._staging.close)
 
@@ -141,13 +144,14 @@ class BlockReader:
 
 
 FindFree = Callable[[int, float], Awaitable[Sequence[int]]]
-"""(at most so many, within so many seconds): blocks that are not in use, kept in place until they
-are free again (`ExportedBlocks`'s `on_free`); none where there is no room."""
+"""A function of (most blocks, most seconds) that finds free blocks of the worker and keeps them in
+place until `ExportedBlocks` calls `on_free` for them. Returns: their ids, none where there is no
+room."""
 
 
 class BlockLender:
-    """A worker's blocks for its readers, a BlockSource (source.py). `loans` is the truth about what
-    is lent."""
+    """Serves the blocks that a worker lends to its readers: a BlockSource (source.py). `loans` is
+    the truth about what is lent."""
 
     def __init__(
         self,
@@ -163,23 +167,25 @@ class BlockLender:
         limits: LenderLimits = LENDER_LIMITS,
         clock: Clock = time.monotonic,
     ) -> None:
-        """fingerprint: of the model, which a reader's must be. lets_map: readers on this host may
-        map the whole memory (transport cuda_ipc)."""
+        """Args: fingerprint: of the worker's model; a reader must have the same. lets_map: whether
+        readers on this host may map the whole memory (transport cuda_ipc)."""
         self.node_id = node_id
         self.incarnation = incarnation
         self.memory = memory
         self.loans = loans
         self.attachments = AttachmentTable()
         self.limits = limits
-        """Bounds of this lender; read anew with each call."""
+        """Bounds of this lender; each call reads them again."""
         self.num_waiting = 0
-        """Readers that wait for the rest of a lease."""
+        """Readers that wait now for the rest of a lease."""
         self.unsealed_probes: set[str] = set()
-        """Leases that no reader knows yet: they have no end until their blocks are sealed."""
+        """Ids of leases of measuring blocks whose checksums are being computed. No reader knows
+        them yet, so they do not lapse."""
         self._probes: dict[str, str] = {}  # attachment -> its lease of blocks to measure with
         self._find_free = find_free
         self.shared: Shared | None = None
-        """What readers of transport cuda_ipc are given; made for the first."""
+        """The IPC handle of the worker's memory, which readers of transport cuda_ipc are given;
+        made for the first of them."""
         self._fingerprint = fingerprint
         self._lets_map = lets_map
         self._clock = clock
@@ -198,12 +204,12 @@ class BlockLender:
     # -- life
 
     def start(self) -> None:
-        """Begin to end what lapses."""
+        """Start the task that ends lapsed leases and attachments."""
         self._sweeper = start_task(self._sweep_for_ever(), "lender")
 
     async def stop(self, timeout_s: float) -> None:
-        """Lend no more, and wait for what still moves. Blocks of a push that is not over by then
-        stay out of use."""
+        """Lend no more, end all leases, and wait at most `timeout_s` for transfers that still read
+        the blocks. Blocks of a push that is not over by then stay out of use."""
         self._is_stopped = True
         await end_tasks([self._sweeper])
         self.loans.end_all()
@@ -216,13 +222,13 @@ class BlockLender:
         await self.peers.close(timeout_s)
 
     async def quiet(self) -> None:
-        """Wait until nothing is lent any more; the caller bounds it."""
+        """Wait until no block is lent any more. Has no limit of its own: the caller bounds it."""
         while self.loans.num_lent:
             self.loans.lapse(self._clock())
             await asyncio.sleep(SWEEP_S / 10)
 
     def now_s(self) -> float:
-        """The lender's clock."""
+        """The time on the lender's clock, in seconds."""
         return self._clock()
 
     # -- lending
@@ -230,22 +236,24 @@ class BlockLender:
     def enter(
         self, offers: Iterable[ExportOffer], lease_id: str = "", *, is_computed: bool = True
     ) -> str:
-        """Lend blocks whose bytes are complete and do not change; those without a checksum can be
-        read from now on, and are to be sealed. is_computed: False: their bytes are still to come,
-        and no reader gets them until `ExportedBlocks.computed` says that they have.
+        """Lend blocks whose bytes are complete and do not change, under a lease; an empty
+        `lease_id` makes one. Blocks without a checksum can be read from now on, and are to be
+        sealed. is_computed: False: their bytes are still to come, and no reader gets them until
+        `ExportedBlocks.computed` says that they have.
 
-        Returns: the lease. Raises: LeaseLapsed; NotFound when the lender has stopped: nothing was
-            lent then.
+        Returns: the lease's id. Raises: LeaseLapsed; NotFound when the lender has stopped: nothing
+            was lent then.
         """
         self._check_open()
         return self.loans.lend(offers, lease_id, is_computed=is_computed)[0]
 
     async def seal(self, lease_id: str) -> PackedBlocks:
-        """Compute and tell the checksums of what a lease lends without; one at a time of a lease.
+        """Compute the checksums of the blocks that a lease lends without one, and enter them. One
+        call at a time for each lease.
 
         Returns: these blocks, in the order in which they were lent.
-        Raises: LeaseLapsed, NotFound when the lender has stopped, TransferFailed of a device: the
-            lease is of no use then, and the caller's to end.
+        Raises: LeaseLapsed, NotFound when the lender has stopped, TransferFailed when the device
+            failed: the lease is of no use then, and the caller ends it.
         """
         block_ids = self.loans.unsealed_of(lease_id)
         loop = asyncio.get_running_loop()
@@ -256,7 +264,11 @@ class BlockLender:
     # -- readers come and go
 
     async def attach(self, worker: WorkerInfo) -> StoreInfo:
-        """Let a reader in. Raises: InvalidArgument, FailedPrecondition."""
+        """Attach a reader: another worker, with the same model and block size, that reads over one
+        of DIRECT_TRANSPORTS. Earlier starts of the same worker are detached.
+
+        Raises: InvalidArgument; FailedPrecondition when reader and lender do not fit.
+        """
         self._check_open()
         if not worker.worker_id:
             raise InvalidArgument("worker_id", "must be given")
@@ -300,12 +312,14 @@ class BlockLender:
         )
 
     def detach(self, attachment_id: str) -> None:
-        """The reader says goodbye: it measures no more."""
+        """End a reader's attachment, and the lease of blocks that it measured its link with. Its
+        other leases stay: they travel with handles."""
         self.attachments.remove(attachment_id)
         self._forget_gone()
 
     def seen(self, attachment_id: str) -> float:
-        """A call of a reader. Returns: the time of it. Raises: UnknownAttachment."""
+        """Note that a reader made a call. Returns: the time of the call. Raises:
+        UnknownAttachment."""
         now_s = self._clock()
         self.attachments.get(attachment_id, now_s)
         return now_s
@@ -320,8 +334,11 @@ class BlockLender:
         ttl_s: float,
         budget_s: float,
     ) -> MatchResult:
-        """A reader's sign of life: a lender is no store and has nothing to be found, but blocks to
-        measure the link with, one for each PROBE_HASH."""
+        """Note that a reader lives. A lender is no store, so it finds no blocks; only for chain
+        hashes that are all PROBE_HASH it lends free blocks, one for each, to measure the link with.
+
+        Raises: UnknownAttachment.
+        """
         self.seen(attachment_id)
         if not (pin and set(chain_hashes) == {PROBE_HASH}):
             return MatchResult((), "")
@@ -358,19 +375,21 @@ class BlockLender:
         self.loans.release(lease_ids, self._clock())
 
     def pin(self, *_: object, **__: object) -> NoReturn:
-        """Raises: FailedPrecondition."""
+        """Refuse: handles of a lender come with their leases. Raises: FailedPrecondition."""
         raise FailedPrecondition(
             "this node lends its blocks for reading; it pins nothing: its handles come with their "
             "leases"
         )
 
     def renew(self, lease_id: str, *, ttl_s: float, num_bytes_read: int) -> None:
-        """See ExportedBlocks. Raises: LeaseLapsed."""
+        """Let a lease live `ttl_s` from now; add `num_bytes_read` to the sum of bytes read. Raises:
+        LeaseLapsed."""
         self.loans.counters.num_bytes_read += num_bytes_read
         self.loans.renew(lease_id, ttl_s, self._clock())
 
     def release(self, lease_ids: Iterable[str], *, num_bytes_read: int) -> int:
-        """See ExportedBlocks."""
+        """End leases; add `num_bytes_read` to the sum of bytes read. Returns: how many leases were
+        ended."""
         self.loans.counters.num_bytes_read += num_bytes_read
         return self.loans.release(lease_ids, self._clock())
 
@@ -465,8 +484,11 @@ class BlockLender:
     async def copy_out(
         self, attachment_id: str, lease_id: str, blocks: Sequence[Block], chunk_bytes: int
     ) -> AsyncGenerator[ReadPiece, None]:
-        """See BlockSource. Raises: LeaseLapsed, UnknownAttachment, InvalidArgument,
-        TransferFailed."""
+        """Yield pieces of at most `chunk_bytes` of lent blocks (transport grpc). The blocks are
+        held until the generator is closed.
+
+        Raises: LeaseLapsed, UnknownAttachment, InvalidArgument, TransferFailed.
+        """
         self._need_lease(lease_id, self.seen(attachment_id))
         pieces = read_pieces(self.loans, blocks, chunk_bytes, self._reader.blocks)
         async with aclosing(pieces):
@@ -483,7 +505,10 @@ class BlockLender:
         destinations: Sequence[int],
         budget_s: float,
     ) -> PushOutcome:
-        """Write blocks into the reader's own (NIXL transport)."""
+        """Write lent blocks into the reader's own blocks (transport nixl).
+
+        Raises: LeaseLapsed, UnknownAttachment, and as BlockPusher.push.
+        """
         self._need_lease(lease_id, self.seen(attachment_id))
         outcome = await self.peers.push(
             attachment_id, push_id, blocks, destinations, Deadline.after(budget_s)
@@ -492,12 +517,14 @@ class BlockLender:
         return outcome
 
     def close_push(self, push_id: str) -> bool:
-        """See BlockPusher."""
+        """Whether no byte of this push moves, now and later: a push that is not known is refused
+        from here on."""
         return self.peers.close_push(push_id)
 
     async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
-        """Somebody read bad bytes out of these: look, and end the leases that name bytes which are
-        not there. Returns: how many blocks were bad."""
+        """A reader found wrong bytes in these blocks: compute their checksums again, and end the
+        leases that name a block whose bytes are not what was lent. Returns: how many blocks were
+        bad."""
         self.seen(attachment_id)
         hold_id, _ = self.loans.hold(blocks)
         try:
@@ -522,11 +549,11 @@ class BlockLender:
         return num_bad
 
     def present(self, num_hashes: int) -> Iterator[list[bytes]]:
-        """Nothing: a lender is no store."""
+        """Yield one empty list: a lender has no chain hashes to list."""
         return iter([[]])
 
     async def status(self, *, check_integrity: bool) -> StoreStats:
-        """See BlockSource."""
+        """The lender's numbers of now. check_integrity: recompute the invariants first."""
         loans = self.loans
         return StoreStats(
             frame_bytes=loans.frame_bytes,
@@ -541,7 +568,8 @@ class BlockLender:
         )
 
     def check_integrity(self) -> str:
-        """Recompute every law. Returns: what failed, empty when all held."""
+        """Recompute every invariant of the lender and its leases. Returns: the one that does not
+        hold; empty when all do."""
         try:
             self.loans.lapse(self._clock())
             self.loans.check_integrity()

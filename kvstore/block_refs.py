@@ -40,7 +40,7 @@ ROW_BYTES = _ROW.size
 
 
 class Tier(enum.IntEnum):
-    """Where a block lies. The numbers are those of the wire."""
+    """The kind of memory in which a block lies. The numbers are those of the protobuf enum."""
 
     UNSPECIFIED = 0
     DEVICE = 1
@@ -92,7 +92,7 @@ _TIERS = {tier.value: tier for tier in Tier}
 
 
 class InTier(NamedTuple):
-    """Neighbouring blocks that lie in one tier, and their tokens."""
+    """A run of neighbouring blocks that lie in one tier, with the number of their tokens."""
 
     tier: Tier
     num_blocks: int
@@ -100,17 +100,19 @@ class InTier(NamedTuple):
 
 
 class PackedBlocks(Sequence[Block]):
-    """A row for each block, side by side."""
+    """References to blocks, packed as one row of bytes for each block, side by side: as fast to
+    copy and compare as bytes."""
 
     __slots__ = ("data",)
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, data: bytes = b"") -> None:
-        """Raises: ValueError if these are no whole rows, or `of` makes no such row."""
+        """Take over rows from the wire. Raises: ValueError unless these are whole rows such as `of`
+        makes."""
         if len(data) % ROW_BYTES:
             raise ValueError(f"blocks of {ROW_BYTES} bytes each, not {len(data)} bytes")
         self.data = data
-        """The rows, as they go over the wire."""
+        """All rows, as they go over the wire."""
         if data:
             sizes = self._column("num_hash_bytes")
             others = sizes != CHAIN_HASH_BYTES
@@ -122,66 +124,68 @@ class PackedBlocks(Sequence[Block]):
 
     @classmethod
     def of(cls, blocks: Iterable[Block]) -> PackedBlocks:
-        """Raises: ValueError for a chain hash that is neither empty nor of 16 bytes; struct.error
-        for a number that its field cannot hold."""
+        """Pack blocks. Raises: ValueError for a chain hash that is neither empty nor of 16 bytes;
+        struct.error for a number that its field cannot hold."""
         if isinstance(blocks, PackedBlocks):
             return blocks
         return cls.of_rows(map(row_of, blocks))
 
     @classmethod
     def of_rows(cls, rows: Iterable[bytes]) -> PackedBlocks:
-        """The blocks of rows that `row` or `rows` made."""
+        """The blocks whose rows `row` or `PackedBlocks.rows` made."""
         return cls._whole(b"".join(rows))
 
     @property
     def rows(self) -> list[bytes]:
-        """One for each block."""
+        """The row of each block, in order."""
         data = self.data
         return [data[at : at + ROW_BYTES] for at in range(0, len(data), ROW_BYTES)]
 
     @property
     def frames(self) -> npt.NDArray[np.uint32]:
-        """[blocks]"""
+        """The frame of each block: uint32 [blocks]."""
         return self._column("frame")
 
     @property
     def generations(self) -> npt.NDArray[np.uint64]:
-        """[blocks]"""
+        """The generation of each block: uint64 [blocks]."""
         return self._column("generation")
 
     @property
     def checksums(self) -> npt.NDArray[np.uint64]:
-        """[blocks]"""
+        """The checksum of each block: uint64 [blocks]."""
         return self._column("checksum")
 
     @property
     def num_tokens(self) -> npt.NDArray[np.uint32]:
-        """[blocks]"""
+        """The number of filled slots of each block: uint32 [blocks]."""
         return self._column("num_tokens")
 
     @property
     def are_reserved(self) -> npt.NDArray[np.bool_]:
-        """[blocks] Whether a block lies at an odd generation: its frame is still to be written."""
+        """Whether each block lies at an odd generation, that is, its frame is still to be written:
+        bool [blocks]."""
         return np.asarray(self.generations % 2, bool)
 
     def with_checksums(self, first: int, checksums: Sequence[int]) -> PackedBlocks:
-        """The same blocks with these checksums from block `first` on."""
+        """A copy of the blocks in which those from `first` on have these checksums."""
         columns = np.frombuffer(self.data, _COLUMNS).copy()
         columns["checksum"][first : first + len(checksums)] = np.array(checksums, np.uint64)
         return self._whole(columns.tobytes())
 
     def with_num_tokens(self, num_tokens: npt.ArrayLike) -> PackedBlocks:
-        """The same with other numbers of filled slots: one for each block, or one for all."""
+        """A copy of the blocks with other numbers of filled slots: one for each block, or one for
+        all."""
         columns = np.frombuffer(self.data, _COLUMNS).copy()
         columns["num_tokens"] = num_tokens
         return self._whole(columns.tobytes())
 
     def take(self, which: npt.NDArray[Any]) -> PackedBlocks:
-        """Some of the blocks. which: their indices, or a mask, [blocks]."""
+        """A selection of the blocks. which: their indices, or a mask, [blocks]."""
         return self._whole(np.frombuffer(self.data, _COLUMNS)[which].tobytes())
 
     def tiers(self) -> list[InTier]:
-        """Neighbours in one tier, in order."""
+        """The runs of neighbouring blocks that lie in one tier, in order."""
         if not self.data:
             return []
         tiers, counts = self._column("tier"), self._column("num_tokens")
@@ -194,7 +198,8 @@ class PackedBlocks(Sequence[Block]):
         ]
 
     def num_matching(self, chain_hashes: Sequence[bytes], num_tokens: int) -> int:
-        """How many leading blocks have these hashes (16 bytes each) and `num_tokens` tokens."""
+        """The number of leading blocks that have these hashes (16 bytes each), in order, and
+        `num_tokens` tokens."""
         count = min(len(self), len(chain_hashes))
         if not count:
             return 0
@@ -208,7 +213,7 @@ class PackedBlocks(Sequence[Block]):
         return int(fits.argmin())
 
     def num_same(self, other: PackedBlocks) -> int:
-        """How many leading blocks have equal rows in both."""
+        """The number of leading blocks that have equal rows in both."""
         count = min(len(self), len(other))
         ours, theirs = self.data[: count * ROW_BYTES], other.data[: count * ROW_BYTES]
         if ours == theirs:
@@ -282,7 +287,8 @@ class PackedItems(Sequence[tuple[Block, int]]):
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, blocks: PackedBlocks, places: Sequence[int]) -> None:
-        """Raises: ValueError where there is not one place for each block."""
+        """Pair each block with a place: the index of a worker's block. Raises: ValueError where
+        there is not one place for each block."""
         if len(blocks) != len(places):
             raise ValueError(f"{len(blocks)} blocks and {len(places)} places")
         self.blocks = blocks
@@ -310,7 +316,8 @@ class PackedItems(Sequence[tuple[Block, int]]):
 def row(
     chain_hash: bytes, frame: int, generation: int, checksum: int, num_tokens: int, tier: Tier
 ) -> bytes:
-    """One block, packed. Raises: as PackedBlocks.of."""
+    """Pack one block into a row. Raises: ValueError for a chain hash that is neither empty nor of
+    16 bytes; struct.error for a number that its field cannot hold."""
     num_hash_bytes = len(chain_hash)
     if num_hash_bytes not in (0, CHAIN_HASH_BYTES):
         raise ValueError(f"a chain hash has {CHAIN_HASH_BYTES} bytes: {chain_hash!r}")
@@ -318,7 +325,7 @@ def row(
 
 
 def row_of(block: Block) -> bytes:
-    """One block, packed. Raises: as PackedBlocks.of."""
+    """Pack a Block into a row. Raises: as `row`."""
     return row(
         block.chain_hash,
         block.frame,
@@ -330,7 +337,7 @@ def row_of(block: Block) -> bytes:
 
 
 def block_of(row: bytes) -> Block:
-    """The block of a row that `row` made."""
+    """Unpack a row that `row` made into a Block."""
     return _block(*_ROW.unpack(row))
 
 

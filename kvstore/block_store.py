@@ -41,8 +41,11 @@ from process.spans import TraceContext
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """max_ttl_s: longest lease. quarantine_grace_s: how long after its worker is gone a quarantined
-    frame stays out of use. shares: tenants' guaranteed parts."""
+    """Bounds of a store, from its settings.
+
+    max_ttl_s: longest lease. quarantine_grace_s: how long after its worker is gone a quarantined
+    frame stays out of use. shares: tenants' guaranteed parts.
+    """
 
     max_ttl_s: float = 300.0
     quarantine_grace_s: float = 30.0
@@ -51,7 +54,7 @@ class StoreLimits:
 
 @dataclass
 class StoreCounters:
-    """Sums since the store began."""
+    """Sums over the life of a store process."""
 
     num_lookups: int = 0
     num_blocks_asked: int = 0
@@ -66,7 +69,8 @@ class StoreCounters:
 
     @property
     def num_blocks_matched(self) -> int:
-        """Blocks that were found and handed out."""
+        """Blocks that matches found and handed out: found, less those lost while they were brought
+        into memory."""
         return self.num_blocks_found - self.num_blocks_lost
 
 
@@ -100,7 +104,7 @@ class WrittenFrame(NamedTuple):
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """The longest prefix present, in any tier.
+    """The result of a match: the longest prefix of the asked chain that is present, in any tier.
 
     lease_id: empty when nothing was pinned. num_hits: how often the last of `nodes` was matched
     before. in_file: nodes that lay in the file tier only when they were matched. newly_pinned:
@@ -130,7 +134,7 @@ class PrefixMatch:
 
 
 class BlockStore:
-    """All state of one life of a store but its bytes."""
+    """All state of one start of a store, except the bytes of the blocks."""
 
     def __init__(
         self,
@@ -142,15 +146,18 @@ class BlockStore:
         changes: ChangeLog | None = None,
         history: BlockHistory | None = None,
     ) -> None:
-        """published: as in FramePool. changes: as in PrefixTree. history: None: none is kept."""
+        """Args: published: the generations that readers see (FramePool). changes: gets each block
+        that comes or goes (PrefixTree). history: keeps the last events of blocks; None: nothing
+        keeps them."""
         self.history = BlockHistory() if history is None else history
         self.frame_bytes = frame_bytes
         self.limits = limits
         self.is_closed = False
-        """Whether nothing new is stored. What is there, or being written, is not touched."""
+        """Whether the store refuses new blocks. Blocks that are present, or being written, are not
+        touched."""
         self.counters = StoreCounters()
         self.refused: Counter[str] = Counter()
-        """reason -> blocks that were asked for and not given."""
+        """Blocks that were asked for and not given, counted by reason (kvstore.errors.REASONS)."""
         self.table = FrameTable(
             num_frames, limits.shares, published=published, changes=changes, history=self.history
         )
@@ -281,7 +288,7 @@ class BlockStore:
         return lease.lease_id, [node is not None for node in nodes]
 
     def unhold(self, hold_id: str) -> None:
-        """The store has copied."""
+        """End a `hold`: the store has copied. An id that is not known is passed over."""
         lease = self.leases.remove(hold_id)
         if lease is not None:
             self._end_lease(lease)
@@ -301,8 +308,9 @@ class BlockStore:
         ttl_s: float,
         now_s: float,
     ) -> tuple[str, list[Reserved], Reserved | None]:
-        """A frame for each block that is not there yet, as far as room goes, under one lease,
-        charged to `tenant`'s share. is_probe: of a lease that this call makes, see Lease.
+        """Reserve a frame under one lease for each block of a chain that is not present, as far as
+        there is room, charged to `tenant`'s share. is_probe: marks a lease that this call makes as
+        one of a link measurement, whose bytes are not counted.
 
         Returns: the lease's id, one answer per hash, and one for the tail if one was asked for.
         Raises: InvalidArgument; LeaseLapsed; UnknownAttachment; FailedPrecondition when `parent` is
@@ -342,8 +350,8 @@ class BlockStore:
     def check_reservation(
         self, attachment_id: str, lease_id: str, frame: int, generation: int, now_s: float
     ) -> None:
-        """Whether the caller may write into the frame now. Raises: LeaseLapsed,
-        UnknownAttachment."""
+        """Check that the attachment may write into the frame now. Raises: LeaseLapsed when the
+        frame is not reserved for it at this generation; UnknownAttachment."""
         self.lapse(now_s)
         self.attachments.get(attachment_id, now_s)
         _reservation(self.leases.get(lease_id), attachment_id, frame, generation)
@@ -414,17 +422,17 @@ class BlockStore:
     # -- damage
 
     def checksums_of(self, blocks: Sequence[Block]) -> list[int | None]:
-        """The checksum each block was committed with; None where its frame does not hold it (any
-        more)."""
+        """The checksum that each block was committed with; None for a block that its frame does not
+        hold (any more)."""
         nodes = [self._node_of(block) for block in blocks]
         return [node.block.checksum if node and node.block else None for node in nodes]
 
     def drop(self, bad: Sequence[Block]) -> int:
-        """Remove blocks whose bytes are bad, with all below them. A bad one's generation changes at
-        once; frames that leases still pin come free when the last of these ends. Each block counts
-        as refused once, however often it is reported.
+        """Remove blocks whose bytes are bad, with all below them in the tree. The generation of a
+        bad block's frame changes at once; a frame that leases still pin comes free when the last of
+        these ends. Each block counts as refused once, however often it is reported.
 
-        Returns: how many blocks went.
+        Returns: how many blocks were removed.
         """
         found = dict.fromkeys(self._node_of(block) for block in bad)
         nodes = [node for node in found if node is not None]
@@ -437,15 +445,17 @@ class BlockStore:
         return num_lost + num_tails
 
     def drop_below(self, bad: Sequence[Block], max_blocks: int) -> int:
-        """Remove blocks below these, at most so many: `drop` removes what is left in one go.
-        Returns: how many went."""
+        """Remove at most `max_blocks` blocks that lie below these in the tree, so that a large
+        subtree goes over several turns of the loop; `drop` then removes the rest at once. Returns:
+        how many blocks were removed."""
         found = dict.fromkeys(self._node_of(block) for block in bad)
         return self.table.remove_below([node for node in found if node is not None], max_blocks)
 
     # -- history
 
     def note_read(self, what: str, blocks: Sequence[Block], worker_id: str) -> None:
-        """Blocks were sent to a reader, or refused by it."""
+        """Enter into the history that blocks were sent to a worker (`what` is PULLED) or refused by
+        it (REFUSED)."""
         self.history.note(what, [block.chain_hash for block in blocks], worker_id)
 
     def note_verified(
@@ -455,8 +465,8 @@ class BlockStore:
         generations: Sequence[int],
         trace: TraceContext | None,
     ) -> None:
-        """A worker has read these frames and compared their checksums. A frame that holds another
-        block by now, and a worker that is gone, are passed over."""
+        """Enter into the history that a worker has read these frames and compared their checksums.
+        A frame that holds another block by now, and a worker that is gone, are passed over."""
         attachment = self.attachments.find(attachment_id)
         if attachment is None or not self.history.is_kept:
             return
@@ -490,7 +500,8 @@ class BlockStore:
         return num_released
 
     def lapse(self, now_s: float) -> None:
-        """End what is over by `now_s`: leases, and quarantines whose worker is gone."""
+        """End all leases that have lapsed by `now_s`, and all quarantines whose grace period is
+        over by then."""
         while (lease := self.leases.pop_due(now_s)) is not None:
             self.counters.num_leases_lapsed += 1
             self._end_lease(lease)
@@ -501,11 +512,11 @@ class BlockStore:
 
     @property
     def num_tails(self) -> int:
-        """Unfilled last blocks of prompts."""
+        """The number of tail blocks (unfilled last blocks of prompts) that the store holds."""
         return len(self.table.tails)
 
     def num_pinned(self) -> int:
-        """Blocks that at least one lease, or a move between tiers, pins."""
+        """The number of blocks that at least one lease, or a move between tiers, pins."""
         return self.tree.num_pinned
 
     # -- inside
@@ -607,7 +618,8 @@ def _reservation(lease: Lease, attachment_id: str, frame: int, generation: int) 
 
 
 def check_chain(parent: bytes, chain_hashes: Sequence[bytes], tenant: str) -> None:
-    """Raises: InvalidArgument for what `reserve` cannot take, whatever the store holds."""
+    """Check what a Reserve asks for by itself, whatever the store holds: the lengths of tenant,
+    parent and hashes, and that no hash appears twice. Raises: InvalidArgument naming the field."""
     if len(tenant.encode()) > MAX_TENANT_BYTES:
         raise InvalidArgument("tenant", f"at most {MAX_TENANT_BYTES} bytes")
     if parent and len(parent) != CHAIN_HASH_BYTES:

@@ -17,27 +17,27 @@ from typing import NamedTuple
 from process.deadline import Clock
 
 MAX_CHANGES = 200_000
-"""About 30 MB."""
+"""Most changes that the log keeps: about 30 MB."""
 
 
 class BlockChange(NamedTuple):
-    """A block that is present from `since_s` on, or absent."""
+    """One change of the store: a block that is present from `since_s` on, or absent."""
 
     is_present: bool
     chain_hash: bytes
     since_s: float
-    """On the log's clock."""
+    """Time of the change on the log's clock, in seconds."""
 
 
 class ChangeLog:
-    """The changes that the publisher has not taken yet, the oldest first."""
+    """The changes of a store that the index's publisher has not taken yet, the oldest first."""
 
     def __init__(self, max_changes: int = MAX_CHANGES, clock: Clock = time.monotonic) -> None:
         self.appended = asyncio.Event()
-        """Set by each change; its reader clears it."""
+        """An event that each change sets; the publisher clears it."""
         self.overflowed = False
-        """Changes were dropped since the last `clear`; until the next one all new ones are
-        dropped."""
+        """Whether changes were dropped since the last `clear`; until the next one all new changes
+        are dropped."""
         self.since_s: float | None = None
         """Time of the oldest change that was dropped or not taken, on the log's clock; None: there
         is none."""
@@ -49,7 +49,7 @@ class ChangeLog:
         return len(self._changes)
 
     def append(self, is_present: bool, chain_hash: bytes) -> None:
-        """A block came or left."""
+        """Note that a block came to the store (`is_present`) or left it."""
         if self.overflowed:
             return
         now_s = self._clock()
@@ -70,15 +70,15 @@ class ChangeLog:
         return taken
 
     def clear(self) -> None:
-        """Forget all changes. For a reader that has listed what is present in the same turn of the
-        loop."""
+        """Drop all changes. The publisher calls it in the turn of the loop in which it lists what
+        is present."""
         self._changes.clear()
         self.overflowed = False
         self.since_s = None
 
 
 class NullLog(ChangeLog):
-    """The log of a store that is in no index: it keeps nothing."""
+    """A log that keeps nothing, for a store that is in no index."""
 
     def append(self, is_present: bool, chain_hash: bytes) -> None:
-        """See ChangeLog."""
+        """Drop the change."""

@@ -81,7 +81,11 @@ from protos import kvstore_pb2
 logger = logging.getLogger(__name__)
 
 MAX_VERIFIED_BLOCKS = 65_536
-"""Verified blocks that wait for the next Renew or Release; the store's history misses the rest."""
+"""Most verified blocks that the client keeps for its next Renew or Release, which tells the store's
+history of them; further ones are not told."""
+
+MAX_COMMITTED_BLOCKS = 512
+"""Most blocks of one Commit call: about 5 ms of the store's loop."""
 
 _RESERVE_TIMEOUT_S = 10.0  # of the call itself; the caller waits for its own deadline only
 _UNDO_TIMEOUT_S = 2.0
@@ -109,16 +113,19 @@ class PutChain:
 
     @property
     def num_blocks(self) -> int:
-        """The tail included."""
+        """The number of blocks, the tail included."""
         return len(self.blocks) + (self.tail is not None)
 
 
 @dataclass(frozen=True)
 class PutResult:
-    """refs: of blocks[: len(refs)]; the store had no room for the rest. tail: None if none was
-    given or the store had no room. num_bytes: written by this call; blocks that were present cost
-    none. not_stored: number of blocks, tail included, that the store had no room for.
-    lacks_parent: nothing was stored, since the store lacks the block before the first."""
+    """The outcome of a put.
+
+    refs: of blocks[: len(refs)]; the store had no room for the rest. tail: None if none was given
+    or the store had no room. num_bytes: written by this call; blocks that were present cost none.
+    not_stored: number of blocks, tail included, that the store had no room for. lacks_parent:
+    nothing was stored, since the store lacks the block before the first.
+    """
 
     lease_id: str
     refs: PackedBlocks
@@ -130,10 +137,13 @@ class PutResult:
 
 @dataclass(frozen=True)
 class TransferStats:
-    """One put or get as its caller sees it. num_bytes: usable bytes, those of failed blocks not
-    counted. seconds: of the whole call: control, bytes, checksums and their comparison. failed:
-    number of blocks by reason. num_put_again: blocks of a put that the store refused because it
-    lacks their parent and that the caller puts again with it; that is no failure."""
+    """Statistics of one put or get as its caller sees it.
+
+    num_bytes: usable bytes, those of failed blocks not counted. seconds: of the whole call:
+    control, bytes, checksums and their comparison. failed: number of blocks by reason.
+    num_put_again: blocks of a put that the store refused because it lacks their parent and that the
+    caller puts again with it; that is no failure.
+    """
 
     direction: Literal["read", "write"]
     transport: str
@@ -144,7 +154,8 @@ class TransferStats:
 
 
 class KvStoreClient:
-    """One attachment of a worker to a store; made by `attach`."""
+    """A worker's client of one store or lender: one attachment over one transport. `attach` makes
+    it."""
 
     def __init__(
         self,
@@ -177,7 +188,7 @@ class KvStoreClient:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         # What the next Renew or Release tells the store.
-        self._num_bytes_untold = 0
+        self._num_bytes_unreported = 0
         self._verified: list[kvstore_pb2.VerifiedBlocks] = []
         self._num_verified = 0
         self._to_report: dict[tuple[int, int], Block] = {}
@@ -204,13 +215,15 @@ class KvStoreClient:
         role: PeerRole = PeerRole.KVSTORE,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> KvStoreClient:
-        """Attach this life of a worker to the store at `address`.
+        """Attach this process of a worker to the store at `address`.
 
-        Args: fingerprint: hex. transport: one of TRANSPORTS, or of DIRECT_TRANSPORTS for a lender;
-            no other is tried. dial: how to connect. role: what the peer's certificate must name.
+        Args: fingerprint: of the worker's model, hex. transport: one of TRANSPORTS, or of
+            DIRECT_TRANSPORTS for a lender; no other is tried. nixl_net_devices: as UCX_NET_DEVICES,
+            for transport nixl. dial: how to connect. role: what the peer's certificate must name.
             heartbeat_s: between two heartbeats.
         Raises: FailedPrecondition (another layout; the transport cannot be used here), Unavailable,
-            NoCapacity (the store has no room for a slab), DeadlineExceeded. Nothing stays attached.
+            NoCapacity (the store has no room for a slab), DeadlineExceeded. Nothing stays attached
+            then.
         """
         known = dict.fromkeys((*TRANSPORTS, *DIRECT_TRANSPORTS))
         if transport not in known:
@@ -234,12 +247,13 @@ class KvStoreClient:
 
     @property
     def broken(self) -> str | None:
-        """Why this client is of no use any more (attach again); None while it works."""
+        """Why this client is of no use any more, so that its owner attaches again; None while it
+        works."""
         return self._connection.broken
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer is under way."""
+        """Whether a put, a get or a measurement of this client is under way."""
         return self._num_transfers > 0
 
     # -- blocks and leases
@@ -253,8 +267,8 @@ class KvStoreClient:
         ttl_s: float,
         deadline: Deadline,
     ) -> MatchResult:
-        """The longest prefix of the chain that the store holds; pinned under `lease_id`, or under a
-        new lease if that is None, for `ttl_s`.
+        """Ask the store for the longest prefix of the chain that it holds, pinned for `ttl_s` under
+        `lease_id`, or under a new lease if that is None.
 
         Raises: LeaseLapsed, Unavailable, DeadlineExceeded.
         """
@@ -278,8 +292,8 @@ class KvStoreClient:
     async def pin(
         self, blocks: Sequence[Block], *, ttl_s: float, deadline: Deadline
     ) -> tuple[str, int]:
-        """Pin the longest prefix of `blocks` that is still valid. Returns: the new lease's id
-        (empty when no block is) and how many blocks it pins."""
+        """Ask the store to pin the longest prefix of `blocks` that is still valid. Returns: the new
+        lease's id (empty when no block is valid) and how many blocks it pins."""
         self.num_uses += 1
         request = kvstore_pb2.PinRequest(
             attachment_id=self._attachment_id,
@@ -291,12 +305,13 @@ class KvStoreClient:
             return wire.read_pinned(reply, request)
 
     async def renew(self, lease_id: str, *, ttl_s: float, deadline: Deadline) -> None:
-        """Let the lease live at least `ttl_s` from now. Raises: LeaseLapsed."""
+        """Ask the store to let the lease live at least `ttl_s` from now. Raises: LeaseLapsed."""
         self.num_uses += 1
         await self._renew(lease_id, ttl_s, deadline)
 
     async def release(self, lease_ids: Sequence[str], *, deadline: Deadline) -> int:
-        """End leases; empty ids and leases that are over are skipped. Returns: how many ended."""
+        """Ask the store to end leases; empty ids and leases that are over are skipped. Returns: how
+        many ended."""
         request = kvstore_pb2.ReleaseRequest(
             lease_ids=[lease_id for lease_id in lease_ids if lease_id]
         )
@@ -306,9 +321,9 @@ class KvStoreClient:
     async def await_lent(
         self, lease_id: str, *, num_known: int, num_wanted: int, wait_s: float, deadline: Deadline
     ) -> tuple[LeaseUpdate, float]:
-        """Wait for a lender: what a lease lends beyond the first `num_known` blocks, as soon as it
-        lends `num_wanted` in all or grows no more, after `wait_s` at the latest; blocks whose
-        checksum is not computed yet are included.
+        """Ask a lender for the blocks that a lease lends beyond the first `num_known`. The answer
+        comes as soon as it lends `num_wanted` in all or grows no more, after `wait_s` at the
+        latest; blocks whose checksum is not computed yet are included.
 
         Args: num_wanted: more than `num_known`.
         Returns: the blocks, none of which may be used unless a handle names exactly it; and until
@@ -331,12 +346,12 @@ class KvStoreClient:
         asked_s = time.monotonic()
         reply = await self._connection.call(self._connection.stub.AwaitLent, request, deadline)
         with self._connection.checking_reply():
-            return wire.read_rest(reply, request, asked_s, time.monotonic())
+            return wire.read_lease_update(reply, request, asked_s, time.monotonic())
 
     async def status(
         self, *, check_integrity: bool = False, deadline: Deadline
     ) -> kvstore_pb2.GetStatusReply:
-        """The store's numbers."""
+        """Ask the store for its numbers. check_integrity: it recomputes its invariants first."""
         request = kvstore_pb2.GetStatusRequest(check_integrity=check_integrity)
         reply: kvstore_pb2.GetStatusReply = await self._connection.call(
             self._connection.stub.GetStatus, request, deadline
@@ -386,8 +401,8 @@ class KvStoreClient:
     async def put_chains(
         self, chains: Sequence[PutChain], ttl_s: float, deadline: Deadline
     ) -> list[PutResult]:
-        """Store blocks of several prompts and answers, and keep no lease: two calls, Reserve and
-        Commit, for all of them. Chains may begin alike, or one behind another.
+        """Store blocks of several prompts and answers, and keep no lease: one Reserve for all of
+        them, and a Commit for each 512 blocks. Chains may begin alike, or one behind another.
 
         Returns: one result for each chain, also where the store lacks its parent.
         Raises: FailedPrecondition when the store lost a parent after the Reserve; LeaseLapsed;
@@ -442,16 +457,17 @@ class KvStoreClient:
                 held_until_s=held_until_s,
             )
             if self.transport.counts_own_reads:
-                self._num_bytes_untold += got.num_bytes
+                self._num_bytes_unreported += got.num_bytes
             record.num_bytes, record.failed = got.num_bytes, Counter(got.failed.values())
             return got
 
     async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> Rates:
-        """How fast this client's transport is, with blocks that the caller gives for it and that
-        are written into (kvstore/links.py; `num_blocks_wanted` says how many).
+        """Measure how fast this client's transport is, with worker blocks that the caller gives for
+        it (`links.num_blocks_wanted` says how many) and that are written into.
 
         Raises: NoCapacity (no frames, no blocks), DeadlineExceeded, Unavailable, TransferFailed;
-            TransferTimeout, TransferCancelled: no block may be used until it is settled.
+            TransferTimeout, TransferCancelled: no block may be used until its quarantine is
+            settled.
         """
         with self._transferring(is_use=False):
             return await links.measure(self, block_ids, deadline)
@@ -459,13 +475,13 @@ class KvStoreClient:
     # -- the end
 
     async def settle(self) -> None:
-        """Wait for the work in the background: reservations that are undone, reports of bad blocks.
-        Each has a deadline of its own."""
+        """Wait for this client's background work: reservations that are undone, reports of bad
+        blocks. Each has a deadline of its own."""
         await self._background.settle()
 
     async def close(self) -> None:
-        """Detach. Waits at most 2 s; what a stalled transfer still needs (its agent, this
-        connection) stays until that transfer is over."""
+        """Detach from the store and close the connection. Waits at most 2 s; what a stalled
+        transfer still needs (its agent, this connection) stays until that transfer is over."""
         self._heartbeat.cancel()
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
@@ -605,16 +621,17 @@ class KvStoreClient:
     async def put_probe(
         self, tail: tuple[str, int, int], ttl_s: float, deadline: Deadline
     ) -> PutResult:
-        """Store one private block under a new lease whose bytes the store does not count; `tail` as
-        in `PutChain`."""
+        """Store one private block, to measure the link with, under a new lease whose bytes the
+        store does not count; `tail` as in `PutChain`."""
         (put,) = await self._put([PutChain(b"", (), 1, tail)], ttl_s, deadline, is_probe=True)
         return put
 
     async def reserve_tail(
         self, lease_id: str, tail: tuple[str, int, int], ttl_s: float, deadline: Deadline
     ) -> PackedBlocks:
-        """Reserve a private frame under a lease; `tail` as in `PutChain`. The caller writes it and
-        calls `commit`, or calls `undo_later`. Returns: empty when the store has no room."""
+        """Reserve a frame for one private block under a lease; `tail` as in `PutChain`. The caller
+        writes the frame and calls `commit`, or calls `undo_later`. Returns: the reserved frame;
+        empty when the store has no room."""
         name, _, num_tokens = tail
         request = kvstore_pb2.ReserveRequest(
             attachment_id=self._attachment_id,
@@ -634,18 +651,25 @@ class KvStoreClient:
         *,
         ends_lease: bool = False,
     ) -> PackedBlocks:
-        """Commit frames whose bytes are all written. reserved: with their numbers of filled slots.
-        Returns: the blocks as the store has them."""
+        """Commit frames whose bytes are all written, MAX_COMMITTED_BLOCKS in one call: the store
+        works off each call in one turn of its loop. reserved: with their numbers of filled slots,
+        parents first. ends_lease: the lease ends with the last call. Returns: the blocks as the
+        store has them."""
         sent = reserved.with_checksums(0, checksums)
-        request = kvstore_pb2.CommitRequest(
-            attachment_id=self._attachment_id,
-            lease_id=lease_id,
-            blocks=sent.data,
-            ends_lease=ends_lease,
-        )
-        reply = await self._connection.call(self._connection.stub.Commit, request, deadline)
-        with self._connection.checking_reply():
-            return wire.read_written(reply, sent, self.num_frames)
+        rows: list[bytes] = []
+        for at in range(0, max(1, len(sent)), MAX_COMMITTED_BLOCKS):
+            part = sent[at : at + MAX_COMMITTED_BLOCKS]
+            is_last = at + len(part) == len(sent)
+            request = kvstore_pb2.CommitRequest(
+                attachment_id=self._attachment_id,
+                lease_id=lease_id,
+                blocks=part.data,
+                ends_lease=ends_lease and is_last,
+            )
+            reply = await self._connection.call(self._connection.stub.Commit, request, deadline)
+            with self._connection.checking_reply():
+                rows += wire.read_written(reply, part, self.num_frames).rows
+        return PackedBlocks.of_rows(rows)
 
     def undo_later(
         self,
@@ -655,8 +679,8 @@ class KvStoreClient:
         *,
         owns_lease: bool,
     ) -> BaseException:
-        """Give the reserved frames back, in the background, after `error`. Returns: the error to
-        raise."""
+        """Give the reserved frames of a put back to the store, in the background, after `error`
+        ended the put. Returns: the error to raise."""
         cause, settled = error, None
         if isinstance(error, PutUnsettled):
             cause, settled = error.cause, error.settled
@@ -759,7 +783,7 @@ class KvStoreClient:
         num_unsealed: int = 0,
         held_until_s: float = 0.0,
     ) -> GetResult:
-        """`get_blocks` without statistics."""
+        """Copy blocks as `get_blocks` does, without statistics and spans."""
         if incarnation is not None and incarnation != self.incarnation:
             return GetResult(0, dict.fromkeys(range(len(items)), INCARNATION))
         if deadline.expired:
@@ -885,7 +909,7 @@ class KvStoreClient:
     ) -> Any:
         """A call that also tells the store, once, how many bytes were read without a call of it,
         and which blocks were verified."""
-        request.num_bytes_read, self._num_bytes_untold = self._num_bytes_untold, 0
+        request.num_bytes_read, self._num_bytes_unreported = self._num_bytes_unreported, 0
         if self._verified:
             request.attachment_id = self._attachment_id
             request.verified.extend(self._verified)
@@ -895,7 +919,7 @@ class KvStoreClient:
         except LeaseLapsed:
             raise  # the store has counted the bytes all the same
         except (BatonError, asyncio.CancelledError):
-            self._num_bytes_untold += request.num_bytes_read
+            self._num_bytes_unreported += request.num_bytes_read
             raise
 
 
@@ -955,10 +979,11 @@ async def connect_transport(
     agent: NixlAgent | None,
     store: StoreInfo,
 ) -> Transport:
-    """Args: transport: one of TRANSPORTS, or of DIRECT_TRANSPORTS to a lender. agent: for nixl,
-        with `memory` registered.
+    """Make the transport of that name between a worker's memory and an attached store.
 
-    Raises: FailedPrecondition when it cannot be used here.
+    Args: transport: one of TRANSPORTS, or of DIRECT_TRANSPORTS to a lender. agent: for nixl, with
+        `memory` registered.
+    Raises: FailedPrecondition when the transport cannot be used here.
     """
     if transport == "shm":
         if memory.device is not None:

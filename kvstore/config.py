@@ -31,7 +31,8 @@ _NODE_ID = re.compile(r"[A-Za-z0-9._-]{0,128}")
 
 @dataclass(frozen=True)
 class KvStoreSettings:
-    """Settings of one KV store: where it listens, how much memory it lends, how long it waits."""
+    """Settings of one KV store: where it listens, how much memory it takes for blocks, how long it
+    waits."""
 
     listen: str = "127.0.0.1:0"
     """host:port of the control service (port 0: a free one, which the `ready` line names), or
@@ -79,34 +80,37 @@ class KvStoreSettings:
     """Longest time for which a lease is given or renewed at once."""
 
     attachment_ttl_s: PositiveFloat = 60.0
-    """A worker not heard of for so long is gone (clients send a heartbeat every few seconds)."""
+    """Time without a call after which a worker counts as gone (clients send a heartbeat every few
+    seconds)."""
 
     quarantine_grace_s: NonNegativeFloat = 30.0
-    """How long frames stay out of use after the worker that may still write into them is gone."""
+    """Time for which frames stay out of use after the worker that may still write into them is
+    gone."""
 
     sweep_interval_s: PositiveFloat = 0.25
-    """How often leases and attachments are looked through."""
+    """Time between two sweeps that end lapsed leases and detach workers that are gone."""
 
     integrity_interval_s: PositiveFloat = 5.0
-    """How often the conservation laws are recomputed when something changed and nothing is under
-    way."""
+    """Least time between two checks of the store's invariants; one runs when something changed and
+    no call is under way."""
 
     drain_s: NonNegativeFloat = 10.0
-    """How long a stopping store still serves workers that have a lease on its blocks, above all for
-    streams that have just moved to another worker; nothing new is stored meanwhile."""
+    """Longest time for which a stopping store still serves workers that have a lease on its blocks,
+    above all for streams that have just moved to another worker; nothing new is stored meanwhile.
+    """
 
     stop_timeout_s: NonNegativeFloat = 2.0
-    """How long calls under way may take to end when the process is asked to stop."""
+    """Longest time that calls under way may take to end when the process is asked to stop."""
 
     max_history_blocks: NonNegativeInt = 4096
     """Blocks whose last events are remembered, for `baton block` and for traces; 0: none. About
     1 KB each, 4 KB at most."""
 
     redis_url: str = field(default="", repr=False)
-    """Where the prefix index and the registry lie; empty: this store is in no index."""
+    """URL of the Redis with the prefix index and the registry; empty: this store is in no index."""
 
     redis: RedisAccess = field(default_factory=RedisAccess)
-    """TLS and password of that Redis."""
+    """TLS and password of the Redis at `redis_url`."""
 
     tracing: TracingSettings = field(default_factory=TracingSettings)
     """Traces of requests that the router traces."""
@@ -118,10 +122,10 @@ class KvStoreSettings:
     """Longest wait for one answer of Redis."""
 
     heartbeat_s: PositiveFloat = 1.0
-    """How often the store sends its heartbeat to Redis."""
+    """Time between two heartbeats of the store to Redis."""
 
     heartbeat_ttl_s: PositiveFloat = 3.0
-    """How long a heartbeat counts."""
+    """Time for which a heartbeat in Redis counts; after that the store is taken for gone."""
 
     nixl_net_devices: str = "lo"
     """Network devices that NIXL (UCX) may listen on and use, as UCX_NET_DEVICES; `all` for every

@@ -29,20 +29,22 @@ from protos import kvstore_pb2, kvstore_pb2_grpc
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
-"""A twelfth of the store's default attachment_ttl_s."""
+"""Time between two heartbeats of a worker: a twelfth of the store's default attachment_ttl_s."""
 DETACH_S = 2.0
 """Time for the Detach call; a store that does not receive it notices the worker's end by itself."""
 _HEARTBEAT_TIMEOUT_S = 5.0
 
 
 class StoreConnection:
-    """Calls `stub`'s methods for one worker. `broken` says why the connection is of no use any
-    more; None while it works."""
+    """The gRPC connection of one worker to a store or lender: it makes the calls of `stub`, sends
+    heartbeats, and notices when the peer is gone. `broken` says why it is of no use any more; None
+    while it works."""
 
     def __init__(
         self, address: str, dial: Dialer = rpc.PLAIN, role: PeerRole = PeerRole.KVSTORE
     ) -> None:
-        """role: what the peer's certificate must name: a store, or a prefill worker that lends."""
+        """Args: address: host:port or unix:/path of the store. role: what the peer's certificate
+        must name: a store, or a prefill worker that lends."""
         self.address = address
         self.broken: str | None = None
         self._channel = dial(address, role)
@@ -59,7 +61,8 @@ class StoreConnection:
         *,
         even_if_broken: bool = False,
     ) -> Any:
-        """One call (unary, or a stream of requests with one reply).
+        """Make one call (unary, or a stream of requests with one reply). even_if_broken: also on a
+        broken connection.
 
         Raises: LeaseLapsed, Unavailable, DeadlineExceeded, and any other error of the store.
         """
@@ -82,8 +85,9 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def checking_reply(self) -> Iterator[None]:
-        """Within it, a SpoiledAnswer breaks the connection: what the store did for that call is
-        unknown, and the store cleans up after an attachment that is over.
+        """Context in which a reply is checked: a SpoiledAnswer raised within it breaks the
+        connection, since what the store did for that call is unknown. The store cleans up after an
+        attachment that is over.
 
         Raises: Unavailable for a SpoiledAnswer.
         """
@@ -95,8 +99,9 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def closing_is_unavailable(self) -> Iterator[None]:
-        """Closing the channel cancels the calls on it. Their callers were not cancelled: for them
-        the store is away."""
+        """Context in which a call is awaited: a cancellation that closing the channel caused
+        becomes Unavailable, for the caller was not cancelled. A cancellation of the caller itself
+        goes through."""
         task = asyncio.current_task()
         num_cancels = task.cancelling() if task is not None else 0
         try:
@@ -108,8 +113,9 @@ class StoreConnection:
             raise Unavailable(f"store {self.address}: the connection was closed") from None
 
     def translate(self, error: grpc.aio.AioRpcError) -> BatonError:
-        """The BatonError for a failed call. Unavailable and Internal break the connection: the
-        store is away, or its answer was damaged, and what it reserved is unknown."""
+        """Convert the gRPC error of a failed call to a BatonError. Unavailable and Internal break
+        the connection: the store is away, or its answer was damaged, and what it reserved is
+        unknown."""
         ours = rpc.error_from_rpc(error)
         if isinstance(ours, Unavailable | Internal):
             self.mark_broken(str(ours))
@@ -120,18 +126,18 @@ class StoreConnection:
     # -- broken for good
 
     def check(self) -> None:
-        """Raises: Unavailable when the connection is broken."""
+        """Check that the connection is not broken. Raises: Unavailable with the reason."""
         if self.broken is not None:
             raise Unavailable(f"store {self.address}: {self.broken}", retry_after_s=0.0)
 
     def mark_broken(self, reason: str) -> None:
-        """Every further call fails with the first reason given."""
+        """Break the connection for good: every further call fails with the first reason given."""
         if self.broken is None:
             self.broken = reason
 
     async def send_heartbeats(self, store: StoreInfo, every_s: float) -> None:
-        """Show the store that this worker lives, and notice when the store does not, until the
-        connection is broken."""
+        """Call the store every `every_s` until the connection breaks, to show that this worker
+        lives and to notice when the store is gone or was restarted."""
         request = kvstore_pb2.MatchRequest(attachment_id=store.attachment_id)
         while not self.broken:
             await self.sleep_until_lost(every_s)

@@ -40,7 +40,7 @@ DEADLINE = "deadline"
 TRANSPORT = "transport"
 STORE_UNAVAILABLE = "store_unavailable"
 CANCELLED = "cancelled"
-"""Reason of a call that its caller gave up; not one of REASONS."""
+"""The reason of a call whose caller was cancelled; not one of REASONS."""
 REASONS = (
     GENERATION,
     CHECKSUM,
@@ -51,6 +51,7 @@ REASONS = (
     TRANSPORT,
     STORE_UNAVAILABLE,
 )
+"""The reasons, as metrics and provenance name them, why a block was not used."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class TransferFailed(BatonError):
 
 
 class TransferTimeout(BatonError):
-    """The deadline passed and the transfer may still write; see `quarantine`."""
+    """The deadline of a transfer passed while it may still write into the blocks that `quarantine`
+    names."""
 
     def __init__(self, message: str, quarantine: Quarantine) -> None:
         super().__init__(message)
@@ -92,8 +94,8 @@ class TransferTimeout(BatonError):
 
 
 class TransferCancelled(asyncio.CancelledError):
-    """The waiting task was cancelled and the transfer may still write; see `quarantine`. A real
-    cancellation otherwise."""
+    """The task that waited for a transfer was cancelled while it may still write into the blocks
+    that `quarantine` names. It is a real cancellation otherwise."""
 
     def __init__(self, message: str, quarantine: Quarantine) -> None:
         super().__init__(message)
@@ -101,7 +103,8 @@ class TransferCancelled(asyncio.CancelledError):
 
 
 def reason_of(error: BaseException) -> str:
-    """The word of REASONS, or CANCELLED, for why a whole call of the store moved nothing."""
+    """The reason, one of REASONS or CANCELLED, for which a whole call of the store that raised
+    `error` moved nothing."""
     if isinstance(error, asyncio.CancelledError):
         return CANCELLED
     if isinstance(error, LeaseLapsed | NotFound):
@@ -116,7 +119,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def quarantine_of(error: BaseException) -> Quarantine | None:
-    """What must stay out of use after `error`; None: nothing."""
+    """The quarantine that an error carries: worker blocks that must stay out of use after it. None
+    where it carries none."""
     if isinstance(error, TransferTimeout | TransferCancelled):
         return error.quarantine
     return None

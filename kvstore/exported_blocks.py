@@ -41,7 +41,8 @@ from kvstore.errors import IntegrityError
 from kvstore.leases import Leases, TimedLease
 
 FIRST_GENERATION = 2
-"""Even, as of every block that can be read, and not the 0 of a field that is not set."""
+"""The generation of a block that was never lent before: even, as of every block that can be read,
+and not the 0 of a field that is not set."""
 
 
 class ExportOffer(NamedTuple):
@@ -56,7 +57,7 @@ class ExportOffer(NamedTuple):
 
 @dataclass
 class ExportCounters:
-    """Sums since the worker began."""
+    """Sums over the life of a lending worker."""
 
     num_blocks_lent: int = 0
     num_bytes_read: int = 0
@@ -65,7 +66,7 @@ class ExportCounters:
 
 @dataclass(slots=True)
 class ExportedBlock:
-    """One block. is_computed: its bytes are complete; until then no reader gets it."""
+    """One block that is lent. is_computed: its bytes are complete; until then no reader gets it."""
 
     chain_hash: bytes
     is_computed: bool = False
@@ -81,21 +82,22 @@ class ExportLease(TimedLease):
     """The lent blocks by block id, in the order in which they were lent, packed as readers get
     them."""
     unsealed: dict[int, None] = field(default_factory=dict)
-    """Those of `blocks` that wait for a checksum; theirs is 0."""
+    """Ids of the blocks of `blocks` whose checksum is still to come; it is 0 in their rows."""
     ahead: dict[int, bytes] = field(default_factory=dict)
-    """Those that it will lend when they are computed, by block id, in that order: packed. None of
-    `blocks`."""
+    """Blocks that the lease will lend once they are computed, by block id, in that order, packed.
+    None of them is in `blocks`."""
     on_end: list[Callable[[], None]] = field(default_factory=list)
     watchers: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def is_kept(self) -> bool:
-        """It was not handed over."""
+        """Whether the lease still belongs to the request that lends: it was not handed over and may
+        grow."""
         return math.isinf(self.expires_at_s)
 
     @property
     def num_sealed(self) -> int:
-        """Leading blocks whose checksums are known."""
+        """The number of leading blocks of the lease whose checksums are known."""
         num_unsealed = len(self.unsealed)
         newest = dict.fromkeys(islice(reversed(self.blocks), num_unsealed))
         if newest.keys() == self.unsealed.keys():  # as nearly always
@@ -103,12 +105,14 @@ class ExportLease(TimedLease):
         return next(at for at, block_id in enumerate(self.blocks) if block_id in self.unsealed)
 
     def checksum_of(self, block_id: int) -> int | None:
-        """None: it is not lent under this lease, or not sealed."""
+        """The checksum of a block of this lease; None where the lease does not lend the block, or
+        it is not sealed."""
         row = self.blocks.get(block_id)
         return None if row is None or block_id in self.unsealed else block_of(row).checksum
 
     def computed(self, block_ids: Sequence[int]) -> None:
-        """See ExportedBlocks.computed, which wakes the readers that wait."""
+        """Lend the next blocks of `ahead`: their bytes are complete. Raises: IntegrityError for
+        others than the next; nothing was done."""
         if list(islice(self.ahead, len(block_ids))) != list(block_ids):
             raise IntegrityError(f"blocks {list(block_ids)} are not the next that it was to lend")
         for block_id in block_ids:
@@ -116,7 +120,9 @@ class ExportLease(TimedLease):
             self.unsealed[block_id] = None
 
     def seal(self, checksums: Mapping[int, int]) -> PackedBlocks:
-        """See ExportedBlocks.seal."""
+        """Enter the checksums of unsealed blocks, by block id. Returns: these blocks, packed, in
+        that order. Raises: IntegrityError for a block that does not wait for a checksum; nothing
+        was done."""
         for block_id in checksums:
             if block_id not in self.unsealed:
                 raise IntegrityError(f"block {block_id} waits for no checksum")
@@ -129,12 +135,13 @@ class ExportLease(TimedLease):
         return sealed
 
     def tell(self) -> None:
-        """Call every watcher."""
+        """Call every watcher of the lease: it has grown, or ended."""
         for then in tuple(self.watchers):
             then()
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError."""
+        """Recompute the invariants of this lease alone. Raises: IntegrityError naming the first
+        that does not hold."""
         if not self.unsealed.keys() <= self.blocks.keys():
             raise IntegrityError("a block waits for a checksum and is not lent")
         if self.unsealed and not self.is_kept:
@@ -147,12 +154,13 @@ class ExportLease(TimedLease):
 
 @dataclass(frozen=True)
 class LeaseUpdate:
-    """Blocks of a lease beyond those that were known.
+    """The answer to a reader that waited for a lender's lease to grow: the blocks beyond those that
+    it knew.
 
     is_all: they are all that was wanted, or the lease was handed over and lends no more.
     num_unsealed: so many of the last ones have no checksum yet: their bytes are complete, and only
-    a handle says what they must be. waited_s: for so long the reader waited, until just before they
-    were held. held_s: all of them are held for so long from then on; 0: they are not.
+    a handle says what they must be. waited_s: how long the reader waited, until just before they
+    were held. held_s: how long all of them are held from then on; 0: they are not.
     """
 
     blocks: PackedBlocks
@@ -172,7 +180,8 @@ class ExportedBlocks:
         max_ttl_s: float,
         on_free: Callable[[Sequence[int]], None],
     ) -> None:
-        """on_free: called with blocks that are lent no more: once for each `lend` of one."""
+        """Args: on_free: called with the ids of blocks that are lent no more: once for each `lend`
+        of one."""
         self.num_blocks = num_blocks
         self.frame_bytes = frame_bytes
         self.counters = ExportCounters()
@@ -194,17 +203,17 @@ class ExportedBlocks:
 
     @property
     def num_pins(self) -> int:
-        """Holds of readers."""
+        """The number of holds that readers have now."""
         return len(self._pins)
 
     @property
     def kept(self) -> set[str]:
-        """Leases that were not handed over: they have no end."""
+        """Ids of the leases that were not handed over, which do not lapse."""
         return {lease.lease_id for lease in self._leases if lease.is_kept}
 
     @property
     def num_watchers(self) -> int:
-        """Watchers of all leases together."""
+        """The number of watchers of all leases together."""
         return sum(len(lease.watchers) for lease in self._leases)
 
     # -- lending
@@ -214,8 +223,9 @@ class ExportedBlocks:
     ) -> tuple[str, PackedBlocks]:
         """Lend blocks under a lease that the caller keeps; an empty `lease_id` makes one.
 
-        A block that is lent already, to others who share it, is one block: what the caller did to
-        keep this one in place is given back at once (`on_free`).
+        A block that another lease lends already is one block: what the caller did to keep it in
+        place is undone at once (`on_free`).
+
         Args: is_computed: False: their bytes are not complete, checksums not known: they are only
             entered, in order, and count as lent; `computed` lets readers know of them.
         Returns: the lease, and the blocks as readers know them, or are to.
@@ -261,23 +271,26 @@ class ExportedBlocks:
         return lease.lease_id, PackedBlocks.of_rows(rows)
 
     def computed(self, lease_id: str, block_ids: Sequence[int]) -> None:
-        """Lend the next of those that were only entered: their bytes are complete, they are to be
-        sealed. Raises: LeaseLapsed; IntegrityError for others than the next; nothing was done."""
+        """Lend the next blocks of a lease that were entered before they were computed: their bytes
+        are complete now, and they are to be sealed.
+
+        Raises: LeaseLapsed; IntegrityError for others than the next; nothing was done.
+        """
         lease = self._leases.get(lease_id)
         lease.computed(block_ids)
         self._can_be_read(block_ids)
         lease.tell()
 
     def unsealed_of(self, lease_id: str) -> list[int]:
-        """Ids of the blocks that are lent under it without a checksum. Raises: LeaseLapsed."""
+        """Ids of the blocks that a lease lends without a checksum. Raises: LeaseLapsed."""
         return list(self._leases.get(lease_id).unsealed)
 
     def seal(self, lease_id: str, checksums: Mapping[int, int]) -> PackedBlocks:
-        """The checksums of blocks that were lent without, by block id.
+        """Enter the checksums of blocks that a lease lends without one, by block id.
 
         Returns: the blocks as readers can verify them, in that order.
-        Raises: LeaseLapsed; IntegrityError for a block that does not wait for one; nothing was
-            done.
+        Raises: LeaseLapsed; IntegrityError for a block that does not wait for a checksum; nothing
+            was done.
         """
         return self._leases.get(lease_id).seal(checksums)
 
@@ -301,24 +314,24 @@ class ExportedBlocks:
         self._leases.get(lease_id).watchers.append(then)
 
     def unwatch(self, lease_id: str, then: Callable[[], None]) -> None:
-        """Idempotent."""
+        """End a `watch`. A lease that is over, or a callback that is not there, is passed over."""
         lease = self._leases.find(lease_id)
         if lease is not None and then in lease.watchers:
             lease.watchers.remove(then)
 
     def is_whole(self, lease_id: str, num_wanted: int) -> bool:
-        """Whether so many blocks are lent under it, sealed or not, or it was handed over with
-        fewer. Raises: LeaseLapsed."""
+        """Whether a lease lends `num_wanted` blocks, sealed or not, or was handed over with fewer.
+        Raises: LeaseLapsed."""
         lease = self._leases.get(lease_id)
         return len(lease.blocks) >= num_wanted or not lease.is_kept
 
     def num_sealed(self, lease_id: str) -> int:
-        """How many leading blocks of the lease, in the order in which they were lent, are sealed.
-        Raises: LeaseLapsed."""
+        """The number of leading blocks of a lease, in the order in which they were lent, that are
+        sealed. Raises: LeaseLapsed."""
         return self._leases.get(lease_id).num_sealed
 
     def blocks_of(self, lease_id: str, first: int) -> PackedBlocks:
-        """Blocks of a lease from the `first` on, in the order in which they were lent. Raises:
+        """The blocks of a lease from the `first` on, in the order in which they were lent. Raises:
         LeaseLapsed."""
         return PackedBlocks.of_rows(islice(self._leases.get(lease_id).blocks.values(), first, None))
 
@@ -333,7 +346,7 @@ class ExportedBlocks:
             self._leases.renew(lease, now_s, ttl_s)
 
     def check_lease(self, lease_id: str, now_s: float) -> None:
-        """Raises: LeaseLapsed when it is not there (any more)."""
+        """Check that a lease is not over. Raises: LeaseLapsed."""
         self.lapse(now_s)
         self._leases.get(lease_id)
 
@@ -343,7 +356,7 @@ class ExportedBlocks:
         return self._end(lease_ids)
 
     def lapse(self, now_s: float) -> None:
-        """End the leases, and the holds of readers, that are over by `now_s`."""
+        """End the leases and the readers' holds whose time is over by `now_s`."""
         while (lease := self._leases.pop_due(now_s)) is not None:
             self.counters.num_leases_lapsed += 1
             self._let_go(lease)
@@ -352,7 +365,8 @@ class ExportedBlocks:
             self.unhold(hold_id)
 
     def when_over(self, lease_id: str, then: Callable[[], None]) -> None:
-        """Have `then` called once, when the lease ends, however that is; now if it is over."""
+        """Have `then` called once when the lease ends, for whatever reason; at once if it is
+        over."""
         lease = self._leases.find(lease_id)
         if lease is None:
             then()
@@ -360,15 +374,15 @@ class ExportedBlocks:
             lease.on_end.append(then)
 
     def end_all(self) -> None:
-        """The worker stops: end every lease. What is held stays."""
+        """End every lease, since the worker stops. Blocks that are held stay held."""
         self._end([lease.lease_id for lease in self._leases])
 
     # -- reading
 
     def hold(self, blocks: Sequence[Block]) -> tuple[str, list[bool]]:
-        """Keep blocks in place while they are copied.
+        """Keep blocks in place while this process copies or pushes them, until `unhold`.
 
-        Returns: an id for `unhold`, and for each block whether it still is what it says.
+        Returns: an id for `unhold`, and for each block whether it still is what its reference says.
         """
         is_held = [self._is_lent(block) for block in blocks]
         pairs = zip(blocks, is_held, strict=True)
@@ -396,21 +410,21 @@ class ExportedBlocks:
         return ttl_s, stale
 
     def pin_from(self, lease_id: str, first: int, ttl_s: float, now_s: float) -> None:
-        """`pin` what a lease lends, from its block `first` on in the order in which they were lent.
-        Raises: LeaseLapsed."""
+        """Hold all blocks of a lease from its block `first` on, in the order in which they were
+        lent, for a reader until `ttl_s` from now. Raises: LeaseLapsed."""
         block_ids = tuple(islice(self._leases.get(lease_id).blocks, first, None))
         self._pins[self._hold(block_ids)] = now_s + ttl_s
 
     def unhold(self, hold_id: str) -> None:
-        """Our own copy is over. Idempotent."""
+        """End a `hold`: the copy or push is over. An id that is not known is passed over."""
         block_ids = self._holds.pop(hold_id, ())
         for block_id in block_ids:
             self._lent[block_id].num_holds -= 1
         self._settle(block_ids)
 
     def find_stale(self, pairs: Iterable[tuple[int, int]]) -> list[int]:
-        """Which of these (block id, generation) are not lent like that any more: their indices. All
-        others have been, without a break, since they were lent."""
+        """Look up (block id, generation) pairs. Returns: the indices of those that are not lent at
+        that generation any more. All others have been, without a break, since they were lent."""
         lent, known = self._lent, self._generations
         return [
             index
@@ -423,8 +437,8 @@ class ExportedBlocks:
     # -- damage
 
     def checksums_of(self, blocks: Sequence[Block]) -> list[set[int]]:
-        """For each block the checksums that it was lent with; none where it is not what it says,
-        or not sealed."""
+        """For each block the checksums that leases lend it with; none for a block that is not what
+        its reference says, or not sealed."""
         return [
             {
                 checksum
@@ -449,7 +463,8 @@ class ExportedBlocks:
     # -- account
 
     def check_integrity(self) -> None:
-        """Recompute the laws. Raises: IntegrityError naming the first that fails."""
+        """Recompute the invariants of all leases and holds. Raises: IntegrityError naming the first
+        that does not hold."""
         leases: Counter[int] = Counter()
         for lease in self._leases:
             leases.update([*lease.blocks, *lease.ahead])

@@ -39,13 +39,14 @@ from process.tasks import complete_despite_cancel, end_tasks, start_task
 logger = logging.getLogger(__name__)
 
 BATCH = 32
-"""Blocks demoted, or promoted for one match, at once."""
+"""Most blocks that are demoted together, or promoted together for one match."""
 _CLOSE_S = 5.0
 
 
 @dataclass(frozen=True)
 class OpenedPages:
-    """pages: None when the tier cannot be used, for the reason `problem`."""
+    """The outcome of opening a store's page file. pages: None when the tier cannot be used, for the
+    reason `problem`."""
 
     pages: PageFile | None
     stored: Sequence[StoredPage] = ()
@@ -54,7 +55,8 @@ class OpenedPages:
 
 
 def open_pages(folder: Path, node_id: str, capacity_bytes: int, block_bytes: int) -> OpenedPages:
-    """Open the file of `node_id` for blocks of that size, and read its headers. For a thread."""
+    """Open the page file of the store `node_id` for blocks of that size, and read its headers.
+    Takes long for a large file: call it in a thread."""
     path = folder / f"{node_id}{SUFFIX}"
     try:
         pages = PageFile.open(path, PageLayout.fitting(capacity_bytes, block_bytes))
@@ -76,7 +78,7 @@ def open_pages(folder: Path, node_id: str, capacity_bytes: int, block_bytes: int
 
 
 class FileTier:
-    """The background task that demotes, and the promotions under way."""
+    """The task that demotes blocks of a store to its page file, and the promotions under way."""
 
     def __init__(
         self,
@@ -89,7 +91,9 @@ class FileTier:
         num_threads: int,
         demote_below_free: float,
     ) -> None:
-        """demote_below_free: share of the frames that must be free or clean."""
+        """Args: opened: the page file, which the tier owns from here on. stored: the blocks found
+        in it. num_torn: pages whose headers did not verify. demote_below_free: share of the
+        frames that must be free or clean."""
         self.problem = ""
         self._store = store
         self._slab = slab
@@ -113,10 +117,11 @@ class FileTier:
         )
 
     def start(self) -> None:
+        """Start the task that demotes blocks."""
         self._demoter = start_task(self._demote_for_ever(), "file-tier")
 
     def kick(self) -> None:
-        """Demote if frames are short. Never waits."""
+        """Have the background task demote blocks if frames are short. Never waits."""
         if self._is_short():
             self._wake.set()
 
@@ -134,7 +139,7 @@ class FileTier:
                 return
 
     async def close(self) -> None:
-        """Stop moving. Waits a bounded time for the disk."""
+        """Stop demoting and promoting. Waits a bounded time for the disk."""
         self.problem = self.problem or "the store is stopping"
         await end_tasks([self._demoter])
         if self._promoting:

@@ -42,7 +42,7 @@ from kvstore.tenancy import SlotAccount, TenantShares
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """One block to be written to page `index`."""
+    """One block of a demotion, which is to be written to page `index`."""
 
     node: TreeNode
     block: Block
@@ -51,7 +51,8 @@ class PageWrite:
 
 @dataclass(eq=False, slots=True)
 class Demotion:
-    """writes: parents before children. parent: the node with a page that the first one follows."""
+    """Blocks that are being copied from frames to pages. writes: parents before children. parent:
+    the node with a page that the first of them follows; None: it begins a prompt."""
 
     writes: list[PageWrite]
     parent: TreeNode | None
@@ -59,7 +60,7 @@ class Demotion:
 
 @dataclass(eq=False, slots=True)
 class Promotion:
-    """Page `page` of `node` is being read into `frame`."""
+    """A block that is being read back: page `page` of `node` into `frame`."""
 
     node: TreeNode
     page: Page
@@ -67,7 +68,7 @@ class Promotion:
 
 
 class FrameTable:
-    """Frames, pages and the tree of what lies in them."""
+    """The frames and pages of a store, and the tree of the blocks that lie in them."""
 
     def __init__(
         self,
@@ -78,7 +79,8 @@ class FrameTable:
         changes: ChangeLog | None = None,
         history: BlockHistory | None = None,
     ) -> None:
-        """published: as in FramePool. changes: as in PrefixTree."""
+        """Args: published: the generations that readers see (FramePool). changes: gets each block
+        that comes or goes (PrefixTree)."""
         self.history = BlockHistory() if history is None else history
         self.shares = shares
         self.tree = PrefixTree(shares, changes)
@@ -87,11 +89,12 @@ class FrameTable:
         self.pages = SlotPool(0)
         self.page_account = SlotAccount(0, shares)
         self.committed: list[TreeNode | None] = [None] * num_frames
-        """The node in each committed frame, by frame; also tails, and nodes that left the tree."""
+        """The node whose bytes lie in each frame, by frame; None for a frame that is not committed.
+        Includes tails, and nodes that left the tree."""
         self.tails: dict[int, str] = {}
-        """frame -> the name that the tail was reserved under."""
+        """The name that each tail block was reserved under, by frame."""
         self.damaged: dict[int, TreeNode] = {}
-        """frame -> node with bad bytes that leases pin."""
+        """Nodes with bad bytes whose frames leases still pin, by frame."""
         self.demotions: set[Demotion] = set()
         self.promotions: dict[int, Promotion] = {}
         """Promotions under way, by frame."""
@@ -104,12 +107,13 @@ class FrameTable:
 
     @property
     def num_available(self) -> int:
-        """Frames that can be given to another block at once without loss."""
+        """The number of frames that can be given to another block at once without loss: free ones,
+        and those whose unpinned blocks also lie in pages."""
         return self.frames.count(SlotState.FREE) + len(self.tree.clean)
 
     def take_frame(self, tenant: str) -> int | None:
-        """A frame to write into (WRITING), charged to `tenant`; None when no block may give its
-        frame up."""
+        """Take a frame to write into (it becomes WRITING), charged to `tenant`, by eviction where
+        none is free. Returns: None when no block may give its frame up."""
         frame = self.frames.take()
         if frame is None:
             for group in self.frame_account.groups_to_evict(tenant):
@@ -124,13 +128,13 @@ class FrameTable:
         return frame
 
     def free_frame(self, frame: int) -> None:
-        """A frame without a node comes free."""
+        """Free a frame that no node lies in."""
         self.frames.free(frame)
         self.frame_account.release(frame)
 
     def place(self, frame: int, node: TreeNode, checksum: int, num_tokens: int) -> Block:
-        """WRITING -> COMMITTED: the node's bytes are in the frame now. The frame is charged to the
-        tenant that stored the block first."""
+        """Commit a frame (WRITING -> COMMITTED) that holds the node's bytes now. It is charged to
+        the tenant that stored the block first."""
         self.frames.commit(frame)
         generation = self.frames.generations[frame]
         block = Block(node.chain_hash, frame, generation, checksum, num_tokens)
@@ -140,7 +144,8 @@ class FrameTable:
         return block
 
     def place_tail(self, frame: int, name: str, checksum: int, num_tokens: int) -> TreeNode:
-        """Place the tail (the unfilled last block of a prompt) in its frame, as `place`."""
+        """Commit a frame that holds a tail block (the unfilled last block of a prompt). Returns:
+        the node made for it, which is not in the tree."""
         node = TreeNode(b"", None, 0, self.frame_account.tenant_of(frame))
         self.tails[frame] = name
         self.place(frame, node, checksum, num_tokens)
@@ -152,7 +157,8 @@ class FrameTable:
         return self.committed[frame] if 0 <= frame < self.frames.num_slots else None
 
     def unpin(self, node: TreeNode) -> None:
-        """One pin ends; with the last one the frame of a removed node or a tail comes free."""
+        """Take back one pin of a node; with the last one the frame of a removed node or of a tail
+        comes free."""
         self.tree.unpin(node)
         if node.num_pins == 0 and not self.tree.is_present(node):
             self._leave_frame(node)
@@ -160,8 +166,9 @@ class FrameTable:
     # -- pages
 
     def open_pages(self, num_pages: int, stored: Sequence[StoredPage]) -> int:
-        """A file tier is there from now on, with the blocks that an earlier life left in it: of
-        each the page written last, and only if its whole prefix is there. Returns: how many."""
+        """Begin to use a file tier of `num_pages`, with the blocks that an earlier start of the
+        store left in it: of each block the page written last, and only if its whole prefix is
+        there. Returns: how many blocks are kept."""
         if len(self.tree):
             raise IntegrityError("a file tier is opened before anything is stored")
         kept = _prefix_closed(stored)
@@ -180,8 +187,8 @@ class FrameTable:
         return len(kept)
 
     def close_pages(self) -> int:
-        """The file tier is gone. Blocks that lay only there, and all below them, leave the store.
-        No move may be under way. Returns: how many blocks went."""
+        """Stop using the file tier. Blocks that lay only there, and all below them, leave the
+        store. No move may be under way. Returns: how many blocks left."""
         num_lost = self.remove_subtrees([node for node in self.tree if node.block is None])
         for node in self.tree:
             if node.page is not None:
@@ -194,8 +201,8 @@ class FrameTable:
     # -- demotion
 
     def begin_demotion(self, max_blocks: int) -> Demotion | None:
-        """What to write next; None when nothing can go into the file tier. Its blocks are pinned
-        and their pages taken until `end_demotion`."""
+        """Choose what to copy to the file tier next, at most `max_blocks`; None when nothing can go
+        there. The chosen blocks are pinned and their pages taken until `end_demotion`."""
         if not self.pages.num_slots:
             return None
         for oldest in self._next_to_demote():
@@ -221,7 +228,8 @@ class FrameTable:
         return None
 
     def end_demotion(self, demotion: Demotion, done: Sequence[bool]) -> None:
-        """done: of each write in order, whether its bytes were good and are in the page."""
+        """End a demotion. done: of each write in order, whether its bytes were good and are in the
+        page."""
         self.demotions.remove(demotion)
         demoted: list[bytes] = []
         if demotion.parent is not None:
@@ -244,7 +252,7 @@ class FrameTable:
     # -- promotion
 
     def begin_promotion(self, node: TreeNode) -> Promotion | None:
-        """A frame for a block that lies in a page only; None when there is no room. Until
+        """Take a frame for a block that lies in a page only; None when there is no room. Until
         `end_promotion` the node is pinned and its page kept."""
         if node.page is None or node.block is not None:
             raise IntegrityError(f"{node.chain_hash.hex()}: nothing to promote")
@@ -258,8 +266,8 @@ class FrameTable:
         return promotion
 
     def end_promotion(self, promotion: Promotion, is_good: bool) -> int:
-        """is_good: the page's bytes are in the frame and their checksum is right. A bad page's
-        block is removed with all below. Returns: how many blocks were removed."""
+        """End a promotion. is_good: the page's bytes are in the frame and their checksum is right;
+        else the block is removed with all below. Returns: how many blocks were removed."""
         node, frame = promotion.node, promotion.frame
         del self.promotions[frame]
         self.tree.use_page(node, -1)
@@ -280,15 +288,15 @@ class FrameTable:
 
     @property
     def num_moving(self) -> int:
-        """Demotions and promotions under way."""
+        """The number of demotions and promotions under way."""
         return len(self.demotions) + len(self.promotions)
 
     def promoting(self) -> dict[int, int]:
-        """frame -> its (odd) generation, of the promotions under way."""
+        """The frames that promotions are reading into, each with its (odd) generation."""
         return {frame: self.frames.generations[frame] for frame in self.promotions}
 
     def pins_of_moves(self) -> Counter[TreeNode]:
-        """How often the moves under way pin each node."""
+        """The number of pins that the moves under way hold on each node."""
         pinned = Counter(write.node for each in self.demotions for write in each.writes)
         pinned.update(promotion.node for promotion in self.promotions.values())
         return pinned
@@ -296,8 +304,9 @@ class FrameTable:
     # -- damage
 
     def remove_subtrees(self, nodes: Sequence[TreeNode], why: str = LOST) -> int:
-        """Remove nodes and all below them from the tree; a frame that is pinned stays until it is
-        not. why: what happened to the nodes, for the history. Returns: how many went."""
+        """Remove nodes and all below them from the tree; a pinned frame stays until it is not
+        pinned. why: what happened to the nodes, for the history. Returns: how many nodes were
+        removed."""
         self.history.note(why, [node.chain_hash for node in nodes])
         num_removed = self.remove_below(nodes)
         for node in nodes:
@@ -307,8 +316,8 @@ class FrameTable:
         return num_removed
 
     def remove_below(self, nodes: Sequence[TreeNode], max_blocks: int | None = None) -> int:
-        """Remove the nodes below these, at most so many, children before parents; a frame that is
-        pinned stays until it is not. Returns: how many went."""
+        """Remove at most `max_blocks` of the nodes below these, children before parents; a pinned
+        frame stays until it is not pinned. Returns: how many nodes were removed."""
         named, lost, num_removed = set(nodes), list[bytes](), 0
         for node in nodes:
             for each in self.tree.leaves_first(node):
@@ -322,7 +331,8 @@ class FrameTable:
         return num_removed
 
     def quarantine_damaged(self, node: TreeNode) -> None:
-        """The bytes in the node's frame are bad: stale to every reader from now on."""
+        """Make the node's frame, whose bytes are bad, stale to every reader, and keep it out of use
+        until its last pin ends."""
         block = node.block
         if block is None or self.committed[block.frame] is not node:
             return

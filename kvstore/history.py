@@ -26,7 +26,7 @@ from typing import NamedTuple
 from process.spans import MAX_LINKS, SpanLink, TraceContext, Value, current_span
 
 MAX_EVENTS = 24
-"""Events of one block; older ones are forgotten."""
+"""Most events that are kept of one block; the oldest ones are dropped."""
 
 WRITTEN = "written"
 DEMOTED = "demoted"
@@ -41,18 +41,19 @@ LOST = "lost"
 
 
 class BlockEvent(NamedTuple):
-    """One event. A tuple: one is made for each block of each prompt."""
+    """One event of a block: what happened, when, and by which worker. A tuple: one is made for each
+    block of each prompt."""
 
     unix_s: float
     what: str
     worker_id: str
-    """The worker that did it; empty: the store itself."""
+    """The worker that caused the event; empty: the store itself."""
     trace: TraceContext | None
-    """The span in which it happened, if the request is traced."""
+    """The span in which the event happened, if the request is traced."""
 
 
 class OneHistory:
-    """One block's events, oldest first."""
+    """The events of one block, oldest first."""
 
     __slots__ = ("events", "num_events", "writer")
 
@@ -64,7 +65,7 @@ class OneHistory:
 
 
 class BlockHistory:
-    """The events of the blocks that had any most recently. max_blocks: 0 for none."""
+    """Keeps the events of the `max_blocks` blocks that had any most recently; of none for 0."""
 
     def __init__(self, max_blocks: int = 0, *, wall_clock: Callable[[], float] = time.time) -> None:
         self._max_blocks = max_blocks
@@ -85,7 +86,8 @@ class BlockHistory:
         worker_id: str = "",
         trace: TraceContext | None = None,
     ) -> None:
-        """The same event for each of these blocks, now; in the span `trace`, or the current one."""
+        """Enter the event `what`, now, for each of these blocks; in the span `trace`, or the
+        current one."""
         if not self._max_blocks or not chain_hashes:
             return
         if trace is None:
@@ -111,8 +113,8 @@ class BlockHistory:
                 one.writer = event.trace
 
     def find(self, prefix: bytes, max_blocks: int) -> list[tuple[bytes, OneHistory]]:
-        """Blocks whose chain hash begins with `prefix`, those with the latest event first. O(n)
-        except for a whole hash."""
+        """Find the blocks whose chain hash begins with `prefix`, at most `max_blocks`, those with
+        the latest event first. Takes O(n) except for a whole hash."""
         whole = self._blocks.get(prefix)
         if whole is not None:
             return [(prefix, whole)]

@@ -33,7 +33,7 @@ from protos import inference_pb2
 logger = logging.getLogger(__name__)
 
 KIND = "store"
-"""The kind of the registry's entries (process/registry.py)."""
+"""The kind of stores' entries in the registry (process/registry.py)."""
 STORES_KEY = registry.entries_key(KIND)
 SEQUENCE_FIELD = b"sequence"  # 8 bytes: never a chain hash
 
@@ -56,32 +56,34 @@ return found
 
 
 def index_key(node_id: str, incarnation: str) -> str:
-    """incarnation: hex."""
+    """The Redis key of the index of one start of a store. incarnation: hex."""
     return f"baton:index:{node_id}:{incarnation}"
 
 
 def loading_key(node_id: str, incarnation: str) -> str:
-    """The key of a full publication that is under way; not one of the keys that `index_key` can
-    make."""
+    """The Redis key under which a full publication is loaded; not one of the keys that `index_key`
+    can make."""
     return f"baton:index-loading:{node_id}:{incarnation}"
 
 
 def beat_key(node_id: str) -> str:
+    """The Redis key that exists while the store sends heartbeats; it holds the incarnation."""
     return registry.beat_key(KIND, node_id)
 
 
 class PrefixIndex:
-    """The reading side, for routers."""
+    """Reads the prefix index and the stores' registry entries from Redis; for routers."""
 
     def __init__(self, client: redis.asyncio.Redis, timeout_s: float) -> None:
-        """client: its owner closes it. timeout_s: bounds each call as a whole."""
+        """Args: client: a connection whose owner closes it. timeout_s: bounds each call as a
+        whole."""
         self._client = client
         self._timeout_s = timeout_s
         self._script = client.register_script(_LONGEST_PREFIX)
 
     async def prepare(self) -> None:
-        """Connect, and give Redis the script of a lookup: else the first one does, which takes four
-        round trips more. Nothing needs it: where Redis is away, each lookup says so.
+        """Connect to Redis and load the script of a lookup, which saves the first lookup four round
+        trips. Optional: where Redis is away, each lookup says so.
 
         Raises: Unavailable when Redis does not answer in time.
         """
@@ -94,7 +96,8 @@ class PrefixIndex:
     async def lookup(
         self, chain_hashes: Sequence[bytes], nodes: Mapping[str, str]
     ) -> dict[str, int]:
-        """How many of `chain_hashes`, from the first on, each store holds, by the index.
+        """Look up how many blocks of a prompt each store holds, from the first block on, by the
+        index.
 
         Args: chain_hashes: of one prompt, in order. nodes: node id -> incarnation (hex).
         Returns: node id -> number of blocks, 0 for a store that has none or is not known.
@@ -106,8 +109,8 @@ class PrefixIndex:
     async def lookup_all(
         self, chains: Sequence[Sequence[bytes]], nodes: Mapping[str, str]
     ) -> list[dict[str, int]]:
-        """As `lookup`, for several chains (one prompt in several layouts) in one round trip,
-        whatever their lengths and however many stores there are.
+        """Look up how many blocks of each of several chains (one prompt in several layouts) each
+        store holds, in one round trip, whatever their lengths and however many stores there are.
 
         Returns: for each chain, node id -> number of blocks.
         Raises: Unavailable when Redis does not answer in time.
@@ -125,8 +128,8 @@ class PrefixIndex:
         return [{node_id: int(next(found)) for node_id in nodes} for _ in chains]
 
     async def stores(self) -> list[inference_pb2.StoreStatus]:
-        """The registered stores; `reachable` says whether that very life has a fresh heartbeat. A
-        row that cannot be read is passed over, and the log says so.
+        """The stores in the registry; `reachable` says whether that very start of the store has a
+        fresh heartbeat. A row that cannot be read is passed over, and the log says so.
 
         Raises: Unavailable.
         """

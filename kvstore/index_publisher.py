@@ -8,6 +8,9 @@ or restored is noticed, and everything is published again. While Redis is away c
 log, until it overflows and everything is published again. The store itself never waits for Redis.
 A full publication goes piece by piece, while the store changes, and the changes follow it.
 
+A publisher that fails by an error of its own publishes everything again; until that succeeds it
+does not extend the life of the index, which expires, while the store stays registered.
+
 States: full (all must be published) -> synced <-> pending; any doubt -> full. One asyncio loop.
 """
 
@@ -34,7 +37,7 @@ from protos import inference_pb2
 logger = logging.getLogger(__name__)
 
 BATCH = 2048
-"""Changes per script call: about 1 ms of Redis (1.25 us per field, measured for 128)."""
+"""Most changes in one script call: about 1 ms of Redis (1.25 us per field, measured for 128)."""
 _BACKOFF_S, _BACKOFF_MAX_S = 0.1, 1.0
 _INDEX_TTL_S = 60.0  # of the index itself, renewed by each heartbeat: a dead store leaves nothing
 _SCAN_KEYS = 10_000
@@ -71,7 +74,8 @@ return 1
 
 
 class PrefixIndexPublisher:
-    """One store's life in Redis, from `start` to `stop`."""
+    """Publishes one start of a store in Redis, from `start` to `stop`: its registry entry and its
+    index."""
 
     def __init__(
         self,
@@ -88,8 +92,9 @@ class PrefixIndexPublisher:
         access: RedisAccess = NO_ACCESS,
         batch_size: int = BATCH,
     ) -> None:
-        """status: what to register. snapshot: every chain hash that is present, in lists of so
-        many; clears `changes` when it is called. batch_size: most changes per script call."""
+        """Args: status: makes the registry entry. changes: the log to follow. snapshot: lists every
+        chain hash that is present, in lists of so many; clears `changes` when it is called.
+        batch_size: most changes per script call."""
         self._client = client = registry.connect_redis(redis_url, timeout_s, access)
         self._node_id = node_id
         self._key = index.index_key(node_id, incarnation.hex())
@@ -119,6 +124,7 @@ class PrefixIndexPublisher:
         self._needs_full = True
         self._is_filling = False  # a full publication is under way
         self._is_first = True
+        self._is_failing = False  # the last try ended with an error that is not Redis'
         self._task: asyncio.Task[None] | None = None
         # When the oldest change came that the full publication is to bring: of the one that is
         # due, and of the one under way.
@@ -137,17 +143,19 @@ class PrefixIndexPublisher:
 
     @property
     def num_failures(self) -> int:
-        """Operations of Redis that failed."""
+        """The number of publications and heartbeats that failed."""
         return self._num_failures + self.heartbeat.num_failures
 
     @property
     def num_pending(self) -> int:
-        """Changes that Redis has not confirmed, without those that a full publication brings."""
+        """The number of changes that Redis has not confirmed, without those that a full publication
+        brings."""
         return len(self._changes) + len(self._batch)
 
     @property
     def lag_s(self) -> float:
-        """How long the oldest change that Redis has not confirmed waits; 0: there is none."""
+        """Age in seconds of the oldest change that Redis has not confirmed; 0: Redis has confirmed
+        all."""
         since = []
         if self._needs_full:
             since.append(self._full_since_s)
@@ -160,7 +168,7 @@ class PrefixIndexPublisher:
         return max(0.0, time.monotonic() - min(since)) if since else 0.0
 
     def start(self) -> None:
-        """Register, publish everything, then follow the log."""
+        """Start to send heartbeats, to publish all blocks, and then each change."""
         self.heartbeat.start()
         self._task = start_task(self._run(), "index publisher")
 
@@ -188,20 +196,27 @@ class PrefixIndexPublisher:
                 else:
                     await self._changes.appended.wait()
                     continue
-                pause_s = _BACKOFF_S
+                pause_s, self._is_failing = _BACKOFF_S, False
+                continue
             except REDIS_FAILURES as error:
-                self._num_failures += 1
                 if pause_s == _BACKOFF_S:  # the first in a row
                     logs.event(
                         logger, "index_not_published", level=logging.WARNING, error=repr(error)
                     )
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _BACKOFF_MAX_S)
+            except Exception as error:
+                if not self._is_failing:
+                    logger.error("index_publisher_failed", exc_info=error)
+                self._is_failing = True
+                self._need_full()
+            self._num_failures += 1
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _BACKOFF_MAX_S)
 
     def _look(self, pipe: Pipeline) -> Callable[[list[Any]], None]:
-        """With each heartbeat: keep the index for another minute, and see whether Redis still has
-        what was published; a publication under way sees that by itself."""
-        pipe.pexpire(self._key, int(_INDEX_TTL_S * 1000))
+        """With each heartbeat: keep the index for another minute if it is being published, and see
+        whether Redis still has what was published; a publication under way sees that by itself."""
+        if not self._is_failing:
+            pipe.pexpire(self._key, int(_INDEX_TTL_S * 1000))
         pipe.hget(self._key, index.SEQUENCE_FIELD)
         is_whole, num_full = not (self._needs_full or self._is_filling), self.num_full_publications
         first = self.sequence
@@ -210,7 +225,7 @@ class PrefixIndexPublisher:
             is_same = is_whole and not self._is_filling and num_full == self.num_full_publications
             # Of batches that went out meanwhile, or are not confirmed, any may be the last one.
             last = self.sequence + bool(self._batch)
-            if is_same and answers[1] not in {b"%d" % each for each in range(first, last + 1)}:
+            if is_same and answers[-1] not in {b"%d" % each for each in range(first, last + 1)}:
                 self._need_full()
                 self._changes.appended.set()
 

@@ -38,7 +38,7 @@ from process.tasks import end_tasks, start_task
 logger = logging.getLogger(__name__)
 
 SLICE_S = 0.002
-"""Longest time that a check keeps the loop."""
+"""Longest time that a check of the invariants keeps the event loop in one turn."""
 CHECK_BUDGET_S = 0.25
 """Longest time that a check takes which a call asked for."""
 LEAST_S_PER_FRAME = 4e-6
@@ -50,17 +50,18 @@ _END = object()
 
 
 def check(store: BlockStore) -> None:
-    """Recompute every law at once. Raises: IntegrityError."""
+    """Recompute every invariant of a store at once. Raises: IntegrityError naming the first that
+    fails."""
     run(check_store(store))
 
 
 def run(steps: Iterator[None]) -> None:
-    """All steps of a check at once. Raises: IntegrityError."""
+    """Run all steps of a check at once. Raises: IntegrityError."""
     deque(steps, maxlen=0)
 
 
 def check_store(store: BlockStore) -> Iterator[None]:
-    """Every law of a store."""
+    """Check every invariant of a store, step by step. Raises: IntegrityError."""
     yield from check_table(store.table)
     yield from check_leases(store.leases)
     yield from check_writing(store.table, store.leases, store.attachments, store.quarantined)
@@ -68,7 +69,7 @@ def check_store(store: BlockStore) -> Iterator[None]:
 
 
 def check_table(table: FrameTable) -> Iterator[None]:
-    """Frames, pages, the tree, tenants' accounts, and what moves between the tiers."""
+    """Check frames, pages, the tree, tenants' accounts, and what moves between the tiers."""
     yield from check_frames(table.frames)
     yield from check_slots(table.pages, "pages")
     yield from check_tree(table.tree)
@@ -85,7 +86,8 @@ def check_table(table: FrameTable) -> Iterator[None]:
 
 
 def check_slots(pool: SlotPool, kind: str) -> Iterator[None]:
-    """The counts of the states are right, and the free slots are those that can be taken."""
+    """Check that the counts of a pool's states are right, and that its free slots are those that
+    can be taken."""
     counts = dict.fromkeys(SlotState, 0)
     for state in pool.states:
         counts[state] += 1
@@ -108,7 +110,8 @@ def check_slots(pool: SlotPool, kind: str) -> Iterator[None]:
 
 
 def check_frames(frames: FramePool) -> Iterator[None]:
-    """As check_slots; and a generation is odd exactly while bytes may change."""
+    """Check a frame pool as check_slots does, and that a generation is odd exactly while bytes may
+    change."""
     yield from check_slots(frames, "frames")
     changing = (SlotState.WRITING, SlotState.QUARANTINED)
     for frame, state in enumerate(frames.states):
@@ -119,7 +122,8 @@ def check_frames(frames: FramePool) -> Iterator[None]:
 
 
 def check_tree(tree: PrefixTree) -> Iterator[None]:
-    """Each node is among its parent's children, and both tiers are prefix-closed."""
+    """Check that each node is among its parent's children, and that both tiers are
+    prefix-closed."""
     num_below = num_children = 0
     for chain_hash, node in tree.nodes.items():
         yield
@@ -153,8 +157,8 @@ def check_tree(tree: PrefixTree) -> Iterator[None]:
 
 
 def check_committed(table: FrameTable) -> Iterator[None]:
-    """Committed frames hold blocks of the tree, pinned tails, or pinned blocks that were removed
-    from the tree; one each, at the frame's own generation."""
+    """Check that committed frames hold blocks of the tree, pinned tails, or pinned blocks that were
+    removed from the tree; one each, at the frame's own generation."""
     frames, tree, committed = table.frames, table.tree, table.committed
     num_committed = 0
     for frame, node in enumerate(committed):
@@ -182,7 +186,7 @@ def check_committed(table: FrameTable) -> Iterator[None]:
 
 
 def check_pages(table: FrameTable) -> Iterator[None]:
-    """Pages that hold a block are those that nodes lie in, one each."""
+    """Check that pages that hold a block are those that nodes lie in, one each."""
     pages = table.pages
     is_taken = bytearray(pages.num_slots)
     for node in table.tree:
@@ -201,7 +205,7 @@ def check_pages(table: FrameTable) -> Iterator[None]:
 
 
 def check_account(account: SlotAccount, pool: SlotPool) -> Iterator[None]:
-    """The slots charged to tenants are those that are taken, and are counted right."""
+    """Check that the slots charged to tenants are those that are taken, and are counted right."""
     used: Counter[str] = Counter()
     for slot, tenant in enumerate(account.tenants):
         yield
@@ -224,8 +228,8 @@ def check_account(account: SlotAccount, pool: SlotPool) -> Iterator[None]:
 
 
 def check_orders(table: FrameTable) -> Iterator[None]:
-    """Every node that may give up a frame or a page can be found, and the clean ones are counted
-    right."""
+    """Check that every node that may give up a frame or a page can be found, and that the clean
+    ones are counted right."""
     tree = table.tree
     num_clean = 0
     for node in tree:
@@ -253,8 +257,8 @@ def check_order(
     num_slots: int,
     slot_of: Callable[[TreeNode], int],
 ) -> Iterator[None]:
-    """Every candidate of one kind can be found: it is filed once, by its own group, and not below
-    its age."""
+    """Check that every candidate of one kind can be found: it is filed once, by its own group, and
+    not below its age."""
     is_filed = bytearray(num_slots)
     for group, order in orders.items():
         for last_used, _, _, node in order.heap:
@@ -276,8 +280,8 @@ def check_order(
 
 
 def check_moves(table: FrameTable) -> Iterator[None]:
-    """Pages being written are those of the demotions under way, and pages are kept from leaving by
-    moves alone."""
+    """Check that pages being written are those of the demotions under way, and that only moves keep
+    pages from leaving."""
     writing = {write.index for each in table.demotions for write in each.writes}
     if len(writing) != table.pages.count(SlotState.WRITING):
         raise IntegrityError("pages being written are not those of the demotions under way")
@@ -290,7 +294,7 @@ def check_moves(table: FrameTable) -> Iterator[None]:
 
 
 def check_leases(leases: LeaseTable) -> Iterator[None]:
-    """Every lease lapses at its own end, and holds a frame in one way only."""
+    """Check that every lease lapses at its own end, and holds a frame in one way only."""
     due = set(leases.due)
     for lease in leases:
         is_hold = math.isinf(lease.expires_at_s)
@@ -312,8 +316,9 @@ def check_writing(
     attachments: AttachmentTable,
     quarantined: QuarantineList,
 ) -> Iterator[None]:
-    """Writing frames are reserved once, by a worker that is attached, or are being promoted into;
-    quarantined ones have an end: their worker's, or that of the last lease on their bad bytes."""
+    """Check that writing frames are reserved once, by a worker that is attached, or are being
+    promoted into; and that quarantined ones have an end: their worker's, or that of the last lease
+    on their bad bytes."""
     frames = table.frames
     writing = table.promoting()
     for lease in leases:
@@ -347,8 +352,8 @@ def check_writing(
 
 
 def check_pins(table: FrameTable, leases: LeaseTable) -> Iterator[None]:
-    """Each node's pin count is the number of leases and moves that hold it, and each pinned frame
-    is known to the table."""
+    """Check that each node's pin count is the number of leases and moves that hold it, and that
+    each pinned frame is known to the table."""
     tree, committed, damaged = table.tree, table.committed, table.damaged
     pins = table.pins_of_moves()
     for lease in leases:
@@ -376,18 +381,18 @@ def check_pins(table: FrameTable, leases: LeaseTable) -> Iterator[None]:
 
 
 class SlicedCheck:
-    """Recomputes the laws on an asyncio loop that serves calls, in slices of `slice_s`.
-
-    A check that something changed in the middle of begins again. A law that does not hold is looked
-    at once more in one go before it is reported, since only that is free of changes. A law that
-    breaks in use is reported until the store restarts, whatever later checks find.
-    """
+    """Recomputes the invariants of a store on an event loop that serves calls, in slices of
+    `slice_s`. A check begins again when something changed in the middle of it. An invariant that
+    does not hold is looked at once more in one go before it is reported, since only that is free of
+    changes. One that breaks in use is reported until the store restarts, whatever later checks
+    find."""
 
     def __init__(self, store: BlockStore, clock: Clock, slice_s: float = SLICE_S) -> None:
         self.error = ""
-        """What the last complete check found, or what failed in use; empty: every law held."""
+        """The invariant that the last complete check, or the store's own work, found violated;
+        empty: every one held."""
         self.num_calls = 0
-        """Calls that may have changed what is checked. Counted by the caller."""
+        """Calls that may have changed what is checked. The store counts them here."""
         self._store = store
         self._clock = clock
         self._slice_s = slice_s
@@ -395,13 +400,13 @@ class SlicedCheck:
         self._checking: asyncio.Task[None] | None = None
 
     async def stop(self) -> None:
-        """End a check that was asked for."""
+        """End a check that a call asked for, if one is under way."""
         await end_tasks([self._checking])
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """The context of the store's own work. An IntegrityError ends the work and goes no further:
-        it is logged, and `error` names it until the store restarts."""
+        """The context of the store's own work. An IntegrityError ends that work and goes no
+        further: it is logged, and `error` names it until the store restarts."""
         try:
             yield
         except IntegrityError as error:
@@ -409,9 +414,12 @@ class SlicedCheck:
             self._broken = str(error)
 
     async def check(self, budget_s: float = CHECK_BUDGET_S) -> str:
-        """Recompute every law, for `budget_s` at most, if that can be enough at all; callers at the
-        same time share one check. Returns: `error`, after this check or, without one that came to
-        its end, after the last that did."""
+        """Recompute every invariant, for `budget_s` at most, if that can be enough at all; callers
+        at the same time share one check.
+
+        Returns: `error`, after this check or, without one that came to its end, after the last that
+            did.
+        """
         if self._store.frames.num_slots * LEAST_S_PER_FRAME > budget_s:
             return self.error
         if self._checking is None or self._checking.done():
@@ -420,8 +428,8 @@ class SlicedCheck:
         return self.error
 
     async def run(self, until_s: float) -> bool:
-        """One check. until_s: on time.monotonic(). Returns: whether it came to its end, in time and
-        with no change meanwhile."""
+        """Run one check. until_s: when to give up, on time.monotonic(). Returns: whether it came to
+        its end, in time and with no change meanwhile."""
         with self.in_use():
             self._store.lapse(self._clock())
         state, steps = self._state(), check_store(self._store)

@@ -24,8 +24,8 @@ from kvstore.prefix_tree import PrefixTree, TreeNode
 
 
 class FrameReservation(NamedTuple):
-    """A frame being written at (odd) `generation`. `chain_hash` is empty for a tail block, whose
-    name is `tail_name`; `parent` is empty at the start of a prompt."""
+    """A frame that a worker is writing at (odd) `generation`. `chain_hash` is empty for a tail
+    block, whose name is `tail_name`; `parent` is empty at the start of a prompt."""
 
     frame: int
     generation: int
@@ -38,7 +38,7 @@ class FrameReservation(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TimedLease:
-    """expires_at_s: infinite where it never lapses."""
+    """A lease with its end. expires_at_s: infinite where it never lapses."""
 
     lease_id: str
     expires_at_s: float
@@ -46,8 +46,9 @@ class TimedLease:
 
 @dataclass(slots=True, eq=False)
 class Lease(TimedLease):
-    """A store's. `reservations` is keyed by frame. A lease pins a node once, whatever tier it lies
-    in. is_probe: a worker measures its link under it, so that its bytes are not counted."""
+    """A lease of a store: what it pins, and the frames reserved under it (`reservations`, by
+    frame). It pins a node once, whatever tier the node lies in. is_probe: a worker measures its
+    link under it, so that its bytes are not counted."""
 
     is_probe: bool = False
     pins: dict[TreeNode, None] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class Lease(TimedLease):
     writing: dict[bytes, int] = field(default_factory=dict)  # chain hash -> frame, of reservations
 
     def pin_all(self, tree: PrefixTree, nodes: Iterable[TreeNode]) -> list[TreeNode]:
-        """Returns: those that this lease did not pin yet."""
+        """Pin nodes of the tree under this lease. Returns: those that it did not pin yet."""
         newly: list[TreeNode] = []
         for node in nodes:
             if node not in self.pins:
@@ -65,11 +66,14 @@ class Lease(TimedLease):
         return newly
 
     def add_reservation(self, reservation: FrameReservation) -> None:
+        """Enter a frame that is being written under this lease."""
         self.reservations[reservation.frame] = reservation
         if reservation.chain_hash:
             self.writing[reservation.chain_hash] = reservation.frame
 
     def drop_reservation(self, frame: int) -> FrameReservation:
+        """Take a reservation out of this lease. Returns: the reservation; the caller commits or
+        frees its frame."""
         reservation = self.reservations.pop(frame)
         if reservation.chain_hash:
             del self.writing[reservation.chain_hash]
@@ -84,7 +88,7 @@ Kind = TypeVar("Kind", bound=TimedLease)
 
 
 class Leases(Generic[Kind]):
-    """All live leases of one kind, by id and by which lapses next."""
+    """The live leases of one kind, by id and by which lapses next."""
 
     def __init__(
         self,
@@ -92,7 +96,8 @@ class Leases(Generic[Kind]):
         max_ttl_s: float,
         new_id: Callable[[], str] = _random_id,
     ) -> None:
-        """make: of (lease id, end)."""
+        """Args: make: makes a lease of its id and its end. max_ttl_s: longest time for which a
+        lease is given or renewed."""
         self.max_ttl_s = max_ttl_s
         self._make = make
         self._new_id = new_id
@@ -107,39 +112,42 @@ class Leases(Generic[Kind]):
         return iter(self._leases.values())
 
     def create(self, now_s: float, ttl_s: float) -> Kind:
-        """A new lease for `ttl_s`, at most the table's own limit."""
+        """Make a lease for `ttl_s`, at most `max_ttl_s`."""
         lease = self.create_endless()
         self.end_within(lease, now_s, ttl_s)
         return lease
 
     def create_endless(self) -> Kind:
-        """A lease that does not lapse."""
+        """Make a lease that does not lapse."""
         lease = self._make(self._new_id(), math.inf)
         self._leases[lease.lease_id] = lease
         return lease
 
     def find(self, lease_id: str) -> Kind | None:
+        """The lease with this id; None when it is over or was never made."""
         return self._leases.get(lease_id)
 
     def get(self, lease_id: str) -> Kind:
-        """Raises: LeaseLapsed when it is not there (any more)."""
+        """The lease with this id. Raises: LeaseLapsed when it is over or was never made."""
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseLapsed(f"lease {lease_id or '(empty)'}: released, lapsed or never made")
         return lease
 
     def renew(self, lease: Kind, now_s: float, ttl_s: float) -> None:
-        """Never shortens: another holder of the lease may rely on the later end."""
+        """Let a lease lapse `ttl_s` from now, if that is later than its end: another holder of the
+        lease may rely on the later one."""
         if now_s + min(ttl_s, self.max_ttl_s) > lease.expires_at_s:
             self.end_within(lease, now_s, ttl_s)
 
     def end_within(self, lease: Kind, now_s: float, ttl_s: float) -> None:
-        """Let it lapse `ttl_s` from now, at most the table's own limit, whatever its end was."""
+        """Let a lease lapse `ttl_s` from now, at most `max_ttl_s`, whatever its end was."""
         lease.expires_at_s = now_s + min(ttl_s, self.max_ttl_s)
         heapq.heappush(self.due, (lease.expires_at_s, lease.lease_id))
 
     def remove(self, lease_id: str) -> Kind | None:
-        """Take the lease out; the caller lets go of what it owns."""
+        """Take a lease out of the table; the caller lets go of what it owns. Returns: None when it
+        is not there."""
         return self._leases.pop(lease_id, None)
 
     def pop_due(self, now_s: float) -> Kind | None:
@@ -153,7 +161,7 @@ class Leases(Generic[Kind]):
 
 
 class LeaseTable(Leases[Lease]):
-    """All live leases of a store."""
+    """The live leases of a store."""
 
     def __init__(self, max_ttl_s: float, new_id: Callable[[], str] = _random_id) -> None:
         super().__init__(Lease, max_ttl_s, new_id)

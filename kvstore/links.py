@@ -41,11 +41,11 @@ memory 1/2 is usual and 1/10 a bad day (measured), between GPUs ten times as muc
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes/s of one transfer of `num_bytes`, best of a few. latency_s: of reading one block,
-    checksum included, best of a few. copy_bytes_per_s: of a plain copy of as many bytes on a thread
-    of this process.
+    """The measured speed of a link in bytes/s, for one transfer of `num_bytes`, best of a few.
 
-    A lender takes no writes: there write_bytes_per_s is 0.
+    latency_s: of reading one block, checksum included, best of a few. copy_bytes_per_s: of a plain
+    copy of as many bytes on a thread of this process. A lender takes no writes: there
+    write_bytes_per_s is 0.
     """
 
     num_bytes: int
@@ -57,8 +57,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class Link:
-    """rates None: `problem` says why it was not measured. is_fault: that is the link's own fault
-    (too slow to measure, wrong bytes), not for instance a full store's."""
+    """A worker's link to one store or lender. rates: None: `problem` says why it was not measured.
+    is_fault: that is the link's own fault (too slow to measure, wrong bytes), not for instance a
+    full store's."""
 
     node_id: str
     address: str
@@ -71,14 +72,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Verdict:
-    """floor_bytes_per_s: what was demanded of each direction that is used; 0: nothing."""
+    """Whether a link is fast enough. floor_bytes_per_s: what was demanded of each direction that is
+    used; 0: nothing."""
 
     floor_bytes_per_s: float
     degraded: bool
 
 
 def judge(link: Link, floor_bytes_per_s: float) -> Verdict:
-    """Whether the link is as fast as it has to be. Source: ours.
+    """Decide whether the link is as fast as it has to be. Pure. Source: ours.
 
     Args: floor_bytes_per_s: the operator's; 0: none.
     """
@@ -95,8 +97,8 @@ def judge(link: Link, floor_bytes_per_s: float) -> Verdict:
 MAX_BYTES = 32 * 1024 * 1024
 MAX_ROUNDS = 3
 NUM_LATENCY_ROUNDS = 9
-"""More rounds than for the rates, since a round is short: other work of the loop distorts it
-more."""
+"""Rounds of the latency measurement: more than for the rates, since a round is short and other work
+of the loop distorts it more."""
 MAX_BLOCKS = 16
 """Most frames of a measurement: more cost more control calls than they are worth."""
 MAX_SHARE = 1 / 8
@@ -107,13 +109,14 @@ _TTL_S = 10.0
 
 
 def num_blocks_wanted(block_bytes: int) -> int:
-    """How many blocks a measurement needs: half of them are sent, half received into."""
+    """The number of worker blocks that a measurement of a link needs: half of them are sent, half
+    received into."""
     return 2 * max(1, min(MAX_BLOCKS, MAX_BYTES // (2 * MAX_ROUNDS * block_bytes)))
 
 
 async def measure(client: KvStoreClient, block_ids: Sequence[int], deadline: Deadline) -> Rates:
-    """Measure the client's transport with blocks that are given for it; KvStoreClient.measure says
-    what it raises."""
+    """Measure the client's link with worker blocks that are given for it. Raises: as
+    KvStoreClient.measure."""
     if is_lender(client.node_id):
         return await _measure_lender(client, block_ids, deadline)
     half = min(len(block_ids) // 2, max(1, int(client.num_frames * MAX_SHARE)))

@@ -25,15 +25,19 @@ from process.errors import AlreadyExists, FailedPrecondition, Internal, InvalidA
 from process.tasks import complete_despite_cancel
 
 REMEMBERED = 65_536
-"""How many terminal pushes are remembered; a forgotten one is unknown, hence terminal, too."""
+"""Most terminal pushes that are remembered; a forgotten one is unknown, and so counts as terminal,
+too."""
 
 START_S = 30.0
+"""Longest time to start NIXL."""
+
 _CLOSE_S = 1.0
 
 
 @dataclass(frozen=True)
 class PeerBlocks:
-    """What a worker says of its blocks: its agent's metadata and its one registered region."""
+    """A worker's blocks as it describes them when it attaches: its agent's metadata and its one
+    registered region."""
 
     metadata: bytes
     region: Region
@@ -43,7 +47,7 @@ class PeerBlocks:
 
 @dataclass(frozen=True)
 class Target:
-    """A worker's blocks as NIXL reaches them."""
+    """A worker's blocks as our NIXL agent reaches them."""
 
     peer: str
     region: Region
@@ -52,29 +56,36 @@ class Target:
 
 @dataclass(frozen=True)
 class Frames:
-    """Our own frames as NIXL reaches them; `stride_bytes` from one to the next."""
+    """The frames of the sending process as its NIXL agent reaches them; `stride_bytes` from one to
+    the next."""
 
     region: Region
     stride_bytes: int
 
 
 class Readable(Protocol):
-    """What a push needs of the truth about frames; `BlockStore` and `ExportedBlocks` have it."""
+    """The owner of frames that a push reads; `BlockStore` and `ExportedBlocks` are."""
 
     @property
-    def frame_bytes(self) -> int: ...
+    def frame_bytes(self) -> int:
+        """The size of a frame without padding."""
+
     @property
-    def refused(self) -> Counter[str]: ...
+    def refused(self) -> Counter[str]:
+        """Blocks that were asked for and not given, counted by reason."""
+
     def hold(self, blocks: Sequence[Block]) -> tuple[str, list[bool]]:
-        """Keep frames as they are. Returns: an id for `unhold`, and for each block whether it still
-        is what it says."""
+        """Keep frames as they are until `unhold`. Returns: an id for `unhold`, and for each block
+        whether it still is what its reference says."""
 
-    def unhold(self, hold_id: str) -> None: ...
+    def unhold(self, hold_id: str) -> None:
+        """End a `hold`."""
 
 
 @dataclass(frozen=True)
 class PushOutcome:
-    """terminal: all bytes of all blocks but the `stale` ones have arrived."""
+    """The outcome of a push. terminal: all bytes of all blocks but the `stale` ones have arrived;
+    else the push may still write."""
 
     terminal: bool
     num_bytes: int = 0
@@ -82,8 +93,8 @@ class PushOutcome:
 
 
 class BlockPusher:
-    """The owner's NIXL agent, made for the first peer; the peer of each attachment; and the pushes
-    to them.
+    """The NIXL agent of a store or lender, made for the first peer; the peer of each attachment;
+    and the pushes to them.
 
     Life of a peer: `meet` -> `add` -> pushes -> it is not among those that `keep` names: it is
     forgotten once nothing moves to it any more.
@@ -98,8 +109,8 @@ class BlockPusher:
         name: str,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """name: the agent's name is this with a random part behind it. before: see
-        NixlAgent.register."""
+        """Args: name: the agent's name begins with it. before: called in the agent's thread before
+        memory is registered (NixlAgent.register)."""
         self.name = f"{name}-{secrets.token_hex(16)}"
         """The name of the NIXL agent."""
         self.metadata = b""
@@ -116,7 +127,7 @@ class BlockPusher:
 
     @property
     def num_moving(self) -> int:
-        """Pushes."""
+        """The number of pushes under way."""
         return len(self._moving)
 
     # -- peers
@@ -147,17 +158,17 @@ class BlockPusher:
         return Target(adding.result(), peer.region, peer.num_blocks)
 
     def add(self, attachment_id: str, target: Target) -> None:
-        """Pushes of this attachment go there."""
+        """Enter the target that the pushes of an attachment go to."""
         self._targets[attachment_id] = target
 
     def keep(self, attachment_ids: Collection[str]) -> None:
-        """Forget the peers of all others, each once nothing moves to it."""
+        """Forget the peers of all attachments but these, each once nothing moves to it."""
         for attachment_id in self._targets.keys() - set(attachment_ids):
             self._forget_later(self._targets.pop(attachment_id).peer)
 
     async def close(self, timeout_s: float) -> bool:
-        """End the agent. Returns: whether nothing moved any more in time; the agent then ends by
-        itself when that is over."""
+        """End the NIXL agent. Returns: whether nothing moved any more in time; else the agent ends
+        by itself when that is over."""
         if self._agent is None:
             return True
         return await self._agent.close(Deadline.after(timeout_s))
@@ -165,8 +176,8 @@ class BlockPusher:
     # -- pushes
 
     def close_push(self, push_id: str) -> bool:
-        """Whether nothing moves for this push, now and later: one that is not known is refused from
-        here on."""
+        """Whether no byte of this push moves, now and later: a push that is not known is refused
+        from here on."""
         if push_id in self._moving:
             return False
         self._end(push_id)

@@ -6,13 +6,13 @@ from __future__ import annotations
 _SUFFIX = "/lent"
 
 PROBE_HASH = b"baton link probe"
-"""The one name that a lender's Match knows, as often as blocks are wanted: a few of its free ones,
-lent for a while to measure the way with. No chain hash is ever this one but by chance, and chance
-is 2^-128."""
+"""The one name that a lender's Match finds, in place of a chain hash: free blocks of the lender,
+one for each time that it is asked for, to measure the link with. No chain hash is equal to it but
+by chance (2^-128)."""
 
 
 def lender_node_id(worker_id: str) -> str:
-    """The node id under which a worker lends: what handles and attachments say."""
+    """The node id under which a worker lends its blocks; handles and attachments name it."""
     return worker_id + _SUFFIX
 
 

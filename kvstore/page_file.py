@@ -54,21 +54,24 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Sizes and offsets in the file. stride_bytes: from one page to the next."""
+    """Sizes and offsets in a page file, in bytes."""
 
     block_bytes: int
     num_pages: int
 
     @property
     def stride_bytes(self) -> int:
+        """Bytes from one page to the next: a block's, rounded up to 4096."""
         return _round_up(self.block_bytes)
 
     @property
     def data_offset(self) -> int:
+        """Offset of the first page, behind the headers."""
         return _ALIGN + _round_up(HEADER_BYTES * self.num_pages)
 
     @property
     def total_bytes(self) -> int:
+        """Size of the whole file."""
         return self.data_offset + self.num_pages * self.stride_bytes
 
     @classmethod
@@ -86,13 +89,14 @@ class PageLayout:
 
 
 class PageFile:
-    """An open page file; `open` makes it."""
+    """The open page file of a store; `open` makes it."""
 
     def __init__(self, path: Path, fd: int, layout: PageLayout, file_id: bytes) -> None:
         self.path = path
         self.layout = layout
         self.cleared = ""
-        """Why the file that was there could not be used and was cleared; empty: it was not."""
+        """Why the content of the file that was there could not be used and was cleared; empty: it
+        was not cleared."""
         self._fd = fd
         self._file_id = file_id
 
@@ -125,7 +129,8 @@ class PageFile:
             raise
 
     def scan(self) -> tuple[list[StoredPage], int]:
-        """Every header that verifies, and how many are torn. Reads no page."""
+        """Read all headers. Returns: the pages whose headers verify, and how many headers are torn.
+        Reads no page."""
         table = _read(self._fd, HEADER_BYTES * self.layout.num_pages, _ALIGN)
         stored: list[StoredPage] = []
         num_torn = 0
@@ -142,13 +147,13 @@ class PageFile:
         return stored, num_torn
 
     def write(self, page: StoredPage, data: Bytes) -> None:
-        """Put a block's bytes and then its header on disk. Raises: OSError."""
+        """Write a block's bytes and then its header. Raises: OSError."""
         _write(self._fd, data.data, self._offset(page.index))
         _write(self._fd, memoryview(self._pack(page)), _ALIGN + page.index * HEADER_BYTES)
 
     def read(self, index: int, checksum: int, into: Bytes) -> bool:
-        """A page's bytes, into `into`. Returns: whether their checksum is the one expected; a page
-        that cannot be read is not."""
+        """Read a page into `into`. Returns: whether the checksum of its bytes is the expected one;
+        a page that cannot be read counts as bad."""
         try:
             num_bytes = _read_into(self._fd, into.data, self._offset(index))
         except OSError:

@@ -17,25 +17,86 @@ Knows neither frames' states nor leases nor clocks. Plain and synchronous, one t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Generic, TypeVar
 
 from kvstore.block_refs import Block, Page
 from kvstore.change_log import ChangeLog, NullLog
 from kvstore.errors import IntegrityError
-from kvstore.sharded_dict import ShardedDict
 from kvstore.tenancy import POOL, TenantShares
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+NUM_SHARDS = 1024
+_MASK = NUM_SHARDS - 1
+
+
+class ShardedDict(Generic[K, V]):
+    """A dict of millions of entries that grows without a long pause; entries come in no order.
+
+    A plain dict copies all of its entries each time that its table is full: 50 to 200 ms for a
+    million (measured), in one turn of the loop. Here an insertion copies at most one shard, a
+    thousandth.
+    """
+
+    def __init__(self) -> None:
+        self.shards: tuple[dict[K, V], ...] = tuple({} for _ in range(NUM_SHARDS))
+        self._num_entries = 0
+
+    def __len__(self) -> int:
+        return self._num_entries
+
+    def __contains__(self, key: K) -> bool:
+        return key in self.shards[hash(key) & _MASK]
+
+    def get(self, key: K) -> V | None:
+        """The value of a key; None where there is no entry."""
+        return self.shards[hash(key) & _MASK].get(key)
+
+    def add(self, key: K, value: V) -> bool:
+        """Add an entry. Returns: False when the key has an entry already, which stays."""
+        shard = self.shards[hash(key) & _MASK]
+        if key in shard:
+            return False
+        shard[key] = value
+        self._num_entries += 1
+        return True
+
+    def remove(self, key: K) -> None:
+        """Remove the entry of a key. Raises: KeyError where there is none."""
+        del self.shards[hash(key) & _MASK][key]
+        self._num_entries -= 1
+
+    def items(self) -> Iterator[tuple[K, V]]:
+        """Iterate over every entry. Raises: RuntimeError, not always, when entries come or go
+        meanwhile."""
+        return itertools.chain.from_iterable(shard.items() for shard in self.shards)
+
+    def keys_in_pieces(self, num_keys: int) -> Iterator[list[K]]:
+        """Yield every key, in lists of `num_keys`, the last one shorter or empty, while entries
+        come and go: a key that is there all the time is in one list, a key that comes or goes may
+        be."""
+        piece: list[K] = []
+        for shard in self.shards:
+            piece += shard
+            while len(piece) >= num_keys:
+                yield piece[:num_keys]
+                del piece[:num_keys]
+        yield piece
 
 
 @dataclass(slots=True, eq=False)
 class TreeNode:
-    """A block that is present, and its bookkeeping.
+    """A block that is present in a store, and its bookkeeping.
 
-    tenant: whose share its places are charged to. num_page_uses: reads and writes under way that
-    need its page. last_used: a count of uses, no time. in_orders: see LruOrder. The children are a
-    list linked from the first one on; a node that was removed is in none, so that it is freed
-    without the garbage collector.
+    tenant: whose share its frame and page are charged to. num_page_uses: reads and writes under way
+    that need its page. last_used: a count of uses, no time. in_orders: the LRU orders that it is
+    filed in, as bits. The children are a list linked from the first one on; a node that was removed
+    is in none, so that it is freed without the garbage collector.
     """
 
     chain_hash: bytes
@@ -56,17 +117,18 @@ class TreeNode:
 
     @property
     def is_clean(self) -> bool:
-        """Whether its frame can be taken without loss: it has a page, too, and no pin."""
+        """Whether the node's frame can be taken without loss: the block has a page, too, and no
+        pin."""
         return self.block is not None and self.page is not None and self.num_pins == 0
 
     @property
     def may_be_evicted(self) -> bool:
-        """Whether it lies in a frame only and can leave the store with it."""
+        """Whether the node lies in a frame only and can leave the store with it."""
         return self.may_be_demoted and self.first_child is None
 
     @property
     def may_be_demoted(self) -> bool:
-        """Whether it lies in a frame only, and nothing pins it."""
+        """Whether the node lies in a frame only, and nothing pins it."""
         return (
             self.block is not None
             and self.page is None
@@ -76,13 +138,13 @@ class TreeNode:
 
     @property
     def may_leave_page(self) -> bool:
-        """Whether its page can be given to another block."""
+        """Whether the node's page can be given to another block."""
         if self.page is None or self.num_page_uses or self.num_page_children:
             return False
         return self.block is not None or (self.first_child is None and self.num_pins == 0)
 
     def children(self) -> Iterator[TreeNode]:
-        """Those that are present."""
+        """Iterate over the child nodes that are present."""
         child = self.first_child
         while child is not None:
             yield child
@@ -99,17 +161,18 @@ class LruOrder:
     """
 
     def __init__(self, kind: str, bit: int, is_candidate: Callable[[TreeNode], bool]) -> None:
-        """kind: names the order in errors. bit: marks nodes in the heap, in TreeNode.in_orders."""
+        """Args: kind: names the order in errors. bit: marks nodes in the heap, in
+        TreeNode.in_orders. is_candidate: whether a node may be chosen now."""
         self.kind = kind
         self.is_candidate = is_candidate
         self.heap: list[tuple[int, int, int, TreeNode]] = []
-        """(last_used when filed, -depth, serial, node)"""
+        """Items of (last_used when filed, -depth, serial, node)."""
         self._bit = bit
         self._serial = 0
 
     def offer(self, node: TreeNode) -> None:
-        """Let `first` find the node if it is a candidate now. Must be called after each change by
-        which a node may have become one."""
+        """File a node if it is a candidate now, so that `first` finds it. Must be called after each
+        change by which a node may have become a candidate."""
         for _ in range(2):
             if not self.heap:
                 break
@@ -123,7 +186,8 @@ class LruOrder:
             heapq.heappush(self.heap, (node.last_used, -node.depth, self._serial, node))
 
     def first(self) -> TreeNode | None:
-        """The candidate that was used the longest ago; it stays one until it is changed."""
+        """The candidate that was used the longest ago; None: there is none. It stays the first
+        until it is changed."""
         while self.heap:
             last_used, _, _, node = self.heap[0]
             if last_used == node.last_used and self.is_candidate(node):
@@ -143,19 +207,21 @@ class LruOrder:
 
 
 class PrefixTree:
-    """The present blocks by chain hash."""
+    """The blocks that are present in a store, by chain hash and by prefix."""
 
     def __init__(self, shares: TenantShares, changes: ChangeLog | None = None) -> None:
-        """changes: gets each block that comes or goes."""
+        """Args: shares: tenants' guaranteed parts, by which candidates are grouped. changes: gets
+        each block that comes or goes."""
         self.nodes: ShardedDict[bytes, TreeNode] = ShardedDict()
         self.num_pinned = 0
-        """Nodes with a pin, also tails and nodes that left the tree meanwhile."""
+        """The number of nodes with a pin, including tails and nodes that left the tree
+        meanwhile."""
         self.clean: set[TreeNode] = set()
-        """Nodes whose frame can be taken without loss."""
+        """The nodes whose frames can be taken without loss."""
         self.num_inserted = 0
-        """Blocks that ever came."""
+        """The number of blocks that were ever inserted."""
         self.has_pages = False
-        """Whether there is a file tier: without one nothing is demoted."""
+        """Whether the store has a file tier: without one nothing is demoted."""
         self.shares = shares
         self._changes = NullLog() if changes is None else changes
         self._tick = 0
@@ -173,7 +239,7 @@ class PrefixTree:
         return (node for _, node in self.nodes.items())
 
     def find(self, chain_hash: bytes) -> TreeNode | None:
-        """The node of a block that is present."""
+        """The node of a chain hash; None when the block is not present."""
         return self.nodes.get(chain_hash)
 
     def is_present(self, node: TreeNode) -> bool:
@@ -181,7 +247,7 @@ class PrefixTree:
         return self.nodes.get(node.chain_hash) is node
 
     def longest_prefix(self, chain_hashes: Sequence[bytes]) -> list[TreeNode]:
-        """Nodes of the hashes from the first on, up to the first that is absent."""
+        """The nodes of a chain's hashes from the first on, up to the first that is absent."""
         found: list[TreeNode] = []
         for chain_hash in chain_hashes:
             node = self.nodes.get(chain_hash)
@@ -191,15 +257,15 @@ class PrefixTree:
         return found
 
     def snapshot(self, num_hashes: int) -> Iterator[list[bytes]]:
-        """Every chain hash that is present, in no order, in lists of `num_hashes`. Each list is of
+        """Yield every chain hash that is present, in no order, in lists of `num_hashes`, each of
         the moment in which it is asked for. The log of changes is cleared now: what it holds from
         here on brings the lists up to date."""
         self._changes.clear()
         return self.nodes.keys_in_pieces(num_hashes)
 
     def leaves_first(self, node: TreeNode) -> Iterator[TreeNode]:
-        """The node and all below it, children before parents. The caller must remove each of them
-        before it asks for the next."""
+        """Yield the node and all below it, children before parents. The caller must remove each of
+        them before it asks for the next."""
         at: TreeNode | None = node
         while at is not None:
             while at.first_child is not None:
@@ -241,7 +307,8 @@ class PrefixTree:
         return node
 
     def remove(self, node: TreeNode) -> None:
-        """Take a leaf without a page out. Raises: IntegrityError if it is none."""
+        """Remove a leaf that has no page from the tree. Raises: IntegrityError for any other
+        node."""
         if node.first_child is not None or node.page is not None or not self.is_present(node):
             raise IntegrityError(f"tree: {node.chain_hash.hex()} cannot be removed")
         self.nodes.remove(node.chain_hash)
@@ -258,7 +325,7 @@ class PrefixTree:
         self._changes.append(False, node.chain_hash)
 
     def touch(self, nodes: Sequence[TreeNode]) -> None:
-        """The nodes were used now, all at the same moment."""
+        """Note that nodes were used now, all at the same moment."""
         self._tick += 1
         for node in nodes:
             node.last_used = self._tick
@@ -266,7 +333,8 @@ class PrefixTree:
                 self._update_orders(node)
 
     def pin(self, node: TreeNode) -> None:
-        """One more lease or move needs the node's place."""
+        """Add a pin to a node, for a lease or a move between tiers: it is not evicted until
+        `unpin`."""
         node.num_pins += 1
         self.num_pinned += node.num_pins == 1
         if node.page is not None and node.num_pins == 1:  # it was clean
@@ -283,13 +351,13 @@ class PrefixTree:
             self._update_orders(node)
 
     def set_block(self, node: TreeNode, block: Block | None) -> None:
-        """The node's bytes are in a frame now, or in none."""
+        """Note in which frame the node's bytes are from now on; None: in none."""
         node.block = block
         self._update_orders(node)
 
     def set_page(self, node: TreeNode, page: Page | None) -> None:
-        """The node's bytes are in a page now, or in none. Raises: IntegrityError if the file tier
-        would not stay prefix-closed."""
+        """Note in which page the node's bytes are from now on; None: in none. Raises:
+        IntegrityError if the file tier would not stay prefix-closed."""
         parent = node.parent
         if page is not None and parent is not None and parent.page is None:
             raise IntegrityError("tree: a page below a parent that has none")
@@ -301,7 +369,7 @@ class PrefixTree:
         self._update_orders(node)
 
     def use_page(self, node: TreeNode, step: int) -> None:
-        """A read or write that needs the node's page begins (1) or ends (-1)."""
+        """Note that a read or write that needs the node's page begins (1) or ends (-1)."""
         node.num_page_uses += step
         self._update_orders(node)
 

@@ -28,7 +28,8 @@ from process.tracing import Tracing
 
 @dataclass(frozen=True)
 class RunningStore:
-    """address: what workers dial. metrics_address: of /metrics; empty: it is not served."""
+    """A store that serves in this process. address: what workers dial. metrics_address: of
+    /metrics; empty: it is not served."""
 
     node: StoreNode
     address: str
@@ -38,7 +39,7 @@ class RunningStore:
 
 @asynccontextmanager
 async def running(settings: KvStoreSettings) -> AsyncIterator[RunningStore]:
-    """Serve until the body ends, then stop within about `stop_timeout_s`.
+    """Serve a store until the body ends, then stop within about `stop_timeout_s`.
 
     Raises: Unavailable when the address is taken; NoCapacity when slab_dir has too little room.
     """

@@ -32,17 +32,19 @@ Reply = TypeVar("Reply")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MATCH_S = 30.0
-"""Longest time a match may take: to bring blocks in from the file tier, or for free blocks of a
-lender."""
+"""Longest time that a match may take: to bring blocks in from the file tier, or for free blocks of
+a lender."""
 MATCH_PART = 0.8
 """Part of the caller's time that a match may take, so that the answer still arrives."""
 MAX_BYTES_READ = 1 << 44
 """Most bytes that one call may report as read: 16 TB, minutes of the fastest link."""
 FEW_HISTORIES = 8
+"""Histories of blocks in one reply to a caller that says no number."""
+
 MAX_HISTORIES = 256
 """Most histories of blocks in one reply: 500 kB at most."""
 LIST_CHUNK = 16_384
-"""Chain hashes in one message: 300 kB, far below gRPC's limit of 4 MB."""
+"""Most chain hashes in one message of `List`: 300 kB, far below gRPC's limit of 4 MB."""
 
 
 def _traced_unary(
@@ -60,7 +62,8 @@ def _traced_unary(
 
 
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
-    """See the proto for what each call promises. Without a sink every write is refused by name."""
+    """Serves the gRPC service `baton.v1.KvStore` over a BlockSource; protos/kvstore.proto says what
+    each call promises. Without a sink (a lender) every write is refused by name."""
 
     def __init__(
         self,
@@ -71,8 +74,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         index_state: Callable[[], tuple[int, bool]] = lambda: (0, False),
         list_chunk: int = LIST_CHUNK,
     ) -> None:
-        """sink: the source itself, where it is a store. index_state: (sequence, whether the index
-        has everything), for the status. list_chunk: chain hashes in one message of `List`."""
+        """Args: source: what blocks are read from. sink: what blocks are written into; the source
+        itself, where that is a store. index_state: (sequence, whether the index has
+        everything), for the status. list_chunk: chain hashes in one message of `List`."""
         self._source = source
         self._sink = sink
         self._tracing = tracing
@@ -80,12 +84,13 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self._list_chunk = list_chunk
 
     def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service with a gRPC server."""
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self, server)
 
     @contextmanager
     def span_of(self, name: str, context: Context) -> Iterator[None]:
-        """Within it the span of one call, which lies within the caller's, is the current one.
-        Nothing where the caller's request is not traced."""
+        """Context in which the span of one call is the current one; it lies within the caller's
+        span. Does nothing where the caller's request is not traced."""
         span: Span = NOOP_SPAN
         if self._tracing.is_on:
             headers = trace_headers(context.invocation_metadata() or ())

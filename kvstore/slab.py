@@ -50,20 +50,22 @@ from process.errors import FailedPrecondition, NoCapacity
 logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
-"""Page size of all file systems but hugetlbfs; a slab's layout is made of these."""
+"""Page size of all file systems but hugetlbfs; a slab's layout is made of such pages."""
 FAULT_AROUND_BYTES = 64 * 1024
-"""What one read fault maps at once (Linux's default), if the pages exist; a write fault maps one
+"""Bytes that one read fault maps (Linux's default), if the pages exist. A write fault maps one
 page: 2.3 ms instead of 0.6 for 6 MiB (measured)."""
 MIN_DEFAULT_FRAMES = 1024
-"""Blocks of 16 tokens for two prompts of 8,192: below that a store gives away what it has just
-taken in."""
+"""Least number of frames of a store that chooses its size itself: blocks of 16 tokens for two
+prompts of 8,192. Below that a store evicts what it has just taken in."""
 MAX_DEFAULT_BYTES = 8 << 30
-"""The kernel takes 0.3 s a GiB to clear the pages (measured), and the first worker waits 3 s."""
+"""Most memory of a store that chooses its size itself: the kernel takes 0.3 s a GiB to clear the
+pages (measured), and the first worker waits 3 s."""
 MAX_DEFAULT_FRAMES = 1 << 17
-"""The store's books take 60 bytes and a check of its laws 8 us for each (measured): blocks of a few
-kilobytes, as of test models, would make millions."""
+"""Most frames of a store that chooses its size itself: its bookkeeping takes 60 bytes and a check
+of its invariants 8 us for each (measured), and blocks of a few kilobytes, as of test models, would
+make millions."""
 MIN_FRAMES = 64
-"""A store that chose its size itself is not worth a start below that."""
+"""Least number of frames with which a store that chooses its size itself starts."""
 MAGIC = b"BATONSLB"
 VERSION = 1
 SUFFIX = ".baton-slab"
@@ -81,14 +83,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class SlabLayout:
-    """Sizes and offsets in a slab's file. frame_bytes: of one block; stride_bytes: from one frame
-    to the next, page-aligned."""
+    """Sizes and offsets in a slab's file. frame_bytes: of one block."""
 
     frame_bytes: int
     num_frames: int
 
     @property
     def stride_bytes(self) -> int:
+        """Bytes from one frame to the next: a block's, rounded up to whole pages."""
         return round_up(self.frame_bytes)
 
     @property
@@ -107,11 +109,11 @@ class SlabLayout:
     def fitting(
         cls, capacity_bytes: int, frame_bytes: int, page_bytes: int = PAGE_BYTES
     ) -> SlabLayout:
-        """The layout with as many frames as go into `capacity_bytes`; on huge pages the header,
+        """The layout with as many frames as go into `capacity_bytes`. On huge pages the header,
         too, has to go into it once it is rounded up to whole pages: one more would be lost for a
         few kilobytes.
 
-        Raises: NoCapacity if there is not one.
+        Raises: NoCapacity if there is not one frame.
         """
         stride_bytes = round_up(frame_bytes)
         num_frames = capacity_bytes // stride_bytes
@@ -129,9 +131,10 @@ class SlabLayout:
 def default_capacity_bytes(
     frame_bytes: int, *, free_memory_bytes: int, free_folder_bytes: int
 ) -> int:
-    """What a store takes that was given no size: a tenth of the free memory, MIN_DEFAULT_FRAMES at
-    least, MAX_DEFAULT_BYTES (unless those frames are more) and MAX_DEFAULT_FRAMES at most, and
-    never more than half of what is free in memory and in the slab's folder.
+    """The memory that a store takes which was given no size: a tenth of the free memory,
+    MIN_DEFAULT_FRAMES at least, MAX_DEFAULT_BYTES (unless those frames are more) and
+    MAX_DEFAULT_FRAMES at most, and never more than half of what is free in memory and in the slab's
+    folder.
 
     Raises: NoCapacity where that is less than MIN_FRAMES.
     """
@@ -150,7 +153,8 @@ def default_capacity_bytes(
 
 
 class Slab:
-    """One mapping of a slab's file, in the store or in a worker.
+    """One mapping of a slab's file (a store's frames and their generations), in the store or in a
+    worker.
 
     frames: uint8 [num_frames, stride_bytes]. generations: uint64 [num_frames]. num_bytes: of the
     whole file, in pages of page_bytes.
@@ -198,7 +202,7 @@ class Slab:
 
     @classmethod
     def create(cls, folder: Path, node_id: str, incarnation: bytes, layout: SlabLayout) -> Slab:
-        """Make, fill and lock the file, then give it its name. Blocks while memory is taken.
+        """Make, fill and lock a slab's file, then give it its name. Blocks while memory is taken.
 
         Raises: NoCapacity naming the settings when the folder has too little room.
         """
@@ -280,20 +284,22 @@ class Slab:
             raise
 
     def unlink(self) -> None:
-        """Take the file's name away; mappings stay."""
+        """Remove the file's name; mappings stay."""
         self.path.unlink(missing_ok=True)
 
     def lock_byte(self, attachment_id: str) -> None:
-        """Worker: show the store that this process lives, until it ends or `close`."""
+        """Lock the attachment's byte of the file. A worker calls it to show the store that this
+        process lives, until it ends or `close`."""
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK, attachment_id))
 
     def is_locked(self, attachment_id: str) -> bool:
-        """Store: whether the process behind the attachment lives."""
+        """Whether the attachment's byte is locked, that is, its process lives. The store calls
+        it."""
         answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, attachment_id))
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Give the file (and its locks) back. The mapping stays as long as this process lives."""
+        """Close the file, which ends its locks. The mapping stays as long as this process lives."""
         if self._fd >= 0:
             # The mapping holds a duplicate of the descriptor, so closing alone would keep the
             # locks.
@@ -305,7 +311,8 @@ class Slab:
 
 
 def remove_stale(folder: Path) -> list[Path]:
-    """Remove slab files whose store is dead. Returns: those removed. Files of others are left."""
+    """Remove slab files in `folder` whose stores are dead. Returns: the removed files. Files of
+    living stores and of other users are left."""
     removed: list[Path] = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
@@ -339,8 +346,8 @@ def free_bytes(folder: Path) -> int:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises: NoCapacity naming the settings when `folder` is missing or has less room than
-    that."""
+    """Check that `folder` has room for `num_bytes`. Raises: NoCapacity naming the settings when it
+    is missing or has less."""
     page_bytes = page_bytes_in(folder)
     if page_bytes > PAGE_BYTES:
         if num_bytes:
@@ -362,8 +369,8 @@ def page_bytes_of(fd: int) -> int:
 
 
 def page_bytes_in(folder: Path) -> int:
-    """Page size of the file system that `folder` lies in, as `page_bytes_of`. Raises: NoCapacity
-    naming the setting when there is no such folder."""
+    """Page size of the file system that `folder` lies in: on hugetlbfs that of its huge pages, else
+    PAGE_BYTES. Raises: NoCapacity naming the setting when there is no such folder."""
     fd = _open_folder(folder)
     try:
         return page_bytes_of(fd)

@@ -30,7 +30,8 @@ from kvstore.errors import IntegrityError
 
 
 class SlotState(enum.Enum):
-    """See the list at the top of the file."""
+    """The state of a slot for one KV block; the list at the top of this file says what each
+    means."""
 
     FREE = "free"
     WRITING = "writing"
@@ -52,17 +53,17 @@ TRANSITIONS: Mapping[SlotState, Mapping[SlotState, int]] = {
 
 
 class SlotPool:
-    """Lowest free slot first: neighbouring frames are copied in one run, and a file fills from its
-    beginning."""
+    """The states of all slots of one tier. The lowest free slot is taken first: neighbouring frames
+    are copied in one run, and a file fills from its beginning."""
 
     def __init__(self, num_slots: int, committed: Iterable[int] = ()) -> None:
-        """committed: slots that hold a block already."""
+        """Args: committed: slots that hold a block already."""
         self.num_slots = num_slots
         self.num_changes = 0
-        """Moves of slots from one state to another."""
+        """The number of moves of slots from one state to another, since the pool was made."""
         self.num_ever_taken = 0
-        """Slots from here on were never taken: of a frame the kernel may not have made the memory
-        yet."""
+        """The lowest slot from which on none was ever taken: the kernel may not have allocated the
+        memory of those frames yet."""
         self.states = [SlotState.FREE] * num_slots
         for slot in committed:
             self.states[slot] = SlotState.COMMITTED
@@ -73,20 +74,21 @@ class SlotPool:
 
     @property
     def num_taken(self) -> int:
-        """Slots that are not free."""
+        """The number of slots that are not free."""
         return self.num_slots - self._counts[SlotState.FREE]
 
     def count(self, state: SlotState) -> int:
-        """How many slots are in `state`."""
+        """The number of slots that are in `state`."""
         return self._counts[state]
 
     def state(self, slot: int) -> SlotState:
-        """Raises: IndexError for a slot that does not exist."""
+        """The state of a slot. Raises: IndexError for a slot that does not exist."""
         self._check(slot)
         return self.states[slot]
 
     def take(self) -> int | None:
-        """FREE -> WRITING for the lowest free slot; None when there is none."""
+        """Take the lowest free slot to write into (FREE -> WRITING). Returns: None when there is
+        none."""
         if not self.free_heap:
             return None
         slot = heapq.heappop(self.free_heap)
@@ -96,12 +98,13 @@ class SlotPool:
         return slot
 
     def commit(self, slot: int) -> None:
-        """WRITING -> COMMITTED."""
+        """Note that a slot holds a complete block (WRITING -> COMMITTED). Raises: IntegrityError
+        from any other state."""
         self._check(slot)
         self._move(slot, SlotState.COMMITTED)
 
     def free(self, slot: int) -> None:
-        """Any other state -> FREE."""
+        """Free a slot in any other state. Raises: IntegrityError for one that is free already."""
         self._check(slot)
         self._move(slot, SlotState.FREE)
         heapq.heappush(self.free_heap, slot)
@@ -126,11 +129,11 @@ class SlotPool:
 
 
 class FramePool(SlotPool):
-    """The frames of a slab. `published` mirrors their generations for readers; nothing is read back
-    from it, since others can write into that memory."""
+    """The states and generations of a slab's frames. `published` mirrors the generations for
+    readers; nothing is read back from it, since others can write into that memory."""
 
     def __init__(self, num_frames: int, published: npt.NDArray[np.uint64] | None = None) -> None:
-        """published: [num_frames], of a slab; written at each change."""
+        """Args: published: [num_frames] generations in the slab, written at each change."""
         if num_frames < 1:
             raise ValueError(f"num_frames: must be at least 1, got {num_frames}")
         super().__init__(num_frames)
@@ -138,13 +141,13 @@ class FramePool(SlotPool):
         self._published = np.zeros(num_frames, np.uint64) if published is None else published
 
     def generation(self, frame: int) -> int:
-        """Raises: IndexError for a frame that does not exist."""
+        """The generation of a frame. Raises: IndexError for a frame that does not exist."""
         self._check(frame)
         return self.generations[frame]
 
     def quarantine(self, frame: int) -> None:
-        """WRITING or COMMITTED -> QUARANTINED. A committed frame is stale to every reader from here
-        on."""
+        """Put a WRITING or COMMITTED frame out of use (QUARANTINED). A committed frame is stale to
+        every reader from here on."""
         self._check(frame)
         self._move(frame, SlotState.QUARANTINED)
 

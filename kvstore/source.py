@@ -36,6 +36,7 @@ from process.errors import InvalidArgument
 from process.spans import TraceContext
 
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
+"""Most bytes of one piece of a block in a gRPC message."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -52,8 +53,8 @@ def own_host_id() -> str:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker says of itself when it attaches. peer: of transport nixl. host_id: of transport
-    cuda_ipc, the worker's `own_host_id`."""
+    """A worker as it describes itself when it attaches. peer: of transport nixl. host_id: of
+    transport cuda_ipc, the worker's `own_host_id`."""
 
     worker_id: str
     worker_incarnation: bytes
@@ -96,8 +97,8 @@ class MatchResult:
 
 
 class ReadPiece(NamedTuple):
-    """A piece of the block `at` of those asked for. One that is stale has no bytes: its frame does
-    not hold it any more."""
+    """A piece of a block that is read over gRPC: `data` at `offset` of block `at` of those asked
+    for. A stale one has no bytes: its frame does not hold the block any more."""
 
     at: int
     offset: int
@@ -106,7 +107,9 @@ class ReadPiece(NamedTuple):
 
 
 class ChainToReserve(NamedTuple):
-    """See `BlockStore.reserve`."""
+    """One chain of a Reserve: consecutive blocks of one prompt, charged to `tenant`. parent: chain
+    hash before the first of them; empty at the start of a prompt. tail_name: name of the unfilled
+    last block; empty: there is none."""
 
     parent: bytes
     chain_hashes: Sequence[bytes]
@@ -115,14 +118,15 @@ class ChainToReserve(NamedTuple):
 
 
 class ReservedChain(NamedTuple):
-    """One answer for each of the chain's hashes, and one for its tail if one was asked for."""
+    """The answer to one chain of a Reserve: one for each of its hashes, and one for its tail if one
+    was asked for."""
 
     blocks: Sequence[Reserved]
     tail: Reserved | None
 
 
 class PastBlock(NamedTuple):
-    """node: where the block lies now; None: it is not there."""
+    """A block and what happened to it. node: where the block lies now; None: it is not present."""
 
     chain_hash: bytes
     events: OneHistory
@@ -131,11 +135,12 @@ class PastBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """Levels and sums of one life of a source; what it does not have is 0. The fields have the
-    names that GetStatusReply gives them.
+    """The numbers of a store or lender: levels of now, and sums since it started; what it does not
+    have is 0. The fields have the names that GetStatusReply gives them.
 
-    refused: blocks that were asked for and not given, by reason. integrity_error: the law that did
-    not hold, empty: all held. file_tier_problem: why the tier that was asked for is not used.
+    refused: blocks that were asked for and not given, by reason. integrity_error: the invariant
+    that did not hold, empty: all held. file_tier_problem: why the tier that was asked for is not
+    used.
     """
 
     frame_bytes: int = 0
@@ -168,7 +173,7 @@ class StoreStats:
 
     @classmethod
     def of(cls, store: BlockStore) -> StoreStats:
-        """Now. Each number is read where it is kept."""
+        """The numbers of a store now. Each is read where it is kept."""
         frames, table, sums = store.frames, store.table, store.counters
         return cls(
             frame_bytes=store.frame_bytes,
@@ -200,27 +205,30 @@ class StoreStats:
 
 
 class BlockSource(Protocol):
-    """What workers attach to and read blocks from, under leases. A call that names an attachment
-    shows that its worker lives. Leases travel with handles: any worker may use one.
+    """The interface of a process that workers attach to and read KV blocks from, under leases: a
+    store or a lender. A call that names an attachment shows that its worker lives. Leases travel
+    with handles: any worker may use one.
 
     Every method raises UnknownAttachment, and LeaseLapsed where it takes a lease.
     """
 
     @property
     def node_id(self) -> str:
-        """The node id; a store knows its own once it listens."""
+        """The node id of the store or lender; a store knows its own once it listens."""
 
     @property
-    def incarnation(self) -> bytes: ...
+    def incarnation(self) -> bytes:
+        """The random id of this start of the process."""
 
     def now_s(self) -> float:
-        """The source's clock."""
+        """The time on the source's clock, in seconds."""
 
     async def attach(self, worker: WorkerInfo) -> StoreInfo:
-        """Raises: InvalidArgument, FailedPrecondition, NoCapacity."""
+        """Attach a worker over one transport. Raises: InvalidArgument, FailedPrecondition,
+        NoCapacity."""
 
     def detach(self, attachment_id: str) -> None:
-        """The worker leaves by itself: no transfer of it is under way."""
+        """End an attachment whose worker leaves by itself: no transfer of it is under way."""
 
     async def match(
         self,
@@ -232,16 +240,21 @@ class BlockSource(Protocol):
         ttl_s: float,
         budget_s: float,
     ) -> MatchResult:
-        """The longest prefix that is present; a lender has none, but for PROBE_HASH."""
+        """Find the longest prefix of the chain that is present, and pin it under a lease if asked.
+        A lender has no blocks to find, but for PROBE_HASH. budget_s: longest time that it may take.
+        """
 
-    def pin(
-        self, attachment_id: str, blocks: Sequence[Block], *, ttl_s: float
-    ) -> tuple[str, int]: ...
+    def pin(self, attachment_id: str, blocks: Sequence[Block], *, ttl_s: float) -> tuple[str, int]:
+        """Pin the longest prefix of `blocks` that is still valid. Returns: the new lease's id,
+        empty for none, and how many blocks it pins."""
 
-    def renew(self, lease_id: str, *, ttl_s: float, num_bytes_read: int) -> None: ...
+    def renew(self, lease_id: str, *, ttl_s: float, num_bytes_read: int) -> None:
+        """Let a lease live at least `ttl_s` from now. num_bytes_read: bytes that the worker has
+        read without a call."""
 
     def release(self, lease_ids: Iterable[str], *, num_bytes_read: int) -> int:
-        """Returns: how many leases were ended."""
+        """End leases. num_bytes_read: bytes that the worker has read without a call. Returns: how
+        many leases were ended."""
 
     async def await_lent(
         self,
@@ -263,8 +276,12 @@ class BlockSource(Protocol):
         pairs: Sequence[tuple[int, int]],
         ttl_s: float,
     ) -> tuple[float, list[int]]:
-        """Hold a lender's blocks for a reader that copies them by itself. Raises:
-        FailedPrecondition at a store, whose slab shows the generations."""
+        """Hold a lender's blocks, named as (block id, generation), for a reader that copies them by
+        itself.
+
+        Returns: for how many seconds they are held, and the indices of those that are stale.
+        Raises: FailedPrecondition at a store, whose slab shows the generations.
+        """
 
     async def push(
         self,
@@ -275,31 +292,33 @@ class BlockSource(Protocol):
         destinations: Sequence[int],
         budget_s: float,
     ) -> PushOutcome:
-        """Write blocks into the worker's own (NIXL)."""
+        """Write blocks into the worker's own (transport nixl)."""
 
     def close_push(self, push_id: str) -> bool:
-        """Whether nothing moves for this push, now and later: one that is not known is refused from
-        here on."""
+        """Whether no byte of this push moves, now and later: a push that is not known is refused
+        from here on."""
 
     def copy_out(
         self, attachment_id: str, lease_id: str, blocks: Sequence[Block], chunk_bytes: int
     ) -> AsyncGenerator[ReadPiece, None]:
-        """Pieces of blocks of at most `chunk_bytes` (gRPC). The blocks are held until the generator
-        is closed."""
+        """Yield pieces of blocks of at most `chunk_bytes` (transport grpc). The blocks are held
+        until the generator is closed."""
 
     async def report(self, attachment_id: str, blocks: Sequence[Block]) -> int:
-        """A reader found these damaged. Returns: how many were, and are gone."""
+        """Look at blocks that a reader found damaged. Returns: how many of them were, and are
+        gone."""
 
     def present(self, num_hashes: int) -> Iterator[list[bytes]]:
-        """Every chain hash that is present, in no order, in lists of `num_hashes`, each of the
-        moment in which it is asked for; one list at least."""
+        """Yield every chain hash that is present, in no order, in lists of `num_hashes`, each of
+        the moment in which it is asked for; one list at least."""
 
     async def status(self, *, check_integrity: bool) -> StoreStats:
-        """Numbers of now. check_integrity: recompute the laws first."""
+        """The numbers of now. check_integrity: recompute the invariants first."""
 
 
 class BlockSink(Protocol):
-    """What workers also write blocks into. See `BlockStore`."""
+    """The interface of a store that workers also write blocks into; `BlockStore` says what each
+    call does."""
 
     async def reserve(
         self,
@@ -310,7 +329,8 @@ class BlockSink(Protocol):
         is_probe: bool,
         ttl_s: float,
     ) -> tuple[str, list[ReservedChain | None]]:
-        """Returns: the lease, and an answer for each chain: None where its parent is missing."""
+        """Reserve frames for the blocks of several chains. Returns: the lease, and an answer for
+        each chain: None where its parent is missing."""
 
     def commit(
         self,
@@ -319,7 +339,9 @@ class BlockSink(Protocol):
         written: Sequence[WrittenFrame],
         *,
         ends_lease: bool,
-    ) -> list[Block]: ...
+    ) -> list[Block]:
+        """Make written frames visible. ends_lease: the lease ends then. Returns: the blocks as the
+        store has them."""
 
     def abort(
         self,
@@ -328,7 +350,8 @@ class BlockSink(Protocol):
         written: Sequence[WrittenFrame],
         *,
         quarantine: bool,
-    ) -> None: ...
+    ) -> None:
+        """Give reserved frames back. quarantine: a transfer may still write into them."""
 
     def copy_in(
         self,
@@ -339,10 +362,11 @@ class BlockSink(Protocol):
         offset: int,
         data: bytes,
     ) -> None:
-        """Write a piece of a block into a reserved frame (gRPC)."""
+        """Write a piece of a block into a reserved frame (transport grpc)."""
 
     @property
-    def keeps_history(self) -> bool: ...
+    def keeps_history(self) -> bool:
+        """Whether the events of blocks are kept."""
 
     def note_verified(
         self,
@@ -350,10 +374,12 @@ class BlockSink(Protocol):
         frames: Sequence[int],
         generations: Sequence[int],
         trace: TraceContext | None,
-    ) -> None: ...
+    ) -> None:
+        """Note that a worker has read these frames and compared their checksums."""
 
     def history(self, prefix: bytes, max_blocks: int) -> list[PastBlock]:
-        """What happened of late to blocks whose chain hash begins so."""
+        """The latest events of at most `max_blocks` blocks whose chain hash begins with
+        `prefix`."""
 
 
 async def read_pieces(
@@ -362,9 +388,10 @@ async def read_pieces(
     chunk_bytes: int,
     contents: Callable[[Sequence[int]], AsyncIterator[memoryview]],
 ) -> AsyncGenerator[ReadPiece, None]:
-    """Pieces of blocks, which are held meanwhile; the stale ones come first.
+    """Yield pieces of blocks of a store or lender, which are held meanwhile; the stale ones come
+    first.
 
-    Args: contents: the bytes of each of these frames, in order.
+    Args: contents: yields the bytes of each of these frames, in order.
     Raises: InvalidArgument, and what `contents` raises.
     """
     if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:

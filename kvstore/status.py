@@ -31,12 +31,14 @@ from protos import common_pb2, inference_pb2, kvstore_pb2
 MAX_TENANTS = 64
 """Most tenants in one message."""
 OTHER_TENANTS = "(others)"
+"""The label of all tenants without a share of their own, together."""
 
 
 def fill(
     message: kvstore_pb2.GetStatusReply | inference_pb2.StoreStatus, stats: StoreStats
 ) -> None:
-    """The numbers that the message has a field for, and tenants."""
+    """Set the fields of a status message that have the name of a field of `stats`, and its
+    tenants."""
     names = set(message.DESCRIPTOR.fields_by_name) - {"tenants", "refused"}
     for field in fields(stats):
         if field.name in names:
@@ -56,7 +58,7 @@ def fill(
 
 
 def store_status(node: StoreNode, address: str) -> inference_pb2.StoreStatus:
-    """The store's row in the registry."""
+    """Make the store's row for the registry."""
     status = inference_pb2.StoreStatus(
         node_id=node.node_id,
         address=address,
@@ -68,7 +70,7 @@ def store_status(node: StoreNode, address: str) -> inference_pb2.StoreStatus:
 
 
 def past_to_proto(past: PastBlock) -> kvstore_pb2.BlockHistory:
-    """A block's events, and where it lies now."""
+    """Convert a block's events, and where it lies now, to a message."""
     chain_hash, history, node = past
     message = kvstore_pb2.BlockHistory(
         chain_hash=chain_hash, num_events_forgotten=history.num_events - len(history.events)
@@ -92,14 +94,15 @@ def past_to_proto(past: PastBlock) -> kvstore_pb2.BlockHistory:
 
 
 class StoreMetrics:
-    """What /metrics shows: `read` on the store's loop, `silent` when that does not answer."""
+    """The metrics of a store for /metrics: `read` on the store's loop, `silent` when that does not
+    answer."""
 
     def __init__(self, node: StoreNode, publisher: PrefixIndexPublisher | None) -> None:
         self._node = node
         self._publisher = publisher
 
     def read(self) -> Sequence[Metric]:
-        """All metrics, now."""
+        """All metrics of the store, with their values of now."""
         labels = {"node_id": self._node.node_id}
         found = [_up(labels, True), _of_spans(self._node, labels), *_of_node(self._node, labels)]
         if self._node.store is not None:
@@ -111,7 +114,7 @@ class StoreMetrics:
         return found
 
     def silent(self) -> Sequence[Metric]:
-        """What is known of a store whose loop does not answer."""
+        """The metrics of a store whose loop does not answer: that it is not up."""
         return [_up({"node_id": self._node.node_id}, False)]
 
 
@@ -275,5 +278,8 @@ def _of_index(publisher: PrefixIndexPublisher, labels: Labels) -> Iterator[Metri
         publisher.num_full_publications,
     )
     yield counter(
-        "baton_index_failures", "Failed Redis operations.", labels, publisher.num_failures
+        "baton_index_failures",
+        "Publications to Redis and heartbeats that failed.",
+        labels,
+        publisher.num_failures,
     )

@@ -21,9 +21,9 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
@@ -82,7 +82,7 @@ TOUCH_AHEAD_BYTES = 64 * 1024 * 1024
 at 256 MB/s."""
 _TOUCH_STEP_BYTES = 8 * 1024 * 1024
 FREEZE_EVERY = 1024
-"""After so many new blocks gc.freeze() takes all blocks out of the garbage collector's passes: 2 ms
+"""New blocks after which gc.freeze() takes all blocks out of the garbage collector's passes: 2 ms
 of the loop, as much in all as those passes over them cost (measured)."""
 RESERVE_AT_ONCE = 256
 """Blocks reserved in one turn of the loop: 2 to 4 ms where others must be evicted."""
@@ -95,7 +95,7 @@ _ATTACHING_S = 30.0
 
 
 class StoreNode:
-    """A store but for its gRPC server and its index: a BlockSource and a BlockSink (source.py).
+    """A store without its gRPC server and its index: a BlockSource and a BlockSink (source.py).
     `store`, `slab`, `peers` and, if asked for, `tier` are there from the first attach on."""
 
     def __init__(
@@ -107,7 +107,7 @@ class StoreNode:
         clock: Clock = time.monotonic,
         tracing: Tracing = OFF,
     ) -> None:
-        """changes: gets each block that comes or goes; None: the store is in no index."""
+        """Args: changes: gets each block that comes or goes; None: the store is in no index."""
         self.settings = settings
         self.node_id = node_id
         self.incarnation = entrypoint.new_incarnation()
@@ -117,7 +117,7 @@ class StoreNode:
         self.tier: FileTier | None = None
         self.peers: BlockPusher | None = None
         self.num_touched = 0
-        """Frames whose memory the kernel has allocated."""
+        """The number of frames whose memory the kernel has allocated."""
         self.is_draining = False
         """Whether `drain` was called: no new block is stored, those present are served until the
         last lease ends."""
@@ -135,10 +135,8 @@ class StoreNode:
         self._toucher: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Remove slabs of dead stores, and check that there is room.
-
-        Raises: NoCapacity naming the settings.
-        """
+        """Remove slabs of dead stores, and check that there is room for this one. Raises:
+        NoCapacity naming the settings."""
         folder = Path(self.settings.slab_dir)
         check_room(folder, 0)
         for path in remove_stale(folder):
@@ -150,7 +148,7 @@ class StoreNode:
             raise NoCapacity(f"file_tier_dir: {self.settings.file_tier_dir} is not a folder")
 
     async def stop(self) -> None:
-        """End the background work and take the slab's name away."""
+        """End the background work, and remove the slab's name."""
         self._is_stopping = True
         try:
             async with asyncio.timeout(_ATTACHING_S), self._attaching:
@@ -184,28 +182,30 @@ class StoreNode:
 
     @property
     def integrity_error(self) -> str:
-        """Which invariant of the store is violated, as the last complete check found or a call that
-        ran into it; empty: none that is known."""
+        """The invariant of the store that the last complete check, or a call, found violated;
+        empty: none is known to be."""
         return self._check.error if self._check is not None else ""
 
     @property
     def file_tier_problem(self) -> str:
-        """Why the file tier that was asked for is not used; empty: it is, or none was asked for."""
+        """Why the file tier that was asked for is not used; empty: it is used, or none was asked
+        for."""
         return self.tier.problem if self.tier is not None else self._tier_problem
 
     async def check_integrity(self) -> str:
-        """See SlicedCheck.check."""
+        """Recompute every invariant, within a bounded time. Returns: the one that does not hold;
+        empty when all do, and before the first attach."""
         return await self._check.check() if self._check is not None else ""
 
     def stats(self) -> StoreStats:
-        """Numbers of now."""
+        """The store's numbers of now."""
         stats = StoreStats.of(self.store) if self.store is not None else StoreStats()
         return replace(
             stats, integrity_error=self.integrity_error, file_tier_problem=self.file_tier_problem
         )
 
     async def status(self, *, check_integrity: bool) -> StoreStats:
-        """See BlockSource."""
+        """The store's numbers of now. check_integrity: recompute the invariants first."""
         if check_integrity:
             await self.check_integrity()
         return self.stats()
@@ -213,7 +213,12 @@ class StoreNode:
     # -- workers
 
     async def attach(self, worker: WorkerInfo) -> StoreInfo:
-        """Raises: InvalidArgument, FailedPrecondition, NoCapacity."""
+        """Attach a worker over one transport. The first one says how large a block is, and the
+        store takes its memory.
+
+        Raises: InvalidArgument; FailedPrecondition for another block size; NoCapacity; Unavailable
+            when the store is stopping.
+        """
         if not worker.worker_id:
             raise InvalidArgument("worker_id", "must be given")
         if worker.transport not in TRANSPORTS:
@@ -261,7 +266,7 @@ class StoreNode:
         )
 
     def detach(self, attachment_id: str) -> None:
-        """The worker leaves by itself: no transfer of it is under way."""
+        """End the attachment of a worker that leaves by itself: no transfer of it is under way."""
         if self.store is not None:
             self.store.detach(attachment_id, self.now_s(), grace_s=0.0)
             self._forget_peers()
@@ -293,14 +298,15 @@ class StoreNode:
     # -- blocks
 
     def present(self, num_hashes: int) -> Iterator[list[bytes]]:
-        """Every chain hash that is present, in no order, in lists of `num_hashes`, each of the
-        moment in which it is asked for."""
+        """Yield every chain hash that is present, in no order, in lists of `num_hashes`, each of
+        the moment in which it is asked for."""
         return (
             iter([[]]) if self.store is None else self.store.tree.nodes.keys_in_pieces(num_hashes)
         )
 
     def snapshot(self, num_hashes: int) -> Iterator[list[bytes]]:
-        """See PrefixTree."""
+        """Yield every chain hash that is present, in lists of `num_hashes`, and clear the log of
+        changes: what it holds from here on brings the lists up to date."""
         if self.store is None:
             self._changes.clear()
             return iter([[]])
@@ -316,8 +322,9 @@ class StoreNode:
         ttl_s: float,
         budget_s: float,
     ) -> MatchResult:
-        """The longest prefix; with `pin` what lies in the file tier only is brought into memory, as
-        far as that goes within `budget_s`.
+        """Find the longest prefix of the chain that is present. With `pin` it is pinned under a
+        lease, and blocks that lie in the file tier only are brought into memory, as far as that
+        goes within `budget_s`.
 
         Raises: UnknownAttachment, LeaseLapsed.
         """
@@ -341,28 +348,29 @@ class StoreNode:
         return MatchResult(blocks, match.lease_id, match.num_hits)
 
     def pin(self, attachment_id: str, blocks: Sequence[Block], *, ttl_s: float) -> tuple[str, int]:
-        """See BlockStore."""
+        """Pin the longest prefix of `blocks` that is still valid. Returns: the new lease's id,
+        empty for none, and how many blocks it pins. Raises: UnknownAttachment."""
         store, now_s = self.seen(attachment_id)
         return store.pin(blocks, ttl_s=ttl_s, now_s=now_s)
 
     def renew(self, lease_id: str, *, ttl_s: float, num_bytes_read: int) -> None:
-        """See BlockStore. Raises: LeaseLapsed."""
+        """Let a lease live at least `ttl_s` from now. Raises: LeaseLapsed."""
         if self.store is None:
             raise LeaseLapsed(f"lease {lease_id}: no worker is attached")
         self.store.renew(lease_id, ttl_s=ttl_s, num_bytes_read=num_bytes_read, now_s=self.now_s())
 
     def release(self, lease_ids: Iterable[str], *, num_bytes_read: int) -> int:
-        """See BlockStore."""
+        """End leases; those that are over are passed over. Returns: how many were ended."""
         if self.store is None:
             return 0
         return self.store.release(lease_ids, num_bytes_read=num_bytes_read, now_s=self.now_s())
 
     async def await_lent(self, *_: object, **__: object) -> NoReturn:
-        """Raises: FailedPrecondition."""
+        """Refuse: a store's leases do not grow. Raises: FailedPrecondition."""
         raise FailedPrecondition("await_lent: this node is a store; only a lender's leases grow")
 
     def hold(self, *_: object) -> NoReturn:
-        """Raises: FailedPrecondition."""
+        """Refuse: a store's slab shows the generations. Raises: FailedPrecondition."""
         raise FailedPrecondition("hold: this node is a store, whose slab says its generations")
 
     # -- writing
@@ -376,7 +384,8 @@ class StoreNode:
         is_probe: bool,
         ttl_s: float,
     ) -> tuple[str, list[ReservedChain | None]]:
-        """Frames for all chains, under one lease; see BlockStore.
+        """Reserve frames for the blocks of all chains under one lease, as BlockStore.reserve does
+        for one. A call that fails or is cancelled leaves nothing of it reserved.
 
         Returns: the lease, empty where none was given or made; and for each chain its answers, None
             where its parent is missing.
@@ -384,41 +393,49 @@ class StoreNode:
         self.seen(attachment_id)
         for chain in chains:  # all of them before anything is taken
             check_chain(chain.parent, chain.chain_hashes, chain.tenant)
-        reserved: list[ReservedChain | None] = []
-        for chain in chains:
-            lease_id, answer = await self._reserve_chain(
-                attachment_id, lease_id, chain, is_probe=is_probe, ttl_s=ttl_s
-            )
-            reserved.append(answer)
-        return lease_id, reserved
+        call = _ReserveCall(attachment_id, lease_id, is_probe, ttl_s)
+        try:
+            reserved = [await self._reserve_chain(call, chain) for chain in chains]
+        except BaseException:
+            self._undo_reserve(call, owns_lease=not lease_id)
+            raise
+        return call.lease_id, reserved
 
     async def _reserve_chain(
-        self, attachment_id: str, lease_id: str, chain: ChainToReserve, **options: Any
-    ) -> tuple[str, ReservedChain | None]:
+        self, call: _ReserveCall, chain: ChainToReserve
+    ) -> ReservedChain | None:
         """`reserve` of one chain, RESERVE_AT_ONCE blocks in one turn of the loop. Between two turns
         the blocks reserved so far cannot be evicted: the lease pins them, or has them written."""
         parent, chain_hashes, tail_name, tenant = chain
         answers: list[Reserved] = []
         tail: Reserved | None = None
         for at in range(0, max(1, len(chain_hashes)), RESERVE_AT_ONCE):
-            store, now_s = self.seen(attachment_id)
+            store, now_s = self.seen(call.attachment_id)
             piece = chain_hashes[at : at + RESERVE_AT_ONCE]
             is_last = at + len(piece) == len(chain_hashes)
+            lease = store.leases.find(call.lease_id)
+            earlier = set[int]() if lease is None else {*map(lease.writing.get, piece)}
             try:
-                lease_id, found, tail = store.reserve(
-                    attachment_id,
+                call.lease_id, found, tail = store.reserve(
+                    call.attachment_id,
                     parent,
                     piece,
                     tail_name=tail_name if is_last else "",
                     tenant=tenant,
-                    lease_id=lease_id,
+                    lease_id=call.lease_id,
+                    is_probe=call.is_probe,
+                    ttl_s=call.ttl_s,
                     now_s=now_s,
-                    **options,
                 )
             except FailedPrecondition:
                 if not answers:
-                    return lease_id, None
+                    return None
                 break  # what this piece follows was found damaged since the last turn
+            call.taken += [
+                WrittenFrame(each.frame, each.generation)
+                for each in (*found, tail or NO_ROOM)
+                if each.frame >= 0 and each.frame not in earlier
+            ]
             answers += found
             if answers and not answers[-1].has_room:
                 break
@@ -430,7 +447,17 @@ class StoreNode:
         num_left = len(chain_hashes) - len(answers)
         if num_left and tail_name:
             tail = NO_ROOM
-        return lease_id, ReservedChain([*answers, *([NO_ROOM] * num_left)], tail)
+        return ReservedChain([*answers, *([NO_ROOM] * num_left)], tail)
+
+    def _undo_reserve(self, call: _ReserveCall, *, owns_lease: bool) -> None:
+        """Free what a Reserve has taken that does not come to its end. The worker was not told of
+        these frames, so nothing is written into them. owns_lease: the call made its lease."""
+        store, now_s = self.store, self.now_s()
+        if store is None or store.attachments.find(call.attachment_id) is None:
+            return  # what it had reserved ended with the attachment
+        store.abort(call.attachment_id, call.lease_id, call.taken, quarantine=False, now_s=now_s)
+        if owns_lease:
+            store.release([call.lease_id], now_s=now_s)
 
     def commit(
         self,
@@ -440,7 +467,8 @@ class StoreNode:
         *,
         ends_lease: bool,
     ) -> list[Block]:
-        """See BlockStore. ends_lease: the lease ends once the blocks are visible."""
+        """Make written frames visible, as BlockStore.commit. ends_lease: the lease ends once the
+        blocks are visible."""
         store, now_s = self.seen(attachment_id)
         blocks = store.commit(attachment_id, lease_id, written, now_s)
         if ends_lease:
@@ -456,7 +484,7 @@ class StoreNode:
         *,
         quarantine: bool,
     ) -> None:
-        """See BlockStore."""
+        """Give reserved frames back, as BlockStore.abort."""
         store, now_s = self.seen(attachment_id)
         store.abort(attachment_id, lease_id, written, quarantine=quarantine, now_s=now_s)
 
@@ -464,7 +492,7 @@ class StoreNode:
 
     @property
     def keeps_history(self) -> bool:
-        """Whether events of blocks are remembered."""
+        """Whether the events of blocks are kept."""
         return self.settings.max_history_blocks > 0
 
     def note_verified(
@@ -474,12 +502,13 @@ class StoreNode:
         generations: Sequence[int],
         trace: TraceContext | None,
     ) -> None:
-        """See BlockStore."""
+        """Note that a worker has read these frames and compared their checksums."""
         if self.store is not None:
             self.store.note_verified(attachment_id, frames, generations, trace)
 
     def history(self, prefix: bytes, max_blocks: int) -> list[PastBlock]:
-        """See BlockHistory.find."""
+        """The latest events of at most `max_blocks` blocks whose chain hash begins with `prefix`,
+        and where each lies now."""
         store = self.store
         if store is None:
             return []
@@ -509,7 +538,8 @@ class StoreNode:
     async def copy_out(
         self, attachment_id: str, lease_id: str, blocks: Sequence[Block], chunk_bytes: int
     ) -> AsyncGenerator[ReadPiece, None]:
-        """See BlockSource. Raises: LeaseLapsed, UnknownAttachment, InvalidArgument."""
+        """Yield pieces of blocks of at most `chunk_bytes` (transport grpc). The blocks are held
+        until the generator is closed. Raises: LeaseLapsed, UnknownAttachment, InvalidArgument."""
         store, _ = self.seen(attachment_id)
         lease = self._need_lease(store, lease_id)
         sent: dict[int, Block] = {}
@@ -568,7 +598,8 @@ class StoreNode:
         return await _repair(store, self.slab, blocks) if self.slab is not None else 0
 
     def close_push(self, push_id: str) -> bool:
-        """See BlockPusher; without memory nothing moves."""
+        """Whether no byte of this push moves, now and later: a push that is not known is refused
+        from here on."""
         return self.peers is None or self.peers.close_push(push_id)
 
     # -- maintenance
@@ -739,10 +770,23 @@ class StoreNode:
             self.peers.keep([each.attachment_id for each in self.store.attachments])
 
 
+@dataclass
+class _ReserveCall:
+    """A Reserve that is under way. lease_id: empty until it has one. taken: frames that this call
+    has reserved."""
+
+    attachment_id: str
+    lease_id: str
+    is_probe: bool
+    ttl_s: float
+    taken: list[WrittenFrame] = field(default_factory=list)
+
+
 def take_memory(
     settings: KvStoreSettings, node_id: str, incarnation: bytes, block_bytes: int
 ) -> tuple[Slab, OpenedPages]:
-    """Make the slab, and open the file tier if one was asked for. For a thread: may take seconds.
+    """Make the slab of a store, and open its file tier if one was asked for. May take seconds: call
+    it in a thread.
 
     Raises: NoCapacity when the memory cannot be had; a file tier that cannot be had has a
         `problem`.

@@ -23,11 +23,13 @@ from kvstore.errors import IntegrityError
 POOL = ""
 """The group of all tenants without a share of their own."""
 MAX_TENANT_BYTES = 128
+"""Longest name of a tenant."""
 
 
 @dataclass(frozen=True)
 class TenantShares:
-    """shares: tenant -> guaranteed part of every tier, above 0; together at most 1."""
+    """Tenants' guaranteed parts of every tier. shares: tenant -> its part, above 0; together at
+    most 1."""
 
     shares: Mapping[str, float] = field(default_factory=dict)
 
@@ -53,10 +55,12 @@ class TenantShares:
         return cls(shares)
 
     def group(self, tenant: str) -> str:
+        """The group that a tenant's slots count in: its own, or POOL."""
         return tenant if tenant in self.shares else POOL
 
     def guaranteed(self, num_slots: int) -> dict[str, int]:
-        """group -> slots it never loses to others; they add up to `num_slots`."""
+        """The number of slots that each group never loses to others; together they are
+        `num_slots`."""
         slots = {tenant: int(share * num_slots) for tenant, share in self.shares.items()}
         slots[POOL] = num_slots - sum(slots.values())
         return slots
@@ -87,8 +91,8 @@ def groups_to_evict(
 
 @dataclass(frozen=True, slots=True)
 class TenantSlots:
-    """What one tenant holds and is guaranteed, in slots of all tiers: a block that lies in a frame
-    and a page counts twice."""
+    """The slots that one tenant holds and is guaranteed, of all tiers together: a block that lies
+    in a frame and a page counts twice."""
 
     tenant: str
     num_slots: int
@@ -96,8 +100,8 @@ class TenantSlots:
 
 
 def usage(accounts: Sequence[SlotAccount]) -> list[TenantSlots]:
-    """One for each tenant that holds something or has a share: those with a share first, then by
-    the number of slots."""
+    """The slots of each tenant that holds something or has a share: those with a share first, then
+    by the number of slots."""
     held: Counter[str] = Counter()
     guaranteed: Counter[str] = Counter()
     for account in accounts:
@@ -111,7 +115,7 @@ def usage(accounts: Sequence[SlotAccount]) -> list[TenantSlots]:
 
 
 class SlotAccount:
-    """Which tenant each taken slot of one tier is charged to."""
+    """Charges each taken slot of one tier to a tenant."""
 
     def __init__(self, num_slots: int, shares: TenantShares) -> None:
         self.num_slots = num_slots
@@ -121,23 +125,24 @@ class SlotAccount:
         """The tenant charged for each slot; None: it is free. A list, because a dict of a million
         slots that grows stops the loop for 40 ms."""
         self.used: Counter[str] = Counter()
-        """tenant -> slots, of tenants that have any."""
+        """The number of slots charged to each tenant that has any."""
         self.used_by_group: Counter[str] = Counter()
+        """The number of slots charged to each group that has any."""
 
     def take(self, slot: int, tenant: str) -> None:
-        """Charge a slot. Raises: IntegrityError where it is charged already."""
+        """Charge a taken slot to a tenant. Raises: IntegrityError where it is charged already."""
         if self.tenants[slot] is not None:
             raise IntegrityError(f"slot {slot} is charged already")
         self.tenants[slot] = tenant
         self._count(tenant, 1)
 
     def release(self, slot: int) -> None:
-        """The slot is free again."""
+        """End the charge for a slot that is free again."""
         self._count(self.tenant_of(slot), -1)
         self.tenants[slot] = None
 
     def transfer_to(self, slot: int, tenant: str) -> None:
-        """Charge the slot to another tenant: the one that stored the block first."""
+        """Charge a slot to another tenant: the one that stored the block first."""
         if self.tenants[slot] != tenant:
             self.release(slot)
             self.take(slot, tenant)
@@ -154,7 +159,7 @@ class SlotAccount:
         return groups_to_evict(self.used_by_group, self.guaranteed, self.shares.group(tenant))
 
     def is_below_share(self, group: str) -> bool:
-        """Whether the group holds less than it is guaranteed."""
+        """Whether a group holds fewer slots than it is guaranteed."""
         return self.used_by_group[group] < self.guaranteed[group]
 
     def _count(self, tenant: str, by: int) -> None:

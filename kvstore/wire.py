@@ -44,6 +44,7 @@ _TIERS = {tier.value: tier for tier in Tier}
 
 
 def block_to_proto(block: Block) -> common_pb2.BlockRef:
+    """Convert a block reference to a message."""
     return common_pb2.BlockRef(
         chain_hash=block.chain_hash,
         frame=block.frame,
@@ -55,7 +56,8 @@ def block_to_proto(block: Block) -> common_pb2.BlockRef:
 
 
 def add_blocks(messages: Any, blocks: Iterable[Block]) -> None:
-    """Append the blocks to a field of a message: half the time of making a list first."""
+    """Append block references to a repeated field of a message: half the time of making a list
+    first."""
     for block in blocks:
         messages.add(
             chain_hash=block.chain_hash,
@@ -68,7 +70,8 @@ def add_blocks(messages: Any, blocks: Iterable[Block]) -> None:
 
 
 def block_from_proto(message: common_pb2.BlockRef) -> Block:
-    """A tier that this version does not know becomes UNSPECIFIED."""
+    """Convert a message to a block reference. A tier that this version does not know becomes
+    UNSPECIFIED."""
     return Block(
         chain_hash=message.chain_hash,
         frame=message.frame,
@@ -80,18 +83,20 @@ def block_from_proto(message: common_pb2.BlockRef) -> Block:
 
 
 def blocks_from_proto(messages: Iterable[common_pb2.BlockRef]) -> list[Block]:
+    """Convert messages to block references, in order."""
     return [block_from_proto(message) for message in messages]
 
 
 def hashes_from_proto(data: bytes) -> list[bytes]:
-    """Chain hashes that lie side by side. Raises: InvalidArgument for a part of one."""
+    """Cut up chain hashes that lie side by side. Raises: InvalidArgument for a part of one."""
     if len(data) % CHAIN_HASH_BYTES:
         raise InvalidArgument("chain_hashes", f"a chain hash has {CHAIN_HASH_BYTES} bytes")
     return [data[at : at + CHAIN_HASH_BYTES] for at in range(0, len(data), CHAIN_HASH_BYTES)]
 
 
 def packed_from_proto(data: bytes) -> PackedBlocks:
-    """Raises: InvalidArgument for what are no rows of blocks."""
+    """Unpack rows of blocks from a request. Raises: InvalidArgument for what are no rows of
+    blocks."""
     try:
         return PackedBlocks(data)
     except ValueError as error:
@@ -106,7 +111,8 @@ def to_be_written(reply: kvstore_pb2.ReserveReply) -> PackedBlocks:
 
 
 def ttl_ms(ttl_s: float) -> int:
-    """Milliseconds for the wire, rounded up so that a short time never becomes 'none'."""
+    """Convert seconds to milliseconds for the wire, rounded up so that a short time never becomes
+    'none'."""
     return max(0, math.ceil(ttl_s * 1000))
 
 
@@ -124,18 +130,20 @@ def checksum_of(message: Checked) -> int:
 
 
 def is_whole(message: Checked) -> bool:
-    """Whether the message's checksum is its own; the field is unset when this returns."""
+    """Whether a message has the checksum of its own content; its field `checksum` is unset when
+    this returns."""
     stated = message.checksum
     return checksum_of(message) == stated
 
 
 def need_whole(request: kvstore_pb2.AttachRequest | kvstore_pb2.PushRequest) -> None:
-    """Raises: InvalidArgument for a request with another checksum than its own."""
+    """Check that a request has the checksum of its own content. Raises: InvalidArgument."""
     if not is_whole(request):
         raise InvalidArgument("checksum", "the message was spoiled on its way")
 
 
 def worker_from_proto(request: kvstore_pb2.AttachRequest) -> WorkerInfo:
+    """Convert an AttachRequest to a WorkerInfo."""
     peer: PeerBlocks | None = None
     if request.transport == "nixl":
         num_blocks = request.region_num_blocks
@@ -158,7 +166,7 @@ def worker_from_proto(request: kvstore_pb2.AttachRequest) -> WorkerInfo:
 
 
 def info_to_proto(info: StoreInfo) -> kvstore_pb2.AttachReply:
-    """With its checksum."""
+    """Convert the answer to Attach to a message with its checksum."""
     shared = info.shared
     reply = kvstore_pb2.AttachReply(
         attachment_id=info.attachment_id,
@@ -178,7 +186,7 @@ def info_to_proto(info: StoreInfo) -> kvstore_pb2.AttachReply:
 
 
 def chains_from_proto(request: kvstore_pb2.ReserveRequest) -> list[ChainToReserve]:
-    """Raises: InvalidArgument."""
+    """The chains of a ReserveRequest. Raises: InvalidArgument."""
     return [
         ChainToReserve(
             chain.parent, hashes_from_proto(chain.chain_hashes), chain.tail_name, chain.tenant
@@ -191,12 +199,12 @@ def chains_from_proto(request: kvstore_pb2.ReserveRequest) -> list[ChainToReserv
 
 
 class SpoiledAnswer(Exception):
-    """No store can have said that."""
+    """An answer that no store can have given: it was damaged on the way."""
 
 
 def read_attached(reply: kvstore_pb2.AttachReply, request: kvstore_pb2.AttachRequest) -> StoreInfo:
-    """What a source says of itself to a worker that attaches. Raises: SpoiledAnswer where the
-    answer is damaged, or cannot belong to the request."""
+    """Read the answer to Attach. Raises: SpoiledAnswer where it is damaged, or cannot belong to the
+    request."""
     if not is_whole(reply):
         raise SpoiledAnswer("a handshake with another checksum")
     if not (reply.node_id and reply.attachment_id):
@@ -222,7 +230,8 @@ def read_attached(reply: kvstore_pb2.AttachReply, request: kvstore_pb2.AttachReq
 def read_matched(
     reply: kvstore_pb2.MatchReply, request: kvstore_pb2.MatchRequest, num_frames: int
 ) -> MatchResult:
-    """Raises: SpoiledAnswer."""
+    """Read the answer to Match. Raises: SpoiledAnswer unless it is a leading part of the chain that
+    was asked for, at frames and generations that can be."""
     if len(reply.blocks) > len(request.chain_hashes):
         raise SpoiledAnswer("more blocks than were asked for")
     for asked, block in zip(request.chain_hashes, reply.blocks, strict=False):
@@ -271,7 +280,8 @@ def check_reserved(
 def read_written(
     reply: kvstore_pb2.CommitReply, sent: PackedBlocks, num_frames: int
 ) -> PackedBlocks:
-    """The blocks of the answer; `sent`: those of the request. Raises: SpoiledAnswer."""
+    """Read the answer to Commit. sent: the blocks of the request. Returns: the blocks as the store
+    has them. Raises: SpoiledAnswer."""
     blocks = _packed(reply.blocks)
     if not blocks.names_same(sent):
         raise SpoiledAnswer("not one block for each that was written")
@@ -292,7 +302,8 @@ def read_written(
 
 
 def read_pinned(reply: kvstore_pb2.PinReply, request: kvstore_pb2.PinRequest) -> tuple[str, int]:
-    """The lease, and how many blocks it pins. Raises: SpoiledAnswer."""
+    """Read the answer to Pin. Returns: the lease, and how many blocks it pins. Raises:
+    SpoiledAnswer."""
     if reply.num_pinned > len(request.blocks):
         raise SpoiledAnswer("more blocks pinned than were asked for")
     if bool(reply.lease_id) != bool(reply.num_pinned):
@@ -317,8 +328,8 @@ def check_pushed(
 def read_hold(
     reply: kvstore_pb2.HoldReply, request: kvstore_pb2.HoldRequest
 ) -> tuple[float, set[int]]:
-    """For how many seconds the blocks are held, and which of them are stale. Raises:
-    SpoiledAnswer."""
+    """Read the answer to Hold. Returns: for how many seconds the blocks are held, and which of them
+    are stale. Raises: SpoiledAnswer."""
     # What it says wrongly of a hold is found by nothing behind it.
     if not is_whole(reply):
         raise SpoiledAnswer("a hold with another checksum")
@@ -329,14 +340,18 @@ def read_hold(
     return reply.held_ms / 1000, set(reply.stale)
 
 
-def read_rest(
+def read_lease_update(
     reply: kvstore_pb2.AwaitLentReply,
     request: kvstore_pb2.AwaitLentRequest,
     asked_s: float,
     now_s: float,
 ) -> tuple[LeaseUpdate, float]:
-    """What it says, and until when all of it is held; 0: it is not. asked_s, now_s: of the question
-    and of the answer here. Raises: SpoiledAnswer."""
+    """Read the answer to AwaitLent. Returns: the update, and until when all of it is held, on this
+    process' monotonic clock; 0: it is not.
+
+    Args: asked_s, now_s: when the question was asked, and when its answer came here.
+    Raises: SpoiledAnswer.
+    """
     blocks = _packed(reply.blocks)
     if reply.num_unsealed > len(blocks):
         raise SpoiledAnswer("more blocks without a checksum than there are")

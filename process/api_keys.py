@@ -71,9 +71,6 @@ class TenantLimits:
         check_ranges(self)
 
 
-NO_LIMITS = TenantLimits()
-
-
 @dataclass(frozen=True)
 class ApiKey:
     """What the file says of one key."""

@@ -65,8 +65,8 @@ class BlockMemory:
 
     @classmethod
     def of(cls, view: Bytes2D) -> BlockMemory:
-        """Describe a uint8 [num_blocks, block_bytes] array. Raises: ValueError for any other shape,
-        type or order."""
+        """Describe blocks in host memory: a uint8 [num_blocks, block_bytes] array. Raises:
+        ValueError for any other shape, type or order."""
         if view.ndim != 2 or view.dtype != np.uint8 or not view.flags.c_contiguous:
             raise ValueError("view: expected a C-contiguous uint8 array [num_blocks, block_bytes]")
         if not view.flags.writeable:
@@ -83,14 +83,15 @@ class BlockMemory:
         num_blocks: int,
         device_checksums: DeviceChecksums | None = None,
     ) -> BlockMemory:
-        """Describe a device's memory at `address`; it takes some host memory for staging when that
-        is first used."""
+        """Describe blocks in a device's memory at `address`. Some host memory is taken for staging
+        when that is first used."""
         staging = PinnedStaging(device, address, block_bytes, num_blocks)
         return cls(None, address, block_bytes, num_blocks, staging, device_checksums)
 
     @property
     def view(self) -> Bytes2D:
-        """uint8 [num_blocks, block_bytes], the memory itself. Raises: TypeError on a device."""
+        """The blocks as uint8 [num_blocks, block_bytes], the memory itself. Raises: TypeError on a
+        device."""
         if self.host is None:
             raise TypeError("the blocks lie on a device: they have an address, but no host view")
         return self.host
@@ -114,7 +115,8 @@ class BlockMemory:
 
 
 class PutItem(NamedTuple):
-    """Write block `block_id` of the worker into `frame`, reserved at (odd) `generation`."""
+    """One block of a put: block `block_id` of the worker is written into `frame`, reserved at (odd)
+    `generation`."""
 
     block_id: int
     frame: int
@@ -122,11 +124,12 @@ class PutItem(NamedTuple):
 
 
 class GetItems(Sequence[tuple[Block, int]]):
-    """Copy committed blocks, each into the block of the worker that is named with it. held_until_s:
-    their owner holds all of them until then, on this process' monotonic clock; 0: it does not."""
+    """The blocks of a get: committed blocks, each with the worker's block that it is copied into.
+    held_until_s: until when their owner holds all of them, on this process' monotonic clock; 0: it
+    does not."""
 
     def __init__(self, items: Sequence[tuple[Block, int]], held_until_s: float = 0.0) -> None:
-        """items: (ref, block id)."""
+        """Args: items: pairs of (ref, block id of the worker)."""
         self._items = items
         self.held_until_s = held_until_s
 
@@ -147,21 +150,22 @@ class GetItems(Sequence[tuple[Block, int]]):
 
     @property
     def block_ids(self) -> list[int]:
-        """The worker's blocks that they are copied to, in order."""
+        """Ids of the worker's blocks that the items are copied into, in order."""
         if isinstance(self._items, PackedItems):
             return list(self._items.places)
         return [block_id for _, block_id in self._items]
 
     @property
     def checksums(self) -> list[int]:
-        """The checksums that their references say, in order."""
+        """The checksums that the items' references name, in order."""
         if isinstance(self._items, PackedItems):
             checksums: list[int] = self._items.blocks.checksums.tolist()
             return checksums
         return [ref.checksum for ref, _ in self._items]
 
     def columns(self) -> tuple[Ids, Ids, Generations]:
-        """Frames, block ids and generations, [items] each, without a value for each item."""
+        """The items as three arrays, [items] each: frames, block ids, generations; without a Python
+        object for each item."""
         items, count = self._items, len(self._items)
         if isinstance(items, PackedItems):
             blocks = items.blocks
@@ -176,9 +180,13 @@ class GetItems(Sequence[tuple[Block, int]]):
 
 @dataclass(frozen=True)
 class GetResult:
-    """num_bytes: bytes that came and may be used. failed: index into the items -> reason
+    """The outcome of a get.
+
+    num_bytes: bytes that came and may be used. failed: index into the items -> reason
     (kvstore.errors.REASONS). checksums: index into the items -> checksum of what came, over the
-    bytes as the worker has them (a device's: as they lie in host memory); one without is bad."""
+    bytes as the worker has them (a device's: as they lie in host memory); an item without one is
+    bad.
+    """
 
     num_bytes: int
     failed: dict[int, str] = field(default_factory=dict)
@@ -202,27 +210,29 @@ class UnsettledTransfers:
         self._settled: set[asyncio.Future[None]] = set()
 
     def add(self, settled: asyncio.Future[None]) -> None:
-        """settled: done when nothing moves any more."""
+        """Add a transfer. settled: done when nothing of it moves any more."""
         self._settled.add(settled)
         settled.add_done_callback(self._settled.discard)
 
     async def wait(self) -> None:
-        """Until nothing moves any more, however long that takes."""
+        """Wait until nothing moves any more, however long that takes."""
         while self._settled:
             await asyncio.wait(self._settled)
 
 
 class Transport(Protocol):
-    """Worker side of one way to move block bytes; see the module."""
+    """The worker's side of one way to move the bytes of blocks between its memory and a store or
+    lender. The contract at the top of this file holds for every implementation."""
 
     @property
     def name(self) -> str:
-        """One of TRANSPORTS or DIRECT_TRANSPORTS: what provenance and metrics say."""
+        """The transport's name, one of TRANSPORTS or DIRECT_TRANSPORTS, as provenance and metrics
+        show it."""
 
     @property
     def counts_own_reads(self) -> bool:
-        """True when their owner cannot see the bytes that `get` copies, so that the client must
-        tell it."""
+        """Whether the owner of the frames cannot see the bytes that `get` copies, so that the
+        client must tell it."""
 
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
@@ -232,8 +242,8 @@ class Transport(Protocol):
         Returns: the items' checksums, in order, of the bytes as the worker has them (a device's: as
             they lie in host memory): what is lost between there and the frame is found by the next
             reader of the frame.
-        Raises: LeaseLapsed, DeadlineExceeded, Unavailable, TransferFailed; PutUnsettled as the
-            module says.
+        Raises: LeaseLapsed, DeadlineExceeded, Unavailable, TransferFailed; PutUnsettled when its
+            bytes may still land in the frames.
         """
 
     async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
@@ -245,4 +255,5 @@ class Transport(Protocol):
 
     async def close(self) -> None:
         """Give back what the transport holds (mappings, locked memory, connections), once no
-        transfer is under way. A device or a peer may never end one: the caller bounds its wait."""
+        transfer is under way. A device or a peer may never end a transfer: the caller bounds its
+        wait."""

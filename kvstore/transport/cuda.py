@@ -63,7 +63,8 @@ class _Handle(ctypes.Structure):
 
 
 class CudaDevice:
-    """See the module; made by `open`. `kvstore.transport.device.Device`."""
+    """A CUDA GPU, by number, over the driver's library; made by `open`. It implements the protocol
+    `Device` (device.py), which says what each method does."""
 
     memory = "VRAM"
     peer_copies = PEER_COPIES
@@ -75,7 +76,8 @@ class CudaDevice:
 
     @classmethod
     def open(cls, device_id: int) -> CudaDevice:
-        """Raises: FailedPrecondition without a driver or such a device."""
+        """Open a GPU by its number. Raises: FailedPrecondition without a driver or such a
+        device."""
         driver = _driver()
         device, context = c_int(), c_void_p()
         driver.call("cuDeviceGet", byref(device), c_int(device_id), error=FailedPrecondition)
@@ -83,11 +85,12 @@ class CudaDevice:
         return cls(driver, device_id, context)
 
     def use_in_this_thread(self) -> None:
-        """See Device."""
+        """Make the GPU's context the calling thread's current one."""
         self.driver.call("cuCtxSetCurrent", self._context)
 
     def register(self, address: int, num_bytes: int) -> None:
-        """See Device."""
+        """Page-lock host memory of this process for DMA (cuMemHostRegister). Raises:
+        FailedPrecondition saying why it cannot be."""
         self.use_in_this_thread()
         self.driver.call(
             "cuMemHostRegister_v2",
@@ -98,21 +101,22 @@ class CudaDevice:
         )
 
     def unregister(self, address: int) -> None:
-        """See Device."""
+        """Unlock host memory that `register` locked. No copy from or to it may be under way."""
         self.use_in_this_thread()
         self.driver.call("cuMemHostUnregister", c_void_p(address))
 
     def compute_mark(self) -> Mark:
-        """See Device."""
+        """A mark behind all kernels on the legacy default stream, where the engine's run."""
         self.use_in_this_thread()
         return CudaMark(self, c_void_p(_DEFAULT_STREAM))
 
     def new_queue(self) -> CopyQueue:
-        """See Device."""
+        """Make a stream for copies."""
         return CudaQueue(self)
 
     def share(self, address: int) -> Shared:
-        """See Device."""
+        """Get the IPC handle of the allocation that holds `address`. Raises: FailedPrecondition
+        where it cannot be shared."""
         self.use_in_this_thread()
         handle, base, size = _Handle(), c_ulonglong(), c_size_t()
         call = functools.partial(self.driver.call, error=FailedPrecondition)
@@ -121,7 +125,8 @@ class CudaDevice:
         return Shared(bytes(handle), address - base.value)
 
     def map_shared(self, shared: Shared) -> int:
-        """See Device. In this device's context, whichever device the memory is of."""
+        """Map another process's allocation by its IPC handle, in this device's context, whichever
+        device the memory is of. Returns: its address here. Raises: FailedPrecondition."""
         if len(shared.handle) != ctypes.sizeof(_Handle):
             raise FailedPrecondition(f"shared memory: a handle of {len(shared.handle)} bytes")
         self.use_in_this_thread()
@@ -136,13 +141,13 @@ class CudaDevice:
         return base.value + shared.offset_bytes
 
     def unmap_shared(self, shared: Shared, address: int) -> None:
-        """See Device."""
+        """Unmap what `map_shared` mapped. No copy from or to the memory may be under way."""
         self.use_in_this_thread()
         self.driver.call("cuIpcCloseMemHandle", c_ulonglong(address - shared.offset_bytes))
 
 
 class CudaMark:
-    """An event on a stream."""
+    """A CUDA event, recorded on a stream."""
 
     def __init__(self, device: CudaDevice, stream: c_void_p) -> None:
         self._device = device
@@ -154,7 +159,8 @@ class CudaMark:
         driver.call("cuEventRecord", self._event, stream)
 
     def is_over(self) -> bool:
-        """See Mark."""
+        """Whether all work before the event has ended. Raises: TransferFailed when the device
+        failed."""
         if not self._is_over:
             result = self._device.driver.library.cuEventQuery(self._event)
             if result == _NOT_READY:
@@ -170,7 +176,7 @@ class CudaMark:
         self._is_over = True
 
     def before(self, stream: int) -> None:
-        """See Mark."""
+        """Make a stream wait for the event (cuStreamWaitEvent). Raises: TransferFailed."""
         self._device.use_in_this_thread()
         driver = self._device.driver
         driver.call("cuStreamWaitEvent", c_void_p(stream), self._event, c_uint(0))
@@ -182,7 +188,7 @@ class CudaMark:
 
 
 class CudaQueue:
-    """One stream of copies."""
+    """A CUDA stream of copies."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -194,7 +200,7 @@ class CudaQueue:
         self._driver.call("cuStreamCreate", byref(self._stream), c_uint(_STREAM_NON_BLOCKING))
 
     def to_host(self, copies: Copies) -> None:
-        """See CopyQueue."""
+        """Queue copies from the device into registered host memory. Raises: TransferFailed."""
         self._device.use_in_this_thread()
         if self.uses_batches and len(copies) >= _BATCH_FROM:
             self._copy_batch(copies[:, 1], copies[:, 0], copies[:, 2])
@@ -205,7 +211,7 @@ class CudaQueue:
             self._driver.check(result, "cuMemcpyDtoHAsync", TransferFailed)
 
     def to_device(self, copies: Copies) -> None:
-        """See CopyQueue."""
+        """Queue copies from registered host memory to the device. Raises: TransferFailed."""
         self._device.use_in_this_thread()
         if self.uses_batches and len(copies) >= _BATCH_FROM:
             self._copy_batch(copies[:, 0], copies[:, 1], copies[:, 2])
@@ -216,7 +222,8 @@ class CudaQueue:
             self._driver.check(result, "cuMemcpyHtoDAsync", TransferFailed)
 
     def between(self, copies: Copies) -> None:
-        """See CopyQueue."""
+        """Queue copies between devices: rows of (target address, source address, bytes). Raises:
+        TransferFailed."""
         self._device.use_in_this_thread()
         if self.uses_batches and len(copies) >= _BATCH_FROM:
             self._copy_batch(copies[:, 0], copies[:, 1], copies[:, 2])
@@ -227,12 +234,12 @@ class CudaQueue:
             self._driver.check(result, "cuMemcpyDtoDAsync", TransferFailed)
 
     def mark(self) -> Mark:
-        """See CopyQueue."""
+        """Record an event behind all copies queued until now."""
         self._device.use_in_this_thread()
         return CudaMark(self._device, self._stream)
 
     def close(self) -> None:
-        """See CopyQueue."""
+        """Destroy the stream. None of its copies may be under way."""
         if self._stream:
             self._device.use_in_this_thread()
             self._driver.call("cuStreamDestroy_v2", self._stream)

@@ -62,7 +62,8 @@ Breaks = npt.NDArray[np.bool_]
 
 
 class CudaIpcTransport:
-    """See the module."""
+    """The transport `cuda_ipc`: reads a lender's blocks by copies out of its GPU memory, mapped
+    into this process. The text at the top of this file says how the copies are verified."""
 
     name = CUDA_IPC
     counts_own_reads = True
@@ -76,7 +77,8 @@ class CudaIpcTransport:
         shared: Shared,
         address: int,
     ) -> None:
-        """address: where `shared` is mapped; owned by the transport from here on."""
+        """Args: shared: the lender's memory. address: where it is mapped; the transport unmaps it
+        when it closes."""
         self._memory = memory
         self._device = device
         self._connection = connection
@@ -94,7 +96,8 @@ class CudaIpcTransport:
     async def connect(
         cls, memory: BlockMemory, connection: StoreConnection, store: StoreInfo
     ) -> CudaIpcTransport:
-        """Map the lender's cache. Raises: FailedPrecondition when that cannot be done here."""
+        """Map the lender's cache and make the transport. Raises: FailedPrecondition when that
+        cannot be done here."""
         device, shared = memory.device, store.shared
         if device is None:
             raise FailedPrecondition(
@@ -107,18 +110,19 @@ class CudaIpcTransport:
         try:
             address = await asyncio.shield(mapping)
         except asyncio.CancelledError:
-            mapping.add_done_callback(lambda done: _give_back(done, device, shared))
+            mapping.add_done_callback(lambda done: _unmap_late(done, device, shared))
             raise
         return cls(memory, device, connection, store, shared, address)
 
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
     ) -> Sequence[int]:
-        """See Transport; nothing is ever written here. Raises: FailedPrecondition."""
+        """Refuse: a lender takes no bytes. Raises: FailedPrecondition."""
         raise FailedPrecondition("transport cuda_ipc: a lender takes no bytes")
 
     async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
-        """See Transport."""
+        """Copy lent blocks into the worker's blocks, as Transport.get. A block that the lender does
+        not vouch for until its last byte came is in `failed`."""
         frames, blocks, generations = items.columns()
         held_until_s, here_s = items.held_until_s, math.inf
         stale: set[int] = set()
@@ -145,11 +149,11 @@ class CudaIpcTransport:
 
         is_break = _breaks(frames, blocks)
 
-        def give(queue: CopyQueue, part: slice) -> None:
+        def queue_piece(queue: CopyQueue, part: slice) -> None:
             edges = np.flatnonzero(is_break[part.start : part.stop - 1])
             queue.between(self._copies_between(edges, frames[part], blocks[part]))
 
-        flight = Flight(self._pipeline, len(frames), give)
+        flight = Flight(self._pipeline, len(frames), queue_piece)
 
         def copy(is_stopped: IsStopped) -> list[int]:
             return self._copy_in(flight, blocks, is_stopped, here)
@@ -188,7 +192,7 @@ class CudaIpcTransport:
         return GetResult(len(found) * self._memory.block_bytes, failed, found)
 
     async def close(self) -> None:
-        """See Transport."""
+        """Wait until no copy is under way, then unmap the lender's memory."""
         await self._unsettled.wait()
         await asyncio.to_thread(self._close)
 
@@ -208,11 +212,11 @@ class CudaIpcTransport:
         hasher = self._memory.device_checksums
         pending: list[PendingChecksums] = []
 
-        def given(part: slice, mark: Mark) -> None:
+        def on_queued(part: slice, mark: Mark) -> None:
             if hasher is not None:
                 pending.append(hasher.begin(blocks[part].tolist(), mark))
 
-        flight.finish(is_stopped, given=given)
+        flight.finish(is_stopped, on_queued=on_queued)
         on_here()
         if hasher is None:
             return self._memory.checksums(blocks.tolist())
@@ -308,7 +312,7 @@ def _map(device: Device, shared: Shared) -> int:
         ) from error
 
 
-def _give_back(done: asyncio.Future[int], device: Device, shared: Shared) -> None:
+def _unmap_late(done: asyncio.Future[int], device: Device, shared: Shared) -> None:
     """Unmap what an attempt mapped whose caller has left."""
     if not done.cancelled() and done.exception() is None:
         done.get_loop().run_in_executor(None, device.unmap_shared, shared, done.result())

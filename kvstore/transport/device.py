@@ -33,7 +33,7 @@ from kvstore.errors import TransferFailed
 from process.deadline import Deadline
 
 Copies = npt.NDArray[np.uint64]
-"""[N, 3] rows of (device address, host address, bytes)."""
+"""Copies to queue: uint64 [N, 3], rows of (device address, host address, bytes)."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Shared:
 
 @dataclass(frozen=True)
 class PeerCopies:
-    """How a device copies out of another one's memory that it has mapped. What is true of NVLink is
-    the default."""
+    """Sizes and times of a device's copies out of another device's memory that it has mapped. The
+    defaults are measured for NVLink."""
 
     piece_bytes: int = 128 * 1024 * 1024
-    """Bytes of one piece: 0.35 ms of NVLink, long against what queueing it and its checksums
-    costs."""
+    """Bytes of one piece of a copy: 0.35 ms of NVLink, long against what queueing it and its
+    checksums costs."""
 
     least_piece_bytes: int = 32 * 1024 * 1024
     """Least bytes of the last pieces, which get smaller since nothing hides the checksums of the
@@ -70,14 +70,14 @@ class PeerCopies:
     before they are here."""
 
     ask_early_bytes: int = 256 * 1024 * 1024
-    """From this size on the lender is asked to hold the blocks (Hold) while the copy still runs,
-    which takes about as long as its answer (0.7 to 0.9 ms). After a smaller copy it is only asked
-    whether they were still valid."""
+    """Size of a copy from which on the lender is asked to hold the blocks (Hold) while the copy
+    still runs, which takes about as long as its answer (0.7 to 0.9 ms). After a smaller copy it is
+    only asked whether they were still valid."""
 
     hold_s: float = 0.05
-    """How long the lender is asked to hold the blocks while they are copied; if the copy takes
-    longer, it is asked again at the end. Guessed: fifteen times what a chunk's blocks take, and
-    half of what a request that is given up may keep its blocks."""
+    """Time for which the lender is asked to hold the blocks while they are copied; if the copy
+    takes longer, it is asked again at the end. Guessed: fifteen times what a chunk's blocks take,
+    and half of what a request that is given up may keep its blocks."""
 
 
 PEER_COPIES = PeerCopies()
@@ -86,16 +86,17 @@ PEER_COPIES = PeerCopies()
 SPINS = 30
 """Looks at a mark before the first nap: about 30 us, what a small copy takes."""
 LAST_SPINS = 150
-"""The same for the last mark, behind which nothing runs: a nap takes 55 us more than it is told
-to."""
+"""Looks at the last mark of a copy before the first nap: nothing runs behind it, and a nap takes 55
+us more than it is told to."""
 _NAP_S = 50e-6
 
 
 class Mark(Protocol):
-    """A point in a queue of the device."""
+    """A point in a queue of the device, as a CUDA event is one in a stream."""
 
     def is_over(self) -> bool:
-        """Whether everything before it has ended. Raises: TransferFailed when the device failed."""
+        """Whether everything queued before the mark has ended. Raises: TransferFailed when the
+        device failed."""
 
     def wait(self) -> None:
         """Block the thread until everything before it has ended, without the interpreter's lock: a
@@ -111,7 +112,7 @@ class Mark(Protocol):
 
 
 class CopyQueue(Protocol):
-    """Copies that run in order, beside the device's kernels."""
+    """A queue of copies that run in order, beside the device's kernels."""
 
     def to_host(self, copies: Copies) -> None:
         """Start to copy from the device into registered host memory. Raises: TransferFailed."""
@@ -124,14 +125,14 @@ class CopyQueue(Protocol):
         this device's own or mapped by `map_shared`. Raises: TransferFailed."""
 
     def mark(self) -> Mark:
-        """A mark behind all copies queued until now."""
+        """Make a mark behind all copies queued until now."""
 
     def close(self) -> None:
         """Destroy the queue. None of its copies may be under way."""
 
 
 class PendingChecksums(Protocol):
-    """Checksums that a device computes."""
+    """Checksums of blocks that a device is computing."""
 
     def result(self) -> list[int]:
         """Wait for the checksum of each block, in order; call it once. Blocks the thread. Raises:
@@ -139,26 +140,27 @@ class PendingChecksums(Protocol):
 
 
 class DeviceChecksums(Protocol):
-    """`block_hash.checksum` of blocks, computed where they lie."""
+    """Computes `block_hash.checksum` of blocks on the device where they lie."""
 
     def begin(self, block_ids: Sequence[int], after: Mark | None = None) -> PendingChecksums:
-        """Start with blocks as they are now, or behind `after`. Raises: TransferFailed."""
+        """Start to compute the checksums of blocks as they are now, or as they are behind the mark
+        `after`. Raises: TransferFailed."""
 
 
 class Device(Protocol):
-    """A GPU whose memory holds a worker's blocks."""
+    """A GPU whose memory holds a worker's KV blocks, as transports use it."""
 
     @property
     def device_id(self) -> int:
-        """Its number in this process."""
+        """The GPU's number in this process."""
 
     @property
     def memory(self) -> str:
-        """What NIXL calls its memory: VRAM."""
+        """The name that NIXL has for the device's memory: VRAM."""
 
     @property
     def peer_copies(self) -> PeerCopies:
-        """How it copies what it has mapped."""
+        """The sizes and times of copies out of other devices' memory that this one has mapped."""
 
     def register(self, address: int, num_bytes: int) -> None:
         """Page-lock host memory of this process for DMA. Blocks the thread.
@@ -167,12 +169,13 @@ class Device(Protocol):
         """
 
     def unregister(self, address: int) -> None:
-        """Undo `register`. No copy from or to it may be under way."""
+        """Unlock host memory that `register` locked. No copy from or to it may be under way."""
 
     def compute_mark(self) -> Mark:
-        """A mark behind all kernels that the engine queued until now."""
+        """Make a mark behind all kernels that the engine queued until now."""
 
-    def new_queue(self) -> CopyQueue: ...
+    def new_queue(self) -> CopyQueue:
+        """Make a queue for copies."""
 
     def use_in_this_thread(self) -> None:
         """Make the device the calling thread's; libraries such as NIXL look at that."""
@@ -182,14 +185,15 @@ class Device(Protocol):
         where it cannot be shared."""
 
     def map_shared(self, shared: Shared) -> int:
-        """Map what another process shares. Blocks the thread. Returns: its address in this process.
+        """Map memory that another process shares. Blocks the thread. Returns: its address in this
+        process.
 
         Raises: FailedPrecondition where this device cannot reach it.
         """
 
     def unmap_shared(self, shared: Shared, address: int) -> None:
-        """Undo `map_shared`, also where the owner of the memory is gone. No copy from or to it may
-        be under way."""
+        """Unmap memory that `map_shared` mapped, also where its owner is gone. No copy from or to
+        it may be under way."""
 
 
 def wait_for(
@@ -208,9 +212,9 @@ def wait_for(
 
 
 STAGING_BYTES = 16 * 1024 * 1024
-"""Bytes of all rows of a staging together, but one row at least: 0.3 ms of a 55 GB/s bus."""
+"""Bytes of all rows of one PinnedStaging together (one row at least): 0.3 ms of a 55 GB/s bus."""
 STALL_S = 10.0
-"""A device that has not moved STAGING_BYTES after that long has failed."""
+"""Time after which a device that has not moved STAGING_BYTES has failed."""
 
 _never_freed: list[npt.NDArray[np.uint8]] = []
 """Rows that a device may still write into: kept until the process ends."""
@@ -235,7 +239,8 @@ class PinnedStaging:
         num_blocks: int,
         stall_s: float = STALL_S,
     ) -> None:
-        """stall_s: a device that has not filled the rows after that long has failed."""
+        """Args: address: of the blocks on the device. stall_s: a device that has not filled the
+        rows after that long has failed."""
         self.device = device
         self._address = address
         self._block_bytes = block_bytes
@@ -250,7 +255,8 @@ class PinnedStaging:
 
     @property
     def rows(self) -> npt.NDArray[np.uint8]:
-        """uint8 [num_rows, block_bytes], page-locked: taken and locked when first asked for.
+        """The page-locked rows, uint8 [num_rows, block_bytes]; the memory is taken and locked when
+        they are first asked for.
 
         Raises: FailedPrecondition when the device cannot use host memory of this process.
         """

@@ -19,18 +19,19 @@ from kvstore.connection import StoreConnection
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
 from kvstore.source import StoreInfo
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, Transport
-from kvstore.transport.copy_pipeline import IsStopped, Unsettled, run_copy, stop_here
+from kvstore.transport.copy_pipeline import IsStopped, Unsettled, raise_if_stopped, run_copy
 from kvstore.transport.device import PinnedStaging
 from process import spans
 from process.deadline import Deadline
 from protos import kvstore_pb2
 
 CHUNK_BYTES = 1024 * 1024
-"""Best of 64 KiB to 4 MiB in both directions (measured)."""
+"""Bytes of a block in one gRPC message: the best of 64 KiB to 4 MiB in both directions
+(measured)."""
 
 
 class GrpcTransport:
-    """Blocks in host memory."""
+    """The transport `grpc` for blocks in host memory."""
 
     name = "grpc"
     counts_own_reads = False
@@ -43,6 +44,8 @@ class GrpcTransport:
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
     ) -> Sequence[int]:
+        """Send blocks to the store in chunks of one stream, as Transport.put. Checksums are
+        computed on the way."""
         checksums: list[int] = []
         if items:
             chunks = self._chunks(lease_id, items, checksums)
@@ -52,6 +55,7 @@ class GrpcTransport:
         return checksums
 
     async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
+        """Receive blocks from the store or lender in chunks of one stream, as Transport.get."""
         if not items:
             return GetResult(0)
         self._connection.check()
@@ -95,7 +99,7 @@ class GrpcTransport:
         return GetResult(len(checksums) * self._memory.block_bytes, failed, checksums)
 
     async def close(self) -> None:
-        return
+        """Do nothing: the connection is not the transport's."""
 
     async def _chunks(
         self, lease_id: str, items: Sequence[PutItem], checksums: list[int]
@@ -171,8 +175,8 @@ class StagedTransport:
     async def over(
         cls, memory: BlockMemory, make_inner: Callable[[BlockMemory], Transport]
     ) -> StagedTransport:
-        """A transport of the device's blocks in `memory` through page-locked rows of host memory,
-        which are taken here. make_inner: makes the transport of such host memory.
+        """Make a transport for the device's blocks in `memory`, through page-locked rows of host
+        memory, which are taken here. make_inner: makes the transport of such host memory.
 
         Raises: FailedPrecondition when the device cannot use host memory of this process.
         """
@@ -191,13 +195,15 @@ class StagedTransport:
 
     @property
     def counts_own_reads(self) -> bool:
-        """As of the inner transport."""
+        """Whether the owner of the frames cannot see the bytes that `get` copies: as for the inner
+        transport."""
         return self._get_inner.counts_own_reads
 
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
     ) -> Sequence[int]:
-        """See Transport."""
+        """Copy blocks from the device into the rows, a batch at a time, and put them through the
+        inner transport."""
         staging = self._outgoing
         checksums: list[int] = []
         await self._put_turn.take(deadline)
@@ -207,7 +213,7 @@ class StagedTransport:
                 batch = items[start : start + staging.num_rows]
 
                 def fetch(is_stopped: IsStopped, batch: Sequence[PutItem] = batch) -> None:
-                    stop_here(is_stopped)
+                    raise_if_stopped(is_stopped)
                     staging.fetch([item.block_id for item in batch])
 
                 await run_copy(fetch, deadline)
@@ -222,7 +228,8 @@ class StagedTransport:
         return checksums
 
     async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
-        """See Transport."""
+        """Get blocks through the inner transport into the rows, a batch at a time, and copy them to
+        the device. Raises: as Transport.get."""
         failed: dict[int, str] = {}
         checksums: dict[int, int] = {}
         await self._get_turn.take(deadline)
@@ -239,7 +246,7 @@ class StagedTransport:
         return GetResult(len(checksums) * self._block_bytes, failed, checksums)
 
     async def close(self) -> None:
-        """See Transport."""
+        """Wait for the calls under way, then close the inner transport and free the rows."""
         for turn in (self._put_turn, self._get_turn):
             await turn.quiet()
         await self._put_inner.close()
@@ -264,7 +271,7 @@ class StagedTransport:
         block_ids = batch.block_ids
 
         def store(is_stopped: IsStopped) -> None:
-            stop_here(is_stopped)
+            raise_if_stopped(is_stopped)
             staging.store(came, [block_ids[row] for row in came])
 
         if came:

@@ -45,20 +45,21 @@ from process.errors import (
 from protos import kvstore_pb2
 
 SETTLE_AT_ONCE_S = 0.05
-"""A transfer that is over so soon after its waiter left needs no quarantine. A guess: ten times
-what one piece takes."""
+"""Time within which a transfer must be over, after its waiter left, to need no quarantine. A guess:
+ten times what one piece takes."""
 HASH_THREADS = min(4, os.cpu_count() or 1)
-"""What a push brought lies in memory, not in a cache of this core: one thread hashes 14 to 25 GB/s
-of it, four 60 to 80 (measured)."""
+"""Threads that compute checksums of what a push brought. It lies in memory, not in a cache of this
+core: one thread hashes 14 to 25 GB/s of it, four 60 to 80 (measured)."""
 HASH_PART_BYTES = 4 * 1024 * 1024
-"""The least that is worth another thread's turn: 0.2 ms of one."""
+"""Least bytes that are worth another thread's turn: 0.2 ms of one thread."""
 _ANSWER_MARGIN_S = 0.02  # the store answers "not over yet" so long before our own deadline
 _POLL_S, _POLL_MAX_S, _POLL_TIMEOUT_S = 0.002, 0.5, 1.0
 _CLOSE_AGENT_S = 5.0
 
 
 class NixlTransport:
-    """See the module."""
+    """The transport `nixl`: a worker's blocks are written into frames, and frames into its blocks,
+    by one-sided writes of two NIXL agents."""
 
     name = "nixl"
     counts_own_reads = False
@@ -87,13 +88,16 @@ class NixlTransport:
     async def connect(
         cls, memory: BlockMemory, connection: StoreConnection, agent: NixlAgent, store: StoreInfo
     ) -> NixlTransport:
-        """agent: with `memory` registered; owned by the transport from here on."""
+        """Make the store's agent known to the worker's. agent: with `memory` registered; the
+        transport closes it."""
         peer = await agent.add_peer(store.nixl_metadata)
         return cls(memory, connection, agent, peer, store)
 
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
     ) -> Sequence[int]:
+        """WRITE blocks into reserved frames, as Transport.put. Raises: PutUnsettled when bytes may
+        still land in the frames."""
         if not items:
             return []
         block_ids = [item.block_id for item in items]
@@ -131,6 +135,7 @@ class NixlTransport:
         raise PutUnsettled(cause, transfer.settled) from cause
 
     async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
+        """Have the store or lender push blocks into the worker's own, as Transport.get."""
         if not items:
             return GetResult(0)
         block_ids = items.block_ids
@@ -168,7 +173,7 @@ class NixlTransport:
         return GetResult(num_bytes, failed, dict(zip(came, checksums, strict=True)))
 
     async def close(self) -> None:
-        """See Transport."""
+        """Wait until no transfer is under way, then end the agent."""
         await self._unsettled.wait()
         await self._agent.remove_peer(self._peer)
         await self._agent.close(Deadline.after(_CLOSE_AGENT_S))
@@ -229,7 +234,7 @@ class NixlTransport:
 
 
 def region_of(memory: BlockMemory) -> Region:
-    """The worker's whole cache as one region to register."""
+    """Describe the worker's whole cache as one region to register with NIXL."""
     num_bytes = memory.num_blocks * memory.block_bytes
     if memory.device is None:
         return Region(memory.address, num_bytes)

@@ -45,7 +45,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Region:
-    """Memory to register. memory: DRAM or VRAM; device_id: of the GPU, 0 for DRAM."""
+    """Memory that is registered with NIXL. memory: DRAM or VRAM; device_id: of the GPU, 0 for
+    DRAM."""
 
     address: int
     num_bytes: int
@@ -67,7 +68,8 @@ class Transfer:
         self._wake = wake
 
     def abandon(self) -> None:
-        """Start no further piece; `settled` resolves when those under way are over."""
+        """Start no further piece of the transfer; `settled` resolves when those under way are
+        over."""
         self.abandoned = True
         self._wake()
 
@@ -96,7 +98,8 @@ class _Job:
 
 
 class NixlAgent:
-    """An agent and its thread. Methods are for the asyncio loop; all else happens in the thread."""
+    """A NIXL agent and its thread. Methods are for the asyncio loop; all agent calls happen in the
+    thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -142,11 +145,11 @@ class NixlAgent:
         return await future
 
     async def register(self, region: Region, *, before: Callable[[], None] = lambda: None) -> bytes:
-        """Register memory, which must stay mapped for good.
+        """Register memory with the agent; it must stay mapped for good.
 
-        Args: before: called in the agent's thread first, which a device's memory must be the
-            thread's own for.
-        Returns: the agent's metadata after it. Raises: FailedPrecondition if that cannot be.
+        Args: before: called in the agent's thread first, to make a device current there.
+        Returns: the agent's metadata, with the memory in it. Raises: FailedPrecondition if it
+            cannot be registered.
         """
 
         def job(agent: Any) -> bytes:
@@ -162,7 +165,8 @@ class NixlAgent:
             raise FailedPrecondition(f"transport nixl: cannot register memory: {error}") from error
 
     async def add_peer(self, metadata: bytes) -> str:
-        """Make a peer known. Returns: its name. Raises: FailedPrecondition if that cannot be."""
+        """Make a peer's agent known by its metadata. Returns: the peer's name. Raises:
+        FailedPrecondition if that cannot be."""
 
         def job(agent: Any) -> str:
             name = agent.add_remote_agent(metadata)
@@ -175,7 +179,7 @@ class NixlAgent:
             raise FailedPrecondition(f"transport nixl: the peer's metadata: {error}") from error
 
     async def remove_peer(self, peer: str) -> None:
-        """Forget a peer; one that is unknown or dead already is passed over."""
+        """Forget a peer's agent; one that is unknown or dead already is passed over."""
 
         def job(agent: Any) -> None:
             try:
@@ -186,7 +190,7 @@ class NixlAgent:
         await self.call(job)
 
     async def is_gone(self, peer: str) -> bool:
-        """Whether the peer's process is known to be dead: a stalled one is not."""
+        """Whether the peer's process is known to be dead; one that has stalled is not."""
 
         def job(agent: Any) -> bool:
             try:
@@ -394,16 +398,21 @@ def _resolve(
 
 
 PROGRESS_DELAY_US = 10_000
-"""0.4 % of a core when idle instead of 98.8 %, at the same latency (measured; 0.06 % at 100 ms).
-Also how long an event that was missed can hold a step of a transfer up: once, for no cause that was
-found, some hundred steps in a row took long, with 100 ms here."""
+"""Delay of NIXL's progress thread in microseconds: 0.4 % of a core when idle instead of 98.8 %, at
+the same latency (measured; 0.06 % at 100 ms). Also how long an event that was missed can hold a
+step of a transfer up: once, for no cause that was found, some hundred steps in a row took long,
+with 100 ms here."""
 
 _making_agent = threading.Lock()
 
 
 def make_agent(name: str, net_devices: str) -> Any:
-    """Load NIXL and make an agent. net_devices: as UCX_NET_DEVICES, `all` for every one; the first
-    agent of a process decides. Raises: ImportError without NIXL, and what NIXL raises."""
+    """Load NIXL and make an agent.
+
+    Args: net_devices: as UCX_NET_DEVICES, `all` for every one; the first agent of a process
+        decides.
+    Raises: ImportError without NIXL, and what NIXL raises.
+    """
     prepare_environment(net_devices)
     api, bindings = _load()
     config_type = bindings.nixlAgentConfig
@@ -421,7 +430,8 @@ def make_agent(name: str, net_devices: str) -> Any:
 
 
 def prepare_environment(net_devices: str) -> None:
-    """NIXL and UCX read these when they are loaded; what the operator has set stays."""
+    """Set the environment variables that NIXL and UCX read when they are loaded; a variable that
+    the operator has set stays."""
     if net_devices != "all":
         os.environ.setdefault("UCX_NET_DEVICES", net_devices)
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
@@ -444,17 +454,19 @@ def _load() -> tuple[Any, Any]:
 
 
 PIECE_BYTES = 16 * 1024 * 1024
-"""Most bytes that one `transfer()` call may copy: 16 MiB take about 8 ms by CMA (measured)."""
+"""Most bytes that one `transfer()` call of NIXL may copy: 16 MiB take about 8 ms by CMA
+(measured)."""
 DEVICE_PIECE_BYTES = 256 * 1024 * 1024
-"""Between devices `transfer()` only starts the copy, so large pieces block no thread; 16 MiB ones
-reached half the rate (measured)."""
+"""Most bytes of one `transfer()` call between devices. It only starts the copy there, so large
+pieces block no thread; 16 MiB ones reached half the rate (measured)."""
 
 Run = tuple[int, int, int]
-"""(local address, remote address, bytes)"""
+"""One contiguous piece of a transfer: (local address, remote address, bytes)."""
 
 
 def merge_runs(pairs: Iterable[tuple[int, int]], num_bytes: int) -> list[Run]:
-    """Join (local, remote) pieces of `num_bytes` each that continue one another on both sides."""
+    """Join (local, remote) pieces of `num_bytes` each into runs where they continue one another on
+    both sides."""
     runs: list[Run] = []
     for local, remote in pairs:
         if runs:
@@ -467,7 +479,7 @@ def merge_runs(pairs: Iterable[tuple[int, int]], num_bytes: int) -> list[Run]:
 
 
 def split_pieces(runs: Sequence[Run], piece_bytes: int = PIECE_BYTES) -> list[list[Run]]:
-    """The same bytes as lists of runs of at most `piece_bytes` together, in order."""
+    """Cut runs into pieces: lists of runs of at most `piece_bytes` together, in order."""
     pieces: list[list[Run]] = []
     room = 0
     for local, remote, left in runs:

@@ -37,7 +37,13 @@ from kvstore.transport.base import (
     PutUnsettled,
     UnsettledTransfers,
 )
-from kvstore.transport.copy_pipeline import CopyPipeline, IsStopped, Unsettled, run_copy, stop_here
+from kvstore.transport.copy_pipeline import (
+    CopyPipeline,
+    IsStopped,
+    Unsettled,
+    raise_if_stopped,
+    run_copy,
+)
 from kvstore.transport.device import Copies, CopyQueue, Device
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, FailedPrecondition
@@ -51,7 +57,8 @@ Result = TypeVar("Result")
 
 
 class ShmTransport:
-    """Blocks in host memory.
+    """The transport `shm` for blocks in host memory: copies between the worker's memory and the
+    mapped slab.
 
     Copies run in an executor's thread (NumPy releases the GIL) and compute checksums on their way.
     When `put` or `get` is over, for whatever reason, nothing is being copied any more, so there is
@@ -89,6 +96,8 @@ class ShmTransport:
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
     ) -> Sequence[int]:
+        """Copy blocks into reserved frames, as Transport.put. Raises: LeaseLapsed when a
+        reservation was over meanwhile."""
         frames = np.array([item.frame for item in items], dtype=np.int64)
         blocks = np.array([item.block_id for item in items], dtype=np.int64)
         expected = np.array([item.generation for item in items], dtype=np.uint64)
@@ -107,6 +116,7 @@ class ShmTransport:
         return await self._in_thread(copy, deadline)
 
     async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
+        """Copy frames into the worker's blocks, as Transport.get."""
         frames, blocks, expected = items.columns()
         exists = frames < self._slab.layout.num_frames
         wanted = np.flatnonzero(exists).tolist()
@@ -133,6 +143,7 @@ class ShmTransport:
         return GetResult(num_bytes, failed, dict(zip(wanted, checksums, strict=True)))
 
     async def close(self) -> None:
+        """Close the slab's file. The mapping stays as long as the process lives."""
         self._slab.close()
 
     # -- on the executor's thread
@@ -172,7 +183,8 @@ class ShmTransport:
 
 
 async def finish_or_stop(job: asyncio.Future[Any], stop: threading.Event) -> None:
-    """Wait for the job; when cancelled, tell it to stop, wait for its end, then be cancelled."""
+    """Wait for a job on a thread. A caller that is cancelled tells it to stop, waits for its end,
+    and is cancelled then."""
     try:
         await asyncio.wait([job])
     except asyncio.CancelledError:
@@ -182,8 +194,8 @@ async def finish_or_stop(job: asyncio.Future[Any], stop: threading.Event) -> Non
 
 
 PIECE_BYTES = 256 * 1024
-"""Both sides of a piece fit into a core's second-level cache. Best of 64 KiB to 1 MiB for blocks of
-64 KiB, 256 KiB and 2 MiB (measured)."""
+"""Bytes that are copied and hashed in turn: both sides of a piece fit into a core's second-level
+cache. Best of 64 KiB to 1 MiB for blocks of 64 KiB, 256 KiB and 2 MiB (measured)."""
 
 
 class CheckedCopy:
@@ -274,12 +286,14 @@ class CheckedCopy:
 
 
 DMA_PIECE_BYTES = 16 * 1024 * 1024
-"""Bytes of one piece: 0.3 ms of a 55 GB/s bus, long against what it costs to queue it and to wake
-for its end. An engine's copy of sampled tokens waits behind the pieces under way, 0.9 ms."""
+"""Bytes of one piece of a copy between slab and device: 0.3 ms of a 55 GB/s bus, long against what
+it costs to queue it and to wake for its end. An engine's copy of sampled tokens waits behind the
+pieces under way, 0.9 ms."""
 HASH_THREADS = 4
-"""One thread hashes 14 to 20 GB/s, four 60 to 80, the bus moves 55 (measured)."""
+"""Threads that compute checksums beside a copy: one hashes 14 to 20 GB/s, four 60 to 80, the bus
+moves 55 (measured)."""
 HASH_BYTES = 2 * 1024 * 1024
-"""What a thread hashes before it looks for the next: a tenth of a millisecond."""
+"""Bytes that a thread hashes before it takes the next part: a tenth of a millisecond."""
 
 
 class DeviceShmTransport:
@@ -338,7 +352,8 @@ class DeviceShmTransport:
     async def put(
         self, lease_id: str, items: Sequence[PutItem], deadline: Deadline
     ) -> Sequence[int]:
-        """See Transport."""
+        """Copy blocks from the device into reserved frames, as Transport.put. Raises: PutUnsettled
+        when the device does not end a copy."""
         if not items:
             return []
         frames = np.array([item.frame for item in items], dtype=np.int64)
@@ -355,7 +370,8 @@ class DeviceShmTransport:
             raise PutUnsettled(error.cause, error.settled) from error
 
     async def get(self, lease_id: str, items: GetItems, deadline: Deadline) -> GetResult:
-        """See Transport."""
+        """Copy frames to the device, as Transport.get. Raises: TransferTimeout, TransferCancelled
+        with a quarantine when the device does not end a copy."""
         frames, blocks, expected = items.columns()
         exists = frames < self._slab.layout.num_frames
         wanted = np.flatnonzero(exists).tolist()
@@ -377,7 +393,7 @@ class DeviceShmTransport:
         return GetResult(len(found) * self._memory.block_bytes, failed, found)
 
     async def close(self) -> None:
-        """See Transport."""
+        """Wait until no copy is under way, then unlock and close the slab."""
         await self._unsettled.wait()
         await asyncio.to_thread(self._close)
 
@@ -397,16 +413,16 @@ class DeviceShmTransport:
         if hasher is not None:
             pending = hasher.begin(blocks.tolist())
 
-        def give(queue: CopyQueue, part: slice) -> None:
+        def queue_piece(queue: CopyQueue, part: slice) -> None:
             if not np.array_equal(self._slab.generations[frames[part]], expected[part]):
                 raise LeaseLapsed("put: the reservation is over")
             queue.to_host(self._copies(frames[part], blocks[part]))
 
-        def landed(part: slice) -> None:
+        def on_copied(part: slice) -> None:
             if pending is None:
                 checksums.extend(self._hash(frames[part], is_stopped))
 
-        self._pipeline.run(len(frames), give, is_stopped, landed)
+        self._pipeline.run(len(frames), queue_piece, is_stopped, on_copied)
         if pending is not None:
             found = pending.result()
         else:
@@ -424,10 +440,10 @@ class DeviceShmTransport:
         held = (self._slab.generations[frames] == expected) & (expected % 2 == 0)
         hashing = self._hash(frames, is_stopped)
 
-        def give(queue: CopyQueue, part: slice) -> None:
+        def queue_piece(queue: CopyQueue, part: slice) -> None:
             queue.to_device(self._copies(frames[part], blocks[part]))
 
-        self._pipeline.run(len(frames), give, is_stopped)
+        self._pipeline.run(len(frames), queue_piece, is_stopped)
         checksums = [checksum for part in hashing for checksum in part.result()]
         held &= self._slab.generations[frames] == expected
         return held, checksums
@@ -454,7 +470,7 @@ class DeviceShmTransport:
         stride, num_bytes = self._slab.layout.stride_bytes, self._memory.block_bytes
 
         def some(frames: Ids) -> list[int]:
-            stop_here(is_stopped)
+            raise_if_stopped(is_stopped)
             starts = (frames * stride).tolist()
             return [block_hash.checksum(self._bytes[at : at + num_bytes]) for at in starts]
 
@@ -470,8 +486,8 @@ process wait for it. A slab of 52 GiB in one call held all steps of a worker for
 (measured on an H200)."""
 
 KEEP_S = 60.0
-"""How long a mapped and locked slab is kept for the worker's next attempt to attach, which comes
-within a few seconds."""
+"""Time for which a mapped and locked slab is kept for the worker's next attempt to attach, which
+comes within a few seconds."""
 
 _Key = tuple[int, Device, str, bytes]
 _opening: dict[_Key, asyncio.Task[Slab]] = {}
@@ -511,8 +527,8 @@ async def open_registered(
 
 
 def close_registered(device: Device, slab: Slab) -> None:
-    """Undo `open_registered`: unlock the slab's memory and close it. No copy may be under way.
-    Blocks the thread."""
+    """Unlock and close a slab that `open_registered` opened. No copy may be under way. Blocks the
+    thread."""
     try:
         _unlock(device, list(_locked_parts(slab)))
     finally:

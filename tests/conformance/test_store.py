@@ -23,6 +23,7 @@ from kvstore.client import KvStoreClient, PutChain, TransferStats
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
 from kvstore.service import KvStoreServicer
+from kvstore.source import ChainToReserve
 from kvstore.store_node import TOUCH_AHEAD_BYTES
 from kvstore.transport.base import BlockMemory
 from process import grpc_server, registry, rpc
@@ -36,6 +37,7 @@ from process.errors import (
 )
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from tests.harness.redis_server import RedisServer
+from tests.harness.store import LocalStore, local_store
 from tests.harness.waiting import until, within
 
 Chain = Callable[[str, int], list[bytes]]
@@ -159,6 +161,74 @@ async def test_a_refused_chain_leaves_nothing_of_the_others_reserved(
                 "Reserve", attachment_id=worker.attachment_id, ttl_ms=1000, chains=[fine, wrong]
             )
         assert (await worker.status()).num_writing == 0
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "cancelled under a lease", "lease ended"])
+async def test_a_reservation_that_fails_between_two_turns_leaves_nothing_of_it_reserved(
+    store: LocalStore,
+    new_worker: NewWorker,
+    chain: Chain,
+    transport: str,
+    ends: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller never hears of its frames, so they are free at once. What an earlier call reserved
+    under the same lease, for the same hashes, too, is not touched."""
+    monkeypatch.setattr(store_node, "RESERVE_AT_ONCE", 3)
+    worker, node = await new_worker(store.address, transport), store.node
+    options: dict[str, Any] = {"is_probe": False, "ttl_s": 60.0}
+    lease_id, num_before = "", 0
+
+    def reserve(*names: str) -> Any:
+        chains = [ChainToReserve(b"", chain(name, 4), "", "") for name in names]
+        return node.reserve(worker.attachment_id, lease_id, chains, **options)
+
+    if ends != "cancelled":
+        lease_id, _ = await reserve("a")
+        num_before = 4
+    call = asyncio.create_task(reserve("a", "b"))
+    while node.stats().num_writing <= num_before:
+        await asyncio.sleep(0)
+    assert not call.done()
+    if ends == "lease ended":
+        assert node.release([lease_id], num_bytes_read=0) == 1
+        with pytest.raises(NotFound, match="lease"):
+            await call
+        # A one-sided writer may still write into what it was told of.
+        expected = (0, 0 if transport == "grpc" else num_before, 0)
+    else:
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        expected = (num_before, 0, 1 if lease_id else 0)
+    status = await worker.status()
+    assert (status.num_writing, status.num_quarantined, status.num_leases) == expected
+
+
+async def test_no_commit_of_a_large_put_keeps_other_calls_waiting_for_long(
+    new_worker: NewWorker, chain: Chain, store_settings: KvStoreSettings
+) -> None:
+    """The blocks of one put are committed by several calls, parents first, the lease ends with the
+    last one."""
+    num_blocks = 1100
+    settings = dataclasses.replace(store_settings, capacity_bytes=num_blocks * 4096)
+    async with local_store(settings) as store:
+        worker = await new_worker(store.address, "shm", block_bytes=64, num_blocks=num_blocks)
+        commit, sizes = store.node.commit, list[int]()
+
+        def counted(attachment_id: str, lease_id: str, written: Any, **options: Any) -> Any:
+            sizes.append(len(written))
+            return commit(attachment_id, lease_id, written, **options)
+
+        store.node.commit = counted  # type: ignore[method-assign]
+        hashes = chain("a", num_blocks)
+        put = PutChain(b"", list(zip(hashes, range(num_blocks), strict=True)), 16)
+        (result,) = await worker.client.put_chains([put], 60.0, within())
+        assert sum(sizes) == num_blocks == len(result.refs) and max(sizes) <= 512
+        status = await worker.status()
+        assert (status.num_committed, status.num_leases, status.num_writing) == (num_blocks, 0, 0)
+        matched = await worker.match(hashes)
+        assert matched.blocks == result.refs
 
 
 async def test_a_tail_travels_and_is_gone_with_its_lease(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstore import block_hash
-from kvstore.block_hash import SHARE, TURN_TOKENS, HashTurns
+from kvstore.block_hash import MAX_LOOP_SHARE, TURN_TOKENS, HashTurns
 
 ROOT = b"r" * 32
 SIZE = 16
@@ -115,9 +115,11 @@ async def test_long_turns_of_others_leave_hashing_its_share(
         turns = hashing(loop)
         await asyncio.gather(*(turns.chain(ROOT, prompt_of(16), SIZE) for _ in range(10)))
         assert sum(loop.num_parts) == 160
-        assert max(loop.num_parts) <= SHARE * 40 + 1
+        assert max(loop.num_parts) <= MAX_LOOP_SHARE * 40 + 1
         # All but the first and the last turn are full.
-        assert len([number for number in loop.num_parts if number]) <= 160 / (SHARE * 40) + 2
+        assert (
+            len([number for number in loop.num_parts if number]) <= 160 / (MAX_LOOP_SHARE * 40) + 2
+        )
 
 
 async def test_who_gives_up_is_not_hashed_and_holds_nobody_up(

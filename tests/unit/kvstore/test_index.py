@@ -17,7 +17,7 @@ from kvstore import index, index_publisher
 from kvstore.change_log import ChangeLog
 from kvstore.index import PrefixIndex
 from kvstore.index_publisher import BATCH, PrefixIndexPublisher
-from kvstore.sharded_dict import ShardedDict
+from kvstore.prefix_tree import ShardedDict
 from process import registry
 from process.errors import Unavailable
 from protos import inference_pb2
@@ -157,6 +157,54 @@ async def test_lookup_is_the_longest_prefix_for_every_length(
     assert await lookup.lookup(chain, {}) == {}
     for each in stores:
         await each.publisher.stop()
+
+
+async def test_a_publisher_that_fails_by_itself_publishes_everything_again(
+    client: redis.asyncio.Redis, store: _Store
+) -> None:
+    """Not Redis fails here, but the publisher."""
+    store.publisher.start()
+    await _same(client, store)
+    take = store.changes.take
+
+    def broken(num_changes: int) -> Any:
+        store.changes.take = take  # type: ignore[method-assign]
+        raise RuntimeError("the test broke it")
+
+    store.changes.take = broken  # type: ignore[method-assign]
+    store.add(*_chain("a", 3))
+    await until(lambda: store.publisher.num_full_publications == 2)
+    await _same(client, store)
+    assert store.publisher.num_failures == 1
+
+
+async def test_an_index_that_is_no_longer_published_expires_although_the_store_lives(
+    client: redis.asyncio.Redis, store: _Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add(*_chain("a", 3))
+    publisher = store.publisher
+    publisher.start()
+    await _same(client, store)
+    with monkeypatch.context() as patch:
+        patch.setattr(index_publisher, "_INDEX_TTL_S", 0.3)
+        num_beats = publisher.heartbeat.num_beats
+        await until(lambda: publisher.heartbeat.num_beats > num_beats + 1)
+
+        def broken(num_changes: int) -> Any:
+            raise RuntimeError("the test broke it")
+
+        patch.setattr(publisher, "_snapshot", broken)
+        patch.setattr(store.changes, "take", broken)
+        store.add(*_chain("b", 3))
+        await until(lambda: publisher.num_failures)
+        key = index.index_key(store.node, store.life.hex())
+        await until(lambda: _is_gone(client, key))
+        assert publisher.heartbeat.is_registered and not publisher.synced
+    await _same(client, store)
+
+
+async def _is_gone(client: redis.asyncio.Redis, key: str) -> bool:
+    return not await client.exists(key)
 
 
 @pytest.mark.parametrize("how", ["flush", "restart", "entries lost", "older copy"])

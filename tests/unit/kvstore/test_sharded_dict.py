@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvstore.sharded_dict import ShardedDict
+from kvstore.prefix_tree import ShardedDict
 
 
 def test_it_holds_what_a_dict_holds(seed: int) -> None:

@@ -306,7 +306,7 @@ def _rest(
 ) -> tuple[LeaseUpdate, float]:
     """Asked at 50 s."""
     request = kvstore_pb2.AwaitLentRequest(hold_ms=hold_ms)
-    return wire.read_rest(reply, request, 50.0, 50.0 + took_s)
+    return wire.read_lease_update(reply, request, 50.0, 50.0 + took_s)
 
 
 def test_no_more_blocks_wait_for_a_checksum_than_there_are() -> None:
