@@ -66,7 +66,7 @@ WARM_UP = Draw(Sampling(max_tokens=1, temperature=1.0, top_p=0.9), position=0)
 
 
 _MANY = 128
-"""Rows from which on the draw's kernels split a row otherwise (baton_kernels/sampling_triton.py)."""
+"""Rows from which on the draw's kernels split a row otherwise (sampling_triton.py)."""
 
 
 def warm_up(logits: torch.Tensor, max_rows: int = 1) -> None:
