@@ -1,0 +1,1 @@
+"""Fakes and simulators for tests of the engine and of its users."""
