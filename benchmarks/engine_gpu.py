@@ -35,7 +35,7 @@ from engine.models.hugging_face import HuggingFaceModel
 from engine.models.load import load_model
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.load import load_drafters
+from engine.speculation.loader import load_proposers
 from kvstore import block_hash as chains
 from process import entrypoint
 from tokens.tokenizer import Tokenizer
@@ -615,7 +615,7 @@ class _Way:
     @classmethod
     def load(cls, config: EngineConfig) -> _Way:
         model = load_model(config)
-        engine = LLMEngine(config, model, drafters=load_drafters(config, model.info))
+        engine = LLMEngine(config, model, proposers=load_proposers(config, model.info))
         engine.warm_up()
         stream = model.stream if isinstance(model, HuggingFaceModel) else None
         return cls(engine, stream.plan.host_bytes if stream else 0)

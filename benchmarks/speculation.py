@@ -45,9 +45,9 @@ from engine.models.load import Loaded, load_model
 from engine.request import ModelInfo, Request, Sampling
 from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.drafter import Draft, Drafter, Task
-from engine.speculation.load import load_drafters
-from engine.speculation.tree import TokenTree
+from engine.speculation.loader import load_proposers
+from engine.speculation.proposer import Draft, DraftTask, Proposer
+from engine.speculation.token_tree import TokenTree
 from process.entrypoint import begin_serving
 from tokens.tokenizer import Tokenizer
 
@@ -97,11 +97,11 @@ def answers(rounds: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, float]
 # -- single steps: a way's speed against plain decoding, with an interval, split into what resting
 # costs and what guessing costs.
 #
-# A step in which no drafter is asked, and that computes as many rows as plain decoding's of the
+# A step in which no proposer is asked, and that computes as many rows as plain decoding's of the
 # same number, is a resting one: both compute the same, one right after the other. What resting
 # costs is the median of the quotients of such pairs in a round: no step that something else held up
 # has more say than any other. All other steps are guessing ones, and count by the seconds they
-# took: those with guesses, those in which a drafter was asked for nothing, and those of fewer rows,
+# took: those with guesses, those with a call of a proposer for nothing, and those of fewer rows,
 # since a sequence with right guesses ends first. With P the seconds of all plain steps, P_rest of
 # those that resting ones stand beside, r the rounds' medians (mean by P_rest), O the seconds of
 # guessing ones:
@@ -130,7 +130,7 @@ class Step(NamedTuple):
     num_tokens: int
     """Tokens that it computed and kept: rows, where nothing was guessed."""
     is_asked: bool
-    """A drafter was."""
+    """A proposer was."""
 
 
 class Held(NamedTuple):
@@ -311,27 +311,27 @@ class Way:
         last = self._engine
         # Shallow: the modules, and their weights, are shared by all.
         model = copy.copy(self._model)
-        drafters = load_drafters(self._config, model.info)
-        for drafter in drafters:
-            self._watch(drafter)
-        self._engine = engine = LLMEngine(self._config, model, drafters=drafters)
+        proposers = load_proposers(self._config, model.info)
+        for proposer in proposers:
+            self._watch(proposer)
+        self._engine = engine = LLMEngine(self._config, model, proposers=proposers)
         if last is None:
             engine.warm_up()
             return
-        old, new = last._speculator, engine._speculator  # noqa: SLF001  not for others
+        old, new = last._speculation, engine._speculation  # noqa: SLF001  not for others
         if old is not None and new is not None:
-            new._exploration, new._lessons = old._exploration, old._lessons  # noqa: SLF001
+            new._controller = old._controller  # noqa: SLF001
         last.close()
 
-    def _watch(self, drafter: Drafter) -> None:
+    def _watch(self, proposer: Proposer) -> None:
         """Have it counted how often it is asked."""
-        propose = drafter.propose
+        propose = proposer.propose
 
-        def counted(tasks: Sequence[Task]) -> list[Draft]:
+        def counted(tasks: Sequence[DraftTask]) -> list[Draft]:
             self._num_asked += 1
             return propose(tasks)
 
-        drafter.propose = counted  # type: ignore[method-assign]
+        proposer.propose = counted  # type: ignore[method-assign]
 
     def step(self, answers: dict[str, list[int]]) -> Step:
         """Its tokens are appended to the answers."""
@@ -586,7 +586,7 @@ def cpu(
     }
 
 
-# -- on a GPU: a model whose next token is known, and a drafter that knows it and is right as often
+# -- on a GPU: a model whose next token is known, and a proposer that knows it and is right as often
 # as it is set to. Random weights: what attention and MLP add to a token is scaled down so far that
 # the next token is the last one's successor whatever is rounded how. Costs are those of any
 # weights.
@@ -655,7 +655,7 @@ def make_model(weights: DecoderWeights, config: EngineConfig, *, num_nodes: int)
 
 
 class Scripted:
-    """A Drafter that knows the rule, and is right as often as it is set to.
+    """A Proposer that knows the rule, and is right as often as it is set to.
 
     Attributes:
         num_nodes: of a tree of wrong guesses; 0: paths, as far as `depth`, each token of which is
@@ -672,8 +672,8 @@ class Scripted:
         self.seconds = 0.0
         self._shape = shape
 
-    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
-        """Guesses for each sequence; the drafter's own time is noted."""
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
+        """Guesses for each sequence; the proposer's own time is noted."""
         began = time.perf_counter()
         make = self._wrong if self.num_nodes else self._path
         drafts = [Draft(make(task), {}) for task in tasks]
@@ -686,7 +686,7 @@ class Scripted:
     def check_integrity(self) -> None:
         """There is no state to check."""
 
-    def _wrong(self, task: Task) -> TokenTree:
+    def _wrong(self, task: DraftTask) -> TokenTree:
         num_nodes = min(self.num_nodes, task.num_nodes)
         right = successor(task.token_ids[-1], self._shape)
         token_ids: list[int] = []
@@ -699,7 +699,7 @@ class Scripted:
                 parent = node
         return _tree(token_ids, parents, [0.5] * num_nodes)
 
-    def _path(self, task: Task) -> TokenTree:
+    def _path(self, task: DraftTask) -> TokenTree:
         depth = min(self.depth, task.num_nodes)
         token = task.token_ids[-1]
         token_ids, chances = [], []
@@ -738,7 +738,7 @@ MAX_BATCH = 64
 SWEEP_PROMPT, SWEEP_OUTPUT = 512, 97
 SETTLING_STEPS = 400
 """Tokens of a sequence before its batch is measured: batches above four are tried after 200 steps
-(engine/speculation/worth.py), and a server's load lasts longer."""
+(engine/speculation/controller.py), and a server's load lasts longer."""
 
 
 class GpuBench(Bench):
@@ -761,16 +761,16 @@ class GpuBench(Bench):
             if was_full:
                 yield took_ms, tokens
 
-    def step_ms(self, batch: int, drafter: Scripted | None = None) -> float:
-        """Median of NUM_STEPS steps of decodes alone, without what the drafter took."""
+    def step_ms(self, batch: int, proposer: Scripted | None = None) -> float:
+        """Median of NUM_STEPS steps of decodes alone, without what the proposer took."""
         names = self.submit(batch, CONTEXT, 1000)
         found: list[float] = []
-        before = drafter.seconds if drafter else 0.0
+        before = proposer.seconds if proposer else 0.0
         for took_ms, tokens in self.steps(names):
             if any(len(token_ids) != 1 for token_ids in tokens.values()):
                 raise RuntimeError("a wrong guess was kept, or a step gave nothing")
-            drafted_s = drafter.seconds - before if drafter else 0.0
-            before = drafter.seconds if drafter else 0.0
+            drafted_s = proposer.seconds - before if proposer else 0.0
+            before = proposer.seconds if proposer else 0.0
             found.append(took_ms - drafted_s * 1e3)
             if len(found) == NUM_STEPS:
                 break
@@ -811,11 +811,11 @@ def _config(num_nodes: int, *, always: bool) -> EngineConfig:
 
 
 def _engine(
-    weights: DecoderWeights, num_nodes: int, drafter: Scripted | None, *, always: bool = False
+    weights: DecoderWeights, num_nodes: int, proposer: Scripted | None, *, always: bool = False
 ) -> LLMEngine:
     config = _config(num_nodes, always=always)
     model = make_model(weights, config, num_nodes=num_nodes)
-    engine = LLMEngine(config, model, drafters=[drafter] if drafter else [])
+    engine = LLMEngine(config, model, proposers=[proposer] if proposer else [])
     engine.warm_up()
     return engine
 
@@ -862,18 +862,18 @@ def gpu(
     """On one GPU: what a step costs that verifies guesses, and what it brings.
 
     1. A step by number of guessed tokens, a tree of four branches for each sequence, with 1,024
-    tokens of context: milliseconds of the engine's whole step, without the drafter's time, beside a
-    plain step's. 2. Speed by batch size, with guesses of up to four tokens of which each is right
+    tokens of context: milliseconds of the engine's whole step, without the proposer's time, beside
+    a plain step's. 2. Speed by batch size, with guesses of up to four tokens of which each is right
     with the chance that gives --tokens-per-step where all are computed; the engine chooses how many
-    it computes, and has served that batch for a while. The drafter itself costs nothing here. Needs
-    one CUDA device with 80 GB; takes about two minutes.
+    it computes, and has served that batch for a while. The proposer itself costs nothing here.
+    Needs one CUDA device with 80 GB; takes about two minutes.
     """
     harness.needs_cuda()
     fields = {name: value for name, value in SHAPES[shape].items() if name != "architectures"}
     decoder_shape = read_shape(transformers.AutoConfig.for_model(**fields))
-    weights, drafter = make_weights(decoder_shape), Scripted(decoder_shape)
+    weights, proposer = make_weights(decoder_shape), Scripted(decoder_shape)
     plain_engine = _engine(weights, 0, None)
-    engine = _engine(weights, max(nodes), drafter, always=True)
+    engine = _engine(weights, max(nodes), proposer, always=True)
     begin_serving()
     plain, own = GpuBench(plain_engine, decoder_shape), GpuBench(engine, decoder_shape)
     steps: list[dict[str, Any]] = []
@@ -881,22 +881,22 @@ def gpu(
         plain.step_ms(batch)  # what is made on the first use is not counted
         plain_ms = plain.step_ms(batch)
         for num_nodes in nodes:
-            drafter.num_nodes = num_nodes
-            took_ms = own.step_ms(batch, drafter)
+            proposer.num_nodes = num_nodes
+            took_ms = own.step_ms(batch, proposer)
             row = {"batch": batch, "nodes": num_nodes, "plain_ms": round(plain_ms, 3)}
             row |= {"ms": round(took_ms, 3), "ratio": round(took_ms / plain_ms, 3)}
             steps.append(row)
     harness.show("a step", steps)
     _close(engine)
     del engine, own
-    drafter.num_nodes = 0
-    drafter.chance = chance_for(tokens_per_step, DEPTH)
-    engine = _engine(weights, 16, drafter)
+    proposer.num_nodes = 0
+    proposer.chance = chance_for(tokens_per_step, DEPTH)
+    engine = _engine(weights, 16, proposer)
     sweep = _sweep(plain, GpuBench(engine, decoder_shape), batches)
     harness.show("speed against plain decoding, launched ahead", sweep)
     _close(engine)
     _close(plain_engine)
-    about = {"shape": shape, "tokens_per_step": tokens_per_step, "chance": drafter.chance}
+    about = {"shape": shape, "tokens_per_step": tokens_per_step, "chance": proposer.chance}
     return {**harness.device_context(), **about, "steps": steps, "sweep": sweep}
 
 

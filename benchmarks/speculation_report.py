@@ -25,9 +25,15 @@ from benchmarks.harness import Several, block_hash
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.request import Request, Sampling
-from engine.speculation.acceptance import Distribution, Place, multi_step, naive, pick
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.tree import ROOT, TokenTree, Try
+from engine.speculation.rejection_sampler import (
+    Distribution,
+    DistributionKey,
+    multi_step,
+    naive,
+    pick,
+)
+from engine.speculation.token_tree import ROOT, TokenTree, Try
 from tools.bundled_model.boost import Answer, load, prompts
 from tools.bundled_model.corpus import HELD_OUT
 
@@ -207,16 +213,16 @@ def hit_rates(
 
 def drawn_children(
     distributions: Sequence[Distribution], width: int, rng: random.Random
-) -> tuple[TokenTree, dict[Place, Distribution]]:
+) -> tuple[TokenTree, dict[DistributionKey, Distribution]]:
     """A tree of one level: `width` draws of each draft model, equal ones folded into one node."""
     tries: dict[int, tuple[Try, ...]] = {}
-    for drafter, own in enumerate(distributions):
+    for proposer, own in enumerate(distributions):
         for _ in range(width):
             token_id = pick(own, rng.random())
-            tries[token_id] = (*tries.get(token_id, ()), Try(drafter, float(own[token_id])))
+            tries[token_id] = (*tries.get(token_id, ()), Try(proposer, float(own[token_id])))
     num_nodes = len(tries)
     tree = TokenTree(tuple(tries), (ROOT,) * num_nodes, (1.0,) * num_nodes, tuple(tries.values()))
-    return tree, {((), drafter): own for drafter, own in enumerate(distributions)}
+    return tree, {((), proposer): own for proposer, own in enumerate(distributions)}
 
 
 def kept_rates(

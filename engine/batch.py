@@ -26,11 +26,11 @@ class Span(NamedTuple):
     """Slot of its LoRA adapter (engine/lora/manager.py); 0: none."""
 
     branches: tuple[int, ...] = ()
-    """Of its last tokens, if they are a token tree (engine/speculation/tree.py), or guesses over a
-    quantized cache: which of them each follows, by number, or -1: the token before them all. A
-    token sees the one that it follows and what that one sees, and its position is one more. KV goes
-    into the next slots all the same, token after token; of a quantized cache beside it
-    (engine/kv/tails.py)."""
+    """Of its last tokens, if they are a token tree (engine/speculation/token_tree.py), or draft
+    tokens over a quantized cache: which of them each follows, by number, or -1: the token before
+    them all. A token sees the one that it follows and what that one sees, and its position is one
+    more. KV goes into the next slots all the same, token after token; of a quantized cache beside
+    it (engine/kv/tails.py)."""
 
     @property
     def end(self) -> int:

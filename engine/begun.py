@@ -15,7 +15,7 @@ from engine.sampling import pipeline
 from engine.sampling.copies import Mark
 from engine.sampling.row import LATE, Draw, Drawn
 from engine.sequence import Key, Sequence
-from engine.speculation.drafter import Guess
+from engine.speculation.proposer import DraftTokens
 from engine.step_builder import Step
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class BegunStep:
 
     Attributes:
         planned: (sequence, number of its tokens).
-        guesses: what hangs on the last of them.
+        drafts: draft tokens after the last of them.
         logits: [R, V] of what is drawn, which hold until the next forward pass.
         all_logits: with those of scored prompts, row by row as the batch has them.
 
@@ -38,14 +38,14 @@ class BegunStep:
     def __init__(
         self,
         planned: list[tuple[Sequence, int]],
-        guesses: Mapping[Key, Guess],
+        drafts: Mapping[Key, DraftTokens],
         step: Step,
         logits: torch.Tensor,
         masks: Masks | None,
         copied: Mark | None,
     ) -> None:
         self.planned = planned
-        self.guesses = guesses
+        self.drafts = drafts
         self.step = step
         self.all_logits = logits
         self.logits = step.drawn_of(logits)
@@ -94,22 +94,22 @@ class BegunStep:
 
     def of_live(
         self, drawn: list[Drawn], live: Set[Key]
-    ) -> tuple[list[tuple[Sequence, int]], list[Drawn], Mapping[Key, Guess]]:
-        """What of plan, draws and guesses is still wanted."""
+    ) -> tuple[list[tuple[Sequence, int]], list[Drawn], Mapping[Key, DraftTokens]]:
+        """What of plan, draws and drafts is still wanted."""
         if len(live) == len(self.planned):
-            return self.planned, drawn, self.guesses
+            return self.planned, drawn, self.drafts
         planned: list[tuple[Sequence, int]] = []
         own: list[Drawn] = []
         first = 0
         for sequence, num_tokens in self.planned:
-            guess = self.guesses.get(sequence.key)
-            end = first + 1 + (0 if guess is None else len(guess.tree))
+            draft = self.drafts.get(sequence.key)
+            end = first + 1 + (0 if draft is None else len(draft.tree))
             if sequence.key in live:
                 planned.append((sequence, num_tokens))
                 own += drawn[first:end]
             first = end
-        guesses = {key: guess for key, guess in self.guesses.items() if key in live}
-        return planned, own, guesses
+        drafts = {key: draft for key, draft in self.drafts.items() if key in live}
+        return planned, own, drafts
 
 
 def _with_late(drawn: list[Drawn], masked: list[Draw | None]) -> list[Drawn]:

@@ -159,7 +159,7 @@ class EngineConfig:
     """torch's CPU threads; 0: leave torch's own. One each when several engines share few cores."""
 
     speculation: SpeculationConfig = SpeculationConfig()  # noqa: RUF009  (a frozen value)
-    """Guessing several tokens a step. Steps are launched ahead (`overlap`) while no drafter
+    """Drafting several tokens a step. Steps are launched ahead (`overlap`) while no proposer
     proposes tokens."""
 
     lora: LoraLimits = LoraLimits()  # noqa: RUF009  (a frozen value)

@@ -77,10 +77,10 @@ from engine.request import (
 )
 from engine.runner import Runner
 from engine.scheduler import Scheduler
-from engine.speculation.cost_clock import cost_clock
-from engine.speculation.draft_port import DraftPeer
-from engine.speculation.drafter import Drafter, close_all
-from engine.speculation.wanted import make_speculator
+from engine.speculation.controller import cost_clock
+from engine.speculation.manager import make_speculation_manager
+from engine.speculation.proposer import Proposer, close_proposers
+from engine.speculation.remote import DraftPeer
 from engine.warm_up import warm_up
 
 IDLE_WAIT_S = 0.002
@@ -109,7 +109,7 @@ class LLMEngine:
         stop_policy: StopPolicy | None = None,
         parking: Parking | None = None,
         make_grammars: MakeService | None = None,
-        drafters: Values[Drafter] | None = None,
+        proposers: Values[Proposer] | None = None,
         draft_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -119,7 +119,7 @@ class LLMEngine:
             parking: where swapped blocks go; None: into this process' memory.
             make_grammars: called when the first request with a grammar comes; None: they are
                 refused.
-            drafters: what proposes draft tokens; None: as `config.speculation` says.
+            proposers: what proposes draft tokens; None: as `config.speculation` says.
             draft_bytes: memory that they hold on the model's device.
             clock: seconds; for the metrics, and for the cost of draft tokens.
         Raises: TooFewBlocks; SettingsError for a preemption that the device cannot do.
@@ -129,7 +129,7 @@ class LLMEngine:
         self._undelivered: list[RequestOutput] = []
         """Outputs of a step that an exception cut short: the next step returns them."""
         self._model = model
-        self._drafters = drafters or ()
+        self._proposers = proposers or ()
         window = model.info.context_window
         device = model.device_memory()
         num_blocks = choose_num_blocks(
@@ -188,10 +188,10 @@ class LLMEngine:
             metrics=self._metrics,
             has_stop_policy=stop_policy is not None,
         )
-        self._speculator = make_speculator(
+        self._speculation = make_speculation_manager(
             config,
             self._cache_manager,
-            drafters,
+            proposers,
             guesses=model.guesses,
             context_window=window,
             eos_token_ids=eos_token_ids,
@@ -202,7 +202,7 @@ class LLMEngine:
             self.kv,
             self._constraints,
             self._in_flight,
-            self._speculator,
+            self._speculation,
             eos_token_ids=eos_token_ids,
         )
         self._runner = Runner(
@@ -215,11 +215,11 @@ class LLMEngine:
                 self._cache_manager,
                 eos_token_ids,
                 clears_blocks=model.reads_unwritten,
-                # A speculator must see each prompt's step.
-                takes_prompts=config.overlap_prompts and self._speculator is None,
+                # Speculation must see each prompt's step.
+                takes_prompts=config.overlap_prompts and self._speculation is None,
             ),
             self._scheduler,
-            self._speculator,
+            self._speculation,
             begins_early=self._ahead is not None,
             clock=clock,
         )
@@ -554,7 +554,7 @@ class LLMEngine:
         and the processes of other ranks. No step may follow."""
         with contextlib.ExitStack() as stack:  # the last first; each, whatever another raises
             stack.callback(self._model.close)
-            stack.callback(close_all, self._drafters)
+            stack.callback(close_proposers, self._proposers)
             stack.callback(self._constraints.close)
             stack.callback(self._in_flight.close)
 
@@ -584,8 +584,8 @@ class LLMEngine:
         )
         self._metrics.check_integrity()
         self._input_processor.check_integrity()
-        if self._speculator is not None:
-            self._speculator.check_integrity()
+        if self._speculation is not None:
+            self._speculation.check_integrity()
         self._constraints.check_integrity()
         self._model.check_integrity()
         self._model.adapters.check_integrity(
@@ -626,8 +626,7 @@ def load_engine(
     # engine over a model that was not loaded does without.
     from engine.grammar.service import GrammarService
     from engine.models.load import load_model
-    from engine.speculation.heads.load import load_heads
-    from engine.speculation.load import load_drafters
+    from engine.speculation.loader import load_heads, load_proposers
 
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
@@ -643,9 +642,9 @@ def load_engine(
 
         with phases.timed("drafters"):
             before_bytes = held_bytes(model.info.device)
-            drafters = load_drafters(config, model.info, progress, draft_peers)
-            closes.append(lambda: close_all(drafters))
-            drafters += load_heads(config, model)
+            proposers = load_proposers(config, model.info, progress, draft_peers)
+            closes.append(lambda: close_proposers(proposers))
+            proposers += load_heads(config, model)
             draft_bytes = held_bytes(model.info.device) - before_bytes
         with phases.timed("cache"):
             engine = LLMEngine(
@@ -653,7 +652,7 @@ def load_engine(
                 model,
                 stop_policy=stop_policy,
                 make_grammars=make_grammars,
-                drafters=drafters,
+                proposers=proposers,
                 draft_bytes=draft_bytes,
             )
         with phases.timed("warm-up"):

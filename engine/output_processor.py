@@ -26,7 +26,7 @@ from engine.request import FinishReason, State, StopPolicy, StopView
 from engine.sampling.row import LATE, Drawn
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, finish_reason, should_hold
-from engine.speculation.tree import ROOT, TokenTree
+from engine.speculation.token_tree import ROOT, TokenTree
 
 
 class OutputProcessor:

@@ -1,5 +1,5 @@
-"""PlainSteps: plain steps up to their draws: what is guessed for them, the model's input, the
-forward pass. Schedules nothing, books nothing. Engine thread only.
+"""PlainSteps: plain steps up to their draws: their draft tokens, the model's input, the forward
+pass. Schedules nothing, books nothing. Engine thread only.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
 from engine.sampling.copies import Mark
 from engine.sequence import Key, Sequence
-from engine.speculation.drafter import Guess
-from engine.speculation.heads.hidden import Wants
-from engine.speculation.speculator import Speculator
+from engine.speculation.manager import SpeculationManager
+from engine.speculation.proposer import DraftTokens, HiddenStateScope
 from engine.step_builder import Step, build
 
 
@@ -29,7 +28,7 @@ class PlainSteps:
         kv: KvMemory,
         constraints: Constraints,
         in_flight: InFlight,
-        speculator: Speculator | None,
+        speculation: SpeculationManager | None,
         *,
         eos_token_ids: frozenset[int],
     ) -> None:
@@ -37,18 +36,18 @@ class PlainSteps:
         self._kv = kv
         self._constraints = constraints
         self._in_flight = in_flight
-        self._speculator = speculator
+        self._speculation = speculation
         self._eos_token_ids = eos_token_ids
 
     def begin(
         self, planned: list[tuple[Sequence, int]], running: Mapping[Key, Sequence]
     ) -> BegunStep:
         """Queue a plan's forward pass. An exception leaves every sequence as it was."""
-        guesses = self._guess(planned, running)
+        drafts = self._propose(planned, running)
         try:
-            return self._forward(planned, guesses, self._build(planned, guesses))
+            return self._forward(planned, drafts, self._build(planned, drafts))
         except BaseException:
-            self.take_back(planned, guesses)
+            self.discard(planned, drafts)
             raise
 
     def begin_queued(
@@ -56,44 +55,46 @@ class PlainSteps:
     ) -> BegunStep | None:
         """`begin`, if the host is done with it at once (LoadedModel.queues_step). None: it is not,
         and nothing was begun."""
-        guesses = self._guess(planned, running)
+        drafts = self._propose(planned, running)
         try:
-            step = self._build(planned, guesses)
+            step = self._build(planned, drafts)
             if self._model.queues_step(step.batch):
-                return self._forward(planned, guesses, step)
+                return self._forward(planned, drafts, step)
         except BaseException:
-            self.take_back(planned, guesses)
+            self.discard(planned, drafts)
             raise
-        self.take_back(planned, guesses)
+        self.discard(planned, drafts)
         return None
 
-    def take_back(
-        self, planned: Values[tuple[Sequence, int]], guesses: Mapping[Key, Guess]
+    def discard(
+        self, planned: Values[tuple[Sequence, int]], drafts: Mapping[Key, DraftTokens]
     ) -> None:
-        """It failed, or nobody wants it."""
-        if self._speculator is not None:
-            self._speculator.take_back(planned, guesses)
+        """The step failed, or is not needed any more."""
+        if self._speculation is not None:
+            self._speculation.discard(planned, drafts)
 
-    def _guess(
+    def _propose(
         self, planned: list[tuple[Sequence, int]], running: Mapping[Key, Sequence]
-    ) -> Mapping[Key, Guess]:
-        return {} if self._speculator is None else self._speculator.guess(planned, running)
+    ) -> Mapping[Key, DraftTokens]:
+        return {} if self._speculation is None else self._speculation.propose(planned, running)
 
-    def _build(self, planned: list[tuple[Sequence, int]], guesses: Mapping[Key, Guess]) -> Step:
-        readers = None if self._speculator is None else self._speculator.readers
-        wants = Wants.NONE if readers is None else readers.wants
+    def _build(
+        self, planned: list[tuple[Sequence, int]], drafts: Mapping[Key, DraftTokens]
+    ) -> Step:
+        speculation = self._speculation
+        scope = HiddenStateScope.NONE if speculation is None else speculation.hidden_state_scope
         return build(
             planned,
             self._kv,
             self._eos_token_ids,
-            guesses,
+            drafts,
             clears_entered=self._model.reads_unwritten,
-            wants_hidden=wants,
-            wants_layers=readers.layers if readers is not None and wants else (),
+            wants_hidden=scope,
+            wants_layers=speculation.aux_layers if speculation is not None and scope else (),
         )
 
     def _forward(
-        self, planned: list[tuple[Sequence, int]], guesses: Mapping[Key, Guess], step: Step
+        self, planned: list[tuple[Sequence, int]], drafts: Mapping[Key, DraftTokens], step: Step
     ) -> BegunStep:
         copied = Mark(self._kv.device) if self._in_flight.has_copied else None
         masks = self._constraints.begin_masks(step.grammars) if step.has_grammars else None
@@ -103,4 +104,4 @@ class PlainSteps:
             if masks is not None:
                 masks.wait()  # they are made of states that the next step will touch
             raise
-        return BegunStep(planned, guesses, step, logits, masks, copied)
+        return BegunStep(planned, drafts, step, logits, masks, copied)

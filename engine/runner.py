@@ -7,18 +7,18 @@ Where the model can (DecodesAhead), a step is launched, and the next one too, be
 read: the device computes while the host books and plans. A step that was launched is the next one
 for those who are in it; who joins meanwhile takes part in the one after: in the next launch if it
 has a token and its cache, or the model takes prompts, too, else in a plain step. Each sample's
-events are those of plain steps. Where somebody guesses, decode steps are launched while nobody
-would be asked anyway (Speculator.rests): when that ends, nothing follows what is in flight, and the
-step after it is a plain one.
+events are those of plain steps. With speculation, decode steps are launched while no proposer would
+be called anyway (SpeculationManager.is_idle): when that ends, nothing follows what is in flight,
+and the step after it is a plain one.
 
-Where somebody is asked, the next step depends on what this one has drawn, and the device waits for
-the host. So that step is begun in the very call that has booked this one, before its events are
-told, if nobody waits and nothing but decodes is to come: then it is the step that the next call
-would begin, unless somebody is taken out of it in between (engine/in_flight.py), and who comes
-during a step waits for the next one, too. Not where that would keep the events back: where the
-model takes long to launch it (LoadedModel.queues_step), with grammars, whose masks take their time,
-and with drafters that take theirs, or that have not met somebody yet; nor with drafters that go by
-hidden states.
+Where a proposer is called, the next step depends on what this one has drawn, and the device waits
+for the host. So that step is begun in the very call that has booked this one, before its events are
+told, if no request waits and nothing but decodes is to come: then it is the step that the next call
+would begin, unless a sequence is taken out of it in between (engine/in_flight.py), and a request
+that comes during a step waits for the next one, too. Not where that would keep the events back:
+where the model takes long to launch it (LoadedModel.queues_step), with grammars, whose masks take
+their time, and with proposers that take theirs, or that do not know some sequence yet; nor with
+proposers that need hidden states.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ from engine.sampling import pipeline
 from engine.sampling.logprobs import raw_logprobs
 from engine.scheduler import NextPlan, Scheduler
 from engine.sequence import Key, Sequence
-from engine.speculation.drafter import Guess
-from engine.speculation.heads.hidden import Wants
-from engine.speculation.speculator import Speculator
+from engine.speculation.manager import SpeculationManager
+from engine.speculation.proposer import DraftTokens, HiddenStateScope
 from engine.step_builder import Step
 
 log = logging.getLogger(__name__)
@@ -61,18 +60,18 @@ class Result(NamedTuple):
     events: list[RequestOutput]
     num_prefill_tokens: int
     num_decode_tokens: int
-    """Those that were known, and guesses that were kept."""
+    """Those that were known, and accepted draft tokens."""
     num_guessed_tokens: int = 0
-    """Kept or not."""
+    """Draft tokens, accepted or not."""
     num_kept_tokens: int = 0
-    """Of the guessed ones."""
+    """Accepted draft tokens."""
 
 
 class Runner:
     """See the module.
 
     Args:
-        begins_early: a step that somebody may be asked for is begun in the call before.
+        begins_early: a step that may have drafts is begun in the call before.
         clock: of the metrics.
     """
 
@@ -84,7 +83,7 @@ class Runner:
         in_flight: InFlight,
         rows: DecodeRows,
         scheduler: Scheduler,
-        speculator: Speculator | None,
+        speculation: SpeculationManager | None,
         *,
         begins_early: bool,
         clock: Callable[[], float],
@@ -95,8 +94,8 @@ class Runner:
         self._in_flight = in_flight
         self._rows = rows
         self._scheduler = scheduler
-        self._speculator = speculator
-        self._begins_early = begins_early and speculator is not None
+        self._speculation = speculation
+        self._begins_early = begins_early and speculation is not None
         self._begun: BegunStep | None = None
         """In the call before, and in flight unless it was given up."""
         self._failure: tuple[Exception, tuple[Sequence, ...]] | None = None
@@ -132,18 +131,18 @@ class Runner:
         if begun is not None:
             if self._in_flight.is_live:
                 return self._end_begun(begun, is_early=is_early)
-            self._plain.take_back(begun.planned, begun.guesses)
+            self._plain.discard(begun.planned, begun.drafts)
         self._tell_failure(running)
-        speculator, is_first = self._speculator, not self._in_flight.is_live
+        speculation, is_first = self._speculation, not self._in_flight.is_live
         planned = [(running[key], num_tokens) for key, num_tokens in plan.items()]
-        if speculator is not None:
+        if speculation is not None:
             if not is_first:
                 live = self._in_flight.live().values()
                 planned = [(sequence, row.num_tokens) for sequence, row in live]
-            speculator.begin(planned)
+            speculation.begin_step(planned)
         if is_first:
-            is_resting = speculator is None or speculator.rests(planned)
-            rows = self._rows.of_plan(planned) if is_resting else None
+            is_idle = speculation is None or speculation.is_idle(planned)
+            rows = self._rows.of_plan(planned) if is_idle else None
             if rows is None:
                 return self._compute(planned, is_early=is_early)
             self._in_flight.launch(rows)
@@ -151,10 +150,10 @@ class Runner:
             # with prompts, too.
             is_admitting = is_admitting and self._rows.takes_prompts
         result = self._land(is_admitting=is_admitting)
-        if speculator is not None:
+        if speculation is not None:
             num_rows = result.num_prefill_tokens + result.num_decode_tokens
             is_last = not self._in_flight.is_live
-            speculator.pass_by(num_rows, running, is_first=is_first, is_last=is_last)
+            speculation.on_launched_step(num_rows, running, is_first=is_first, is_last=is_last)
         return result
 
     def _tell_failure(self, running: Mapping[Key, Sequence]) -> None:
@@ -203,67 +202,66 @@ class Runner:
         return self._in_flight.take()
 
     def _goes_on(self, live: Mapping[Key, Planned], following: NextPlan) -> bool:
-        """Nobody would be asked in the step after the one that is in flight."""
-        if self._speculator is None:
+        """Whether no proposer would be called in the step after the one that is in flight."""
+        if self._speculation is None:
             return True
         staying = [(sequence, 1) for sequence, _ in live.values()]
         joining = [one for one in following.planned if one[0].key not in live]
-        return self._speculator.rests(staying + joining, num_unread=1)
+        return self._speculation.is_idle(staying + joining, num_unread=1)
 
     def _compute(self, planned: list[tuple[Sequence, int]], *, is_early: bool) -> Result:
         """A plain step."""
         self.is_device_behind = True
         begun = self._plain.begin(planned, self._scheduler.running)
         try:
-            self._use_wait(begun)
+            self._overlap_host_work(begun)
             drawn = begun.draws()
         except BaseException:
-            self._plain.take_back(begun.planned, begun.guesses)
+            self._plain.discard(begun.planned, begun.drafts)
             raise
         self._in_flight.settle()  # rows that were left over: over by now, and nothing is booked yet
         # A draw waits for all that was queued before it.
         self.is_device_behind = not begun.step.draws
         self._in_flight.has_copied = False
-        return self._end(begun, planned, drawn, begun.guesses, is_early=is_early)
+        return self._end(begun, planned, drawn, begun.drafts, is_early=is_early)
 
     def _end_begun(self, begun: BegunStep, *, is_early: bool) -> Result:
         """A plain step that is in flight, for those who are live still."""
         try:
-            self._use_wait(begun)
+            self._overlap_host_work(begun)
             drawn, live = self._in_flight.take_step()
         except BaseException:
             self._in_flight.abandon()
-            self._plain.take_back(begun.planned, begun.guesses)
+            self._plain.discard(begun.planned, begun.drafts)
             raise
         self.is_device_behind = False  # draws are queued when they are asked for
-        planned, own, guesses = begun.of_live(drawn, live)
-        return self._end(begun, planned, own, guesses, is_early=is_early)
+        planned, own, drafts = begun.of_live(drawn, live)
+        return self._end(begun, planned, own, drafts, is_early=is_early)
 
     def _end(
         self,
         begun: BegunStep,
         planned: list[tuple[Sequence, int]],
         drawn: list[pipeline.Drawn],
-        guesses: Mapping[Key, Guess],
+        drafts: Mapping[Key, DraftTokens],
         *,
         is_early: bool,
     ) -> Result:
         """Book what a plain step has drawn, and begin the next one if that `is_early`. Plan, draws
-        and guesses are the step's as far as they are wanted."""
-        step, speculator = begun.step, self._speculator
+        and drafts are the step's as far as they are wanted."""
+        step, speculation = begun.step, self._speculation
         embeddings = _compute_embeddings(step, self._model) if step.batch.wants_hidden else {}
         scored = _compute_prompt_logprobs(planned, step, begun.all_logits) if step.scored else {}
         num_kept: dict[Key, int] = {}
-        events = self._book(planned, drawn, guesses, num_kept, scored)
-        if speculator is not None:
-            seen_s = speculator.readers.see(step, planned, guesses, self._model)
-            num_rows = len(step.batch.token_ids)
-            speculator.learn(events, num_kept, num_rows=num_rows, seen_s=seen_s)
+        events = self._book(planned, drawn, drafts, num_kept, scored)
+        if speculation is not None:
+            speculation.feed_hidden_states(step, planned, drafts, self._model)
+            speculation.on_accepted(events, num_kept, num_rows=len(step.batch.token_ids))
         following = self._begin_next(step) if is_early else None
-        # Most of the next step's guesses take as many blocks, and the device waits for it.
-        taken_over = {} if following is None else following.guesses
+        # Most of the next step's drafts take as many blocks, and the device waits for it.
+        taken_over = {} if following is None else following.drafts
         for sequence, _ in planned:
-            if sequence.key in guesses and sequence.key not in taken_over:
+            if sequence.key in drafts and sequence.key not in taken_over:
                 self._output_processor.free_draft_blocks(sequence)
         if following is not None:
             following.wait_for_copies()  # or who is told now would wait for that step, too
@@ -271,34 +269,36 @@ class Runner:
         self.is_device_behind |= self._in_flight.has_copied
         num_decodes = step.num_decode_tokens - len(begun.planned) + len(planned)
         num_prefills = len(step.batch.token_ids) - step.num_decode_tokens
-        num_prefills -= sum(len(guess.tree) for guess in begun.guesses.values())
+        num_prefills -= sum(len(draft.tree) for draft in begun.drafts.values())
         if embeddings:
             events = [_add_embedding(event, embeddings) for event in events]
         if step.has_beams:
             events += self._book_beams(step, begun.logits)
-        num_guessed = sum(len(guess.tree) for guess in guesses.values())
+        num_guessed = sum(len(draft.tree) for draft in drafts.values())
         num_all_kept = sum(num_kept.values())
         return Result(events, num_prefills, num_decodes + num_all_kept, num_guessed, num_all_kept)
 
     def _begin_next(self, last: Step) -> BegunStep | None:
-        """The step after the one that was just booked, if it is known whose that is, and somebody
-        may be asked for it.
+        """The step after the one that was just booked, if it is known whose that is, and it may
+        have drafts.
 
         Args:
             last: that one. If the host was long at it, the next one is taken for another such, and
-                nobody is asked to find out.
+                no proposer is called to find out.
         """
-        speculator, running = self._speculator, self._scheduler.running
-        if speculator is None or not running or not self._scheduler.is_settled:
+        speculation, running = self._speculation, self._scheduler.running
+        if speculation is None or not running or not self._scheduler.is_settled:
             return None
-        can_be = speculator.readers.wants is Wants.NONE and speculator.is_quick(running)
+        can_be = speculation.hidden_state_scope is HiddenStateScope.NONE and speculation.is_quick(
+            running
+        )
         can_be = can_be and self._model.queues_step(last.batch)
         if not (can_be and may_be_early(running.values())):
             return None
         planned = [(sequence, 1) for sequence in running.values()]
         try:
-            speculator.begin(planned)
-            if speculator.rests(planned) or not self._rows.grow_by_one(running.values()):
+            speculation.begin_step(planned)
+            if speculation.is_idle(planned) or not self._rows.grow_by_one(running.values()):
                 return None
             begun = self._plain.begin_queued(planned, running)
         except Exception as failure:
@@ -310,19 +310,19 @@ class Runner:
         self._begun = begun
         return begun
 
-    def _use_wait(self, begun: BegunStep) -> None:
+    def _overlap_host_work(self, begun: BegunStep) -> None:
         """Its draws are queued, and not waited for idly."""
         begun.begin_draws()
         if begun.step.draws:
             self._scheduler.precompute_block_hashes(begun.planned)
-            if self._speculator is not None:
-                self._speculator.use_wait(begun.guesses)
+            if self._speculation is not None:
+                self._speculation.overlap_host_work(begun.drafts)
 
     def _book(
         self,
         planned: list[tuple[Sequence, int]],
         drawn: list[pipeline.Drawn],
-        guesses: Mapping[Key, Guess] | None = None,
+        drafts: Mapping[Key, DraftTokens] | None = None,
         num_kept: dict[Key, int] | None = None,
         scored: Mapping[Key, tuple[TokenLogprobs, ...] | InvalidLogits] = _NOTHING,
     ) -> list[RequestOutput]:
@@ -333,7 +333,7 @@ class Runner:
             scored: the log probabilities of prompt tokens (_compute_prompt_logprobs).
         """
         events: list[RequestOutput] = []
-        guesses = guesses or {}
+        drafts = drafts or {}
         first = 0
         now = self._clock()
         for sequence, num_tokens in planned:
@@ -344,14 +344,14 @@ class Runner:
                 if sequence.request.beam is not None:
                     continue  # all beams of a request at once, in _book_beams
                 num_draws = group.num_places
-                if guesses and sequence.key in guesses:
-                    num_draws += len(guesses[sequence.key].tree)
+                if drafts and sequence.key in drafts:
+                    num_draws += len(drafts[sequence.key].tree)
                 own = drawn[first : first + num_draws]
                 first += num_draws
             if group.samples.get(sequence.sample_index) is not sequence:
                 continue  # a sibling's error ended it
-            if num_kept is not None and sequence.key in guesses:
-                tree = guesses[sequence.key].tree
+            if num_kept is not None and sequence.key in drafts:
+                tree = drafts[sequence.key].tree
                 told, num_kept[sequence.key] = self._output_processor.decode_tree(
                     sequence, num_tokens, tree, own, now
                 )

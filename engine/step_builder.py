@@ -24,10 +24,9 @@ from engine.request import State
 from engine.sampling.copies import bring
 from engine.sampling.row import Draw
 from engine.sequence import Key, Sequence
-from engine.speculation.acceptance import Proposals
-from engine.speculation.drafter import Guess
-from engine.speculation.heads.hidden import Wants
-from engine.speculation.tree import ROOT, TokenTree
+from engine.speculation.proposer import DraftTokens, HiddenStateScope
+from engine.speculation.rejection_sampler import Proposals
+from engine.speculation.token_tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
@@ -39,8 +38,8 @@ class _Drawing(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
-    """That it has, guesses not counted."""
-    guess: Guess | None
+    """Tokens that it has, draft tokens not counted."""
+    draft: DraftTokens | None
 
 
 class _Laid(NamedTuple):
@@ -68,7 +67,7 @@ class Step:
     eos_token_ids: frozenset[int]
 
     num_decode_tokens: int
-    """Tokens of samples that have drawn before; guesses are not counted."""
+    """Tokens of samples that have drawn before; draft tokens are not counted."""
 
     has_beams: bool
 
@@ -128,10 +127,10 @@ def build(
     planned: Iterable[tuple[Sequence, int]],
     kv: KvMemory,
     eos_token_ids: frozenset[int],
-    guesses: Mapping[Key, Guess] | None = None,
+    drafts: Mapping[Key, DraftTokens] | None = None,
     *,
     clears_entered: bool = True,
-    wants_hidden: Wants = Wants.NONE,
+    wants_hidden: HiddenStateScope = HiddenStateScope.NONE,
     wants_layers: tuple[int, ...] = (),
 ) -> Step:
     """Lay out the planned tokens.
@@ -139,12 +138,12 @@ def build(
     Args:
         planned: (sequence, number of its pending tokens) in the order of the batch. Its blocks are
             there. Those that are entered and not filled are cleared here.
-        guesses: what hangs on a sequence's last token, which is in its plan; its blocks are there,
-            too.
+        drafts: draft tokens after a sequence's last token, which is in its plan; their blocks are
+            there, too.
         clears_entered: also of samples that have drawn (LoadedModel.reads_unwritten); as
             engine/decode_rows.py.
-        wants_hidden: what drafters can use.
-        wants_layers: whose inputs they can use, too.
+        wants_hidden: tokens whose hidden states proposers need.
+        wants_layers: layers whose inputs they need, too.
     """
     size = kv.layout.block_size
     all_token_ids: list[int] = []
@@ -156,8 +155,8 @@ def build(
     has_beams = has_grammars = gives_embedding = False
     for sequence, num_tokens in planned:
         group, token_ids = sequence.group, sequence.token_ids
-        guess = guesses.get(sequence.key) if guesses else None
-        tree = None if guess is None else guess.tree
+        draft = drafts.get(sequence.key) if drafts else None
+        tree = None if draft is None else draft.tree
         has_drawn = sequence.state is State.RUNNING
         if has_drawn:
             num_decode_tokens += num_tokens
@@ -183,7 +182,7 @@ def build(
             all_token_ids += tree.token_ids
             span = _tree_span(start, num_tokens, sequence, tree)
             # One path is a text like any other, which every model computes; but a quantized cache
-            # takes in for good what is no guess.
+            # takes in for good what is no draft token.
             is_told = span.is_tree or kv.tails is not None
             spans.append(span if is_told else span._replace(branches=()))
         if sequence.is_scored:
@@ -192,7 +191,7 @@ def build(
             draw_indices += [place + shift for place in places]
             scored[sequence.key] = range(num_rows, len(draw_indices))
         if end == len(token_ids) and (has_drawn or not group.is_continued):
-            drawing.append(_Drawing(sequence, end, guess))
+            drawing.append(_Drawing(sequence, end, draft))
             has_beams = has_beams or sequence.request.beam is not None
             has_grammars = has_grammars or sequence.grammar is not None
             gives_embedding = gives_embedding or sequence.gives_embedding
@@ -203,7 +202,7 @@ def build(
         tuple(spans),
         tuple(draw_indices),
         wants_hidden=gives_embedding or bool(wants_hidden),
-        wants_every_hidden=wants_hidden is Wants.EVERY,
+        wants_every_hidden=wants_hidden is HiddenStateScope.ALL,
         wants_layers=wants_layers,
     )
     return Step(
@@ -216,7 +215,7 @@ def _lay_out(drawing: Iterable[_Drawing], eos_token_ids: frozenset[int]) -> _Lai
     rows: list[int] = []
     samples: list[Sequence] = []
     grammars: list[GrammarState | None] = []
-    for sequence, num_tokens, guess in drawing:
+    for sequence, num_tokens, draft in drawing:
         if sequence.request.beam is None:
             sampling = sequence.request.sampling
             ends = end_token_ids(sampling, eos_token_ids)
@@ -227,14 +226,14 @@ def _lay_out(drawing: Iterable[_Drawing], eos_token_ids: frozenset[int]) -> _Lai
                 draws.append(Draw(sampling, num_tokens, index, num_drawn, ends, sequence.history))
         samples.append(sequence)
         grammars.append(sequence.grammar)
-        if guess is not None:
-            num_nodes = len(guess.tree)
+        if draft is not None:
+            num_nodes = len(draft.tree)
             rows += range(len(samples), len(samples) + num_nodes)
-            if guess.proposals:
-                draws[-1] = draws[-1]._replace(proposals=guess.proposals[0])
-            draws += _tree_draws(draws[-1], guess.tree, guess.proposals[1:])
+            if draft.proposals:
+                draws[-1] = draws[-1]._replace(proposals=draft.proposals[0])
+            draws += _tree_draws(draws[-1], draft.tree, draft.proposals[1:])
             samples += [sequence] * num_nodes
-            grammars += guess.grammars
+            grammars += draft.grammars
     return _Laid(draws, rows, samples, grammars)
 
 

@@ -19,7 +19,7 @@ depend on it, and documented here:
     13 min_p
     draw            argmax of scaled logit + noise of (seed, sample     choose.py, baton_kernels,
                     index, position, token id); or by what was        engine/speculation/
-                    proposed (Draw.proposals)                         acceptance.py
+                    proposed (Draw.proposals)                           rejection_sampler.py
 
 Truncation cannot empty the support: each threshold is at most the best token's own.
 
@@ -60,7 +60,7 @@ from engine.sampling.recipe import Row, recipe_of
 from engine.sampling.row import Draw as Draw
 from engine.sampling.row import Drawn as Drawn
 from engine.sampling.truncation import thresholds
-from engine.speculation.acceptance import judge
+from engine.speculation.rejection_sampler import judge
 
 WARM_UP = Draw(Sampling(max_tokens=1, temperature=1.0, top_p=0.9), position=0)
 

@@ -14,7 +14,7 @@ from engine.errors import EngineError
 from engine.outputs import SampleTrace, TokenLogprobs
 from engine.request import Sampling
 from engine.sampling.history import TokenHistory
-from engine.speculation.acceptance import Proposals
+from engine.speculation.rejection_sampler import Proposals
 
 
 class Draw(NamedTuple):
@@ -41,8 +41,8 @@ class Draw(NamedTuple):
     """int32 [ceil(V / 32)] on CPU, bit i of word w set: the grammar allows token 32 * w + i."""
 
     proposals: Proposals | None = None
-    """What a sampled row draws by the multi-step rule from (engine/speculation/acceptance.py), in
-    place of its noise."""
+    """What a sampled row draws by the multi-step rule from (rejection_sampler.py), in place of
+    its noise."""
 
 
 class Drawn(NamedTuple):

@@ -17,17 +17,17 @@ ACCEPTANCES = ("exact", "multi_step", "naive")
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Of prompt lookup (engine/speculation/ngram.py). Raises SettingsError for a value out of
+    """Prompt lookup (engine/speculation/ngram.py). Raises SettingsError for a value out of
     range."""
 
     max_length: int = 4
-    """Newest tokens that are looked up together: the longest match is taken."""
+    """Number of newest tokens that are looked up together: the longest match is taken."""
 
     min_length: int = 2
-    """A shorter match is none."""
+    """Shortest match."""
 
     max_matches: PositiveInt = 4
-    """Earlier places, newest first, whose continuations go into the tree."""
+    """Number of earlier places, newest first, whose continuations go into the tree."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -39,57 +39,58 @@ class NgramConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Guessing several tokens a step; on where a drafter is named. Answers are those of plain
+    """Drafting several tokens a step; on where a proposer is named. Answers are those of plain
     decoding up to rounding, as with batching. Raises SettingsError for a value out of range."""
 
     REMOVED: ClassVar[Mapping[str, str]] = {
         "draft_share_bytes": "no store keeps draft models' KV any more; leave it out"
     }
-    """Keys of earlier versions, and what the error says of each."""
+    """Keys of earlier versions, and the error message of each."""
 
     drafters: tuple[str, ...] = ()
-    """Drafters beside the draft models: "ngram" proposes what followed the newest tokens before, in
-    prompt or output."""
+    """Proposers without a model: "ngram" proposes what followed the newest tokens before, in prompt
+    or output."""
 
     draft_models: tuple[str, ...] = ()
-    """Small models that guess, too: bundled names, local folders, or Hugging Face names, with the
-    tokenizer of the model that they guess for. Their trees are merged."""
+    """Small models that propose tokens: bundled names, local folders, or Hugging Face names, with
+    the tokenizer of the model that they propose for. Their trees are merged."""
 
     draft_heads: tuple[str, ...] = ()
-    """Draft heads that were trained for this model and guess by its hidden states: folders, or
+    """Draft heads that were trained for this model and propose by its hidden states: folders, or
     Hugging Face names, in the published format of Medusa, of EAGLE (EAGLE-2's is the same) or of
     EAGLE-3, as safetensors. Their trees are merged with the others'."""
 
     expansion: tuple[int, ...] = (2, 1, 1, 1)
-    """Children that a draft model gives each of its newest nodes, step by step: SpecInfer's <k1,
-    ..., km>. Of Medusa's heads: tokens of each head."""
+    """Number of children that a draft model gives each of its newest nodes, step by step:
+    SpecInfer's <k1, ..., km>. For Medusa's heads, the number of tokens of each head."""
 
     draft_kv_bytes: PositiveInt = 256 * 2**20
-    """Of each draft model's own KV cache, and of an EAGLE head's, at most."""
+    """Largest size of each draft model's own KV cache, and of an EAGLE head's."""
 
     draft_workers: tuple[str, ...] = ()
-    """host:port or unix:/path of each draft worker (`python -m services.draft`), whose model
-    guesses on a device of its own. Every sequence is with one of them; one that does not answer
-    costs its guesses. For decode workers."""
+    """host:port or unix:/path of each draft worker (`python -m services.draft`), whose model runs
+    on a device of its own. Every sequence is with one of them; one that does not answer costs its
+    drafts. For decode workers."""
 
     draft_deadline_s: Annotated[float, Meta(gt=0, le=MAX_DRAFT_DEADLINE_S)] = 0.05
-    """How long a step waits for draft workers, at most; later guesses are dropped."""
+    """Longest time that a step waits for draft workers; later drafts are dropped."""
 
     max_num_nodes: PositiveInt = 16
-    """Most guessed tokens of one sample in one step. Fewer are computed where more do not pay."""
+    """Largest number of draft tokens of one sample in one step. Fewer are computed where more do
+    not pay."""
 
     acceptance: str = "exact"
-    """Which guesses a sampled answer keeps. "exact": those that plain decoding would draw; drafts
-    are drawn with the same noise. "multi_step": SpecInfer's multi-step speculative sampling of
-    drafts that are drawn independently, or, of heads, draft workers and lookups, chosen without
-    any noise; answers are distributed as plain decoding's, but other ones, and what is guessed has
-    a say in which. "naive": as "exact", with such drafts; for comparison."""
+    """Which draft tokens a sampled answer accepts. "exact": those that plain decoding would sample;
+    drafts are chosen with the same noise. "multi_step": SpecInfer's multi-step speculative sampling
+    of drafts that are drawn independently, or, of heads, draft workers and lookups, chosen without
+    any noise; answers are distributed as plain decoding's, but other ones, and the drafts have a
+    say in which. "naive": as "exact", with such drafts; for comparison."""
 
     always: bool = False
-    """Compute all that is guessed, whatever it costs: for measurements and tests."""
+    """Compute all draft tokens, whatever they cost: for measurements and tests."""
 
     ngram: NgramConfig = NgramConfig()
-    """Of prompt lookup."""
+    """Prompt lookup."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -117,5 +118,5 @@ class SpeculationConfig:
 
     @property
     def is_on(self) -> bool:
-        """Somebody guesses."""
+        """Some proposer is named."""
         return any((self.drafters, self.draft_models, self.draft_workers, self.draft_heads))

@@ -1,20 +1,22 @@
-"""DraftModel: a small model guesses (SpecInfer's SSM), by an expansion-based token tree with a
-configuration <k1, ..., km>: at step i each newest node gets its k_i best children (section 3.2).
+"""DraftModelProposer: a small model proposes tokens (SpecInfer's SSM), by an expansion-based token
+tree with a configuration <k1, ..., km>: at step i each newest node gets its k_i best children
+(section 3.2).
 
-Children are chosen for the exact mode: by the model's scores with the very noise that the target's
-draw after the same tokens will have (baton_kernels/noise.py), so that both draw the same token as
-often as their distributions allow; without noise where the request is greedy. A task that
-`is_drawn` gets k_i draws instead (drawing.py); what was drawn twice is one node with two tries.
+Children are chosen for the exact mode (`best_children`): by the model's scores with the noise that
+the target adds after the same tokens, so that both sample the same token as often as their
+distributions allow; without noise where the request is greedy. A task that `is_drawn` gets k_i
+draws instead (rejection_sampler.py); a token that was drawn twice is one node with two tries.
 
-It has a KV cache of its own, for the tokens that the sequence has. Of one path each node is
-computed once; nodes of a tree that has branched are computed anew with each step of it. Nothing of
-them is kept for the next call. A sequence that it has not caught up with (a long prompt, a new
-worker) gets no draft until all its tokens are computed. Engine thread only.
+The model has a KV cache of its own (DraftKVCache) for the tokens of each sequence. Each node of a
+single path is computed once; nodes of a tree that has branched are computed again with each level
+of it. No node is kept for the next call. A sequence with tokens that are not computed yet (a long
+prompt, a new worker) gets no draft until they are. Engine thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,32 +24,180 @@ import torch
 from baton_kernels import noise
 
 from engine.batch import Batch, Span
+from engine.errors import IntegrityError
 from engine.models.interface import Guesses, LoadedModel
-from engine.request import ModelInfo
+from engine.request import ModelInfo, Sampling
+from engine.sampling import pipeline
+from engine.sampling.row import Draw
 from engine.sequence import Key
-from engine.speculation.draft_cache import DraftCache
-from engine.speculation.drafter import Distribution, Draft, Place, Task
-from engine.speculation.drawing import Children, Parent, draw_children, proposing
-from engine.speculation.tree import EMPTY, ROOT, Try, ordered
+from engine.speculation.proposer import Draft, DraftTask, Proposer
+from engine.speculation.rejection_sampler import (
+    Distribution,
+    DistributionKey,
+    DrawnChildren,
+    draw_children,
+    proposal_sampling,
+    random_key,
+)
+from engine.speculation.token_tree import EMPTY, ROOT, Try, ordered
+
+_OWN = 0
+"""Index of the only proposer of a draft, in its tries."""
+
+
+@dataclass(slots=True)
+class DraftBlocks:
+    """Blocks of one sequence in a DraftKVCache."""
+
+    block_ids: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    """Number of the sequence's tokens, from the first, whose KV is in them."""
+
+
+class DraftKVCache:
+    """Blocks of a draft model's own KV cache by sequence, and the number of tokens in them. No
+    prefix is shared and nothing is kept for later: a lost block costs a draft, never a token. Every
+    block is free or belongs to one sequence."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._free = list(range(num_blocks))
+        self._sequences: dict[Key, DraftBlocks] = {}  # the least recently used comes first
+
+    def num_tokens(self, key: Key) -> int:
+        """Number of this sequence's tokens, from the first, whose KV is here."""
+        own = self._sequences.get(key)
+        return 0 if own is None else own.num_tokens
+
+    def has_room(self, key: Key, num_slots: int) -> bool:
+        """Whether `allocate` has blocks for it without taking another sequence's."""
+        own = self._sequences.get(key)
+        num_own = 0 if own is None else len(own.block_ids)
+        return -(-num_slots // self._block_size) - num_own <= len(self._free)
+
+    def allocate(self, key: Key, num_slots: int, busy: Collection[Key]) -> DraftBlocks | None:
+        """Blocks for `num_slots` tokens of a sequence. The least recently used sequences that are
+        not in `busy` lose theirs for it. Returns: None where there is no room; then the sequence
+        keeps the blocks that it had."""
+        own = self._sequences.pop(key, None) or DraftBlocks()
+        self._sequences[key] = own
+        num_missing = -(-num_slots // self._block_size) - len(own.block_ids)
+        if num_missing > len(self._free) and not self._free_up(num_missing, {key, *busy}):
+            return None
+        for _ in range(num_missing):
+            own.block_ids.append(self._free.pop())
+        return own
+
+    def _free_up(self, num_blocks: int, kept: Collection[Key]) -> bool:
+        """Evict sequences until `num_blocks` are free; evict none where that cannot be reached."""
+        victims: list[Key] = []
+        num_free = len(self._free)
+        for key, own in self._sequences.items():
+            if num_free >= num_blocks:
+                break
+            if key not in kept:
+                victims.append(key)
+                num_free += len(own.block_ids)
+        if num_free < num_blocks:
+            return False
+        for key in victims:
+            self.forget(key)
+        return True
+
+    def forget(self, key: Key) -> None:
+        """Free the sequence's blocks, if it has any."""
+        own = self._sequences.pop(key, None)
+        if own is not None:
+            self._free += own.block_ids
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError where a block is lost or belongs to two sequences."""
+        owned = [block_id for own in self._sequences.values() for block_id in own.block_ids]
+        if sorted([*owned, *self._free]) != list(range(self._num_blocks)):
+            raise IntegrityError(f"{len(owned)} + {len(self._free)} of {self._num_blocks} blocks")
+        for key, own in self._sequences.items():
+            if own.num_tokens > len(own.block_ids) * self._block_size:
+                raise IntegrityError(f"{key}: {own.num_tokens} tokens drafted beyond its blocks")
+
+
+Children = list[tuple[int, float]]
+"""(token id, the proposer's probability that it is sampled), best first."""
+
+
+def best_children(
+    logits: torch.Tensor,
+    rows: Sequence[tuple[DraftTask, int]],
+    widths: Sequence[int],
+    token_ids: torch.Tensor | None = None,
+) -> list[Children]:
+    """The best next tokens of each row, chosen for the exact mode: by the scores that the target
+    would compare, its noise included; without noise where the request is greedy or the target
+    samples with other noise (DraftTask.is_drawn).
+
+    Args:
+        logits: [rows, V].
+        rows: the task of each row, and the number of tokens between the newest token of its
+            sequence and the sampled one.
+        widths: number of children of each row.
+        token_ids: [V] int64: the target's token of each logit; None: they are the same.
+    """
+    scores = _noisy_scores(logits, rows, token_ids)
+    count = min(max(widths), scores.shape[-1])
+    best = scores.topk(count, dim=-1)
+    ids = best.indices if token_ids is None else token_ids[best.indices]
+    shares = torch.softmax(scores, dim=-1).gather(-1, best.indices).nan_to_num(0.0)
+    return [
+        list(zip(own[:width], beliefs[:width], strict=True))
+        for own, beliefs, width in zip(ids.tolist(), shares.tolist(), widths, strict=True)
+    ]
+
+
+def _noisy_scores(
+    logits: torch.Tensor, rows: Sequence[tuple[DraftTask, int]], token_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """[rows, V] float32."""
+    scores = logits.float().clone()
+    temperatures = np.array([task.sampling.temperature for task, _ in rows])
+    sampled = np.flatnonzero(temperatures > 0.0)
+    if not len(sampled):
+        return scores
+    device = scores.device
+    places = torch.from_numpy(sampled).to(device)
+    heat = torch.from_numpy(temperatures[sampled]).to(device, torch.float32)[:, None]
+    scores[places] /= heat
+    coupled = [row for row in sampled.tolist() if not rows[row][0].is_drawn]
+    if coupled:
+        own = [rows[row] for row in coupled]
+        keys = noise.row_keys(
+            [task.sampling.seed for task, _ in own],
+            [task.sample_index for task, _ in own],
+            [len(task.token_ids) + ahead for task, ahead in own],
+        )
+        if token_ids is None:
+            token_ids = torch.arange(scores.shape[-1], device=device)
+        own_keys = torch.from_numpy(keys).to(device)[:, None]
+        scores[torch.tensor(coupled, device=device)] += noise.gumbel(own_keys, token_ids[None])
+    return scores
 
 
 @dataclass(slots=True)
 class _Growing:
-    """One task's tree, parents before children."""
+    """The growing tree of one task, parents before children."""
 
-    task: Task
+    task: DraftTask
     block_ids: tuple[int, ...]
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     newest: list[int] = field(default_factory=lambda: [ROOT])
-    """Whose children come next."""
+    """Nodes whose children come next."""
     has_branched: bool = False
-    """Nodes that are on no common path were computed: a cell may be a sibling's."""
+    """Nodes that are on no common path were computed: a slot may hold a sibling's KV."""
     tries: list[tuple[Try, ...]] = field(default_factory=list)
-    """Of each node, if it is drawn."""
-    distributions: dict[Place, Distribution] = field(default_factory=dict)
+    """Tries of each node, if the task is drawn."""
+    distributions: dict[DistributionKey, Distribution] = field(default_factory=dict)
 
     def path(self, node: int) -> tuple[int, ...]:
         """Tokens from the root's child down to `node`."""
@@ -58,14 +208,14 @@ class _Growing:
         return tuple(reversed(token_ids))
 
 
-class DraftModel:
-    """A Drafter (drafter.py). See the module.
+class DraftModelProposer:
+    """A Proposer that runs a small model.
 
     Args:
-        model: with the target's vocabulary; nobody else's.
+        model: a model with the target's vocabulary, used by this proposer alone.
         expansion: k1, k2, ...: children at each step.
-        num_blocks: of its cache.
-        max_num_tokens: that one call computes to catch up.
+        num_blocks: number of blocks of its KV cache.
+        max_num_tokens: largest number of new tokens that one call computes.
     """
 
     def __init__(
@@ -83,20 +233,20 @@ class DraftModel:
         self._memory = model.make_memory(num_blocks)
         model.attach(self._memory)
         self._block_size = model.layout.block_size
-        self._cache = DraftCache(num_blocks, self._block_size)
+        self._cache = DraftKVCache(num_blocks, self._block_size)
         self._takes_trees = model.guesses is Guesses.TREES
 
     @property
     def info(self) -> ModelInfo:
-        """What was loaded."""
+        """Facts of the loaded model."""
         return self._model.info
 
     def close(self) -> None:
-        """See Closes: the model."""
+        """Close the model."""
         self._model.close()
 
-    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
-        """See Drafter."""
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
+        """See Proposer."""
         growing, logits = self._begin(tasks)
         begun = {one.task.key: one for one in growing}
         for depth, width in enumerate(self._expansion):
@@ -111,26 +261,26 @@ class DraftModel:
         ]
 
     def num_cached(self, key: Key) -> int:
-        """See CachingDrafter (draft_sessions.py)."""
+        """See CachingProposer (draft_sessions.py)."""
         return self._cache.num_tokens(key)
 
     def has_room(self, key: Key, num_tokens: int) -> bool:
-        """See CachingDrafter."""
+        """See CachingProposer."""
         num_slots = num_tokens + self._num_nodes
         is_short = num_slots <= self._model.info.context_window
         return is_short and self._cache.has_room(key, num_slots)
 
     def forget(self, key: Key) -> None:
-        """See Drafter."""
+        """See Proposer."""
         self._cache.forget(key)
 
     def check_integrity(self) -> None:
-        """See Drafter."""
+        """See Proposer."""
         self._cache.check_integrity()
 
-    def _begin(self, tasks: Sequence[Task]) -> tuple[list[_Growing], torch.Tensor]:
-        """Compute what each sequence has and the cache has not. Returns: those that are caught up
-        with, and logits [number of them, V] after their last tokens."""
+    def _begin(self, tasks: Sequence[DraftTask]) -> tuple[list[_Growing], torch.Tensor]:
+        """Compute tokens of the sequences that are not in the cache. Returns: the sequences that
+        are complete now, and logits [number of them, V] after their last tokens."""
         busy = {task.key for task in tasks}
         left = self._max_num_tokens
         token_ids: list[int] = []
@@ -140,21 +290,21 @@ class DraftModel:
         for task in tasks:
             num_tokens = len(task.token_ids)
             num_slots = num_tokens + self._num_nodes
-            held = None
+            blocks = None
             if num_slots <= self._model.info.context_window:
-                held = self._cache.hold(task.key, num_slots, busy)
-            if held is None or left == 0:
+                blocks = self._cache.allocate(task.key, num_slots, busy)
+            if blocks is None or left == 0:
                 continue
-            # The last one is computed in any case: its logits are wanted.
-            start = min(held.num_tokens, num_tokens - 1)
+            # The last token is computed in any case: its logits are needed.
+            start = min(blocks.num_tokens, num_tokens - 1)
             count = min(num_tokens - start, left)
             left -= count
             end = start + count
             token_ids += task.token_ids[start:end]
-            block_ids = tuple(held.block_ids)
-            self._clear(held.block_ids, start, end)
+            block_ids = tuple(blocks.block_ids)
+            self._clear(blocks.block_ids, start, end)
             spans.append(Span(start, count, block_ids[: -(-end // self._block_size)]))
-            held.num_tokens = end
+            blocks.num_tokens = end
             if end == num_tokens:
                 draws.append(len(token_ids) - 1)
                 growing.append(_Growing(task, block_ids))
@@ -165,7 +315,7 @@ class DraftModel:
 
     @property
     def _num_nodes(self) -> int:
-        """Most nodes that are ever computed of one tree."""
+        """Largest number of nodes of one tree that are computed."""
         total, level = 0, 1
         for width in self._expansion[:-1]:
             level *= width if self._takes_trees else 1
@@ -173,7 +323,8 @@ class DraftModel:
         return total
 
     def _clear(self, block_ids: Sequence[int], start: int, end: int) -> None:
-        """Blocks that are entered: what an earlier sequence left there is read with weight 0."""
+        """Clear the blocks that these positions enter: what an earlier sequence left there is read
+        with weight 0."""
         if not self._model.reads_unwritten:
             return
         size = self._block_size
@@ -181,7 +332,7 @@ class DraftModel:
             self._memory.clear(block_ids[index])
 
     def _forward(self, growing: Sequence[_Growing]) -> torch.Tensor:
-        """Logits after each tree's newest nodes, tree after tree."""
+        """Compute logits after each tree's newest nodes, tree after tree."""
         token_ids: list[int] = []
         spans: list[Span] = []
         draws: list[int] = []
@@ -191,7 +342,7 @@ class DraftModel:
             end = last + 1 + len(own)
             block_ids = one.block_ids[: -(-end // self._block_size)]
             if not one.has_branched:
-                # One path: what lies above its end was computed by the forwards before.
+                # One path: the nodes above its end were computed by the passes before.
                 self._clear(one.block_ids, end - 1, end)
                 spans.append(Span(end - 1, 1, block_ids))
                 draws.append(len(token_ids))
@@ -206,7 +357,7 @@ class DraftModel:
         return self._model.forward(Batch(tuple(token_ids), tuple(spans), tuple(draws)))
 
     def _computed(self, one: _Growing) -> tuple[list[int], tuple[int, ...]]:
-        """The nodes above and among the newest, and which of them each follows."""
+        """The nodes above and among the newest ones, and the index of each one's parent."""
         wanted: set[int] = set()
         for node in one.newest:
             while node != ROOT and node not in wanted:
@@ -217,10 +368,10 @@ class DraftModel:
         return own, tuple(places[one.parents[node]] for node in own)
 
     def _expand(self, growing: Sequence[_Growing], logits: torch.Tensor, width: int) -> None:
-        """Children of all newest nodes.
+        """Add children to all newest nodes.
 
         Args:
-            logits: [their number, V].
+            logits: [number of newest nodes, V].
         """
         scores = self._scores(growing, logits)
         count = min(width, scores.shape[-1])
@@ -247,7 +398,7 @@ class DraftModel:
             one.has_branched |= len(one.newest) > 1
 
     def _scores(self, growing: Sequence[_Growing], logits: torch.Tensor) -> torch.Tensor:
-        """[rows, V] float32: what the target's draw would compare, if it were this model."""
+        """[rows, V] float32: what the target would compare, if it were this model."""
         scores = logits.float().clone()
         temperatures: list[float] = []
         seeds, samples, positions = list[int](), list[int](), list[int]()
@@ -278,25 +429,29 @@ def _draft(one: _Growing) -> Draft:
 
 def _drawn(
     growing: Sequence[_Growing], logits: torch.Tensor, width: int
-) -> dict[int, Children | None]:
-    """By row: of those newest nodes whose children are draws."""
-    parents: dict[int, Parent] = {}
+) -> dict[int, DrawnChildren | None]:
+    """Drawn children by row, of the newest nodes whose children are draws."""
+    rows: list[int] = []
+    draws: list[Draw] = []
+    keys: list[int] = []
     row = 0
     for one in growing:
         if one.task.is_drawn:
-            sampling = proposing(one.task.sampling)
+            sampling = proposal_sampling(one.task.sampling)
             for place, node in enumerate(one.newest):
-                parents[row + place] = Parent(sampling, one.path(node))
+                rows.append(row + place)
+                draws.append(Draw(sampling, 0))  # no position: no noise is drawn
+                keys.append(random_key(sampling.seed, *one.path(node)))
         row += len(one.newest)
-    if not parents:
+    if not rows:
         return {}
-    rows = list(parents)
     own = logits if len(rows) == len(logits) else logits[rows]
-    return dict(zip(rows, draw_children(own, list(parents.values()), width), strict=True))
+    children = draw_children(pipeline.distributions(own, draws), keys, width)
+    return dict(zip(rows, children, strict=True))
 
 
-def _note(one: _Growing, parent: int, drawn: Children | None) -> tuple[list[int], list[float]]:
-    """Take what was drawn after a node. Returns: its distinct tokens, and their shares."""
+def _note(one: _Growing, parent: int, drawn: DrawnChildren | None) -> tuple[list[int], list[float]]:
+    """Note what was drawn after a node. Returns: its distinct tokens, and their probabilities."""
     if drawn is None:
         return [], []
     one.distributions[one.path(parent), _OWN] = drawn.distribution
@@ -305,10 +460,6 @@ def _note(one: _Growing, parent: int, drawn: Children | None) -> tuple[list[int]
         shares.append(min(1.0, float(drawn.distribution[token_id])))
         one.tries.append((Try(_OWN, shares[-1]),) * count)
     return list(drawn.counts), shares
-
-
-_OWN = 0
-"""Under which a draft's tries name their one drafter."""
 
 
 def _has_room(one: _Growing, depth: int) -> bool:
@@ -325,3 +476,58 @@ def _by_tree(
         parts.append((one, rows[first : first + len(one.newest)]))
         first += len(one.newest)
     return parts
+
+
+_NUM_WARM_UP_TOKENS = 4
+_MAX_WARM_UP_ROWS = 20
+"""Numbers of tokens that are tried: those of a few sequences with a few accepted tokens each. On a
+CPU a matrix product of a new number of rows is compiled when it is first used."""
+_UNUSED_KEY: Key = ("", -1)
+"""No sample has a number below 0."""
+_WARM_UP_SAMPLINGS = (
+    (Sampling(max_tokens=1), False),
+    (Sampling(max_tokens=1, temperature=1.0), False),
+    (Sampling(max_tokens=1, temperature=1.0), True),
+)
+"""(how children are chosen, whether they are draws)"""
+
+
+def warm_up(proposer: Proposer, num_nodes: int) -> None:
+    """Make a proposer's first drafts, so that no request pays for what they compile or allocate,
+    and the controller does not take that for their cost. They are for a made-up sequence, which is
+    new, has grown by a token, or has grown by more; it is forgotten afterwards.
+
+    Args:
+        num_nodes: largest number of nodes of a tree.
+    """
+    for sampling, is_drawn in _WARM_UP_SAMPLINGS:
+        task = _warm_up_task((0,) * _NUM_WARM_UP_TOKENS, sampling, num_nodes, is_drawn=is_drawn)
+        proposer.propose([task])
+        proposer.propose([task._replace(token_ids=(0,) * (_NUM_WARM_UP_TOKENS + 1))])
+        proposer.forget(_UNUSED_KEY)
+    num_tokens = 0
+    for num_rows in range(1, _MAX_WARM_UP_ROWS + 1):
+        num_tokens += num_rows
+        task = _warm_up_task((0,) * num_tokens, _WARM_UP_SAMPLINGS[0][0], num_nodes, max_depth=1)
+        proposer.propose([task])
+    proposer.forget(_UNUSED_KEY)
+
+
+def _warm_up_task(
+    token_ids: Sequence[int],
+    sampling: Sampling,
+    num_nodes: int,
+    *,
+    max_depth: int = sys.maxsize,
+    is_drawn: bool = False,
+) -> DraftTask:
+    return DraftTask(
+        _UNUSED_KEY,
+        token_ids,
+        num_prompt_tokens=_NUM_WARM_UP_TOKENS,
+        sampling=sampling,
+        sample_index=0,
+        num_nodes=num_nodes,
+        max_depth=max_depth,
+        is_drawn=is_drawn,
+    )

@@ -1,12 +1,12 @@
-"""DraftSessions: the sequences that verifiers have guessed for here, by what they sent of them, and
-the drafter that guesses. A draft worker without its RPC.
+"""DraftSessions: the sequences that verifiers sent to a draft worker, and the proposer that drafts
+for them. A draft worker without its RPC.
 
-Bounded: who was not asked for lately gives way, and its verifier is told with its next ask; where
-there is nobody like that, who comes is not kept. A text that is new here (a long prompt, a sequence
-that comes from another worker, one whose KV has given way) is computed piece by piece between calls
-(`catch_up`), and has no guesses until then: no call computes it.
+Bounded: sessions that were not used lately are evicted, and their verifier receives UNKNOWN_SESSION
+as its next response; where all were used lately, a new session is not kept. A text that is new here
+(a long prompt, a sequence that comes from another worker, one whose KV was evicted) is computed
+piece by piece between calls (`catch_up`), and has no drafts until then: no call computes it.
 
-One thread. Token ids that are kept are counted (`check_integrity`).
+One thread. Kept token ids are counted (`check_integrity`).
 """
 
 from __future__ import annotations
@@ -21,59 +21,59 @@ from typing import Protocol
 from engine.errors import IntegrityError
 from engine.request import Sampling
 from engine.sequence import Key
-from engine.speculation.draft_port import (
+from engine.speculation.draft_protocol import (
+    MAX_ENDED_SESSIONS,
     MAX_NEW_TOKENS,
-    MAX_OVER,
     NEW_TOKENS,
-    UNKNOWN,
+    UNKNOWN_SESSION,
     VERIFIER_BYTES,
-    Answer,
-    Ask,
+    DraftRequest,
+    DraftResponse,
 )
-from engine.speculation.drafter import Drafter, Task
+from engine.speculation.proposer import DraftTask, Proposer
 
 TOKEN_BYTES = array("I").itemsize
-"""Of a token that is kept."""
+"""Bytes of a kept token."""
 SESSION_BYTES = 1024
-"""What a session is counted with beside its tokens."""
+"""Bytes that a session is counted with beside its tokens."""
 BUSY_S = 5.0
-"""Who was asked for in the last so many seconds does not give way: verifiers that ask in turn would
-have each other's sessions sent anew for ever. Above the seconds between two steps; guessed."""
+"""A session that was used in the last BUSY_S is not evicted: verifiers that call in turn would
+evict each other's sessions for ever. Above the seconds between two steps; guessed."""
 
 
-class CachingDrafter(Drafter, Protocol):
-    """A Drafter that says what it has computed."""
+class CachingProposer(Proposer, Protocol):
+    """A Proposer that says which tokens it has computed."""
 
     def num_cached(self, key: Key) -> int:
-        """Tokens of this sequence, from its first, that it need not compute again."""
+        """Number of this sequence's tokens, from the first, that are computed."""
         ...
 
     def has_room(self, key: Key, num_tokens: int) -> bool:
-        """Whether it can keep a sequence of so many tokens beside all others."""
+        """Whether a sequence of `num_tokens` has room beside all others."""
         ...
 
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """Bounds of what is kept, and of one call."""
+    """Bounds of all sessions, and of one call."""
 
     max_num_sessions: int
     max_session_bytes: int
     max_num_nodes: int
     catch_up_tokens: int
-    """Computed at once between two calls."""
+    """Tokens that are computed at once between two calls."""
 
 
 @dataclass(slots=True)
-class _Held:
+class _Session:
     """One sequence."""
 
     sampling: Sampling
     sample_index: int = 0
     num_prompt_tokens: int = 0
     token_ids: array[int] = field(default_factory=lambda: array("I"))
-    asked_s: float = 0.0
-    """When it was last asked for."""
+    requested_s: float = 0.0
+    """Time of its last request."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,220 +81,234 @@ class _Held:
 
 
 class DraftSessions:
-    """See the module. Raises: what the drafter raises; it should not be used any more then.
+    """Sessions of all verifiers. Every method raises what the proposer raises; the sessions must
+    not be used after that.
 
     Args:
-        vocab_size: of the drafter; no other token id gets to it.
+        vocab_size: the proposer's; larger token ids are refused.
     """
 
     def __init__(
         self,
-        drafter: CachingDrafter,
+        proposer: CachingProposer,
         vocab_size: int,
         limits: SessionLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._drafter = drafter
+        self._proposer = proposer
         self._clock = clock
         self._vocab_size = vocab_size
         self._limits = limits
-        self._held: dict[Key, _Held] = {}  # who was asked for longest ago comes first
+        self._sessions: dict[Key, _Session] = {}  # the least recently used comes first
         self._behind: dict[Key, None] = {}
         self.num_bytes = 0
-        self.num_asked = self.num_nodes = self.num_unknown = self.num_evicted = 0
+        self.num_requests = self.num_nodes = self.num_unknown = self.num_evicted = 0
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._sessions)
 
     @property
     def is_behind(self) -> bool:
-        """There is something to catch up with."""
+        """Some session has tokens to compute between calls."""
         return bool(self._behind)
 
-    def check(self, verifier: bytes, asks: Iterable[Ask]) -> None:
-        """Any thread. Raises: ValueError `field: what is wrong` for what must not get to the
-        drafter."""
+    def check(self, verifier: bytes, requests: Iterable[DraftRequest]) -> None:
+        """Check requests before they get to the proposer. Any thread.
+
+        Raises: ValueError `field: what is wrong`.
+        """
         _check_verifier(verifier)
         sessions: set[int] = set()
         num_new = 0
-        for ask in asks:
-            num_new += max(1, len(ask.token_ids))
+        for request in requests:
+            num_new += max(1, len(request.token_ids))
             if num_new > MAX_NEW_TOKENS:
                 raise ValueError(f"token_ids: a call brings more than {MAX_NEW_TOKENS}")
-            if ask.session in sessions:
-                raise ValueError(f"session: {ask.session} is asked for twice")
-            sessions.add(ask.session)
-            if ask.start + len(ask.token_ids) < 1:
+            if request.session in sessions:
+                raise ValueError(f"session: {request.session} has two requests")
+            sessions.add(request.session)
+            if request.start + len(request.token_ids) < 1:
                 raise ValueError("token_ids: a sequence has none")
-            if ask.token_ids and max(ask.token_ids) >= self._vocab_size:
+            if request.token_ids and max(request.token_ids) >= self._vocab_size:
                 raise ValueError(
-                    f"token_ids: {max(ask.token_ids)} is not below {self._vocab_size}, the size of "
-                    "the vocabulary"
+                    f"token_ids: {max(request.token_ids)} is not below {self._vocab_size}, the "
+                    "size of the vocabulary"
                 )
-            if not (math.isfinite(ask.temperature) and ask.temperature >= 0.0):
-                raise ValueError(f"temperature: {ask.temperature} is no temperature")
-            if not 0.0 < ask.top_p <= 1.0:
-                raise ValueError(f"top_p: {ask.top_p} is not in (0, 1]")
-            if not 0.0 <= ask.min_p <= 1.0:
-                raise ValueError(f"min_p: {ask.min_p} is not in [0, 1]")
+            if not (math.isfinite(request.temperature) and request.temperature >= 0.0):
+                raise ValueError(f"temperature: {request.temperature} is no temperature")
+            if not 0.0 < request.top_p <= 1.0:
+                raise ValueError(f"top_p: {request.top_p} is not in (0, 1]")
+            if not 0.0 <= request.min_p <= 1.0:
+                raise ValueError(f"min_p: {request.min_p} is not in [0, 1]")
 
-    def check_over(self, verifier: bytes, sessions: Sequence[int]) -> None:
-        """Any thread. Raises: ValueError as `check`."""
+    def check_ended(self, verifier: bytes, sessions: Sequence[int]) -> None:
+        """Check sessions before `forget`. Any thread. Raises: ValueError, as `check`."""
         _check_verifier(verifier)
-        if len(sessions) > MAX_OVER:
-            raise ValueError(f"sessions: {len(sessions)}, above {MAX_OVER}")
+        if len(sessions) > MAX_ENDED_SESSIONS:
+            raise ValueError(f"sessions: {len(sessions)}, above {MAX_ENDED_SESSIONS}")
 
-    def propose(self, asked: Sequence[tuple[bytes, Ask]]) -> list[Answer]:
-        """An answer to each (verifier, ask) that `check` has let pass, of whichever verifiers; none
-        is asked for twice."""
-        keys = [(verifier.hex(), ask.session) for verifier, ask in asked]
-        newcomers = {key for key in keys if key not in self._held}
-        known = [self._take(key, ask) for key, (_, ask) in zip(keys, asked, strict=True)]
-        brought = {key: len(ask.token_ids) for key, (_, ask) in zip(keys, asked, strict=True)}
-        self._make_room(brought, newcomers)
-        answers: list[Answer] = []
-        tasks: dict[int, Task] = {}
-        for place, (key, (_, ask)) in enumerate(zip(keys, asked, strict=True)):
-            held = self._held.get(key) if known[place] else None
-            if held is None:
-                answers.append(UNKNOWN)
+    def propose(self, requests: Sequence[tuple[bytes, DraftRequest]]) -> list[DraftResponse]:
+        """The response to each (verifier, request). `check` has let them pass, and no session is
+        named twice."""
+        keys = [(verifier.hex(), request.session) for verifier, request in requests]
+        new_keys = {key for key in keys if key not in self._sessions}
+        known = [
+            self._extend(key, request) for key, (_, request) in zip(keys, requests, strict=True)
+        ]
+        num_new = {
+            key: len(request.token_ids) for key, (_, request) in zip(keys, requests, strict=True)
+        }
+        self._make_room(num_new, new_keys)
+        responses: list[DraftResponse] = []
+        tasks: dict[int, DraftTask] = {}
+        for place, (key, (_, request)) in enumerate(zip(keys, requests, strict=True)):
+            session = self._sessions.get(key) if known[place] else None
+            if session is None:
+                responses.append(UNKNOWN_SESSION)
                 continue
-            answers.append(Answer(True, (), (), ()))
-            if len(held.token_ids) - self._drafter.num_cached(key) > NEW_TOKENS:
+            responses.append(DraftResponse(True, (), (), ()))
+            if len(session.token_ids) - self._proposer.num_cached(key) > NEW_TOKENS:
                 self._behind[key] = None
             else:
-                num_nodes = min(ask.num_nodes, self._limits.max_num_nodes)
-                tasks[place] = _task(key, held, held.token_ids, num_nodes)
+                num_nodes = min(request.num_nodes, self._limits.max_num_nodes)
+                tasks[place] = _task(key, session, session.token_ids, num_nodes)
                 self._behind.pop(key, None)
-        drafts = self._drafter.propose(list(tasks.values()))
+        drafts = self._proposer.propose(list(tasks.values()))
         for place, draft in zip(tasks, drafts, strict=True):
             tree = draft.tree
-            answers[place] = Answer(True, tree.token_ids, tree.parents, tree.chances)
+            responses[place] = DraftResponse(True, tree.token_ids, tree.parents, tree.chances)
             self.num_nodes += len(tree)
-        self.num_asked += len(asked)
-        self.num_unknown += sum(not answer.is_known for answer in answers)
-        return answers
+        self.num_requests += len(requests)
+        self.num_unknown += sum(not response.is_known for response in responses)
+        return responses
 
     def catch_up(self) -> bool:
-        """Compute a piece of what is new, if anything is. Returns: whether there is more."""
+        """Compute the next piece of one session that is behind. Returns: whether any is behind."""
         key = next(iter(self._behind), None)
         if key is None:
             return False
         # In turn: a long text does not keep short ones waiting.
         del self._behind[key]
-        token_ids = self._held[key].token_ids
+        token_ids = self._sessions[key].token_ids
         if not self._has_kv_room(key):
-            # Until it is asked for again; what there is of it is in others' way.
-            self._drafter.forget(key)
+            # Until its next request; its part is in the way of other sessions.
+            self._proposer.forget(key)
             return self.is_behind
-        before = self._drafter.num_cached(key)
+        before = self._proposer.num_cached(key)
         piece = token_ids[: before + self._limits.catch_up_tokens]
-        self._drafter.propose([_task(key, self._held[key], piece, 0)])
-        if before < self._drafter.num_cached(key) < len(token_ids):
+        self._proposer.propose([_task(key, self._sessions[key], piece, 0)])
+        if before < self._proposer.num_cached(key) < len(token_ids):
             self._behind[key] = None
         return self.is_behind
 
     def _has_kv_room(self, key: Key) -> bool:
-        """For all of it; who was not asked for lately loses what was computed, if that helps."""
-        num_tokens = len(self._held[key].token_ids)
+        """Whether all of a session's KV has room. Sessions that were not used lately lose their KV
+        for it."""
+        num_tokens = len(self._sessions[key].token_ids)
         soon_s = self._clock() - BUSY_S
-        for other, held in self._held.items():
-            if held.asked_s > soon_s or self._drafter.has_room(key, num_tokens):
+        for other, session in self._sessions.items():
+            if session.requested_s > soon_s or self._proposer.has_room(key, num_tokens):
                 break
             if other != key:
-                self._drafter.forget(other)
-        return self._drafter.has_room(key, num_tokens)
+                self._proposer.forget(other)
+        return self._proposer.has_room(key, num_tokens)
 
     def forget(self, verifier: bytes, sessions: Iterable[int]) -> None:
-        """These are over; does nothing for one that is not known."""
-        for session in sessions:
-            self._drop((verifier.hex(), session))
+        """These sessions have ended. Unknown ones are passed over."""
+        for number in sessions:
+            self._drop((verifier.hex(), number))
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where what is kept does not add up."""
-        num_bytes = sum(held.num_bytes for held in self._held.values())
+        """Raises: IntegrityError where kept sessions and counts do not agree."""
+        num_bytes = sum(session.num_bytes for session in self._sessions.values())
         if num_bytes != self.num_bytes:
             raise IntegrityError(f"sessions: {self.num_bytes} bytes counted, {num_bytes} kept")
         if num_bytes > self._limits.max_session_bytes:
             raise IntegrityError(f"sessions: {num_bytes} bytes kept, above the bound")
-        if len(self._held) > self._limits.max_num_sessions:
-            raise IntegrityError(f"sessions: {len(self._held)} kept, above the bound")
-        if not self._behind.keys() <= self._held.keys():
-            raise IntegrityError("sessions: one that is not kept is caught up with")
-        for key, held in self._held.items():
-            num_cached = self._drafter.num_cached(key)
-            if num_cached > len(held.token_ids):
-                raise IntegrityError(f"{key}: {num_cached} of {len(held.token_ids)} computed")
-        self._drafter.check_integrity()
+        if len(self._sessions) > self._limits.max_num_sessions:
+            raise IntegrityError(f"sessions: {len(self._sessions)} kept, above the bound")
+        if not self._behind.keys() <= self._sessions.keys():
+            raise IntegrityError("sessions: one is behind and not kept")
+        for key, session in self._sessions.items():
+            num_cached = self._proposer.num_cached(key)
+            if num_cached > len(session.token_ids):
+                raise IntegrityError(f"{key}: {num_cached} of {len(session.token_ids)} computed")
+        self._proposer.check_integrity()
 
-    def _take(self, key: Key, ask: Ask) -> bool:
-        """Have its tokens. Returns: False where some before `start` are not here."""
-        held = self._held.get(key)
-        if ask.start > (0 if held is None else len(held.token_ids)):
+    def _extend(self, key: Key, request: DraftRequest) -> bool:
+        """Add the request's tokens to its session. Returns: False where tokens before `start` are
+        missing."""
+        session = self._sessions.get(key)
+        if request.start > (0 if session is None else len(session.token_ids)):
             self._drop(key)
             return False
         sampling = Sampling(
-            max_tokens=1,  # of no account: how many nodes are of use is said besides
-            temperature=ask.temperature,
-            top_p=ask.top_p,
-            top_k=ask.top_k,
-            min_p=ask.min_p,
-            seed=ask.seed,
+            max_tokens=1,  # not used: the request has num_nodes
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            seed=request.seed,
         )
-        if held is None:
-            held = _Held(sampling)
+        if session is None:
+            session = _Session(sampling)
         else:
-            del self._held[key]
-            self.num_bytes -= held.num_bytes
-        held.sampling = sampling
-        held.asked_s = self._clock()
-        held.sample_index = ask.sample_index
-        held.num_prompt_tokens = ask.num_prompt_tokens
-        told = array("I", ask.token_ids)
-        if held.token_ids[ask.start :] != told[: len(held.token_ids) - ask.start]:
-            # Another text than was sent before: what the drafter has computed is of no use.
-            self._drafter.forget(key)
-        del held.token_ids[ask.start :]
-        held.token_ids.extend(told)
-        self._held[key] = held
-        self.num_bytes += held.num_bytes
+            del self._sessions[key]
+            self.num_bytes -= session.num_bytes
+        session.sampling = sampling
+        session.requested_s = self._clock()
+        session.sample_index = request.sample_index
+        session.num_prompt_tokens = request.num_prompt_tokens
+        sent = array("I", request.token_ids)
+        if session.token_ids[request.start :] != sent[: len(session.token_ids) - request.start]:
+            # Another text than was sent before: what was computed is of no use.
+            self._proposer.forget(key)
+        del session.token_ids[request.start :]
+        session.token_ids.extend(sent)
+        self._sessions[key] = session
+        self.num_bytes += session.num_bytes
         return True
 
-    def _make_room(self, asked: Mapping[Key, int], newcomers: Collection[Key]) -> None:
-        """Whoever was not asked for lately gives way first, then newcomers, then who else asks.
+    def _make_room(self, num_new: Mapping[Key, int], new_keys: Collection[Key]) -> None:
+        """Evict sessions that were not used lately; then new ones, then others of this call.
 
         Args:
-            asked: the call's, with how many tokens it brings.
+            num_new: number of new tokens of the call's sessions.
+            new_keys: those of them that were not kept before the call.
         """
         if self._fits():
             return
         soon_s = self._clock() - BUSY_S
-        for key in [key for key, held in self._held.items() if held.asked_s <= soon_s]:
+        for key in [
+            key for key, session in self._sessions.items() if session.requested_s <= soon_s
+        ]:
             if self._fits():
                 return
             self._drop(key)
             self.num_evicted += 1
-        # Who brings most goes first; of equals, the last.
-        for key in sorted(reversed([*asked]), key=lambda key: (key not in newcomers, -asked[key])):
+        # The session with the most new tokens goes first; among equals, the last.
+        for key in sorted(
+            reversed([*num_new]), key=lambda key: (key not in new_keys, -num_new[key])
+        ):
             if self._fits():
                 return
-            if key in self._held:
+            if key in self._sessions:
                 self._drop(key)
-                self.num_evicted += key not in newcomers
+                self.num_evicted += key not in new_keys
 
     def _fits(self) -> bool:
         limits = self._limits
         return (
-            len(self._held) <= limits.max_num_sessions
+            len(self._sessions) <= limits.max_num_sessions
             and self.num_bytes <= limits.max_session_bytes
         )
 
     def _drop(self, key: Key) -> None:
-        held = self._held.pop(key, None)
-        if held is not None:
-            self.num_bytes -= held.num_bytes
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            self.num_bytes -= session.num_bytes
             self._behind.pop(key, None)
-            self._drafter.forget(key)
+            self._proposer.forget(key)
 
 
 def _check_verifier(verifier: bytes) -> None:
@@ -302,12 +316,12 @@ def _check_verifier(verifier: bytes) -> None:
         raise ValueError(f"verifier: {len(verifier)} bytes, not {VERIFIER_BYTES}")
 
 
-def _task(key: Key, held: _Held, token_ids: Sequence[int], num_nodes: int) -> Task:
-    return Task(
+def _task(key: Key, session: _Session, token_ids: Sequence[int], num_nodes: int) -> DraftTask:
+    return DraftTask(
         key,
         token_ids,
-        held.num_prompt_tokens,
-        held.sampling,
-        held.sample_index,
+        session.num_prompt_tokens,
+        session.sampling,
+        session.sample_index,
         num_nodes,
     )

@@ -1,6 +1,6 @@
-"""Prompt lookup: what followed the newest tokens the last times they came up, in the prompt or in
-the output (Saxena, Prompt Lookup Decoding, 2023; LLMA, Yang et al., arXiv 2304.04487). Costs no
-forward pass; pays where answers repeat their prompt or themselves.
+"""NgramProposer: prompt lookup, which proposes what followed the newest tokens the last times that
+they occurred in the prompt or in the output (Saxena, Prompt Lookup Decoding, 2023; LLMA, Yang et
+al., arXiv 2304.04487). Needs no forward pass; pays where answers repeat their prompt or themselves.
 
 Engine thread only.
 """
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 
 from engine.sequence import Key
 from engine.speculation.config import NgramConfig
-from engine.speculation.drafter import Draft, Task
-from engine.speculation.tree import EMPTY, TokenTree, chain, merge
+from engine.speculation.proposer import Draft, DraftTask
+from engine.speculation.token_tree import EMPTY, TokenTree, chain, merge
 
 MAX_INDEXED = 32_768
-"""Newest tokens of a prompt that are looked up in: 20 MB, at most, for each sample."""
+"""Number of newest prompt tokens that are indexed: 20 MB, at most, for each sample."""
 _PER_CALL = 2048
-"""Tokens that a call indexes, 10 ms of the engine's thread: after a long prompt the first guesses
+"""Tokens that a call indexes, 10 ms of the engine's thread: after a long prompt the first drafts
 come some steps later."""
 
 
-class PromptLookup:
-    """A Drafter (drafter.py). See the module."""
+class NgramProposer:
+    """A Proposer with an n-gram index of each sequence."""
 
     name = "ngram"
 
@@ -30,8 +30,8 @@ class PromptLookup:
         self._config = config
         self._indices: dict[Key, NgramIndex] = {}
 
-    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
-        """See Drafter."""
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
+        """See Proposer."""
         drafts = []
         for task in tasks:
             if task.key not in self._indices:
@@ -41,44 +41,40 @@ class PromptLookup:
         return drafts
 
     def forget(self, key: Key) -> None:
-        """See Drafter."""
+        """See Proposer."""
         self._indices.pop(key, None)
 
     def check_integrity(self) -> None:
-        """See Drafter. Each index stands for itself."""
+        """See Proposer. No index depends on another."""
 
 
 class NgramIndex:
-    """Where each n-gram of one sequence ended, kept up as the sequence grows.
-
-    Args:
-        settings: lengths to look for.
-    """
+    """Ends of each n-gram of one sequence, extended as the sequence grows."""
 
     def __init__(self, settings: NgramConfig) -> None:
         self._settings = settings
         self._num_tokens = 0
         self._first = 0
         self._newest: dict[tuple[int, ...], int] = {}
-        """Where each n-gram ended last."""
+        """Last end of each n-gram."""
         self._lengths = range(settings.min_length, settings.max_length + 1)
         self._before: list[list[int]] = [[] for _ in self._lengths]
-        """By length, then by an n-gram's end, `_first` + 1 being the first: where the same one
-        ended before; 0: nowhere."""
+        """By length, then by the end of an n-gram, of which `_first` + 1 is the first: the end of
+        the same n-gram before; 0: none."""
 
     def propose(self, token_ids: Sequence[int], num_tokens: int) -> TokenTree:
-        """What may follow `token_ids`: at most `num_tokens` of each continuation.
+        """Continuations of `token_ids`, each of at most `num_tokens`.
 
         Args:
             token_ids: all of the sequence; the calls before were given a prefix of it.
-        Raises: ValueError where it has become shorter.
+        Raises: ValueError where the sequence has become shorter.
         """
         self._extend(token_ids)
         settings = self._settings
         if num_tokens < 1 or not token_ids or self._num_tokens < len(token_ids):
             return EMPTY
         if not self._before[0][-1]:
-            return EMPTY  # most often so; what a longer one followed, a shorter one did, too
+            return EMPTY  # most often so: what followed a longer n-gram followed a shorter one, too
         for length, before in zip(reversed(self._lengths), reversed(self._before), strict=True):
             found: list[Sequence[int]] = []
             end = before[-1]
@@ -86,8 +82,8 @@ class NgramIndex:
                 found.append(token_ids[end : end + num_tokens])
                 end = before[end - self._first - 1]
             if found:
-                # The longer the match, and the nearer to it, the likelier. Replaced by what is
-                # measured (expansion.py) as soon as there is something.
+                # The longer the match, and the nearer to it, the likelier. Corrected by measured
+                # acceptance (controller.py) as soon as there is some.
                 sure = length / (length + 1)
                 return merge(
                     [chain(one, [sure ** (1 + i) for i in range(len(one))]) for one in found]

@@ -1,22 +1,23 @@
-"""RemoteDrafter: draft workers apart from the verifier guess: small models on devices that are too
-small or too scattered for the large one, data-parallel; nothing travels but token ids.
+"""RemoteProposer: draft workers apart from the verifier run the draft models, on devices that are
+too small or too far apart for the large one. Data-parallel: only token ids travel.
 
-Each sequence is a session that stays with one worker, chosen by rendezvous hashing, so that a
-worker has its KV and is sent what is new alone; a long text that is new there arrives in parts, in
-several steps (draft_port.MAX_NEW_TOKENS). A sequence that its worker does not know or has no room
-for is sent again after a while that doubles. The engine's thread waits for answers `deadline_s` at
-most, once a step; what comes later is dropped, and who has not answered is not asked meanwhile.
-A worker that fails, or answers with what is no tree, is left out: its sessions go to others, and it
-is met again after a while that doubles. One that is late several times in a row, but answers, keeps
-its sessions and is not asked for a while that doubles to a few seconds: it may be new to its texts.
-Guesses are all that is lost: whatever arrives, the verifier draws its own tokens.
+Each sequence is a session that stays with one worker, chosen by rendezvous hashing, so that the
+worker has its KV and is sent only new tokens; a long text that is new there arrives in parts, in
+several steps (MAX_NEW_TOKENS). A sequence that its worker does not know or has no room for is sent
+again after a back-off that doubles. The engine's thread waits for responses `deadline_s` at most,
+once a step; later ones are dropped, and a worker that has not responded receives no requests
+meanwhile.
+A worker that fails, or responds with something that is no tree, is left out: its sessions go to
+others, and it is connected again after a back-off that doubles. One that is late several times in a
+row, but responds, keeps its sessions and is not called for a back-off that doubles to a few
+seconds: the texts may be new to it. Only drafts are lost: the verifier samples its own tokens.
 
-    AWAY -> (its time has come) MEETING -> (it says who it is, and fits) READY
-    READY -> (no answer in time) LATE -> (it came after all) READY
-    LATE -> (it came after all, several times in a row) RESTING -> (its time has come) READY
-    any -> (an error, an answer that is none, or none at all) AWAY
+    AWAY -> (back-off over) CONNECTING -> (describes a model that fits) READY
+    READY -> (no response in time) LATE -> (responds after all) READY
+    LATE -> (responds after all, several times in a row) RESTING -> (back-off over) READY
+    any -> (an error, an invalid response, or none at all) AWAY
 
-Engine thread only, but for `DraftCounts`.
+Engine thread only, but for `DraftCounts` and `DraftTraces`.
 """
 
 from __future__ import annotations
@@ -25,55 +26,230 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from enum import Enum
 from itertools import count
 
 from engine.errors import IntegrityError, LoadError
 from engine.request import ModelInfo
 from engine.sequence import Key
-from engine.speculation.draft_port import (
-    MAX_OVER,
+from engine.speculation.draft_protocol import (
+    MAX_ENDED_SESSIONS,
+    MAX_NEW_TOKENS,
+    NEW_TOKENS,
     VERIFIER_BYTES,
-    About,
-    Answer,
-    Ask,
-    DraftPeer,
+    DraftChannel,
+    DraftModelInfo,
+    DraftRequest,
+    DraftResponse,
 )
-from engine.speculation.drafter import Draft, Task
-from engine.speculation.remote_state import (
-    FIRST_BACKOFF_S,
-    MAX_BACKOFF_S,
-    Session,
-    State,
-    Worker,
-    ask_of,
-    shares,
-)
-from engine.speculation.tree import EMPTY, TokenTree
+from engine.speculation.proposer import Draft, DraftTask
+from engine.speculation.token_tree import EMPTY, TokenTree
 
 logger = logging.getLogger(__name__)
 
-MEET_S = 2.0
-"""For a worker to say who it is. Only the start of an engine waits for it."""
+CONNECT_S = 2.0
+"""Deadline for a worker's description. Only the start of an engine waits for it."""
 GIVE_UP_S = 2.0
-"""From a deadline until who is late is not waited for any more: the worker has failed."""
+"""Time from a step's deadline after which a worker without a response has failed."""
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
 MAX_LATE = 3
-"""Late answers in a row from which on a worker rests after each; guessed."""
+"""Number of late responses in a row after which a worker rests after each; guessed."""
 MAX_LATE_REST_S = 4.0
-"""A step that waits the usual 0.05 s for nothing, once in so long, costs about 1 %."""
+"""A step that waits the usual 0.05 s for nothing, once in 4 s, costs about 1 %."""
+MAX_ADDRESSES = 8
+"""Largest number of draft workers' addresses that are kept of one request."""
 
 NOTHING = Draft(EMPTY, {})
 
 
-class RemoteDrafter:
-    """A Drafter (drafter.py). See the module.
+@dataclass(slots=True)
+class DraftCalls:
+    """Calls of draft workers for one request. Times are the proposer's clock's (time.monotonic)."""
+
+    num_calls: int = 0
+    num_late: int = 0
+    num_failed: int = 0
+    num_nodes: int = 0
+    """Draft tokens that arrived for this request."""
+    first_s: float = 0.0
+    """Time at which the first call began."""
+    last_s: float = 0.0
+    """Time at which the last call ended."""
+    waited_s: float = 0.0
+    longest_s: float = 0.0
+    addresses: list[str] = field(default_factory=list)
+
+
+class DraftTraces:
+    """Calls of draft workers for traced requests. Without a traced request nothing is noted, and
+    nothing costs time.
+
+    One call is for several sequences: each traced request of them notes all of it. What is kept of
+    a request does not grow with its calls. `watch` and `take` belong to the loop's thread, the rest
+    to the engine's.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[str, DraftCalls] = {}
+
+    def watch(self, request_id: str) -> None:
+        """The request is traced until `take`."""
+        self._calls[request_id] = DraftCalls()
+
+    def take(self, request_id: str) -> DraftCalls | None:
+        """End the trace of a request. None: there was no call for it."""
+        calls = self._calls.pop(request_id, None)
+        return calls if calls is not None and calls.num_calls else None
+
+    @property
+    def is_on(self) -> bool:
+        """Some request is traced."""
+        return bool(self._calls)
+
+    def note(
+        self,
+        address: str,
+        began_s: float,
+        ended_s: float,
+        proposed: Iterable[tuple[Key, int]],
+        *,
+        is_late: bool,
+        is_failed: bool,
+    ) -> None:
+        """Note one call.
+
+        Args:
+            proposed: the sequences of the call, and the number of nodes for each.
+        """
+        num_nodes: dict[str, int] = {}
+        for (request_id, _), num in proposed:
+            if request_id in self._calls:
+                num_nodes[request_id] = num_nodes.get(request_id, 0) + num
+        for request_id, num in num_nodes.items():
+            calls = self._calls.get(request_id)
+            if calls is None:  # `take` was called meanwhile
+                continue
+            if not calls.num_calls:
+                calls.first_s = began_s
+            calls.num_calls += 1
+            calls.num_late += is_late
+            calls.num_failed += is_failed
+            calls.num_nodes += num
+            calls.last_s = ended_s
+            calls.waited_s += ended_s - began_s
+            calls.longest_s = max(calls.longest_s, ended_s - began_s)
+            if address not in calls.addresses and len(calls.addresses) < MAX_ADDRESSES:
+                calls.addresses.append(address)
+
+
+@dataclass(eq=False)
+class DraftCounts:
+    """Counts of one draft worker; written by the engine's thread, read by any. Every call is
+    answered, late or failed."""
+
+    num_answered: int = 0
+    """Calls whose responses came in time."""
+    num_late: int = 0
+    """Calls whose responses came after the deadline, and were dropped."""
+    num_failed: int = 0
+    """Calls that failed in time, or whose responses were invalid."""
+    num_nodes: int = 0
+    """Draft tokens that came in time."""
+    num_resent: int = 0
+    """Sequences that were sent again as a whole, since the worker did not know them."""
+    is_ready: bool = False
+    """The worker receives requests."""
+
+
+@dataclass(frozen=True, eq=False)
+class DraftPeer:
+    """Channel, counts and traces of one draft worker, as the verifier's process makes them."""
+
+    channel: DraftChannel
+    counts: DraftCounts = field(default_factory=DraftCounts)
+    traces: DraftTraces = field(default_factory=DraftTraces)
+    """Shared by all draft workers of a verifier."""
+
+
+class EndpointState(Enum):
+    """State of a draft worker; the transitions are at the top of this file."""
+
+    AWAY = "away"
+    CONNECTING = "connecting"
+    READY = "ready"
+    LATE = "late"
+    RESTING = "resting"
+
+
+class DraftEndpoint:
+    """One draft worker, as the verifier last saw it."""
+
+    def __init__(self, peer: DraftPeer) -> None:
+        self.channel = peer.channel
+        self.counts = peer.counts
+        self.traces = peer.traces
+        self.state = EndpointState.AWAY
+        self.due_s = 0.0
+        """Time of the next change of state: while the worker is away or rests, the end of its
+        back-off; while a response is missing, the time at which the worker has failed (a channel
+        should end its calls before that)."""
+        self.backoff_s = FIRST_BACKOFF_S
+        self.num_late = 0
+        """Late responses in a row."""
+        self.num_sessions = 0
+        self.ended: list[int] = []
+        """Sessions that the worker must still forget."""
+        self.description: Future[DraftModelInfo] | None = None
+        self.late: Future[Sequence[DraftResponse]] | None = None
+
+
+class RemoteSession:
+    """One sequence, as its draft worker has it."""
+
+    __slots__ = ("backoff_s", "due_s", "endpoint", "num_sent", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.endpoint: DraftEndpoint | None = None
+        self.num_sent = 0
+        """Number of its tokens, from the first, that its worker has."""
+        self.due_s = 0.0
+        """End of the back-off after its worker did not keep it."""
+        self.backoff_s = FIRST_BACKOFF_S
+
+    def on_kept(self, num_tokens: int, *, is_whole: bool) -> None:
+        """Its worker has `num_tokens` of its tokens."""
+        self.num_sent = num_tokens
+        if is_whole:
+            self.backoff_s = FIRST_BACKOFF_S
+
+    def on_unknown(self, now_s: float) -> None:
+        """Its worker does not have it, or has no room: all of it is sent again after a back-off
+        that doubles."""
+        self.num_sent = 0
+        self.due_s = now_s + self.backoff_s
+        self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
+
+    def leave(self) -> None:
+        """Leave its worker. Nothing of the last one's responses counts for the next."""
+        self.endpoint = None
+        self.num_sent = 0
+        self.due_s = 0.0
+        self.backoff_s = FIRST_BACKOFF_S
+
+
+class RemoteProposer:
+    """A Proposer that calls draft workers.
 
     Args:
-        target: whose tokens are guessed.
-        deadline_s: for one step's answers.
-        give_up_s: from a deadline until who is late is not waited for any more.
-        verifier: its name at the workers; None: a random one.
+        target: the model that tokens are proposed for.
+        deadline_s: deadline of one step's responses.
+        give_up_s: time from that deadline after which a worker has failed.
+        verifier: name of this verifier at the workers; None: a random one.
     """
 
     name = "draft workers"
@@ -93,310 +269,364 @@ class RemoteDrafter:
         self._give_up_s = give_up_s
         self._clock = clock
         self._verifier = secrets.token_bytes(VERIFIER_BYTES) if verifier is None else verifier
-        self._workers = [Worker(peer) for peer in peers]
-        self._sessions: dict[Key, Session] = {}
+        self._endpoints = [DraftEndpoint(peer) for peer in peers]
+        self._sessions: dict[Key, RemoteSession] = {}
         self._numbers = count()
 
-    def meet(self) -> None:
-        """Ask all workers who they are, and wait for it; for the start, when nobody is served yet.
-        Who is away is met later.
+    def connect(self) -> None:
+        """Ask all workers for their model, and wait for it; for the start, when no request
+        is served yet. Workers that are away are connected later.
 
-        Raises: LoadError for one with another tokenizer.
+        Raises: LoadError for a worker with another tokenizer.
         """
-        for worker in self._workers:
-            if worker.state is State.AWAY:
-                self._begin_meeting(worker)
-        wait([one.meeting for one in self._workers if one.meeting is not None], MEET_S)
-        for worker in self._workers:
-            meeting = worker.meeting
-            if meeting is not None and meeting.done() and meeting.exception() is None:
-                problem = self._misfit(worker, meeting.result())
+        for endpoint in self._endpoints:
+            if endpoint.state is EndpointState.AWAY:
+                self._begin_connecting(endpoint)
+        wait([one.description for one in self._endpoints if one.description is not None], CONNECT_S)
+        for endpoint in self._endpoints:
+            description = endpoint.description
+            if description is not None and description.done() and description.exception() is None:
+                problem = self._misfit(endpoint, description.result())
                 if problem:
                     raise LoadError(problem)
-            self._look_at(worker)
+            self._update(endpoint)
 
-    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
-        """See Drafter."""
-        for worker in self._workers:
-            self._look_at(worker)
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
+        """See Proposer."""
+        for endpoint in self._endpoints:
+            self._update(endpoint)
         began_s = self._clock()
         ends_s = began_s + self._deadline_s
-        asked = self._asks(tasks)
+        requests = self._requests(tasks)
         calls = {
-            worker: call
-            for worker, asks in asked.items()
-            if (call := self._ask(worker, list(asks.values()))) is not None
+            endpoint: call
+            for endpoint, own in requests.items()
+            if (call := self._call(endpoint, list(own.values()))) is not None
         }
         wait(calls.values(), max(0.0, ends_s - self._clock()))
         drafts = [NOTHING] * len(tasks)
-        for worker, call in calls.items():
-            own = [(tasks[place], ask) for place, ask in asked[worker].items()]
-            found = self._collect(worker, call, own)
-            if worker.traces.is_on:
-                self._trace(worker, call, began_s, own, found)
-            for place, draft in zip(asked[worker], found, strict=False):
+        for endpoint, call in calls.items():
+            sent = [(tasks[place], request) for place, request in requests[endpoint].items()]
+            found = self._collect(endpoint, call, sent)
+            if endpoint.traces.is_on:
+                self._trace(endpoint, call, began_s, sent, found)
+            for place, draft in zip(requests[endpoint], found, strict=False):
                 drafts[place] = draft
         return drafts
 
     def forget(self, key: Key) -> None:
-        """See Drafter."""
+        """See Proposer."""
         session = self._sessions.pop(key, None)
-        if session is not None and session.worker is not None:
-            session.worker.num_sessions -= 1
-            session.worker.over.append(session.number)
-        if not self._sessions:  # there may be no further step to tell it with
-            for worker in self._workers:
-                self._tell_over(worker)
+        if session is not None and session.endpoint is not None:
+            session.endpoint.num_sessions -= 1
+            session.endpoint.ended.append(session.number)
+        if not self._sessions:  # there may be no further step that sends it
+            for endpoint in self._endpoints:
+                self._send_ended(endpoint)
 
     def check_integrity(self) -> None:
-        """See Drafter. Each session has one worker at most, and one that is not left out."""
-        for worker in self._workers:
-            own = [one for one in self._sessions.values() if one.worker is worker]
-            if len(own) != worker.num_sessions:
+        """See Proposer. Each session has one worker at most, and one that is not left out."""
+        for endpoint in self._endpoints:
+            own = [one for one in self._sessions.values() if one.endpoint is endpoint]
+            if len(own) != endpoint.num_sessions:
                 raise IntegrityError(
-                    f"{worker.channel.address}: {worker.num_sessions} sessions counted, {len(own)}"
+                    f"{endpoint.channel.address}: {endpoint.num_sessions} sessions counted, "
+                    f"{len(own)}"
                 )
-            if own and worker.state in (State.AWAY, State.MEETING):
-                raise IntegrityError(f"{worker.channel.address}: has sessions, and is left out")
+            if own and endpoint.state in (EndpointState.AWAY, EndpointState.CONNECTING):
+                raise IntegrityError(f"{endpoint.channel.address}: has sessions, and is left out")
         numbers = {one.number for one in self._sessions.values()}
         if len(numbers) < len(self._sessions):
             raise IntegrityError("two sequences are one session")
 
     # ---- sessions
 
-    def _session(self, key: Key) -> Session:
+    def _session(self, key: Key) -> RemoteSession:
         session = self._sessions.get(key)
         if session is None:
-            session = self._sessions[key] = Session(next(self._numbers))
+            session = self._sessions[key] = RemoteSession(next(self._numbers))
         return session
 
-    def _place(self, session: Session) -> Worker | None:
-        """Where it is, or from now on is; None: there is nobody."""
-        if session.worker is None:
-            ready = [one for one in self._workers if one.state is State.READY]
+    def _endpoint_of(self, session: RemoteSession) -> DraftEndpoint | None:
+        """The worker of a session, chosen now if it has none; None: no worker is ready."""
+        if session.endpoint is None:
+            ready = [one for one in self._endpoints if one.state is EndpointState.READY]
             if not ready:
                 return None
-            session.worker = max(ready, key=lambda one: self._weight(session.number, one))
-            session.worker.num_sessions += 1
-        return session.worker
+            session.endpoint = max(ready, key=lambda one: self._weight(session.number, one))
+            session.endpoint.num_sessions += 1
+        return session.endpoint
 
-    def _weight(self, number: int, worker: Worker) -> bytes:
+    def _weight(self, number: int, endpoint: DraftEndpoint) -> bytes:
         """Rendezvous hashing: a worker that comes or goes moves no sessions but its own."""
-        name = f"{number} {worker.channel.address}".encode()
+        name = f"{number} {endpoint.channel.address}".encode()
         return hashlib.blake2b(name, digest_size=8, key=self._verifier).digest()
 
     # ---- one call
 
-    def _asks(self, tasks: Sequence[Task]) -> dict[Worker, dict[int, Ask]]:
-        """Of this step, by worker and place among the tasks."""
-        wanted: list[tuple[int, Worker, Session]] = []
+    def _requests(self, tasks: Sequence[DraftTask]) -> dict[DraftEndpoint, dict[int, DraftRequest]]:
+        """Requests of this step, by worker and index of the task."""
+        wanted: list[tuple[int, DraftEndpoint, RemoteSession]] = []
         now_s = self._clock()
         for place, task in enumerate(tasks):
             session = self._session(task.key)
-            worker = self._place(session)
-            if worker is not None and worker.state is State.READY and now_s >= session.due_s:
-                wanted.append((place, worker, session))
-        found: dict[Worker, dict[int, Ask]] = {}
-        counts = shares((session, tasks[place]) for place, _, session in wanted)
-        for (place, worker, session), num_tokens in zip(wanted, counts, strict=True):
+            endpoint = self._endpoint_of(session)
+            is_ready = endpoint is not None and endpoint.state is EndpointState.READY
+            if endpoint is not None and is_ready and now_s >= session.due_s:
+                wanted.append((place, endpoint, session))
+        found: dict[DraftEndpoint, dict[int, DraftRequest]] = {}
+        counts = num_tokens_to_send((session, tasks[place]) for place, _, session in wanted)
+        for (place, endpoint, session), num_tokens in zip(wanted, counts, strict=True):
             if num_tokens is not None:
-                ask = ask_of(session, tasks[place], num_tokens)
-                found.setdefault(worker, {})[place] = ask
+                request = make_request(session, tasks[place], num_tokens)
+                found.setdefault(endpoint, {})[place] = request
         return found
 
-    def _ask(self, worker: Worker, asks: Sequence[Ask]) -> Future[Sequence[Answer]] | None:
-        """The call on its way; None: it could not even begin."""
-        self._tell_over(worker)
+    def _call(
+        self, endpoint: DraftEndpoint, requests: Sequence[DraftRequest]
+    ) -> Future[Sequence[DraftResponse]] | None:
+        """Begin a call; None: it failed at once."""
+        self._send_ended(endpoint)
         try:
-            return worker.channel.propose(self._verifier, asks, self._deadline_s + self._give_up_s)
+            return endpoint.channel.propose(
+                self._verifier, requests, self._deadline_s + self._give_up_s
+            )
         except Exception as error:
-            worker.counts.num_failed += 1
-            self._leave_out(worker, error)
+            endpoint.counts.num_failed += 1
+            self._leave_out(endpoint, error)
             return None
 
     def _collect(
         self,
-        worker: Worker,
-        call: Future[Sequence[Answer]],
-        asked: Sequence[tuple[Task, Ask]],
+        endpoint: DraftEndpoint,
+        call: Future[Sequence[DraftResponse]],
+        sent: Sequence[tuple[DraftTask, DraftRequest]],
     ) -> list[Draft]:
-        """What came of a call: a draft for each task, or none at all."""
+        """The result of a call: a draft for each task, or none at all."""
         if not call.done():
-            worker.counts.num_late += 1
-            worker.num_late += 1
-            worker.state = State.LATE
-            worker.late = call
-            worker.due_s = self._clock() + 2 * self._give_up_s
+            endpoint.counts.num_late += 1
+            endpoint.num_late += 1
+            endpoint.state = EndpointState.LATE
+            endpoint.late = call
+            endpoint.due_s = self._clock() + 2 * self._give_up_s
             return []
         try:
-            answers = call.result()
-            if len(answers) != len(asked):
-                raise ValueError(f"{len(answers)} answers to {len(asked)} tasks")
+            responses = call.result()
+            if len(responses) != len(sent):
+                raise ValueError(f"{len(responses)} responses to {len(sent)} requests")
             trees = [
-                self._tree(answer, ask.num_nodes)
-                for answer, (_, ask) in zip(answers, asked, strict=True)
+                self._tree(response, request.num_nodes)
+                for response, (_, request) in zip(responses, sent, strict=True)
             ]
         except Exception as error:
-            worker.counts.num_failed += 1
-            self._leave_out(worker, error)
+            endpoint.counts.num_failed += 1
+            self._leave_out(endpoint, error)
             return []
-        worker.num_late = 0
-        worker.backoff_s = FIRST_BACKOFF_S
-        worker.counts.num_answered += 1
-        for (task, ask), answer, tree in zip(asked, answers, trees, strict=True):
+        endpoint.num_late = 0
+        endpoint.backoff_s = FIRST_BACKOFF_S
+        endpoint.counts.num_answered += 1
+        for (task, request), response, tree in zip(sent, responses, trees, strict=True):
             session = self._sessions[task.key]
-            if answer.is_known:
-                num_tokens = ask.start + len(ask.token_ids)
-                session.took(num_tokens, is_whole=num_tokens == len(task.token_ids))
+            if response.is_known:
+                num_tokens = request.start + len(request.token_ids)
+                session.on_kept(num_tokens, is_whole=num_tokens == len(task.token_ids))
             else:
-                worker.counts.num_resent += ask.start > 0
-                session.refused(self._clock())
-            worker.counts.num_nodes += len(tree)
+                endpoint.counts.num_resent += request.start > 0
+                session.on_unknown(self._clock())
+            endpoint.counts.num_nodes += len(tree)
         return [Draft(tree, {}) for tree in trees]
 
     def _trace(
         self,
-        worker: Worker,
-        call: Future[Sequence[Answer]],
+        endpoint: DraftEndpoint,
+        call: Future[Sequence[DraftResponse]],
         began_s: float,
-        asked: Sequence[tuple[Task, Ask]],
+        sent: Sequence[tuple[DraftTask, DraftRequest]],
         found: Sequence[Draft],
     ) -> None:
-        """What a call took that is collected."""
-        is_late = worker.late is call
-        nums = [len(draft.tree) for draft in found] or [0] * len(asked)
-        worker.traces.note(
-            worker.channel.address,
+        """Note a collected call for traced requests."""
+        is_late = endpoint.late is call
+        nums = [len(draft.tree) for draft in found] or [0] * len(sent)
+        endpoint.traces.note(
+            endpoint.channel.address,
             began_s,
             self._clock(),
-            [(task.key, num) for (task, _), num in zip(asked, nums, strict=True)],
+            [(task.key, num) for (task, _), num in zip(sent, nums, strict=True)],
             is_late=is_late,
             is_failed=not found and not is_late,
         )
 
-    def _tree(self, answer: Answer, most: int) -> TokenTree:
-        """Raises: ValueError for what is no tree of such tokens, or a larger one than was of
-        use."""
-        num_nodes = len(answer.token_ids)
-        if num_nodes > most or (num_nodes and not answer.is_known):
-            raise ValueError(f"{num_nodes} nodes, {most} at most were asked for")
-        if any(not 0 <= token_id < self._target.vocab_size for token_id in answer.token_ids):
+    def _tree(self, response: DraftResponse, most: int) -> TokenTree:
+        """Check a response. Raises: ValueError where it is no tree of the target's tokens, or has
+        more than `most` nodes."""
+        num_nodes = len(response.token_ids)
+        if num_nodes > most or (num_nodes and not response.is_known):
+            raise ValueError(f"{num_nodes} nodes, {most} at most were requested")
+        if any(not 0 <= token_id < self._target.vocab_size for token_id in response.token_ids):
             raise ValueError("a token that is not in the vocabulary")
         return TokenTree(
-            tuple(answer.token_ids), tuple(answer.parents), tuple(answer.chances), ((),) * num_nodes
+            tuple(response.token_ids),
+            tuple(response.parents),
+            tuple(response.chances),
+            ((),) * num_nodes,
         )
 
-    def _tell_over(self, worker: Worker) -> None:
-        if worker.over:
-            over, worker.over = worker.over, []
+    def _send_ended(self, endpoint: DraftEndpoint) -> None:
+        if endpoint.ended:
+            ended, endpoint.ended = endpoint.ended, []
             try:
-                for first in range(0, len(over), MAX_OVER):
-                    worker.channel.forget(self._verifier, over[first : first + MAX_OVER])
-            except Exception as error:  # it will find out by itself
-                logger.debug("draft worker %s: %s", worker.channel.address, error)
+                for first in range(0, len(ended), MAX_ENDED_SESSIONS):
+                    endpoint.channel.forget(
+                        self._verifier, ended[first : first + MAX_ENDED_SESSIONS]
+                    )
+            except Exception as error:  # it evicts them by itself
+                logger.debug("draft worker %s: %s", endpoint.channel.address, error)
 
-    # ---- who is there
+    # ---- state of workers
 
-    def _look_at(self, worker: Worker) -> None:
-        """Whatever has become of it since the last step."""
-        is_due = self._clock() >= worker.due_s
-        if worker.state is State.AWAY:
+    def _update(self, endpoint: DraftEndpoint) -> None:
+        """Change the state of a worker by what happened since the last step."""
+        is_due = self._clock() >= endpoint.due_s
+        if endpoint.state is EndpointState.AWAY:
             if is_due:
-                self._begin_meeting(worker)
-        elif worker.state is State.LATE:
-            self._look_at_late(worker, is_due)
-        elif worker.state is State.RESTING and is_due:
-            worker.state = State.READY
-        if worker.state is State.MEETING:
-            self._look_at_meeting(worker, is_due)
+                self._begin_connecting(endpoint)
+        elif endpoint.state is EndpointState.LATE:
+            self._update_late(endpoint, is_due)
+        elif endpoint.state is EndpointState.RESTING and is_due:
+            endpoint.state = EndpointState.READY
+        if endpoint.state is EndpointState.CONNECTING:
+            self._update_connecting(endpoint, is_due)
 
-    def _look_at_late(self, worker: Worker, is_due: bool) -> None:
-        late = worker.late
+    def _update_late(self, endpoint: DraftEndpoint, is_due: bool) -> None:
+        late = endpoint.late
         if late is not None and late.done():
             error = None if late.cancelled() else late.exception()
-            worker.late = None
+            endpoint.late = None
             if error is not None:
-                self._leave_out(worker, error)
-            elif worker.num_late < MAX_LATE:
-                worker.state = State.READY
+                self._leave_out(endpoint, error)
+            elif endpoint.num_late < MAX_LATE:
+                endpoint.state = EndpointState.READY
             else:
-                self._rest(worker)
+                self._begin_rest(endpoint)
         elif is_due:
-            self._leave_out(worker, "no answer")
+            self._leave_out(endpoint, "no response")
 
-    def _rest(self, worker: Worker) -> None:
-        seconds = min(worker.backoff_s, MAX_LATE_REST_S)
+    def _begin_rest(self, endpoint: DraftEndpoint) -> None:
+        seconds = min(endpoint.backoff_s, MAX_LATE_REST_S)
         logger.info(
-            "draft worker %s answers, but later than draft_deadline_s (%g s), %d times in a row: "
-            "it is not asked for %.1f s",
-            worker.channel.address,
+            "draft worker %s responds, but later than draft_deadline_s (%g s), %d times in a row: "
+            "it receives no requests for %.1f s",
+            endpoint.channel.address,
             self._deadline_s,
-            worker.num_late,
+            endpoint.num_late,
             seconds,
         )
-        worker.state = State.RESTING
-        worker.due_s = self._clock() + seconds
-        worker.backoff_s = min(2 * worker.backoff_s, MAX_LATE_REST_S)
+        endpoint.state = EndpointState.RESTING
+        endpoint.due_s = self._clock() + seconds
+        endpoint.backoff_s = min(2 * endpoint.backoff_s, MAX_LATE_REST_S)
 
-    def _look_at_meeting(self, worker: Worker, is_due: bool) -> None:
-        meeting = worker.meeting
-        if meeting is None or not meeting.done():
+    def _update_connecting(self, endpoint: DraftEndpoint, is_due: bool) -> None:
+        description = endpoint.description
+        if description is None or not description.done():
             if is_due:
-                self._leave_out(worker, "no answer")
+                self._leave_out(endpoint, "no response")
             return
         try:
-            problem: object = self._misfit(worker, meeting.result())
+            problem: object = self._misfit(endpoint, description.result())
         except Exception as error:
             problem = error
         if problem:
-            self._leave_out(worker, problem)
+            self._leave_out(endpoint, problem)
             return
-        worker.meeting = None
-        worker.state = State.READY
-        worker.num_late = 0
-        worker.counts.is_ready = True
-        logger.info("draft worker %s guesses", worker.channel.address)
+        endpoint.description = None
+        endpoint.state = EndpointState.READY
+        endpoint.num_late = 0
+        endpoint.counts.is_ready = True
+        logger.info("draft worker %s is ready", endpoint.channel.address)
 
-    def _begin_meeting(self, worker: Worker) -> None:
+    def _begin_connecting(self, endpoint: DraftEndpoint) -> None:
         try:
-            worker.meeting = worker.channel.describe(MEET_S)
-            worker.state = State.MEETING
-            worker.due_s = self._clock() + 2 * MEET_S
+            endpoint.description = endpoint.channel.describe(CONNECT_S)
+            endpoint.state = EndpointState.CONNECTING
+            endpoint.due_s = self._clock() + 2 * CONNECT_S
         except Exception as error:
-            self._leave_out(worker, error)
+            self._leave_out(endpoint, error)
 
-    def _misfit(self, worker: Worker, about: About) -> str:
-        """Why its tokens would be of no use; empty: they are."""
+    def _misfit(self, endpoint: DraftEndpoint, info: DraftModelInfo) -> str:
+        """Why a worker's tokens would be of no use; empty where they are."""
         target = self._target
-        if (about.vocab_size, about.tokenizer_digest) == (
+        if (info.vocab_size, info.tokenizer_digest) == (
             target.vocab_size,
             target.tokenizer_digest,
         ):
             return ""
         return (
-            f"speculation.draft_workers: {worker.channel.address} serves {about.model}, which has "
+            f"speculation.draft_workers: {endpoint.channel.address} serves {info.model}, which has "
             f"another tokenizer than {target.model}; its tokens mean other texts. Name a worker "
             "with a model of the same family"
         )
 
-    def _leave_out(self, worker: Worker, why: object) -> None:
-        """Until its back-off is over; its sessions go elsewhere."""
-        if worker.state in (State.READY, State.LATE, State.RESTING):
+    def _leave_out(self, endpoint: DraftEndpoint, why: object) -> None:
+        """Leave a worker out until its back-off is over. Its sessions go to other workers."""
+        if endpoint.state in (EndpointState.READY, EndpointState.LATE, EndpointState.RESTING):
             logger.warning(
                 "draft worker %s is left out for %.1f s: %s",
-                worker.channel.address,
-                worker.backoff_s,
+                endpoint.channel.address,
+                endpoint.backoff_s,
                 str(why)[:200],
             )
-        elif worker.backoff_s == FIRST_BACKOFF_S:
-            logger.warning("draft worker %s: %s", worker.channel.address, str(why)[:200])
-        worker.state = State.AWAY
-        worker.counts.is_ready = False
-        worker.due_s = self._clock() + worker.backoff_s
-        worker.backoff_s = min(2 * worker.backoff_s, MAX_BACKOFF_S)
-        worker.meeting = worker.late = None
-        worker.num_sessions = 0
-        worker.over.clear()
+        elif endpoint.backoff_s == FIRST_BACKOFF_S:
+            logger.warning("draft worker %s: %s", endpoint.channel.address, str(why)[:200])
+        endpoint.state = EndpointState.AWAY
+        endpoint.counts.is_ready = False
+        endpoint.due_s = self._clock() + endpoint.backoff_s
+        endpoint.backoff_s = min(2 * endpoint.backoff_s, MAX_BACKOFF_S)
+        endpoint.description = endpoint.late = None
+        endpoint.num_sessions = 0
+        endpoint.ended.clear()
         for session in self._sessions.values():
-            if session.worker is worker:
+            if session.endpoint is endpoint:
                 session.leave()
+
+
+def make_request(session: RemoteSession, task: DraftTask, num_tokens: int) -> DraftRequest:
+    """The request with the next `num_tokens` of a sequence. It asks for no nodes where more tokens
+    follow. For a task that is drawn it asks for the likeliest tokens, since the worker has not the
+    noise of the target."""
+    sampling = task.sampling
+    start = session.num_sent
+    end = start + num_tokens
+    return DraftRequest(
+        session.number,
+        start,
+        task.token_ids[start:end],
+        task.num_prompt_tokens,
+        task.num_nodes if end == len(task.token_ids) else 0,
+        0.0 if task.is_drawn else sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.min_p,
+        sampling.seed,
+        task.sample_index,
+    )
+
+
+def num_tokens_to_send(wanted: Iterable[tuple[RemoteSession, DraftTask]]) -> list[int | None]:
+    """Number of tokens of each sequence that this step sends to its worker; None: no request.
+
+    Together at most MAX_NEW_TOKENS. Sequences with what a step adds come first, since they get
+    drafts now; then whole texts, the oldest first.
+    """
+    missing: list[tuple[bool, int, int, int]] = []
+    for place, (session, task) in enumerate(wanted):
+        session.num_sent = min(session.num_sent, len(task.token_ids))
+        num_new = len(task.token_ids) - session.num_sent
+        missing.append((num_new > NEW_TOKENS, session.number, place, num_new))
+    found: list[int | None] = [None] * len(missing)
+    left = MAX_NEW_TOKENS
+    for _, _, place, num_new in sorted(missing):
+        if left < 1:
+            break
+        found[place] = min(num_new, left)
+        left -= max(1, min(num_new, left))
+    return found

@@ -5,7 +5,7 @@ thread.
 
 from __future__ import annotations
 
-from engine.speculation.draft_traces import DraftTraces
+from engine.speculation.remote import DraftTraces
 from process.spans import Span
 
 

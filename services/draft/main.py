@@ -10,10 +10,10 @@ import logging
 import threading
 
 from engine.request import Sampling
-from engine.speculation.draft_model import DraftModel
-from engine.speculation.draft_port import About
-from engine.speculation.drafter import Task
-from engine.speculation.load import load_draft_model
+from engine.speculation.draft_model import DraftModelProposer
+from engine.speculation.draft_protocol import DraftModelInfo
+from engine.speculation.loader import load_draft_model
+from engine.speculation.proposer import DraftTask
 from process import entrypoint, logs, tls
 from process.authorization import PeerRole
 from process.metrics import HealthProbes, MetricsServer
@@ -43,14 +43,14 @@ async def run(settings: DraftSettings, stop: asyncio.Event) -> None:
     if settings.metrics_listen:
         metrics.start(settings.metrics_listen)
     try:
-        drafter = await _load(settings, stop, health)
-        if drafter is None:
+        proposer = await _load(settings, stop, health)
+        if proposer is None:
             return
-        info = drafter.info
-        about = About(info.model, info.tokenizer_digest, info.vocab_size)
-        async with serving_drafts(drafter, about, settings, metrics) as worker:
+        info = proposer.info
+        model_info = DraftModelInfo(info.model, info.tokenizer_digest, info.vocab_size)
+        async with serving_drafts(proposer, model_info, settings, metrics) as worker:
             health.set_check(worker.why_not_ready)
-            _say_ready(worker, drafter, metrics)
+            _say_ready(worker, proposer, metrics)
             await _first(stop, worker.thread.failed)
             if worker.thread.is_stuck:
                 await asyncio.sleep(STOP_GRACE_S)
@@ -64,7 +64,7 @@ async def run(settings: DraftSettings, stop: asyncio.Event) -> None:
         await asyncio.to_thread(metrics.stop)
 
 
-def _say_ready(worker: DraftWorker, drafter: DraftModel, metrics: MetricsServer) -> None:
+def _say_ready(worker: DraftWorker, proposer: DraftModelProposer, metrics: MetricsServer) -> None:
     entrypoint.begin_serving()
     logs.event(
         logger,
@@ -73,9 +73,9 @@ def _say_ready(worker: DraftWorker, drafter: DraftModel, metrics: MetricsServer)
         worker_id=worker.worker_id,
         role=PeerRole.DRAFT.value,
         incarnation=worker.incarnation.hex(),
-        model=drafter.info.model,
-        decoder=drafter.info.decoder,
-        load_seconds=dict(drafter.info.seconds),
+        model=proposer.info.model,
+        decoder=proposer.info.decoder,
+        load_seconds=dict(proposer.info.seconds),
         metrics=metrics.address,
     )
 
@@ -92,12 +92,12 @@ async def _first(*events: asyncio.Event) -> None:
 
 async def _load(
     settings: DraftSettings, stop: asyncio.Event, health: HealthProbes
-) -> DraftModel | None:
+) -> DraftModelProposer | None:
     """On a thread that does not hold the process back when it is told to stop. Returns: None when
     `stop` came first."""
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
-    loaded: list[DraftModel | Exception] = []
+    loaded: list[DraftModelProposer | Exception] = []
 
     def load() -> None:
         try:
@@ -105,9 +105,9 @@ async def _load(
                 import torch
 
                 torch.set_num_threads(settings.engine.num_threads)
-            drafter = load_draft_model(settings.engine, _Progress(health))
-            _warm_up(drafter)
-            loaded.append(drafter)
+            proposer = load_draft_model(settings.engine, _Progress(health))
+            _warm_up(proposer)
+            loaded.append(proposer)
         except Exception as error:  # handed to the loop, which raises it
             loaded.append(error)
         try:
@@ -125,12 +125,12 @@ async def _load(
     return outcome
 
 
-def _warm_up(drafter: DraftModel) -> None:
+def _warm_up(proposer: DraftModelProposer) -> None:
     """So that the first call does not wait for what the model does once."""
     key = ("warm-up", 0)
     for sampling in (Sampling(max_tokens=1), Sampling(max_tokens=1, temperature=1.0)):
-        drafter.propose([Task(key, [0, 0], 1, sampling, 0, 64)])
-        drafter.forget(key)
+        proposer.propose([DraftTask(key, [0, 0], 1, sampling, 0, 64)])
+        proposer.forget(key)
 
 
 class _Progress:

@@ -38,7 +38,7 @@ class DraftCollector(Collector):
             self._thread.num_waiting,
         )
         one_by_one = (
-            ("baton_draft_asked", "Sequences that were asked for.", sessions.num_asked),
+            ("baton_draft_asked", "Sequences that were asked for.", sessions.num_requests),
             ("baton_draft_nodes", "Guesses that were made.", sessions.num_nodes),
             (
                 "baton_draft_unknown",

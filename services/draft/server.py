@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc.aio
 
-from engine.speculation.draft_port import About, Ask
+from engine.speculation.draft_protocol import DraftModelInfo, DraftRequest
 from process import rpc
 from process.deadline import Deadline
 from process.errors import Unavailable
@@ -31,7 +31,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     def __init__(
         self,
         thread: DraftThread,
-        about: About,
+        model_info: DraftModelInfo,
         *,
         worker_id: str,
         incarnation: bytes,
@@ -41,12 +41,12 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._thread = thread
         self._max_call_s = max_call_s
         self._why_not_ready = why_not_ready
-        self._about = draft_pb2.DescribeDraftReply(
+        self._description = draft_pb2.DescribeDraftReply(
             worker_id=worker_id,
             incarnation=incarnation,
-            model=about.model,
-            tokenizer_digest=about.tokenizer_digest,
-            vocab_size=about.vocab_size,
+            model=model_info.model,
+            tokenizer_digest=model_info.tokenizer_digest,
+            vocab_size=model_info.vocab_size,
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -58,7 +58,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self, request: draft_pb2.DescribeDraftRequest, context: Context
     ) -> draft_pb2.DescribeDraftReply:
         self._check_ready()
-        return self._about
+        return self._description
 
     @rpc.unary
     async def Propose(
@@ -67,8 +67,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._check_ready()
         left_s = context.time_remaining()
         budget_s = self._max_call_s if left_s is None else min(self._max_call_s, left_s)
-        asks = [_ask(task) for task in request.tasks]
-        answers = await self._thread.propose(request.verifier, asks, Deadline.after(budget_s))
+        requests = [_draft_request(task) for task in request.tasks]
+        answers = await self._thread.propose(request.verifier, requests, Deadline.after(budget_s))
         return draft_pb2.ProposeReply(
             trees=[
                 draft_pb2.DraftTree(
@@ -95,8 +95,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             raise Unavailable(why_not)
 
 
-def _ask(task: draft_pb2.DraftTask) -> Ask:
-    return Ask(
+def _draft_request(task: draft_pb2.DraftTask) -> DraftRequest:
+    return DraftRequest(
         task.session,
         task.start,
         list(task.token_ids),

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from engine.speculation.draft_port import Answer, Ask
+from engine.speculation.draft_protocol import DraftRequest, DraftResponse
 from engine.speculation.draft_sessions import DraftSessions
 from process import logs
 from process.deadline import Deadline
@@ -39,8 +39,8 @@ LAWS_EVERY = 256
 @dataclass(eq=False)
 class _Call:
     verifier: bytes
-    asks: Sequence[Ask]
-    answers: Future[Sequence[Answer]] = field(default_factory=Future)
+    requests: Sequence[DraftRequest]
+    answers: Future[Sequence[DraftResponse]] = field(default_factory=Future)
 
 
 @dataclass(eq=False)
@@ -87,13 +87,13 @@ class DraftThread:
         return self._num_put - self._num_done
 
     async def propose(
-        self, verifier: bytes, asks: Sequence[Ask], deadline: Deadline
-    ) -> Sequence[Answer]:
+        self, verifier: bytes, requests: Sequence[DraftRequest], deadline: Deadline
+    ) -> Sequence[DraftResponse]:
         """An answer to each. Raises: InvalidArgument, NoCapacity, DeadlineExceeded, Unavailable
         when the thread has ended or failed."""
         with _named():
-            self.sessions.check(verifier, asks)
-        call = _Call(verifier, asks)
+            self.sessions.check(verifier, requests)
+        call = _Call(verifier, requests)
         self._put(call)
         async with deadline.timeout("guessing"):
             return await asyncio.wrap_future(call.answers)
@@ -102,7 +102,7 @@ class DraftThread:
         """Behind the calls before; nobody waits for it. Raises: InvalidArgument, NoCapacity,
         Unavailable."""
         with _named():
-            self.sessions.check_over(verifier, sessions)
+            self.sessions.check_ended(verifier, sessions)
         self._put(_Forget(verifier, sessions))
 
     async def stop(self, timeout_s: float) -> bool:
@@ -207,9 +207,9 @@ class DraftThread:
     def _propose(self, calls: Sequence[_Call]) -> None:
         # Whoever has given up meanwhile is not computed for.
         live = [call for call in calls if call.answers.set_running_or_notify_cancel()]
-        asked = [(call.verifier, ask) for call in live for ask in call.asks]
+        requests = [(call.verifier, one) for call in live for one in call.requests]
         try:
-            answers = self.sessions.propose(asked) if live else []
+            answers = self.sessions.propose(requests) if live else []
         except Exception as error:
             self._num_done += len(calls)
             for call in live:
@@ -218,8 +218,8 @@ class DraftThread:
         self._num_done += len(calls)  # before its callers know
         first = 0
         for call in live:
-            call.answers.set_result(answers[first : first + len(call.asks)])
-            first += len(call.asks)
+            call.answers.set_result(answers[first : first + len(call.requests)])
+            first += len(call.requests)
 
 
 @contextlib.contextmanager

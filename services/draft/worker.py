@@ -1,4 +1,4 @@
-"""A draft worker from a loaded drafter to its clean end: thread, gRPC server, health, metrics.
+"""A draft worker from a loaded proposer to its clean end: thread, gRPC server, health, metrics.
 
 Start: thread -> server. End: it says that it takes nothing more, calls under way end within
 `limits.drain_s` -> thread. Belongs to the loop's thread. Tests and the process use the same one.
@@ -11,8 +11,8 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from engine.speculation.draft_port import About
-from engine.speculation.draft_sessions import CachingDrafter, DraftSessions, SessionLimits
+from engine.speculation.draft_protocol import DraftModelInfo
+from engine.speculation.draft_sessions import CachingProposer, DraftSessions, SessionLimits
 from process import entrypoint, grpc_server, logs
 from process.authorization import RULES, PeerRole
 from process.metrics import MetricsServer
@@ -46,13 +46,13 @@ class DraftWorker:
 
 @asynccontextmanager
 async def serving_drafts(
-    drafter: CachingDrafter,
-    about: About,
+    proposer: CachingProposer,
+    model_info: DraftModelInfo,
     settings: DraftSettings,
     metrics: MetricsServer | None = None,
     join_s: float = JOIN_S,
 ) -> AsyncIterator[DraftWorker]:
-    """Guess with `drafter`, which is this worker's from now on, until the body ends.
+    """Propose with `proposer`, which is this worker's from now on, until the body ends.
 
     Args:
         metrics: that shows what is counted; its owner starts and stops it.
@@ -61,8 +61,8 @@ async def serving_drafts(
     """
     limits = settings.limits
     sessions = DraftSessions(
-        drafter,
-        about.vocab_size,
+        proposer,
+        model_info.vocab_size,
         SessionLimits(
             limits.max_num_sessions,
             limits.max_session_bytes,
@@ -76,7 +76,7 @@ async def serving_drafts(
     worker = DraftWorker(worker_id, thread)
     servicer = DraftServicer(
         worker.thread,
-        about,
+        model_info,
         worker_id=worker_id,
         incarnation=worker.incarnation,
         max_call_s=limits.max_call_s,

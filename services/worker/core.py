@@ -20,7 +20,7 @@ from typing import Any
 
 from engine.errors import UnknownRequest, WrongState
 from engine.metrics import EngineStats, MetricsSnapshot
-from engine.speculation.draft_traces import DraftTraces
+from engine.speculation.remote import DraftTraces
 from kvstore import block_hash
 from kvstore.block_hash import HashTurns
 from kvstore.client import KvStoreClient

@@ -1,5 +1,5 @@
-"""GrpcDraftChannel: the way to one draft worker over gRPC, for an engine's thread that knows no
-RPC (engine/speculation/draft_port.py); and all of them, as a worker's settings name them.
+"""GrpcDraftChannel: the connection to one draft worker over gRPC, for an engine's thread that knows
+no RPC (engine/speculation/draft_protocol.py); and all of them, as a worker's settings name them.
 
 Every call runs on the worker's loop; whoever made it holds a future. A connection is made anew with
 the first question to a worker that was away, so that a certificate which has changed meanwhile is
@@ -19,8 +19,8 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from engine.speculation.draft_port import About, Answer, Ask, DraftPeer
-from engine.speculation.draft_traces import DraftTraces
+from engine.speculation.draft_protocol import DraftModelInfo, DraftRequest, DraftResponse
+from engine.speculation.remote import DraftPeer, DraftTraces
 from process import rpc
 from process.authorization import PeerRole
 from process.metrics import MetricsServer, counters, gauges
@@ -34,8 +34,7 @@ T = TypeVar("T")
 
 
 class GrpcDraftChannel:
-    """A DraftChannel (engine/speculation/draft_port.py). See the module. Made on the loop's thread,
-    and closed there."""
+    """A DraftChannel over gRPC. Made on the loop's thread, and closed there."""
 
     def __init__(self, address: str, dial: Dialer) -> None:
         self.address = address
@@ -46,15 +45,15 @@ class GrpcDraftChannel:
         self._calls: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
-    def describe(self, timeout_s: float) -> Future[About]:
+    def describe(self, timeout_s: float) -> Future[DraftModelInfo]:
         """See DraftChannel."""
         return self._begin(self._describe(timeout_s))
 
     def propose(
-        self, verifier: bytes, asks: Sequence[Ask], timeout_s: float
-    ) -> Future[Sequence[Answer]]:
+        self, verifier: bytes, requests: Sequence[DraftRequest], timeout_s: float
+    ) -> Future[Sequence[DraftResponse]]:
         """See DraftChannel."""
-        return self._begin(self._propose(_request(verifier, asks), timeout_s))
+        return self._begin(self._propose(_request(verifier, requests), timeout_s))
 
     def forget(self, verifier: bytes, sessions: Sequence[int]) -> None:
         """See DraftChannel."""
@@ -95,19 +94,19 @@ class GrpcDraftChannel:
         except Exception as error:  # whoever holds the future is told
             future.set_exception(error)
 
-    async def _describe(self, timeout_s: float) -> About:
+    async def _describe(self, timeout_s: float) -> DraftModelInfo:
         await self._disconnect()
         reply = await self._connected().Describe(
             draft_pb2.DescribeDraftRequest(), timeout=timeout_s
         )
-        return About(reply.model, reply.tokenizer_digest, reply.vocab_size)
+        return DraftModelInfo(reply.model, reply.tokenizer_digest, reply.vocab_size)
 
     async def _propose(
         self, request: draft_pb2.ProposeRequest, timeout_s: float
-    ) -> Sequence[Answer]:
+    ) -> Sequence[DraftResponse]:
         reply = await self._connected().Propose(request, timeout=timeout_s)
         return [
-            Answer(
+            DraftResponse(
                 not tree.is_unknown, list(tree.token_ids), list(tree.parents), list(tree.chances)
             )
             for tree in reply.trees
@@ -129,25 +128,25 @@ class GrpcDraftChannel:
             await channel.close(0)
 
 
-def _request(verifier: bytes, asks: Sequence[Ask]) -> draft_pb2.ProposeRequest:
-    """Made by whoever asks: the loop has other things to do."""
+def _request(verifier: bytes, requests: Sequence[DraftRequest]) -> draft_pb2.ProposeRequest:
+    """Made on the caller's thread: the loop has other things to do."""
     return draft_pb2.ProposeRequest(
         verifier=verifier,
         tasks=[
             draft_pb2.DraftTask(
-                session=ask.session,
-                start=ask.start,
-                token_ids=ask.token_ids,
-                num_prompt_tokens=ask.num_prompt_tokens,
-                num_nodes=ask.num_nodes,
-                temperature=ask.temperature,
-                top_p=ask.top_p,
-                top_k=ask.top_k,
-                min_p=ask.min_p,
-                seed=ask.seed,
-                sample_index=ask.sample_index,
+                session=one.session,
+                start=one.start,
+                token_ids=one.token_ids,
+                num_prompt_tokens=one.num_prompt_tokens,
+                num_nodes=one.num_nodes,
+                temperature=one.temperature,
+                top_p=one.top_p,
+                top_k=one.top_k,
+                min_p=one.min_p,
+                seed=one.seed,
+                sample_index=one.sample_index,
             )
-            for ask in asks
+            for one in requests
         ],
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from engine.speculation.draft_traces import DraftTraces
+from engine.speculation.remote import DraftTraces
 from process import logs
 from process.deadline import Deadline
 from process.errors import Internal

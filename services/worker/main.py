@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.speculation.draft_port import DraftPeer
+from engine.speculation.remote import DraftPeer
 from process import entrypoint, logs, tls
 from process.authorization import PeerRole
 from process.metrics import HealthProbes, MetricsServer

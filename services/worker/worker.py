@@ -16,7 +16,7 @@ import logging
 
 import grpc.aio
 
-from engine.speculation.draft_traces import DraftTraces
+from engine.speculation.remote import DraftTraces
 from process import grpc_server, logs, tls
 from process.authorization import PeerRole
 from process.errors import BatonError, FailedPrecondition, Internal, Unavailable

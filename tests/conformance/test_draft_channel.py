@@ -15,11 +15,11 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.request import Sampling
-from engine.speculation.draft_fake import FakeDraftChannel
-from engine.speculation.draft_port import Answer, Ask, DraftChannel, DraftPeer
+from engine.speculation.draft_protocol import DraftChannel, DraftRequest, DraftResponse
 from engine.speculation.draft_sessions import DraftSessions
-from engine.speculation.drafter import Draft, Task
-from engine.speculation.remote_state import State
+from engine.speculation.proposer import Draft, DraftTask
+from engine.speculation.remote import DraftPeer, EndpointState
+from engine.testing.fake_draft_channel import FakeDraftChannel
 from engine.testing.fake_model import FakeModel
 from process.rpc import PLAIN
 from services.draft.config import DraftLimits, DraftSettings
@@ -83,13 +83,13 @@ class FakeCase:
 
 
 class Gated(bench.Wrapped):
-    """A drafter that waits while its gate is closed."""
+    """A proposer that waits while its gate is closed."""
 
     def __init__(self, gate: threading.Event) -> None:
-        super().__init__(bench.drafter())
+        super().__init__(bench.proposer())
         self._gate = gate
 
-    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
         assert self._gate.wait(CALL_S)
         return super().propose(tasks)
 
@@ -123,7 +123,9 @@ class GrpcCase:
 
     def look(self, at: Callable[[DraftSessions], T]) -> T:
         assert self._worker is not None
-        ask = Ask(2**64 - 1, 1, [], 1, 0, 0.0, 1.0, 0, 0.0, 0, 0)  # unknown: it changes nothing
+        ask = DraftRequest(
+            2**64 - 1, 1, [], 1, 0, 0.0, 1.0, 0, 0.0, 0, 0
+        )  # unknown: it changes nothing
         self.channel.propose(VERIFIER, [ask], CALL_S).result(CALL_S)
         return at(self._worker.thread.sessions)
 
@@ -173,12 +175,14 @@ def unguessed() -> tuple[bench.Outputs, int]:
     return plain(2, max_tokens=40)
 
 
-def _ask(session: int, token_ids: Sequence[int], start: int = 0, **fields: Any) -> Ask:
-    made = Ask(session, start, token_ids, 1, 6, 0.0, 1.0, 0, 0.0, 0, 0)
+def _ask(session: int, token_ids: Sequence[int], start: int = 0, **fields: Any) -> DraftRequest:
+    made = DraftRequest(session, start, token_ids, 1, 6, 0.0, 1.0, 0, 0.0, 0, 0)
     return made._replace(**fields)
 
 
-def _propose(case: Case, *asks: Ask, verifier: bytes = VERIFIER) -> Sequence[Answer]:
+def _propose(
+    case: Case, *asks: DraftRequest, verifier: bytes = VERIFIER
+) -> Sequence[DraftResponse]:
     return case.channel.propose(verifier, asks, CALL_S).result(CALL_S)
 
 
@@ -188,14 +192,14 @@ def test_it_says_who_guesses(case: Case) -> None:
 
 def test_guesses_are_those_of_the_model_itself(case: Case) -> None:
     """Greedy and sampled; of several sequences at once."""
-    own = bench.drafter()
+    own = bench.proposer()
     asks, tasks = [], []
     for index in range(6):
         tokens = [3 + index, 5, 90 - index]
         heat = {"temperature": 0.4 * index, "seed": 2**64 - 1 - index}
         asks.append(_ask(index, tokens, sample_index=index, num_nodes=1 + index, **heat))
         sampling = Sampling(max_tokens=9, **heat)  # type: ignore[arg-type]
-        tasks.append(Task((f"r{index}", 0), tokens, 1, sampling, index, 1 + index))
+        tasks.append(DraftTask((f"r{index}", 0), tokens, 1, sampling, index, 1 + index))
     answers = _propose(case, *asks)
     for answer, draft in zip(answers, own.propose(tasks), strict=True):
         tree = draft.tree
@@ -272,9 +276,9 @@ def test_a_stream_goes_on_without_its_draft_worker_and_with_the_next_one(
     expected, num_plain = unguessed
     clock = Clock()
     peer = DraftPeer(case.channel)
-    drafter = bench.remote([peer], clock, deadline_s=CALL_S)
-    meet(drafter, peer, clock)
-    engine = bench.engine(drafter)
+    proposer = bench.remote([peer], clock, deadline_s=CALL_S)
+    meet(proposer, peer, clock)
+    engine = bench.engine(proposer)
     submit(engine, 2, max_tokens=40)
     counted: dict[str, int] = {}
 
@@ -286,7 +290,7 @@ def test_a_stream_goes_on_without_its_draft_worker_and_with_the_next_one(
             counted["alone"] = peer.counts.num_nodes
             assert not peer.counts.is_ready
             case.start()
-            meet(drafter, peer, clock)
+            meet(proposer, peer, clock)
 
     found, num_steps = outputs(engine, each_step)
     assert found == expected
@@ -303,24 +307,24 @@ def test_a_stream_goes_on_while_its_draft_worker_hangs(
     clock = Clock()
     peer = DraftPeer(case.channel)
     # However slow this machine is, the late answer is waited for.
-    drafter = bench.remote([peer], clock, deadline_s=CALL_S, give_up_s=CALL_S)
-    meet(drafter, peer, clock)
-    engine = bench.engine(drafter)
+    proposer = bench.remote([peer], clock, deadline_s=CALL_S, give_up_s=CALL_S)
+    meet(proposer, peer, clock)
+    engine = bench.engine(proposer)
     submit(engine, 2, max_tokens=40)
     counted: dict[str, int] = {}
 
     def each_step(step: int) -> None:
         if step == 5:
             counted["at first"] = peer.counts.num_nodes
-            drafter._deadline_s = 0.001
+            proposer._deadline_s = 0.001
             case.hold()
         if step == 10:
             counted["alone"] = peer.counts.num_nodes
             case.let_go()
-            for worker in drafter._workers:
-                assert worker.state is State.LATE and worker.late is not None
+            for worker in proposer._endpoints:
+                assert worker.state is EndpointState.LATE and worker.late is not None
                 wait([worker.late], CALL_S)
-            drafter._deadline_s = CALL_S
+            proposer._deadline_s = CALL_S
 
     found, _ = outputs(engine, each_step)
     assert found == expected

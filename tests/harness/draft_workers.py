@@ -11,14 +11,13 @@ from engine.engine import LLMEngine
 from engine.request import Request, Sampling
 from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.draft_fake import FakeDraftChannel
-from engine.speculation.draft_model import DraftModel
-from engine.speculation.draft_port import About, DraftPeer
-from engine.speculation.draft_sessions import CachingDrafter, DraftSessions, SessionLimits
-from engine.speculation.drafter import Draft, Drafter, Task
-from engine.speculation.remote import RemoteDrafter
-from engine.speculation.remote_state import MAX_BACKOFF_S
-from engine.speculation.tree import chain
+from engine.speculation.draft_model import DraftModelProposer
+from engine.speculation.draft_protocol import DraftModelInfo
+from engine.speculation.draft_sessions import CachingProposer, DraftSessions, SessionLimits
+from engine.speculation.proposer import Draft, DraftTask, Proposer
+from engine.speculation.remote import MAX_BACKOFF_S, DraftPeer, RemoteProposer
+from engine.speculation.token_tree import chain
+from engine.testing.fake_draft_channel import FakeDraftChannel
 from engine.testing.fake_model import FakeModel
 from tests.harness.engines import hasher
 from tests.harness.waiting import Clock
@@ -35,25 +34,25 @@ CONFIG = EngineConfig(
 )
 
 
-def about(model: FakeModel | None = None) -> About:
+def about(model: FakeModel | None = None) -> DraftModelInfo:
     info = (model or FakeModel()).info
-    return About(info.model, info.tokenizer_digest, info.vocab_size)
+    return DraftModelInfo(info.model, info.tokenizer_digest, info.vocab_size)
 
 
-def drafter() -> DraftModel:
+def proposer() -> DraftModelProposer:
     """It guesses what a FakeModel draws, and is always right."""
-    return DraftModel(FakeModel(), EXPANSION, num_blocks=512, max_num_tokens=64)
+    return DraftModelProposer(FakeModel(), EXPANSION, num_blocks=512, max_num_tokens=64)
 
 
 class Wrapped:
-    """A drafter in another one's place."""
+    """A proposer in another one's place."""
 
     name = "wrapped"
 
-    def __init__(self, inner: CachingDrafter) -> None:
+    def __init__(self, inner: CachingProposer) -> None:
         self.inner = inner
 
-    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
         return self.inner.propose(tasks)
 
     def forget(self, key: Key) -> None:
@@ -70,14 +69,14 @@ class Wrapped:
 
 
 class CountsOn:
-    """A Drafter that costs nothing: each number is followed by the next one."""
+    """A Proposer that costs nothing: each number is followed by the next one."""
 
     name = "counts on"
 
     def __init__(self) -> None:
         self.known: dict[Key, int] = {}
 
-    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
         drafts = []
         for task in tasks:
             self.known[task.key] = len(task.token_ids)
@@ -102,18 +101,18 @@ class CountsOn:
 def sessions(
     limits: SessionLimits = LIMITS,
     *,
-    by: CachingDrafter | None = None,
+    by: CachingProposer | None = None,
     clock: Clock | None = None,
 ) -> DraftSessions:
     vocab_size = FakeModel().info.vocab_size
-    return DraftSessions(by or drafter(), vocab_size, limits, clock or Clock())
+    return DraftSessions(by or proposer(), vocab_size, limits, clock or Clock())
 
 
 def fake(
     name: str,
     limits: SessionLimits = LIMITS,
     *,
-    by: CachingDrafter | None = None,
+    by: CachingProposer | None = None,
     clock: Clock | None = None,
 ) -> FakeDraftChannel:
     return FakeDraftChannel(name, about(), sessions(limits, by=by, clock=clock))
@@ -121,27 +120,27 @@ def fake(
 
 def remote(
     peers: Sequence[DraftPeer], clock: Clock, deadline_s: float = 0.0, **options: Any
-) -> RemoteDrafter:
+) -> RemoteProposer:
     """One that has met its workers."""
-    made = RemoteDrafter(
+    made = RemoteProposer(
         peers, FakeModel().info, deadline_s=deadline_s, clock=clock, verifier=bytes(16), **options
     )
-    made.meet()
+    made.connect()
     return made
 
 
-def meet(drafter: RemoteDrafter, peer: DraftPeer, clock: Clock) -> None:
+def meet(proposer: RemoteProposer, peer: DraftPeer, clock: Clock) -> None:
     """On a slow machine it may take more than one try."""
     for _ in range(20):
         if peer.counts.is_ready:
             return
         clock.now_s += MAX_BACKOFF_S
-        drafter.meet()
+        proposer.connect()
     raise AssertionError("they do not meet")
 
 
-def engine(*drafters: Drafter, config: EngineConfig = CONFIG) -> LLMEngine:
-    return LLMEngine(config, FakeModel(), drafters=list(drafters))
+def engine(*proposers: Proposer, config: EngineConfig = CONFIG) -> LLMEngine:
+    return LLMEngine(config, FakeModel(), proposers=list(proposers))
 
 
 def submit(into: LLMEngine, num_requests: int = 3, max_tokens: int = 24) -> None:

@@ -184,7 +184,7 @@ class Cluster:
         return self.decodes[index].core.thread._engine  # type: ignore[return-value]
 
     async def check(self) -> None:
-        """Nothing is held any more, every law holds, and no drafter has failed."""
+        """Nothing is held any more, every law holds, and no proposer has failed."""
         for worker in (self.prefill, *self.decodes):
             await worker.core.connector.settle()
             await until(lambda worker=worker: worker.core.num_live == 0, WAIT_S)
@@ -203,8 +203,8 @@ class Cluster:
 
                 await until(is_idle, WAIT_S)
         for index in range(len(self.decodes)):
-            speculator = self.engine(index)._speculator
-            assert speculator is not None and not speculator._roster.failed
+            speculation = self.engine(index)._speculation
+            assert speculation is not None and not speculation.failed_proposers
 
 
 @contextlib.asynccontextmanager
@@ -277,13 +277,13 @@ def _guessing_engine(
     """Not on the loop: draft workers are met."""
     rng = random.Random(seed)
     model = site.maker.model(place)
-    drafters = site.maker.drafters(config, model, peers)
-    engine = site.engine(config, maybe_ahead(model, rng), drafters=drafters)
-    speculator = engine._speculator
-    assert speculator is not None
+    proposers = site.maker.proposers(config, model, peers)
+    engine = site.engine(config, maybe_ahead(model, rng), proposers=proposers)
+    speculation = engine._speculation
+    assert speculation is not None
     # Launches begin and end anywhere among guesses, for longer or shorter.
     share = rng.choice([0.0, 0.0, 0.1, 0.6])
-    speculator._exploration.rests = (  # type: ignore[method-assign]
+    speculation._controller.is_idle = (  # type: ignore[method-assign]
         lambda num_sequences: rng.random() < share
     )
     return engine
@@ -328,8 +328,8 @@ async def _draft_workers(
     addresses = []
     for index in range(NUM_DRAFT_WORKERS):
         name = maker.draft_names[index % len(maker.draft_names)]
-        drafter, about = await asyncio.to_thread(maker.served, name, config)
-        worker = await stack.enter_async_context(serving_drafts(drafter, about, settings))
+        proposer, about = await asyncio.to_thread(maker.served, name, config)
+        worker = await stack.enter_async_context(serving_drafts(proposer, about, settings))
         addresses.append(worker.address)
     drafts = DraftPeers(addresses, PLAIN)
     stack.push_async_callback(drafts.close)

@@ -21,13 +21,12 @@ from engine.config import EngineConfig
 from engine.models.interface import Ends, LoadedModel
 from engine.models.load import load_model
 from engine.speculation.config import NgramConfig, SpeculationConfig
-from engine.speculation.draft_model import DraftModel
-from engine.speculation.draft_port import About, DraftPeer
-from engine.speculation.drafter import Drafter
-from engine.speculation.heads.load import load_heads
-from engine.speculation.load import load_draft_model, load_drafters
-from engine.speculation.ngram import PromptLookup
-from engine.speculation.remote import RemoteDrafter
+from engine.speculation.draft_model import DraftModelProposer
+from engine.speculation.draft_protocol import DraftModelInfo
+from engine.speculation.loader import load_draft_model, load_heads, load_proposers
+from engine.speculation.ngram import NgramProposer
+from engine.speculation.proposer import Proposer
+from engine.speculation.remote import DraftPeer, RemoteProposer
 from engine.testing.fake_model import FakeModel
 from tests.harness import published_heads as heads
 from tests.harness.adapters import save_adapter
@@ -234,27 +233,27 @@ class FakeMaker:
             return QuantizedTarget(self.folder, self.kv_scale)
         return FakeTarget(self.folder)
 
-    def drafters(
+    def proposers(
         self, config: EngineConfig, model: LoadedModel, peers: Sequence[DraftPeer]
-    ) -> list[Drafter]:
+    ) -> list[Proposer]:
         """Those that the settings name, in the order of `load_engine`. Not on the loop."""
         wanted = config.speculation
-        made: list[Drafter] = [PromptLookup(wanted.ngram) for _ in wanted.drafters]
+        made: list[Proposer] = [NgramProposer(wanted.ngram) for _ in wanted.drafters]
         made += [self._draft(name, config) for name in wanted.draft_models]
         if peers:
-            remote = RemoteDrafter(peers, model.info, deadline_s=wanted.draft_deadline_s)
-            remote.meet()
+            remote = RemoteProposer(peers, model.info, deadline_s=wanted.draft_deadline_s)
+            remote.connect()
             made.append(remote)
         return made + load_heads(config, model)
 
-    def served(self, name: str, config: EngineConfig) -> tuple[DraftModel, About]:
+    def served(self, name: str, config: EngineConfig) -> tuple[DraftModelProposer, DraftModelInfo]:
         """A draft worker's."""
         model = self._draft(name, config)
         info = model.info
-        return model, About(info.model, info.tokenizer_digest, info.vocab_size)
+        return model, DraftModelInfo(info.model, info.tokenizer_digest, info.vocab_size)
 
-    def _draft(self, name: str, config: EngineConfig) -> DraftModel:
-        return DraftModel(
+    def _draft(self, name: str, config: EngineConfig) -> DraftModelProposer:
+        return DraftModelProposer(
             Unreliable(self.folder, name.encode()),
             config.speculation.expansion,
             num_blocks=8 * WINDOW // SIZE,
@@ -295,17 +294,17 @@ class CheckpointMaker:
             self._models[place] = load_model(self.config())
         return self._models[place]
 
-    def drafters(
+    def proposers(
         self, config: EngineConfig, model: LoadedModel, peers: Sequence[DraftPeer]
-    ) -> list[Drafter]:
+    ) -> list[Proposer]:
         """As FakeMaker's."""
-        return load_drafters(config, model.info, None, peers) + load_heads(config, model)
+        return load_proposers(config, model.info, None, peers) + load_heads(config, model)
 
-    def served(self, name: str, config: EngineConfig) -> tuple[DraftModel, About]:
+    def served(self, name: str, config: EngineConfig) -> tuple[DraftModelProposer, DraftModelInfo]:
         """As FakeMaker's."""
         model = load_draft_model(replace(config, model=name, context_window=0))
         info = model.info
-        return model, About(info.model, info.tokenizer_digest, info.vocab_size)
+        return model, DraftModelInfo(info.model, info.tokenizer_digest, info.vocab_size)
 
 
 Maker = FakeMaker | CheckpointMaker

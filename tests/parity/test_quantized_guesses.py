@@ -19,7 +19,7 @@ from tests.conftest import LONG, SESSION_SEED
 from tests.harness.engines import block_hash
 from tests.harness.models import VOCAB_SIZE, Tiny, save, small_config
 from tests.parity.test_kv_dtypes import NUM_OUTPUT, QUANTIZED, _assert_same, _run
-from tests.unit.engine.speculation.test_engine import KnowsTheAnswers
+from tests.unit.engine.speculation.test_manager import KnowsTheAnswers
 
 FAMILIES = "llama", "mistral-window", "qwen3"
 OTHERS = "gemma2", "deepseek_v3"
@@ -88,7 +88,7 @@ def test_guesses_change_no_token(
         for name, request in requests.items()
     }
     guessing = replace(config, speculation=SpeculationConfig(max_num_nodes=9, always=True))
-    engine = LLMEngine(guessing, model, drafters=[KnowsTheAnswers(rng, answers, vocab_size)])
+    engine = LLMEngine(guessing, model, proposers=[KnowsTheAnswers(rng, answers, vocab_size)])
     _assert_same(_run(engine, requests), expected, is_exact=False)
     counts = engine.metrics()
     assert 0 < counts.num_kept_tokens < counts.num_guessed_tokens

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from engine.engine import LLMEngine
-from engine.speculation.remote import RemoteDrafter
+from engine.speculation.remote import RemoteProposer
 from engine.testing.fake_model import FakeModel
 from process.rpc import PLAIN
 from services.worker.draft_channel import DraftPeers
@@ -78,9 +78,9 @@ def test_a_stream_goes_on_when_its_draft_worker_is_killed(
         assert about.model == "baton-5m-draft"
         model = FakeModel(vocab_size=about.vocab_size)
         info = replace(model.info, tokenizer_digest=about.tokenizer_digest)
-        drafter = RemoteDrafter([peer], info, deadline_s=CALL_S, clock=clock)
-        meet(drafter, peer, clock)
-        engine, plain = LLMEngine(CONFIG, model, drafters=[drafter]), LLMEngine(CONFIG, model)
+        proposer = RemoteProposer([peer], info, deadline_s=CALL_S, clock=clock)
+        meet(proposer, peer, clock)
+        engine, plain = LLMEngine(CONFIG, model, proposers=[proposer]), LLMEngine(CONFIG, model)
         found: list[int] = []
 
         def kill(step: int) -> None:

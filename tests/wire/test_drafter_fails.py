@@ -1,5 +1,5 @@
-"""A drafter of a decode worker raises once: no token is another, it rests, and its guesses are
-kept again when its rest is over."""
+"""A proposer of a decode worker raises once: no token is another, it is not called during its
+back-off, and its draft tokens are accepted again afterwards."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.speculation import roster
+from engine.speculation import manager
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.drafter import Draft, Task
-from engine.speculation.tree import TokenTree, chain
+from engine.speculation.proposer import Draft, DraftTask
+from engine.speculation.token_tree import TokenTree, chain
 from process.metrics import MetricsServer
 from services.worker.metrics import WorkerCollector
 from tests.harness import exposition
@@ -30,13 +30,13 @@ class RaisesOnce:
     def __init__(self) -> None:
         self.num_asked = 0
 
-    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
         self.num_asked += 1
         if self.num_asked == 2:
             raise ZeroDivisionError("second")
         return [Draft(self._tree(task), {}) for task in tasks]
 
-    def _tree(self, task: Task) -> TokenTree:
+    def _tree(self, task: DraftTask) -> TokenTree:
         depth = min(DEPTH, task.num_nodes, task.max_depth)
         guess = GatedModel().generate(list(task.token_ids), depth)
         return chain(guess, [0.9**place for place in range(1, depth + 1)])
@@ -48,11 +48,11 @@ class RaisesOnce:
         """See forget."""
 
 
-async def test_a_drafter_that_raised_once_proposes_again_within_a_minute(tmp_path: Path) -> None:
+async def test_a_proposer_that_raised_once_proposes_again_within_a_minute(tmp_path: Path) -> None:
     now_s = 0.0
-    drafter = RaisesOnce()
+    proposer = RaisesOnce()
     parts = {
-        "drafters": [drafter],
+        "proposers": [proposer],
         "speculation": SpeculationConfig(always=True),
         "clock": lambda: now_s,
     }
@@ -64,7 +64,7 @@ async def test_a_drafter_that_raised_once_proposes_again_within_a_minute(tmp_pat
             kept = []
             for index in range(3):
                 # The second comes a moment before the rest is over, the third when it is.
-                now_s = [0.0, roster.FIRST_REST_S - 1, 60.0][index]
+                now_s = [0.0, manager.FIRST_BACKOFF_S - 1, 60.0][index]
                 prompt = prompt_of(10, index)
                 answer = await both.generate(prompt, name=f"r{index}", max_tokens=NUM_TOKENS)
                 assert answer.token_ids == both.expected(prompt, NUM_TOKENS)

@@ -2,9 +2,9 @@
 and decode workers give what one engine gives that has room for all of them and guesses nothing.
 (That this is what plain decoding gives through the same path: test_exact.py.)
 
-Every kind of drafter, random trees, every kind of parameter, adapters, quantized caches, small ones
-that preempt, chunks, prefix hits, streams that move. `BATON_TEST_SEED` gives the same requests and
-settings again, but not the same moments.
+Every kind of proposer, random trees, every kind of parameter, adapters, quantized caches, small
+ones that preempt, chunks, prefix hits, streams that move. `BATON_TEST_SEED` gives the same requests
+and settings again, but not the same moments.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ DRAFT = """if True:
     import threading
 
     from engine.testing.fake_model import FakeModel
-    from engine.speculation.draft_port import Ask
+    from engine.speculation.draft_protocol import DraftRequest
+    from engine.testing.fake_model import FakeModel
     from process import entrypoint
     from process.deadline import Deadline
     from services.draft import main
@@ -58,8 +59,8 @@ DRAFT = """if True:
     async def load(settings, stop, health):
         return Hangs()
 
-    def ready(worker, drafter, metrics):
-        ask = Ask(1, 0, [1], 1, 1, 0.0, 1.0, 0, 0.0, 0, 0)
+    def ready(worker, proposer, metrics):
+        ask = DraftRequest(1, 0, [1], 1, 1, 0.0, 1.0, 0, 0.0, 0, 0)
         asked = worker.thread.propose(bytes(16), [ask], Deadline.after(60.0))
         worker.asking = asyncio.ensure_future(asked)
 

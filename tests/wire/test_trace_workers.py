@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.speculation.draft_traces import DraftTraces
+from engine.speculation.remote import DraftTraces
 from process import rpc
 from process.spans import TraceContext, parse_traceparent
 from process.tracing import TracingSettings

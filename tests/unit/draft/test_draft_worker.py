@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2
 from engine.config import EngineConfig
 from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.draft_port import Ask
-from engine.speculation.drafter import Draft, Task
+from engine.speculation.draft_protocol import DraftRequest
+from engine.speculation.proposer import Draft, DraftTask
 from process.authorization import PeerRole
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, Internal, InvalidArgument, NoCapacity, Unavailable
@@ -38,12 +38,12 @@ CALL_S = 60.0
 ONE, OTHER = bytes(16), bytes(range(16))
 
 
-def _ask(session: int, token_ids: Sequence[int] = (1, 2)) -> Ask:
-    return Ask(session, 0, token_ids, 1, 6, 0.0, 1.0, 0, 0.0, 0, 0)
+def _ask(session: int, token_ids: Sequence[int] = (1, 2)) -> DraftRequest:
+    return DraftRequest(session, 0, token_ids, 1, 6, 0.0, 1.0, 0, 0.0, 0, 0)
 
 
 class Held(bench.Wrapped):
-    """A drafter that waits until it may, counts, and fails when it is told to."""
+    """A proposer that waits until it may, counts, and fails when it is told to."""
 
     def __init__(self) -> None:
         super().__init__(bench.CountsOn())
@@ -54,7 +54,7 @@ class Held(bench.Wrapped):
         """Of all batches."""
         self.fails = False
 
-    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
         self.begun.set()
         assert self.may.wait(CALL_S)
         if self.fails:
@@ -66,23 +66,25 @@ class Held(bench.Wrapped):
 
 class Bench:
     def __init__(self, max_waiting_calls: int = 8, step_timeout_s: float = 0.0) -> None:
-        self.drafter = Held()
+        self.proposer = Held()
         self.thread = DraftThread(
-            bench.sessions(by=self.drafter), max_waiting_calls, step_timeout_s=step_timeout_s
+            bench.sessions(by=self.proposer), max_waiting_calls, step_timeout_s=step_timeout_s
         )
 
-    def call(self, verifier: bytes, *asks: Ask, budget_s: float = CALL_S) -> asyncio.Task[Any]:
+    def call(
+        self, verifier: bytes, *asks: DraftRequest, budget_s: float = CALL_S
+    ) -> asyncio.Task[Any]:
         made: Awaitable[Any] = self.thread.propose(verifier, asks, Deadline.after(budget_s))
         return asyncio.ensure_future(made)
 
     async def begin(self) -> asyncio.Task[Any]:
         """A call that is being computed."""
         first = self.call(ONE, _ask(0))
-        assert await asyncio.to_thread(self.drafter.begun.wait, CALL_S)
+        assert await asyncio.to_thread(self.proposer.begun.wait, CALL_S)
         return first
 
     async def end(self) -> None:
-        self.drafter.may.set()
+        self.proposer.may.set()
         assert await self.thread.stop(CALL_S)
 
 
@@ -91,11 +93,11 @@ async def test_what_waits_is_computed_together_but_for_calls_of_one_verifier() -
     first = await b.begin()
     calls = [b.call(ONE, _ask(1), _ask(2)), b.call(OTHER, _ask(1)), b.call(ONE, _ask(1))]
     await settled()  # they are queued
-    b.drafter.may.set()
+    b.proposer.may.set()
     answers = await asyncio.gather(first, *calls)
     assert [len(one) for one in answers] == [1, 2, 1, 1]
     assert all(answer.is_known for one in answers for answer in one)
-    assert b.drafter.batches == [1, 3, 1]
+    assert b.proposer.batches == [1, 3, 1]
     b.thread.forget(ONE, [0, 1])
     await b.call(OTHER, _ask(1))
     assert len(b.thread.sessions) == 2
@@ -109,10 +111,10 @@ async def test_who_has_given_up_is_not_computed_for() -> None:
     with pytest.raises(DeadlineExceeded):
         await late
     assert b.thread.num_waiting == 2, "it is still in the queue"
-    b.drafter.may.set()
+    b.proposer.may.set()
     await first
     await b.end()
-    assert b.drafter.batches == [1] and b.thread.num_waiting == 0
+    assert b.proposer.batches == [1] and b.thread.num_waiting == 0
 
 
 async def test_no_more_calls_wait_than_may() -> None:
@@ -120,7 +122,7 @@ async def test_no_more_calls_wait_than_may() -> None:
     first = await b.begin()
     with pytest.raises(NoCapacity):
         await b.call(OTHER, _ask(1))
-    b.drafter.may.set()
+    b.proposer.may.set()
     await first
     await b.end()
 
@@ -140,7 +142,7 @@ async def test_what_waits_is_bounded_whoever_gives_up_and_whatever_is_over() -> 
         with pytest.raises(InvalidArgument):
             b.thread.forget(verifier, sessions)
     assert b.thread._jobs.qsize() == 3 and b.thread.num_waiting == 4
-    b.drafter.may.set()
+    b.proposer.may.set()
     await first
     await b.end()
     assert b.thread.num_waiting == 0
@@ -153,10 +155,10 @@ async def test_where_calls_always_wait_new_texts_are_caught_up_with_all_the_same
     # Each is a batch: they are of one verifier.
     calls = [b.call(ONE, _ask(1)) for _ in range(4 * PIECE_EVERY)]
     await settled()  # they are queued
-    b.drafter.may.set()
+    b.proposer.may.set()
     await asyncio.gather(first, long, *calls)
-    pieces = [place for place, key in enumerate(b.drafter.keys) if key == (OTHER.hex(), 9)]
-    assert len(pieces) == 3 and pieces[-1] < len(b.drafter.keys) - 1, "20 tokens, 8 at once"
+    pieces = [place for place, key in enumerate(b.proposer.keys) if key == (OTHER.hex(), 9)]
+    assert len(pieces) == 3 and pieces[-1] < len(b.proposer.keys) - 1, "20 tokens, 8 at once"
     assert all(late - early > PIECE_EVERY for early, late in itertools.pairwise(pieces))
     await b.end()
 
@@ -167,7 +169,7 @@ async def test_where_calls_always_wait_laws_are_recomputed_all_the_same() -> Non
     b.thread.sessions.num_bytes += 1
     calls = [b.call(ONE, _ask(1)) for _ in range(LAWS_EVERY + 3)]
     await settled()  # they are queued
-    b.drafter.may.set()
+    b.proposer.may.set()
     await first
     found = await asyncio.gather(*calls, return_exceptions=True)
     num_answered = LAWS_EVERY - 1  # and the first: that many batches
@@ -178,25 +180,25 @@ async def test_where_calls_always_wait_laws_are_recomputed_all_the_same() -> Non
 
 
 async def test_a_thread_that_does_not_end_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    drafter = Held()
+    proposer = Held()
     settings = DraftSettings(engine=EngineConfig(model="fake"))
-    async with serving_drafts(drafter, bench.about(), settings, join_s=0.0) as worker:
+    async with serving_drafts(proposer, bench.about(), settings, join_s=0.0) as worker:
         made = worker.thread.propose(ONE, [_ask(0)], Deadline.after(CALL_S))
         call = asyncio.ensure_future(made)
-        assert await asyncio.to_thread(drafter.begun.wait, CALL_S)
+        assert await asyncio.to_thread(proposer.begun.wait, CALL_S)
     assert "guessing_goes_on" in caplog.text
-    drafter.may.set()
+    proposer.may.set()
     assert len(await call) == 1
     assert await worker.thread.stop(CALL_S)
 
 
-async def test_a_drafter_that_fails_ends_the_worker_and_every_call() -> None:
+async def test_a_proposer_that_fails_ends_the_worker_and_every_call() -> None:
     b = Bench()
     first = await b.begin()
     second = b.call(OTHER, _ask(1))
     await settled()
-    b.drafter.fails = True
-    b.drafter.may.set()
+    b.proposer.fails = True
+    b.proposer.may.set()
     with pytest.raises(Internal, match="guessing has failed"):
         await first
     with pytest.raises(Unavailable, match="the device is gone"):
@@ -219,7 +221,7 @@ async def test_guessing_that_does_not_end_is_the_workers_failure() -> None:
     with pytest.raises(Unavailable, match="its device does not answer"):
         await b.call(OTHER, _ask(1))
     # A device that answers after all.
-    b.drafter.may.set()
+    b.proposer.may.set()
     assert len(await first) == 1
     await b.end()
     assert not b.thread.is_stuck
@@ -227,7 +229,7 @@ async def test_guessing_that_does_not_end_is_the_workers_failure() -> None:
 
 async def test_a_worker_that_waits_for_calls_is_not_stuck() -> None:
     b = Bench(step_timeout_s=CALL_S)
-    b.drafter.may.set()
+    b.proposer.may.set()
     await b.call(ONE, _ask(1))
     assert await asyncio.to_thread(_is_idle, b)
     await b.end()
@@ -243,7 +245,7 @@ def _is_idle(b: Bench) -> bool:
 
 async def test_a_law_that_does_not_hold_ends_the_worker() -> None:
     b = Bench()
-    b.drafter.may.set()
+    b.proposer.may.set()
     await b.call(ONE, _ask(1))
     b.thread.sessions.num_bytes += 1
     b.thread.forget(ONE, [7])
@@ -260,7 +262,7 @@ async def test_calls_that_wait_fail_when_it_ends() -> None:
     await settled()
     with pytest.raises(Unavailable, match="stopping"):
         await b.call(OTHER, _ask(1))
-    b.drafter.may.set()
+    b.proposer.may.set()
     assert len(await first) == 1
     assert await ending
 
@@ -271,7 +273,7 @@ def _families(b: Bench) -> list[Any]:
 
 async def test_metrics_say_what_was_asked() -> None:
     b = Bench()
-    b.drafter.may.set()
+    b.proposer.may.set()
     await b.call(ONE, _ask(1), _ask(2))
     await b.call(ONE, _ask(3)._replace(start=9))
     found = {sample.name: sample.value for family in _families(b) for sample in family.samples}

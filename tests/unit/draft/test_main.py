@@ -12,7 +12,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.draft_port import Ask
+from engine.speculation.draft_protocol import DraftRequest
 from process.rpc import PLAIN
 from services.draft import main
 from services.draft.config import DraftSettings
@@ -38,7 +38,7 @@ async def test_it_loads_guesses_and_ends(monkeypatch: pytest.MonkeyPatch) -> Non
         channel = GrpcDraftChannel(ready.result(), PLAIN)
         about = await asyncio.wrap_future(channel.describe(CALL_S))
         assert about.model == "baton-5m-draft" and about.tokenizer_digest
-        ask = Ask(1, 0, list(range(20, 30)), 10, 8, 0.7, 1.0, 0, 0.0, 5, 0)
+        ask = DraftRequest(1, 0, list(range(20, 30)), 10, 8, 0.7, 1.0, 0, 0.0, 5, 0)
         (answer,) = await asyncio.wrap_future(channel.propose(bytes(16), [ask], CALL_S))
         assert answer.is_known and 0 < len(answer.token_ids) <= 8
         await channel.close()

@@ -267,7 +267,7 @@ def test_draft_models_come_out_of_the_share() -> None:
     assert sizing.held_bytes("cpu") == 0
 
 
-def test_an_engine_is_told_what_its_drafters_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_told_what_its_proposers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel(block_size=4)
     block = model.layout.block_bytes
     device = DeviceMemory("a GPU", 1000 * block, 900 * block, 50 * block, 50 * block)

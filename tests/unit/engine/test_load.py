@@ -22,7 +22,7 @@ from engine.models import built
 from engine.models import fuse as fuse_module
 from engine.models import load as load_module
 from engine.models.load import choose_device, load_model
-from engine.speculation import load as drafter_loading
+from engine.speculation import loader
 from process.settings import SettingsError
 from tests.harness.models import FAMILIES, save
 
@@ -340,12 +340,12 @@ def test_what_fails_while_all_is_closed_hides_neither_the_cause_nor_the_model(
             closed.append(self.name)
             raise OSError(f"the {self.name} is stuck")
 
-    drafters = [Stuck("first drafter"), Stuck("second drafter")]
-    monkeypatch.setattr(drafter_loading, "load_drafters", lambda *_: drafters)
+    proposers = [Stuck("first proposer"), Stuck("second proposer")]
+    monkeypatch.setattr(loader, "load_proposers", lambda *_: proposers)
     monkeypatch.setattr(DecoderModel, "close", lambda _: Stuck("model").close())
     with pytest.raises(TooFewBlocks):
         load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=43))
-    assert closed == ["second drafter", "first drafter", "model"]
+    assert closed == ["second proposer", "first proposer", "model"]
     assert all(f"the {name} is stuck" in caplog.text for name in closed)
 
 

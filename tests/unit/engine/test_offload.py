@@ -33,7 +33,7 @@ from engine.models.offload_packed import PackedLayer, weights_of
 from engine.models.rehearsal import random_instance
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.load import load_draft_model
+from engine.speculation.loader import load_draft_model
 from process.settings import SettingsError
 from tests.harness.adapters import save_adapter
 from tests.harness.engines import hasher
@@ -365,8 +365,8 @@ def test_the_engine_checks_the_law_of_streamed_layers() -> None:
 
 def test_a_draft_model_lies_on_the_device_whole() -> None:
     """What the target's weights may take is no bound of the draft model's."""
-    drafter = load_draft_model(replace(_config(weights_device_bytes=1), model="baton-5m-draft"))
-    assert drafter._model.info.decoder == "own"  # which streams nothing
+    proposer = load_draft_model(replace(_config(weights_device_bytes=1), model="baton-5m-draft"))
+    assert proposer._model.info.decoder == "own"  # which streams nothing
 
 
 def test_trees_cut_the_passes_of_a_streamed_model() -> None:

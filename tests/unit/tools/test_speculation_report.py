@@ -96,10 +96,10 @@ def test_equal_draws_are_one_node_with_a_try_each() -> None:
     for seed in range(20):
         tree, drawn_from = drawn_children(own, 3, random.Random(seed))
         assert sorted(drawn_from) == [((), 0), ((), 1)]
-        by_drafter = [one.drafter for tries in tree.tries for one in tries]
-        assert by_drafter.count(0) == by_drafter.count(1) == 3
+        by_proposer = [one.proposer for tries in tree.tries for one in tries]
+        assert by_proposer.count(0) == by_proposer.count(1) == 3
         for token_id, tries in zip(tree.token_ids, tree.tries, strict=True):
-            assert all(one.probability == own[one.drafter][token_id] > 0.0 for one in tries)
+            assert all(one.probability == own[one.proposer][token_id] > 0.0 for one in tries)
 
 
 def test_a_draft_model_that_is_its_target_is_always_right(pair: tuple[Path, Path]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.speculation import load
+from engine.speculation import loader
 from engine.speculation.config import SpeculationConfig
 from engine.testing.fake_model import FakeModel
 from kvstore.config import KvStoreSettings
@@ -86,15 +86,15 @@ def test_what_it_takes_gets_to_its_model(monkeypatch: pytest.MonkeyPatch) -> Non
         told.append(config)
         return FakeModel(block_size=8)
 
-    monkeypatch.setattr(load, "load_model", model_of)
+    monkeypatch.setattr(loader, "load_model", model_of)
     settings = DraftSettings(engine=OTHER)
-    drafter = load.load_draft_model(settings.engine)
+    proposer = loader.load_draft_model(settings.engine)
     for name in HEEDED:
         assert getattr(OTHER, name) != getattr(PLAIN, name), name
         if name != "speculation":
             assert operator.attrgetter(name)(told[0]) == getattr(OTHER, name), name
     assert told[0].speculation.max_num_nodes == 3
-    assert drafter._expansion == (1,)
+    assert proposer._expansion == (1,)
 
 
 def test_the_schema_has_the_ranges_of_the_settings() -> None:

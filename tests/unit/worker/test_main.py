@@ -11,8 +11,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.draft_port import DraftPeer
-from engine.speculation.draft_traces import DraftTraces
+from engine.speculation.remote import DraftPeer, DraftTraces
 from process.metrics import HealthProbes
 from services.decode.role import DecodeRole
 from services.worker import main

@@ -26,7 +26,7 @@ from tests.harness.workloads import (
     undisturbed,
     workload,
 )
-from tests.unit.engine.speculation.test_engine import GuessingBench, KnowsTheAnswers
+from tests.unit.engine.speculation.test_manager import GuessingBench, KnowsTheAnswers
 
 CPU = torch.device("cpu")
 
@@ -119,8 +119,8 @@ def test_random_workloads_end_as_without_guesses(seed: int, scale: Callable[[int
         requests = workload(rng, Bench())
         expected = undisturbed(requests, Bench())
         model = FakeByTensors(max_num_nodes=rng.choice([5, 10]))
-        drafter = KnowsTheAnswers(rng, expected, VOCAB)
-        bench = GuessingBench(make_model=lambda model=model: model, drafter=drafter)
+        proposer = KnowsTheAnswers(rng, expected, VOCAB)
+        bench = GuessingBench(make_model=lambda model=model: model, proposer=proposer)
         engine = small_engine(rng, bench)
         assert disturbed(engine, requests, rng, expected) == expected
         num_kept += engine.metrics().num_kept_tokens

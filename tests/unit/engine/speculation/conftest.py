@@ -1,14 +1,19 @@
-"""A model whose forward passes write late."""
+"""A model whose forward passes write late; one small random target for all tests of heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig
+from engine.models.interface import LoadedModel
+from engine.models.load import load_model
 from engine.sampling import pipeline
 from engine.sampling.copies import Mark
+from tests.harness.models import FAMILIES, Tiny, save
 from tests.unit.engine.speculation.late_steps import LateFake
 
 
@@ -37,3 +42,27 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateFake]:
     monkeypatch.setattr("engine.begun.pipeline.begin", begin_late)
     monkeypatch.setattr("engine.begun.Mark", LateMark)
     yield fake
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    folder: Path = tmp_path_factory.mktemp("target") / "target"
+    return Tiny("llama", folder, save(FAMILIES["llama"](), folder, 1))
+
+
+@pytest.fixture(scope="session")
+def config(target: Tiny) -> EngineConfig:
+    return EngineConfig(
+        model=str(target.path),
+        device="cpu",
+        dtype="float32",
+        decoder="transformers",
+        block_size=8,
+        context_window=48,
+        num_threads=1,
+    )
+
+
+@pytest.fixture(scope="session")
+def model(config: EngineConfig) -> LoadedModel:
+    return load_model(config)

@@ -19,10 +19,10 @@ from engine.engine import LLMEngine
 from engine.models.interface import Guesses
 from engine.request import FinishReason, Request, Sampling
 from engine.sampling.pipeline import Draw
-from engine.speculation.acceptance import Distribution
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.draft_model import DraftModel
-from engine.speculation.drafter import Drafter
+from engine.speculation.draft_model import DraftModelProposer
+from engine.speculation.proposer import Proposer
+from engine.speculation.rejection_sampler import Distribution
 from tests.harness.engines import hasher
 from tests.unit.engine.sampling.reference import processed
 from tests.unit.engine.speculation.markov import MarkovModel, Table, Tally, context, random_table
@@ -35,17 +35,17 @@ NUM_TOKENS = 200
 Outputs = dict[tuple[str, int], tuple[list[int], FinishReason | None]]
 
 
-def world(seed: int, num_drafters: int, likeness: float) -> tuple[Table, list[Table]]:
+def world(seed: int, num_proposers: int, likeness: float) -> tuple[Table, list[Table]]:
     """A model's table, and one of each draft model, like it or not."""
     rng = np.random.default_rng(seed)
     model = random_table(rng, VOCAB, 0.5)
-    others = [random_table(rng, VOCAB, 0.5) for _ in range(num_drafters)]
+    others = [random_table(rng, VOCAB, 0.5) for _ in range(num_proposers)]
     return model, [likeness * model + (1.0 - likeness) * other for other in others]
 
 
 def make_engine(
     model: MarkovModel | Table,
-    drafters: Sequence[Drafter],
+    proposers: Sequence[Proposer],
     rule: str = "multi_step",
     *,
     clock: Callable[[], float] = time.monotonic,
@@ -60,14 +60,14 @@ def make_engine(
         speculation=SpeculationConfig(acceptance=rule, **fields),
     )
     model = model if isinstance(model, MarkovModel) else MarkovModel(model)
-    return LLMEngine(config, model, drafters=drafters, clock=clock)
+    return LLMEngine(config, model, proposers=proposers, clock=clock)
 
 
-def draft_model_of(table: Table, *expansion: int, takes_trees: bool = True) -> DraftModel:
+def draft_model_of(table: Table, *expansion: int, takes_trees: bool = True) -> DraftModelProposer:
     """It guesses by this table."""
     model = MarkovModel(table)
     model.guesses = Guesses.TREES if takes_trees else Guesses.CHAINS
-    return DraftModel(model, expansion, num_blocks=1024, max_num_tokens=512)
+    return DraftModelProposer(model, expansion, num_blocks=1024, max_num_tokens=512)
 
 
 def requests_of(

@@ -19,8 +19,8 @@ from engine.models.interface import LoadedModel
 from engine.outputs import RequestOutput
 from engine.request import Request
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.drafter import Draft, Task
-from engine.speculation.tree import EMPTY, TokenTree, chain, merge
+from engine.speculation.proposer import Draft, DraftTask
+from engine.speculation.token_tree import EMPTY, TokenTree, chain, merge
 from engine.testing.ahead_model import AheadModel
 from engine.testing.fake_model import FakeModel
 from tests.harness.engines import SIZE, WINDOW, all_steps, tokens_of
@@ -97,7 +97,7 @@ class LateModel(AheadModel):
 
 
 class Branches:
-    """A Drafter that knows what follows, and lies as well: a right path of `num_right` beside a
+    """A Proposer that knows what follows, and lies as well: a right path of `num_right` beside a
     wrong one."""
 
     name = "branches"
@@ -109,12 +109,12 @@ class Branches:
         self.now_s, self.takes_s = 0.0, 0.0
         self.num_asked = 0
 
-    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
         self.num_asked += 1
         self.now_s += self.takes_s
         return [Draft(self._tree(task).best(task.num_nodes), {}) for task in tasks]
 
-    def _tree(self, task: Task) -> TokenTree:
+    def _tree(self, task: DraftTask) -> TokenTree:
         num_right, num_wrong = self.num_right, self.num_wrong
         if self._rng is not None:
             num_right, num_wrong = self._rng.randint(0, 3), self._rng.randint(0, 6)
@@ -139,10 +139,10 @@ def guessing_engine(
     fake: FakeModel,
     *,
     rng: random.Random | None = None,
-    drafter: Branches | None = None,
+    proposer: Branches | None = None,
     **config: Any,
 ) -> tuple[LLMEngine, Branches]:
-    drafter = drafter or Branches(fake, rng)
+    proposer = proposer or Branches(fake, rng)
     defaults: dict[str, Any] = {
         "num_blocks": 64,
         "max_num_running": 8,
@@ -150,9 +150,9 @@ def guessing_engine(
     }
     config = defaults | config
     engine = LLMEngine(
-        EngineConfig(**config), model, drafters=[drafter], clock=lambda: drafter.now_s
+        EngineConfig(**config), model, proposers=[proposer], clock=lambda: proposer.now_s
     )
-    return engine, drafter
+    return engine, proposer
 
 
 def late_engine(fake: LateFake, **fields: Any) -> LLMEngine:

@@ -8,8 +8,8 @@ import pytest
 
 from engine.errors import IntegrityError, NoBlocks
 from engine.request import Request
-from engine.speculation.drafter import Draft, Task
-from engine.speculation.tree import EMPTY
+from engine.speculation.proposer import Draft, DraftTask
+from engine.speculation.token_tree import EMPTY
 from tests.harness.engines import PROMPT, SIZE, write_tokens
 from tests.unit.engine.speculation.late_steps import (
     OTHER,
@@ -170,8 +170,8 @@ def test_where_nothing_is_computed_nothing_is_kept(late: LateFake, make_request:
 
 
 def test_who_is_taken_out_keeps_no_blocks_of_guesses(late: LateFake, make_request: Make) -> None:
-    engine, drafter = guessing_engine(LateModel(late), late, preemption="recompute")
-    drafter.num_right, drafter.num_wrong = 0, 8
+    engine, proposer = guessing_engine(LateModel(late), late, preemption="recompute")
+    proposer.num_right, proposer.num_wrong = 0, 8
     beside = make_request("b", OTHER, max_tokens=30, root=b"b")
     decoding(engine, make_request("a", PROMPT, max_tokens=30), beside)
     assert len(engine.block_ids("a")) > len(PROMPT) // SIZE + 1
@@ -204,7 +204,7 @@ class Silent(Branches):
 
     silent: frozenset[str] = frozenset()
 
-    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
         drafts = super().propose(tasks)
         return [
             Draft(EMPTY, {}) if task.key[0] in self.silent else draft
@@ -216,9 +216,9 @@ def test_the_next_guesses_take_the_blocks_of_the_last_ones(
     late: LateFake, make_request: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is given back to be taken again; whoever is not guessed for has none left over."""
-    drafter = Silent(late)
-    drafter.num_right, drafter.num_wrong = 0, 8
-    engine, _ = guessing_engine(LateModel(late), late, drafter=drafter, preemption="recompute")
+    proposer = Silent(late)
+    proposer.num_right, proposer.num_wrong = 0, 8
+    engine, _ = guessing_engine(LateModel(late), late, proposer=proposer, preemption="recompute")
     decoding(
         engine,
         make_request("a", PROMPT, max_tokens=30),
@@ -241,7 +241,7 @@ def test_the_next_guesses_take_the_blocks_of_the_last_ones(
         for sequence, before in zip((a, b), block_ids, strict=True):
             assert sequence.block_ids[: len(before)] == before
             assert len(sequence.block_ids) == -(-(len(sequence.token_ids) + 8) // SIZE)
-    drafter.silent = frozenset("a")
+    proposer.silent = frozenset("a")
     engine.step()
     assert engine._in_flight.is_live and given
     assert len(a.block_ids) == -(-len(a.token_ids) // SIZE)

@@ -18,7 +18,7 @@ from engine.engine import LLMEngine
 from engine.outputs import RequestOutput
 from engine.request import Beam, Request
 from engine.sampling.copies import Mark
-from engine.speculation.heads.hidden import Computed, Wants
+from engine.speculation.proposer import HiddenStates, HiddenStateScope
 from engine.step_builder import Step
 from engine.testing.ahead_model import AheadModel
 from engine.testing.fake_model import FakeModel
@@ -52,7 +52,7 @@ def test_the_next_step_is_begun_before_the_events_of_the_last_are_told(
     pairs = [expected[at : at + 2] for at in range(1, 9, 2)]
     # The prompt, then the right guess and what follows it; behind the last one nothing is guessed.
     assert [told for told, _, _ in seen] == [expected[:1], *pairs]
-    # Whom drafters have not met yet they may have to catch up with: nothing is begun before the
+    # Whom proposers have not met yet they may have to catch up with: nothing is begun before the
     # first token is told.
     assert [num for _, num, _ in seen] == [1, 3, 4, 5, 5]
     assert [is_live for _, _, is_live in seen] == [False, True, True, True, False]
@@ -89,18 +89,18 @@ def test_what_is_launched_kernel_by_kernel_is_not_begun_early(
     first such step; and a smaller one is begun early again."""
     model = LateModel(late)
     model.max_queued_tokens = 10
-    engine, drafter = guessing_engine(model, late)
+    engine, proposer = guessing_engine(model, late)
     events = decoding(engine, make_request("a", PROMPT, max_tokens=40))
     engine.submit(make_request("b", OTHER, max_tokens=12, root=b"b"))
     while len(told_of(events, "b")) < 3:
         events += engine.step().events
-    num_steps, num_forwards, num_asked = 0, late.num_forwards, drafter.num_asked
+    num_steps, num_forwards, num_asked = 0, late.num_forwards, proposer.num_asked
     while len(told_of(events, "b")) < 10:
         assert not engine._in_flight.is_live
         events += engine.step().events
         engine.check_integrity()
         num_steps += 1
-    assert late.num_forwards - num_forwards == drafter.num_asked - num_asked == num_steps > 2
+    assert late.num_forwards - num_forwards == proposer.num_asked - num_asked == num_steps > 2
     engine.abort("b")
     for _ in range(2):
         events += engine.step().events
@@ -117,12 +117,12 @@ def test_a_step_that_grows_beyond_the_graphs_is_computed_once(
     """What was guessed for it is taken back, and its blocks."""
     model = LateModel(late)
     model.max_queued_tokens = max_queued_tokens
-    engine, drafter = guessing_engine(model, late, preemption="recompute")
-    drafter.num_right = drafter.num_wrong = 0
+    engine, proposer = guessing_engine(model, late, preemption="recompute")
+    proposer.num_right = proposer.num_wrong = 0
     names = {"a": PROMPT, "b": OTHER}
     requests = [make_request(name, own, max_tokens=30) for name, own in names.items()]
     events = decoding(engine, *requests)
-    drafter.num_right, drafter.num_wrong = 1, 6
+    proposer.num_right, proposer.num_wrong = 1, 6
     events += engine.step().events
     is_queued = max_queued_tokens == 40
     assert engine._in_flight.is_live == is_queued
@@ -154,10 +154,10 @@ def test_who_hears_of_kept_guesses_waits_for_their_move_and_not_for_the_next_ste
             super().wait()
 
     monkeypatch.setattr("engine.plain_steps.Mark", NotedMark)
-    engine, drafter = guessing_engine(LateModel(late), late)
+    engine, proposer = guessing_engine(LateModel(late), late)
     decoding(engine, make_request("a", PROMPT, max_tokens=40))
     for num_kept in (1, 1, 0, 1):
-        drafter.num_right = num_kept
+        proposer.num_right = num_kept
         engine.step()  # with what was guessed before
         marks.clear()
         num_forwards = late.num_forwards
@@ -170,23 +170,23 @@ def test_who_hears_of_kept_guesses_waits_for_their_move_and_not_for_the_next_ste
 class Reading(Branches):
     """That goes by hidden states."""
 
-    wants = Wants.DRAWN
-    layers: tuple[int, ...] = ()
+    hidden_state_scope = HiddenStateScope.SAMPLED
+    aux_layers: tuple[int, ...] = ()
 
-    def see(self, computed: Sequence[Computed]) -> None:
+    def feed_hidden_states(self, computed: Sequence[HiddenStates]) -> None:
         pass
 
 
 def test_who_goes_by_hidden_states_is_asked_when_it_has_seen_them(
     late: LateFake, make_request: Make
 ) -> None:
-    engine, drafter = guessing_engine(LateModel(late), late, drafter=Reading(late))
+    engine, proposer = guessing_engine(LateModel(late), late, proposer=Reading(late))
     engine.submit(make_request("a", PROMPT, max_tokens=20))
     events: list[RequestOutput] = []
     while engine.has_work():
         events += engine.step().events
         assert not engine._in_flight.is_live
-    assert drafter.num_asked > 5
+    assert proposer.num_asked > 5
     assert told_of(events, "a") == late.generate(PROMPT, 20)
 
 
@@ -287,29 +287,29 @@ def test_what_else_keeps_events_back(
     assert may_be_early([plain, one]) == (one == plain)  # type: ignore[list-item]
 
 
-def test_nobody_waits_for_a_slow_drafter_with_a_first_token(
+def test_nobody_waits_for_a_slow_proposer_with_a_first_token(
     late: LateFake, make_request: Make
 ) -> None:
     """It may have to catch up with the prompt; so with each that comes, and after a step in which
     nobody was asked."""
-    engine, drafter = guessing_engine(LateModel(late), late)
+    engine, proposer = guessing_engine(LateModel(late), late)
     for name, takes_s in (("a", 0.2), ("b", 0.2), ("c", 0.0), ("d", 0.2)):
-        began_s, drafter.takes_s = drafter.now_s, takes_s
+        began_s, proposer.takes_s = proposer.now_s, takes_s
         engine.submit(make_request(name, PROMPT, max_tokens=6, root=name.encode()))
         assert told_of(engine.step().events, name) == late.generate(PROMPT, 1)
-        assert drafter.now_s == began_s
+        assert proposer.now_s == began_s
         rest_of(engine)
 
 
-def test_a_slow_drafter_keeps_no_events_back(late: LateFake, make_request: Make) -> None:
-    engine, drafter = guessing_engine(LateModel(late), late)
+def test_a_slow_proposer_keeps_no_events_back(late: LateFake, make_request: Make) -> None:
+    engine, proposer = guessing_engine(LateModel(late), late)
     events = decoding(engine, make_request("a", PROMPT, max_tokens=20))
-    drafter.takes_s = 0.005
+    proposer.takes_s = 0.005
     events += engine.step().events  # it is known behind the first one
     for _ in range(2):
         events += engine.step().events
         assert not engine._in_flight.is_live
-    drafter.takes_s = 0.0001
+    proposer.takes_s = 0.0001
     events += engine.step().events
     assert engine._in_flight.is_live
     events += rest_of(engine)

@@ -24,13 +24,11 @@ from engine.models import load as model_loading
 from engine.models.interface import Guesses
 from engine.request import Request, Sampling
 from engine.sequence import Key
-from engine.speculation import load as load_module
+from engine.speculation import loader
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.draft_cache import DraftCache
-from engine.speculation.draft_model import DraftModel
-from engine.speculation.drafter import Draft, Task
-from engine.speculation.heads import load as head_loading
-from engine.speculation.tree import EMPTY
+from engine.speculation.draft_model import DraftKVCache, DraftModelProposer
+from engine.speculation.proposer import Draft, DraftTask
+from engine.speculation.token_tree import EMPTY
 from engine.testing.fake_model import FakeModel
 from process.settings import SettingsError
 from tests.conftest import third
@@ -89,9 +87,9 @@ def test_a_small_cache_costs_drafts_and_no_token() -> None:
     plain, num_plain = _answers(load_engine(TARGET))
     target = load_engine(TARGET)
     draft = load_engine(replace(TARGET, model="baton-5m-draft"))._model
-    drafter = DraftModel(draft, (2, 1), num_blocks=7, max_num_tokens=5)
+    proposer = DraftModelProposer(draft, (2, 1), num_blocks=7, max_num_tokens=5)
     config = replace(TARGET, speculation=SpeculationConfig(always=True))
-    engine = LLMEngine(config, target._model, drafters=[drafter])
+    engine = LLMEngine(config, target._model, proposers=[proposer])
     answers, num_steps = _answers(engine)
     assert answers == plain
     assert num_steps < num_plain
@@ -101,21 +99,21 @@ def test_a_model_without_trees_drafts_a_path_and_its_siblings() -> None:
     """Of <2, 2>: two children of the root, and two of the likelier one."""
     model = FakeModel(block_size=4)
     model.guesses = Guesses.CHAINS
-    drafter = DraftModel(model, (2, 2), num_blocks=16, max_num_tokens=64)
+    proposer = DraftModelProposer(model, (2, 2), num_blocks=16, max_num_tokens=64)
     sampling = Sampling(max_tokens=8)
     tokens = [3, 1, 4, 1, 5]
-    (draft,) = drafter.propose([Task(("r", 0), tokens, 3, sampling, 0, 9)])
+    (draft,) = proposer.propose([DraftTask(("r", 0), tokens, 3, sampling, 0, 9)])
     assert len(draft.tree) == 4
     best = model.next_token(tokens)
     assert draft.tree.child(-1, best) is not None
     second = model.next_token([*tokens, best])
     assert draft.tree.child(draft.tree.child(-1, best) or 0, second) is not None
-    drafter.check_integrity()
+    proposer.check_integrity()
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 12))
 def test_no_block_is_lost_or_shared(rng: random.Random, num_blocks: int) -> None:
-    cache = DraftCache(num_blocks, 4)
+    cache = DraftKVCache(num_blocks, 4)
     keys = [(f"r{index}", 0) for index in range(4)]
     for _ in range(40):
         key = rng.choice(keys)
@@ -124,7 +122,7 @@ def test_no_block_is_lost_or_shared(rng: random.Random, num_blocks: int) -> None
         else:
             busy = rng.sample(keys, rng.randint(0, 4))
             num_slots = rng.randint(1, 30)
-            held = cache.hold(key, num_slots, busy)
+            held = cache.allocate(key, num_slots, busy)
             if held is not None:
                 assert len(held.block_ids) * 4 >= num_slots
                 held.num_tokens = rng.randint(0, num_slots)
@@ -133,7 +131,7 @@ def test_no_block_is_lost_or_shared(rng: random.Random, num_blocks: int) -> None
         cache.check_integrity()
     for key in keys:
         cache.forget(key)
-    assert cache.hold(keys[0], 4 * num_blocks, ()) is not None
+    assert cache.allocate(keys[0], 4 * num_blocks, ()) is not None
 
 
 @pytest.mark.parametrize(
@@ -167,16 +165,16 @@ def test_a_draft_model_of_another_tokenizer_or_without_room_is_refused(
 
 
 def test_nobody_loses_blocks_in_vain() -> None:
-    cache = DraftCache(10, 4)
+    cache = DraftKVCache(10, 4)
     for name, num_slots in (("a", 12), ("b", 16)):
-        held = cache.hold((name, 0), num_slots, ())
+        held = cache.allocate((name, 0), num_slots, ())
         assert held is not None
         held.num_tokens = num_slots
     assert cache.has_room(("a", 0), 24) and not cache.has_room(("a", 0), 25)
     assert cache.has_room(("c", 0), 12) and not cache.has_room(("c", 0), 13)
-    assert cache.hold(("c", 0), 25, [("b", 0)]) is None
+    assert cache.allocate(("c", 0), 25, [("b", 0)]) is None
     assert [cache.num_tokens((name, 0)) for name in "abc"] == [12, 16, 0]
-    assert cache.hold(("c", 0), 24, [("b", 0)]) is not None
+    assert cache.allocate(("c", 0), 24, [("b", 0)]) is not None
     assert [cache.num_tokens((name, 0)) for name in "abc"] == [0, 16, 0]
     cache.check_integrity()
 
@@ -186,12 +184,16 @@ def test_a_path_below_a_sibling_that_has_no_children() -> None:
     so that all that follows is below the second."""
     model = FakeModel(block_size=4)
     sampling = Sampling(max_tokens=8, temperature=1.0, seed=3)
-    task = Task(("r", 0), [3, 1, 4, 1, 5], 3, sampling, 0, 30, is_drawn=True)
-    (whole,) = DraftModel(model, (2, 1, 1), num_blocks=16, max_num_tokens=64).propose([task])
+    task = DraftTask(("r", 0), [3, 1, 4, 1, 5], 3, sampling, 0, 30, is_drawn=True)
+    (whole,) = DraftModelProposer(model, (2, 1, 1), num_blocks=16, max_num_tokens=64).propose(
+        [task]
+    )
     first, second = whole.tree.children[-1]
     for poison, rest in ((first, second), (second, first)):
         model = FakeModel(block_size=4, poison=frozenset({poison}))
-        (draft,) = DraftModel(model, (2, 1, 1), num_blocks=16, max_num_tokens=64).propose([task])
+        (draft,) = DraftModelProposer(model, (2, 1, 1), num_blocks=16, max_num_tokens=64).propose(
+            [task]
+        )
         paths = [path for path, _ in draft.distributions]
         assert [len(path) for path in paths] == [0, 1, 2] and paths[1] == (rest,)
         for place, distribution in draft.distributions.items():
@@ -208,11 +210,11 @@ def test_a_draft_model_that_cannot_be_set_up_is_closed(
         raise MemoryError("no room")
 
     model = FakeModel()
-    monkeypatch.setattr(load_module, "load_model", lambda *_, **__: model)
+    monkeypatch.setattr(loader, "load_model", lambda *_, **__: model)
     monkeypatch.setattr(FakeModel, "close", lambda one: closed.append(one))
     monkeypatch.setattr(FakeModel, name, fail)
     with pytest.raises(MemoryError):
-        load_module.load_draft_model(TARGET)
+        loader.load_draft_model(TARGET)
     assert closed == [model]
 
 
@@ -228,19 +230,19 @@ def test_a_loaded_one_has_guessed_before_and_for_nobody(
         depths.append(len(batch.token_ids))
         return forward(one, batch)
 
-    monkeypatch.setattr(load_module, "load_model", lambda *_, **__: FakeModel())
+    monkeypatch.setattr(loader, "load_model", lambda *_, **__: FakeModel())
     monkeypatch.setattr(FakeModel, "forward", seen)
     speculation = replace(TARGET.speculation, expansion=(1, 1, 1))
-    drafter = load_module.load_draft_model(replace(TARGET, speculation=speculation))
+    proposer = loader.load_draft_model(replace(TARGET, speculation=speculation))
     # A text of four tokens, and then of five; and one that grows by so many.
     assert depths == [4, 1, 1, 1, 1, 1] * 3 + list(range(1, 21))
     sampling = Sampling(max_tokens=8, temperature=1.0, seed=3)
-    task = Task(("r", 0), [3, 1, 4, 1, 5], 3, sampling, 0, 30, is_drawn=is_drawn)
-    fresh = DraftModel(FakeModel(), (1, 1, 1), num_blocks=64, max_num_tokens=64)
-    assert drafter.propose([task])[0].tree == fresh.propose([task])[0].tree
-    drafter.forget(task.key)
-    drafter.check_integrity()
-    assert len(drafter._cache._held) == 0
+    task = DraftTask(("r", 0), [3, 1, 4, 1, 5], 3, sampling, 0, 30, is_drawn=is_drawn)
+    fresh = DraftModelProposer(FakeModel(), (1, 1, 1), num_blocks=64, max_num_tokens=64)
+    assert proposer.propose([task])[0].tree == fresh.propose([task])[0].tree
+    proposer.forget(task.key)
+    proposer.check_integrity()
+    assert len(proposer._cache._sequences) == 0
 
 
 def test_one_that_cannot_be_loaded_closes_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,16 +254,16 @@ def test_one_that_cannot_be_loaded_closes_those_before(monkeypatch: pytest.Monke
             raise LoadError("no such folder")
         return left.pop(0)
 
-    monkeypatch.setattr(load_module, "load_model", load_one)
+    monkeypatch.setattr(loader, "load_model", load_one)
     monkeypatch.setattr(FakeModel, "close", lambda one: closed.append(one))
     speculation = SpeculationConfig(draft_models=("a", "b"))
     config = replace(TARGET, speculation=speculation)
-    drafters = load_module.load_drafters(config, FakeModel().info)
-    assert len(drafters) == 2 and not closed
+    proposers = loader.load_proposers(config, FakeModel().info)
+    assert len(proposers) == 2 and not closed
     left += models
     for fields in ({"draft_models": ("a", "b", "c")}, {"draft_workers": ("nowhere:1",)}):
         with pytest.raises(LoadError):
-            load_module.load_drafters(
+            loader.load_proposers(
                 replace(config, speculation=replace(speculation, **fields)), FakeModel().info
             )
         assert closed == models[::-1]
@@ -278,24 +280,24 @@ def test_what_fails_while_they_are_closed_hides_neither_the_cause_nor_another(
         closed.append(one)
         raise OSError(f"model {models.index(one)} is stuck")
 
-    monkeypatch.setattr(load_module, "load_model", lambda *_, **__: left.pop(0))
+    monkeypatch.setattr(loader, "load_model", lambda *_, **__: left.pop(0))
     monkeypatch.setattr(FakeModel, "close", close)
     speculation = SpeculationConfig(draft_models=("a", "b"), draft_workers=("nowhere:1",))
     with pytest.raises(LoadError, match="draft_workers"):
-        load_module.load_drafters(replace(TARGET, speculation=speculation), FakeModel().info)
+        loader.load_proposers(replace(TARGET, speculation=speculation), FakeModel().info)
     assert closed == models[::-1]
     assert all(f"model {index} is stuck" in caplog.text for index in range(2))
 
 
 class _Closing:
-    """A drafter with something to close."""
+    """A proposer with something to close."""
 
     name = "closing"
 
     def __init__(self) -> None:
         self.num_closed = 0
 
-    def propose(self, tasks: Sequence[Task]) -> list[Draft]:
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
         return [Draft(EMPTY, {})] * len(tasks)
 
     def forget(self, key: Key) -> None: ...
@@ -310,7 +312,7 @@ class _Closing:
 def test_draft_models_are_closed_with_the_engine_and_where_it_cannot_be_loaded(
     failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter, model = _Closing(), FakeModel()
+    proposer, model = _Closing(), FakeModel()
     closed: list[object] = []
 
     def fail(*_: object) -> None:
@@ -318,9 +320,9 @@ def test_draft_models_are_closed_with_the_engine_and_where_it_cannot_be_loaded(
 
     monkeypatch.setattr(FakeModel, "close", lambda one: closed.append(one))
     monkeypatch.setattr(model_loading, "load_model", lambda *_, **__: model)
-    monkeypatch.setattr(load_module, "load_drafters", lambda *_: [drafter])
+    monkeypatch.setattr(loader, "load_proposers", lambda *_: [proposer])
     if failing:
-        owner = head_loading if failing == "load_heads" else LLMEngine
+        owner = loader if failing == "load_heads" else LLMEngine
         monkeypatch.setattr(owner, failing, fail)
     config = EngineConfig(model="baton-5m", num_blocks=100)
     if failing:
@@ -328,8 +330,8 @@ def test_draft_models_are_closed_with_the_engine_and_where_it_cannot_be_loaded(
             load_engine(config)
     else:
         engine = load_engine(config)
-        assert not closed and not drafter.num_closed
+        assert not closed and not proposer.num_closed
         engine.close()
-    assert closed == [model] and drafter.num_closed == 1
-    DraftModel(model, (1,), num_blocks=100, max_num_tokens=8).close()
+    assert closed == [model] and proposer.num_closed == 1
+    DraftModelProposer(model, (1,), num_blocks=100, max_num_tokens=8).close()
     assert closed == [model, model]

@@ -11,8 +11,8 @@ import torch
 
 from engine.batch import Batch
 from engine.errors import IntegrityError
-from engine.speculation.draft_model import DraftModel
-from engine.speculation.draft_port import NEW_TOKENS, Answer, Ask
+from engine.speculation.draft_model import DraftModelProposer
+from engine.speculation.draft_protocol import NEW_TOKENS, DraftRequest, DraftResponse
 from engine.speculation.draft_sessions import BUSY_S, SESSION_BYTES, TOKEN_BYTES, SessionLimits
 from engine.testing.fake_model import FakeModel
 from tests.harness import draft_workers as bench
@@ -20,8 +20,8 @@ from tests.harness import draft_workers as bench
 VERIFIER = bytes(16)
 
 
-def _ask(session: int, token_ids: Sequence[int], start: int = 0, **fields: Any) -> Ask:
-    made = Ask(session, start, token_ids, 1, 6, 0.0, 1.0, 0, 0.0, 0, 0)
+def _ask(session: int, token_ids: Sequence[int], start: int = 0, **fields: Any) -> DraftRequest:
+    made = DraftRequest(session, start, token_ids, 1, 6, 0.0, 1.0, 0, 0.0, 0, 0)
     return made._replace(**fields)
 
 
@@ -29,7 +29,7 @@ def test_sessions_are_bounded_and_what_gave_way_is_asked_for_again() -> None:
     clock = bench.Clock()
     held = bench.sessions(SessionLimits(2, 1 << 20, 16, 8), clock=clock)
 
-    def propose(*asks: Ask) -> list[Answer]:
+    def propose(*asks: DraftRequest) -> list[DraftResponse]:
         answers = held.propose([(VERIFIER, ask) for ask in asks])
         held.check_integrity()
         return answers
@@ -101,22 +101,24 @@ class Counting(bench.Wrapped):
             return forward(batch)
 
         model.forward = counted  # type: ignore[method-assign]
-        super().__init__(DraftModel(model, (1, 1), num_blocks=num_blocks, max_num_tokens=2048))
+        super().__init__(
+            DraftModelProposer(model, (1, 1), num_blocks=num_blocks, max_num_tokens=2048)
+        )
 
 
 def test_what_lost_its_kv_is_computed_between_calls_or_not_at_all() -> None:
     """Room for one text, two that are asked for in turn: the one that has its KV keeps it, until
     it is not asked for any more."""
-    drafter, clock = Counting(num_blocks=60), bench.Clock()
-    held = bench.sessions(by=drafter, clock=clock)
+    proposer, clock = Counting(num_blocks=60), bench.Clock()
+    held = bench.sessions(by=proposer, clock=clock)
     texts = {number: [2 + number] * 200 for number in (1, 2)}
     start = dict.fromkeys(texts, 0)
 
-    def propose(number: int) -> Answer:
-        before = drafter.num_computed
+    def propose(number: int) -> DraftResponse:
+        before = proposer.num_computed
         ask = _ask(number, texts[number][start[number] :], start[number], num_nodes=2)
         (answer,) = held.propose([(VERIFIER, ask)])
-        assert answer.is_known and drafter.num_computed - before <= NEW_TOKENS + 2
+        assert answer.is_known and proposer.num_computed - before <= NEW_TOKENS + 2
         start[number] = len(texts[number])
         texts[number].append(5)
         for _ in range(200):
@@ -131,7 +133,7 @@ def test_what_lost_its_kv_is_computed_between_calls_or_not_at_all() -> None:
         for number in texts:
             num_guessed[number] += len(propose(number).token_ids) > 0
     assert num_guessed == {1: 5, 2: 0}
-    assert drafter.num_computed < 250, "nothing was computed twice"
+    assert proposer.num_computed < 250, "nothing was computed twice"
     clock.now_s += BUSY_S
     propose(2)
     assert len(propose(2).token_ids)
@@ -144,7 +146,7 @@ def test_a_text_that_has_no_room_at_all_ends_the_catching_up() -> None:
     held.propose([(VERIFIER, _ask(1, [1, 2]))])
     held.propose([(VERIFIER, _ask(2, [1] * 1000))])
     assert held.is_behind and not held.catch_up()
-    assert held._drafter.num_cached((VERIFIER.hex(), 1)) == 2
+    assert held._proposer.num_cached((VERIFIER.hex(), 1)) == 2
     held.check_integrity()
 
 
@@ -168,20 +170,20 @@ def test_another_text_under_the_same_number_is_taken_for_what_it_is() -> None:
         (_ask(1, [1], min_p=2.0), "min_p"),
     ],
 )
-def test_what_must_not_get_to_the_model_is_refused(ask: Ask, problem: str) -> None:
+def test_what_must_not_get_to_the_model_is_refused(ask: DraftRequest, problem: str) -> None:
     held = bench.sessions()
     with pytest.raises(ValueError, match=problem):
         held.check(VERIFIER, [ask])
     with pytest.raises(ValueError, match="verifier: 3 bytes"):
         held.check(b"abc", [])
-    with pytest.raises(ValueError, match="session: 1 is asked for twice"):
+    with pytest.raises(ValueError, match="session: 1 has two requests"):
         held.check(VERIFIER, [_ask(1, [1]), _ask(1, [1])])
     with pytest.raises(ValueError, match="token_ids: a call brings more than 8192"):
         held.check(VERIFIER, [_ask(1, [1] * 8000), _ask(2, [1] * 193)])
     with pytest.raises(ValueError, match="verifier: 3 bytes"):
-        held.check_over(b"abc", [])
+        held.check_ended(b"abc", [])
     with pytest.raises(ValueError, match="sessions: 4097, above 4096"):
-        held.check_over(VERIFIER, range(4097))
+        held.check_ended(VERIFIER, range(4097))
 
 
 def test_laws_that_do_not_hold_are_told() -> None:

@@ -10,8 +10,8 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.request import Request, Sampling
 from engine.speculation.config import NgramConfig, SpeculationConfig
-from engine.speculation.drafter import Draft, Task
-from engine.speculation.ngram import PromptLookup
+from engine.speculation.ngram import NgramProposer
+from engine.speculation.proposer import Draft, DraftTask
 from engine.testing.ahead_model import AheadModel
 from engine.testing.fake_model import FakeModel
 from tests.harness.engines import hasher
@@ -22,8 +22,8 @@ LAUNCHED_S, PAUSE_S, LOOKUP_S = 0.007, 0.003, 0.0001
 def test_behind_steps_that_cannot_be_launched() -> None:
     now = 0.0
 
-    class Lookup(PromptLookup):
-        def propose(self, tasks: Sequence[Task]) -> Sequence[Draft]:
+    class Lookup(NgramProposer):
+        def propose(self, tasks: Sequence[DraftTask]) -> Sequence[Draft]:
             nonlocal now
             now += LOOKUP_S
             return super().propose(tasks)
@@ -48,7 +48,7 @@ def test_behind_steps_that_cannot_be_launched() -> None:
         overlap_prompts=False,
         speculation=SpeculationConfig(drafters=("ngram",)),
     )
-    engine = LLMEngine(config, model, drafters=[Lookup(NgramConfig())], clock=lambda: now)
+    engine = LLMEngine(config, model, proposers=[Lookup(NgramConfig())], clock=lambda: now)
 
     def num_launched(name: str, sampling: Sampling) -> int:
         before = model.launches.num_launches

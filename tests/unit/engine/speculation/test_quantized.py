@@ -1,5 +1,5 @@
 """Guesses over a quantized KV cache: tokens and bytes are those of plain decoding over the same
-cache. (In random workloads: test_engine.py; on real attention: tests/parity.)"""
+cache. (In random workloads: test_manager.py; on real attention: tests/parity.)"""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.request import Request
 from engine.speculation.config import SpeculationConfig
-from engine.speculation.drafter import Task
-from engine.speculation.tree import TokenTree, chain
+from engine.speculation.proposer import DraftTask
+from engine.speculation.token_tree import TokenTree, chain
 from tests.harness.engines import all_events
 from tests.harness.quantized_fake import QuantizedFake
 from tests.harness.workloads import VOCAB, WINDOW, Bench, undisturbed
-from tests.unit.engine.speculation.test_engine import (
+from tests.unit.engine.speculation.test_manager import (
     Expected,
     KnowsTheAnswers,
     _counts,
@@ -48,7 +48,7 @@ def test_an_accepted_run_ends_anywhere_in_a_block(
     guesses fill is offered to others at once, and is what plain decoding makes of it."""
 
     class Right(KnowsTheAnswers):
-        def _tree(self, task: Task) -> TokenTree:
+        def _tree(self, task: DraftTask) -> TokenTree:
             name, index = task.key
             answer = self._expected[name][index][0]
             done = len(task.token_ids) - task.num_prompt_tokens
@@ -63,7 +63,7 @@ def test_an_accepted_run_ends_anywhere_in_a_block(
     config = EngineConfig(
         num_blocks=40, speculation=SpeculationConfig(always=True, max_num_nodes=2 * length)
     )
-    engine = LLMEngine(config, make(), drafters=[Right(random.Random(0), expected, VOCAB)])
+    engine = LLMEngine(config, make(), proposers=[Right(random.Random(0), expected, VOCAB)])
     plain = LLMEngine(EngineConfig(num_blocks=40), make())
     content: list[list[bytes]] = []
     for one in (engine, plain):
@@ -98,7 +98,7 @@ def test_a_guess_that_is_no_number_costs_no_token(make_request: Callable[..., Re
             return logits
 
     class Any(KnowsTheAnswers):
-        def _tree(self, task: Task) -> TokenTree:
+        def _tree(self, task: DraftTask) -> TokenTree:
             return chain([1, 2, 3], [0.5, 0.4, 0.3])
 
     def expected_of(request: Request) -> Expected:
@@ -110,7 +110,7 @@ def test_a_guess_that_is_no_number_costs_no_token(make_request: Callable[..., Re
         expected = expected_of(request)
         config = EngineConfig(num_blocks=40, speculation=SpeculationConfig(always=True))
         model = Poisoned("block", context_window=WINDOW, block_size=4)
-        engine = LLMEngine(config, model, drafters=[Any(random.Random(0), expected, VOCAB)])
+        engine = LLMEngine(config, model, proposers=[Any(random.Random(0), expected, VOCAB)])
         engine.submit(request)
         token_ids: list[int] = []
         for event in all_events(engine):
@@ -127,7 +127,7 @@ def test_logits_that_are_no_numbers_end_a_request_that_there_was_no_room_to_gues
     to compute again without."""
 
     class Any(KnowsTheAnswers):
-        def _tree(self, task: Task) -> TokenTree:
+        def _tree(self, task: DraftTask) -> TokenTree:
             return chain([1, 2, 3], [0.5, 0.4, 0.3])
 
     request = make_request("r", [1, 2, 3], max_tokens=8, temperature=1.0)
@@ -137,8 +137,8 @@ def test_logits_that_are_no_numbers_end_a_request_that_there_was_no_room_to_gues
         speculation=SpeculationConfig(always=True, acceptance="multi_step"),
     )
     model = QuantizedFake("block", context_window=WINDOW, block_size=4)
-    drafter = Any(random.Random(0), {}, VOCAB)
-    engine = LLMEngine(config, model, drafters=[drafter])
+    proposer = Any(random.Random(0), {}, VOCAB)
+    engine = LLMEngine(config, model, proposers=[proposer])
     engine.reserve(make_request("other", range(1, WINDOW - 4)))  # all blocks but one
     engine.submit(request)
     (first,) = engine.step().events
@@ -167,14 +167,14 @@ def test_a_step_that_fails_when_all_is_computed_is_computed_again(
     model = QuantizedFake("block", context_window=WINDOW, block_size=4)
     expected = undisturbed([request], Bench(make_model=lambda: model, size=4))
     failing = Failing("block", context_window=WINDOW, block_size=4)
-    drafter = KnowsTheAnswers(random.Random(1), expected, VOCAB)
+    proposer = KnowsTheAnswers(random.Random(1), expected, VOCAB)
     config = EngineConfig(
         num_blocks=40,
         max_num_tokens_per_step=5,
         max_num_running=4,
         speculation=SpeculationConfig(always=True),
     )
-    engine = LLMEngine(config, failing, drafters=[drafter] if guesses else [])
+    engine = LLMEngine(config, failing, proposers=[proposer] if guesses else [])
     engine.submit(request)
     token_ids: list[int] = []
     num_failures = 0
