@@ -31,8 +31,8 @@ from engine.kv.layout import DTYPE_BYTES
 from engine.lora.adapter import Adapter, Factors, PeftConfig
 from engine.lora.config import LoraLimits
 from engine.models import weight_room
-from engine.models.hugging_face import HuggingFaceModel
 from engine.models.load import load_model
+from engine.models.transformers_backend import TransformersModel
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.load import load_drafters
@@ -617,7 +617,7 @@ class _Way:
         model = load_model(config)
         engine = LLMEngine(config, model, drafters=load_drafters(config, model.info))
         engine.warm_up()
-        stream = model.stream if isinstance(model, HuggingFaceModel) else None
+        stream = model.stream if isinstance(model, TransformersModel) else None
         return cls(engine, stream.plan.host_bytes if stream else 0)
 
     def answer(self, temperature: float, num_tokens: int) -> None:

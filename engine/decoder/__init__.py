@@ -1,2 +1,2 @@
 """Our own decoder for the Llama, Mistral, Qwen2 and Qwen3 families, on baton_kernels. The universal
-backend is engine/models/hugging_face.py."""
+backend is engine/models/transformers_backend.py."""

@@ -6,8 +6,8 @@ be wrong is said in one line.
     start did -> only now read weights (and, beside, take their digest) -> build, and verify ->
     measure the largest step -> fingerprint
 
-How transformers' code is built is in `built`; it is imported where a model needs it: that takes two
-CPU seconds. Knows no requests and no blocks. Start-up only.
+transformers_backend.py is imported where a model needs it: that takes two CPU seconds. Knows no
+requests and no blocks. Start-up only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -35,7 +35,7 @@ from engine.errors import LoadError, ModelNotSupported
 from engine.fingerprint import fingerprint
 from engine.kv.layout import DTYPE_BYTES
 from engine.kv.memory import TORCH_DTYPES, KvMemory
-from engine.models import offload_load, weight_room
+from engine.models import weight_room
 from engine.models.background import Background
 from engine.models.checkpoint_config import (
     CheckpointConfig,
@@ -44,17 +44,20 @@ from engine.models.checkpoint_config import (
     read_checkpoint_config,
     transformers_config,
 )
-from engine.models.hugging_face import HuggingFaceModel
 from engine.models.largest_step import largest_step_bytes
 from engine.models.phases import Phases
+from engine.models.weight_streaming import WHY_PLAIN
 from engine.models.weights import read_weights
 from engine.parallel.load import check_parallel, load_parallel
 from engine.parallel.model import ParallelModel
 from engine.request import ModelInfo
 
+if TYPE_CHECKING:
+    from engine.models.transformers_backend import TransformersModel
+
 Progress = Callable[[str, int, int], None]
 
-Loaded = DecoderModel | HuggingFaceModel | ParallelModel
+Loaded: TypeAlias = "DecoderModel | TransformersModel | ParallelModel"
 _Make = Callable[
     [EngineConfig, Path, CheckpointConfig, ModelInfo, Phases, Progress | None],
     Loaded,
@@ -84,7 +87,7 @@ def load_model(
             window = choose_window(config.context_window, model_config, checkpoint.name)
             weight_room.check(config, checkpoint.path, checkpoint.name, device, dtype)
             is_streamed = weight_room.is_streamed(config, checkpoint.path, dtype)
-            reason: str | None = offload_load.WHY_PLAIN
+            reason: str | None = WHY_PLAIN
             if not is_streamed:
                 reason = load.why_not(config, model_config, device, checkpoint.name)
             if config.num_ranks > 1:
@@ -293,9 +296,9 @@ def _make_transformers(
     info: ModelInfo,
     phases: Phases,
     progress: Progress | None,
-) -> HuggingFaceModel:
+) -> TransformersModel:
     """The universal backend; `info` filled in with what it is."""
-    from engine.models.built import build
+    from engine.models.transformers_backend import TransformersModel, build
 
     with phases.timed("weights"):
         built = build(
@@ -318,7 +321,7 @@ def _make_transformers(
         num_parameters=built.num_parameters,
         weight_bytes=weight_bytes if built.stream is None else built.stream.plan.device_bytes,
     )
-    return HuggingFaceModel(
+    return TransformersModel(
         built.model, info, built.layout, config.lora, built.fixed_scales, built.stream
     )
 

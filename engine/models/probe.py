@@ -69,7 +69,7 @@ def probe(model: Any, *, num_layers: int, device: str) -> Probed:
     """What each layer caches per token, and how far it sees.
 
     Args:
-        model: a transformers causal language model that uses `attention_hook.NAME`.
+        model: a transformers causal language model that uses `transformers_backend.ATTENTION_NAME`.
         num_layers: as the config says.
     Raises: ModelNotSupported.
     """

@@ -27,12 +27,11 @@ from engine.errors import ModelNotSupported
 from engine.kv.layout import KvLayout, layout_of
 from engine.kv.memory import KvMemory
 from engine.layers.torch_attention import TorchPagedAttention
-from engine.models import attention_hook
+from engine.models import transformers_backend
 from engine.models.checkpoint_config import Way
-from engine.models.hugging_face import run
-from engine.models.latent import cache_latents
 from engine.models.probe import probe
 from engine.models.shrink import VOCAB_SIZE, shrink
+from engine.models.transformers_backend import cache_latents, run
 
 BLOCK_SIZE = 4
 """Of the rehearsal's cache."""
@@ -151,7 +150,7 @@ def _own_decoder(model: Any, way: Way) -> Prepared:
 
 
 def _transformers_code(model: Any) -> Prepared:
-    model.set_attn_implementation(attention_hook.NAME)
+    model.set_attn_implementation(transformers_backend.ATTENTION_NAME)
     cache_latents(model)
     probed = probe(model, num_layers=int(model.config.num_hidden_layers), device="cpu")
 

@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.kv import sizing
 from engine.kv.layout import DTYPE_BYTES
-from engine.models.offload_plan import make_plan
+from engine.models.weight_streaming import make_plan
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _STORED = {"float32": "F32", "bfloat16": "BF16"}
@@ -57,7 +57,7 @@ def is_streamed(config: EngineConfig, folder: Path, dtype: str) -> bool:
 
 
 def _check_streamed(config: EngineConfig, folder: Path, name: str, device: str, dtype: str) -> None:
-    """The same for a model whose layers are streamed (models/offload.py)."""
+    """The same for a model whose layers are streamed (models/weight_streaming.py)."""
     sizes, rest_bytes, is_converted = _by_layer(folder, dtype)
     if not sizes:
         return  # files that number no layer: the model itself will tell

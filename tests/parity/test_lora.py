@@ -27,12 +27,11 @@ from engine.config import EngineConfig
 from engine.errors import InvalidAdapter
 from engine.kv.memory import KvMemory
 from engine.lora.adapter import WEIGHTS
-from engine.models import built
 from engine.models import load as model_loading
-from engine.models.hugging_face import HuggingFaceModel
-from engine.models.lora_sites import find_sites
+from engine.models import transformers_backend
 from engine.models.rehearsal import random_instance
 from engine.models.shrink import VOCAB_SIZE
+from engine.models.transformers_backend import TransformersModel, find_sites
 from tests.conftest import LONG, SESSION_SEED, third
 from tests.harness.adapters import ALL, linear_names, merged, save_adapter
 from tests.harness.models import FAMILIES, save, small_config
@@ -65,11 +64,11 @@ def _adapters(folder: Path, oracle: Any, seed: int) -> list[Path]:
     ]
 
 
-def _load(path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> HuggingFaceModel:
+def _load(path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> TransformersModel:
     if way != "packed":
-        monkeypatch.setattr(built, "unavailable_reason", lambda *_: "a test's wish")
+        monkeypatch.setattr(transformers_backend, "unavailable_reason", lambda *_: "a test's wish")
     if way == "untouched":
-        monkeypatch.setattr(built, "fuse", lambda *_, **__: ())
+        monkeypatch.setattr(transformers_backend, "fuse", lambda *_, **__: ())
     return model_loading.load_model(EngineConfig(model=str(path), device="cpu"))
 
 
@@ -144,7 +143,7 @@ def _batch(rng: random.Random, cases: list[Case], block_size: int) -> tuple[Batc
 
 
 def _run(
-    model: HuggingFaceModel,
+    model: TransformersModel,
     oracles: list[Any],
     rng: random.Random,
     num_cases: int,

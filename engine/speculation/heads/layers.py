@@ -12,7 +12,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from engine.errors import LoadError
 from engine.kv.layout import KvLayout
 from engine.layers.torch_attention import Attend
-from engine.models.fused_layer import rotate
+from engine.models.fusion import rotate
 from engine.speculation.heads.checkpoint import HeadCheckpoint
 from engine.speculation.heads.rope import Rope
 

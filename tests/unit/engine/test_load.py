@@ -18,9 +18,9 @@ from engine.decoder.model import DecoderModel
 from engine.engine import load_engine
 from engine.errors import LoadError, ModelNotSupported, TooFewBlocks
 from engine.kv.memory import KvMemory
-from engine.models import built
-from engine.models import fuse as fuse_module
+from engine.models import fusion as fuse_module
 from engine.models import load as load_module
+from engine.models import transformers_backend
 from engine.models.load import choose_device, load_model
 from engine.speculation import load as drafter_loading
 from process.settings import SettingsError
@@ -181,13 +181,13 @@ def test_every_family_is_fused_and_gives_the_plain_models_logits(
 ) -> None:
     save(FAMILIES[family](), tmp_path, 2)
     if not is_packed:
-        monkeypatch.setattr(built, "unavailable_reason", lambda *_: "switched off")
+        monkeypatch.setattr(transformers_backend, "unavailable_reason", lambda *_: "switched off")
     fused = _load(tmp_path, dtype=dtype)
-    reason = built.unavailable_reason(getattr(torch, dtype), "cpu")
+    reason = transformers_backend.unavailable_reason(getattr(torch, dtype), "cpu")
     assert fused.info.fused[0] == "3 of 3 decoder layers"
     assert fused.info.linear == ("packed" if is_packed and reason is None else fused.info.linear)
     assert (fused.info.linear == "packed") == (is_packed and reason is None)
-    monkeypatch.setattr(built, "fuse", lambda *_, **__: ())
+    monkeypatch.setattr(transformers_backend, "fuse", lambda *_, **__: ())
     plain = _load(tmp_path, dtype=dtype)
     batch = _prompt(40)
     for model in (plain, fused):
@@ -206,7 +206,7 @@ def test_a_window_that_the_models_code_ignores_is_ignored(
     config.sliding_window = 20
     save(config, tmp_path, 3)
     if not is_packed:
-        monkeypatch.setattr(built, "unavailable_reason", lambda *_: "switched off")
+        monkeypatch.setattr(transformers_backend, "unavailable_reason", lambda *_: "switched off")
     model = _load(tmp_path)
     assert model.info.fused[0] == "3 of 3 decoder layers"
     model.attach(KvMemory(model.layout, 4))
@@ -229,7 +229,7 @@ def test_a_fusion_that_changes_numbers_is_undone_and_said(
         return done
 
     expected = _load(llama)
-    monkeypatch.setattr(built, "fuse", wrong)
+    monkeypatch.setattr(transformers_backend, "fuse", wrong)
     model = _load(llama)
     assert model.info.fused[0].startswith("nothing: fused logits were")
     assert model.info.linear.startswith("plain")
@@ -359,7 +359,7 @@ def test_a_checkpoint_that_is_overwritten_after_the_start_changes_nothing(
     config.dtype = dtype
     save(config, tmp_path, 4)
     if not is_packed:
-        monkeypatch.setattr(built, "unavailable_reason", lambda *_: "switched off")
+        monkeypatch.setattr(transformers_backend, "unavailable_reason", lambda *_: "switched off")
     model = _load(tmp_path, dtype=dtype)
     model.attach(KvMemory(model.layout, 4))
     expected = model.forward(_prompt(20)).clone()

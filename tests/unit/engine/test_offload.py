@@ -21,16 +21,21 @@ from engine.errors import IntegrityError, LoadError
 from engine.kv import sizing
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.layers.torch_attention import TorchPagedAttention
-from engine.models import built, weight_room
-from engine.models import fuse as fuse_module
+from engine.models import fusion as fuse_module
 from engine.models import load as load_module
-from engine.models.built import Built, build
-from engine.models.hugging_face import HuggingFaceModel, run
-from engine.models.latent import cache_latents
+from engine.models import transformers_backend, weight_room
 from engine.models.load import load_model
-from engine.models.offload_load import OnHost, find_layers
-from engine.models.offload_packed import PackedLayer, weights_of
 from engine.models.rehearsal import random_instance
+from engine.models.transformers_backend import (
+    Built,
+    OnHost,
+    TransformersModel,
+    build,
+    cache_latents,
+    find_layers,
+    run,
+)
+from engine.models.weight_streaming import PackedLayer, weights_of
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.load import load_draft_model
@@ -50,7 +55,7 @@ WEIGHT_BYTES = weight_room.num_weight_bytes(FOLDER, 4)
 @pytest.fixture(autouse=True)
 def _plain_linears(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed ones round otherwise, and what is streamed is not packed."""
-    monkeypatch.setattr(built, "unavailable_reason", lambda *_: "switched off")
+    monkeypatch.setattr(transformers_backend, "unavailable_reason", lambda *_: "switched off")
 
 
 def _tensors(config: Any, seed: int, dtype: str) -> Callable[[], dict[str, torch.Tensor]]:
@@ -215,10 +220,10 @@ def test_a_fusion_that_changes_numbers_is_undone_and_streamed(
     config = small_config("llama")
     read = _tensors(config, 2, "float32")
     how: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": BLOCK}
-    monkeypatch.setattr(built, "fuse", lambda *_, **__: ())
+    monkeypatch.setattr(transformers_backend, "fuse", lambda *_, **__: ())
     resident = build(config, read, **how)
     sizes, rest = _sizes(resident)
-    monkeypatch.setattr(built, "fuse", wrong)
+    monkeypatch.setattr(transformers_backend, "fuse", wrong)
     streamed = build(config, read, **how, streamed_to_bytes=rest + 2 * max(sizes) + 4096)
     assert streamed.fused[0].startswith("nothing: fused logits were")
     _assert_equal(streamed, resident, "cpu", seed)
@@ -349,7 +354,7 @@ def _answers(engine: LLMEngine) -> list[tuple[int, ...]]:
 
 
 def _stream_of(engine: LLMEngine) -> Any:
-    assert isinstance(engine._model, HuggingFaceModel)
+    assert isinstance(engine._model, TransformersModel)
     return engine._model.stream
 
 

@@ -10,14 +10,14 @@ import transformers
 
 from engine.errors import ModelNotSupported
 from engine.kv.layout import LayerKv
-from engine.models import attention_hook
+from engine.models import transformers_backend
 from engine.models.probe import Recorder, probe
 from tests.harness.models import FAMILIES
 
 
 def _build(config: Any) -> Any:
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
-    model.set_attn_implementation(attention_hook.NAME)
+    model.set_attn_implementation(transformers_backend.ATTENTION_NAME)
     return model
 
 
@@ -38,7 +38,7 @@ def test_a_model_that_does_not_attend_in_each_layer_is_refused() -> None:
 
 def test_a_keyword_that_is_not_known_is_refused() -> None:
     with pytest.raises(TypeError, match="attention with position_bias"):
-        attention_hook.paged_attention(
+        transformers_backend.paged_attention(
             torch.nn.Identity(), torch.zeros(1, 1, 1, 1), torch.zeros(1), torch.zeros(1), None,
             scaling=1.0, baton_step=Recorder(), position_bias=torch.zeros(1),
         )  # fmt: skip
@@ -66,7 +66,7 @@ def test_keys_of_more_than_the_new_tokens_are_refused() -> None:
 
 def test_code_that_swallows_our_keyword_is_refused() -> None:
     with pytest.raises(TypeError, match="does not hand keywords on"):
-        attention_hook.paged_attention(
+        transformers_backend.paged_attention(
             torch.nn.Identity(), torch.zeros(1, 1, 1, 1), torch.zeros(1), torch.zeros(1), None,
             scaling=1.0,
         )  # fmt: skip

@@ -14,9 +14,9 @@ import torch
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.models.hugging_face import HuggingFaceModel
 from engine.models.interface import LoadedModel
 from engine.models.load import load_model
+from engine.models.transformers_backend import TransformersModel
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.heads.eagle import EagleHead
@@ -64,7 +64,7 @@ def pair(
         most = sum(tensor.nbytes for tensor in qwen3.oracle.parameters()) - 20_000
         config = dataclasses.replace(own_config, decoder="auto", weights_device_bytes=most)
         streamed = load_model(config)
-        assert isinstance(streamed, HuggingFaceModel) and streamed.stream is not None
+        assert isinstance(streamed, TransformersModel) and streamed.stream is not None
         yield streamed, qwen3
         streamed.close()
 

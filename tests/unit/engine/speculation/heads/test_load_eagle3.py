@@ -15,8 +15,8 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import LoadError
-from engine.models.hugging_face import HuggingFaceModel
 from engine.models.interface import LoadedModel
+from engine.models.transformers_backend import TransformersModel
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.drafter import Task
@@ -247,7 +247,7 @@ def test_a_model_that_does_not_leave_them_costs_guesses_alone(
     config = dataclasses.replace(config, num_blocks=20, speculation=speculation)
     (head,) = load_heads(config, model)
     engine = LLMEngine(config, model, drafters=[head])
-    monkeypatch.setattr(HuggingFaceModel, "layer_inputs", lambda _: {})
+    monkeypatch.setattr(TransformersModel, "layer_inputs", lambda _: {})
     sampling = Sampling(max_tokens=5, ignore_eos=True)
     engine.submit(Request("r", (5, 6, 7, 8), sampling, hasher()))
     token_ids = tokens_of(all_events(engine))
