@@ -31,11 +31,11 @@ from engine.decoder.graph_set import GraphSet
 from engine.decoder.inputs import DecodeInputs, mixed_inputs
 from engine.decoder.model import block_rows, kv_layout, on_device
 from engine.decoder.shape import DecoderShape, read_shape, rope_table
-from engine.decoder.sources import random_weights
 from engine.decoder.tree_graphs import TreeGraphs, TreeShape
 from engine.kv.memory import KvMemory
 from engine.layers import linear as fused_linear
 from engine.layers.attention import PagedAttention
+from engine.models.weights import random_weights
 from engine.parallel.memory import RankMemory
 from engine.parallel.place import Grid
 from engine.parallel.process_ranks import ProcessRanks

@@ -30,8 +30,8 @@ from engine.engine import LLMEngine, load_engine
 from engine.kv.layout import DTYPE_BYTES
 from engine.lora.adapter import Adapter, Factors, PeftConfig
 from engine.lora.config import LoraLimits
-from engine.models import weight_room
-from engine.models.load import load_model
+from engine.models import weights
+from engine.models.loader import load_model
 from engine.models.transformers_backend import TransformersModel
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
@@ -644,7 +644,7 @@ def _streamed(
 ) -> dict[str, Any]:
     dtype = "float32" if device == "cpu" else "bfloat16"
     folder = resolve(TARGET, files="all").path
-    weight_bytes = weight_room.num_weight_bytes(folder, DTYPE_BYTES[dtype])
+    weight_bytes = weights.num_weight_bytes(folder, DTYPE_BYTES[dtype])
     plain = EngineConfig(
         model=TARGET,
         device=device,

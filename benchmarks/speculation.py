@@ -38,10 +38,10 @@ from engine.decoder.decoder import Decoder
 from engine.decoder.model import DecoderModel, kv_layout
 from engine.decoder.plain_graphs import make_plain_graphs
 from engine.decoder.shape import DecoderShape, read_shape, rope_table
-from engine.decoder.sources import random_weights
 from engine.decoder.weights import DecoderWeights
 from engine.engine import LLMEngine
-from engine.models.load import Loaded, load_model
+from engine.models.loader import Loaded, load_model
+from engine.models.weights import random_weights
 from engine.request import ModelInfo, Request, Sampling
 from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig

@@ -344,7 +344,7 @@ class ModelInfo:
     model_type: str
 
     fingerprint: str
-    """Hex digest over weights, config, tokenizer, KV dtype and layout (engine/fingerprint.py)."""
+    """Hex digest over weights, config, tokenizer, KV dtype and layout (engine/models/loader.py)."""
 
     tokenizer_digest: str
     dtype: str

@@ -1,5 +1,5 @@
 """DecoderModel: our own decoder behind the engine's seam (models/interface.py). Built by
-engine/models/load.py, which rehearsed and verified it.
+engine/models/loader.py, which rehearsed and verified it.
 
 It turns a Batch into tensors, and knows how the cache is laid out; it computes nothing itself.
 Without the kernels (on a CPU), and over a cache that stores other numbers than are computed
@@ -19,6 +19,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from baton_kernels.block_rows import BlockRows
+from baton_kernels.packed_linear import unavailable_reason
 
 from engine.batch import Batch
 from engine.decoder.ahead import AheadDecoder
@@ -356,3 +357,14 @@ def stack_adapters(decoder: Decoder, limits: LoraLimits, device: torch.device, d
             "lora.max_num_adapters"
         ) from error
     decoder.stack(stacks)
+
+
+def pack_weights(decoder: Decoder, dtype: str) -> str:
+    """Reorder a decoder's weights for this CPU, where that can be. Returns how products are
+    computed, in words."""
+    reason = unavailable_reason(TORCH_DTYPES[dtype], "cpu")
+    if reason is not None:
+        return f"plain ({reason})"
+    for projection in decoder.weights.projections:
+        projection.pack()
+    return "packed"

@@ -1,7 +1,7 @@
 """DecoderShape: what our own decoder must know of a model, read from a transformers config; and why
 it does not do another. A pure value: no weights, no device. Any thread.
 
-Invariant: what it accepts, it computes as transformers does; models/load.py rehearses that for
+Invariant: what it accepts, it computes as transformers does; models/loader.py rehearses that for
 every config it is given.
 """
 

@@ -3,7 +3,7 @@ empty and says what belongs where.
 
 Query, key and value rows lie below one another, gate rows above inner rows. A rank of several has
 only its share. Where matrices are kept in fp8, those of the layers are, with a scale per row;
-embedding and head are not. Knows no files (engine/decoder/sources.py) and no KV. Load time only.
+embedding and head are not. Knows no files (engine/models/weights.py) and no KV. Load time only.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ from engine.lora.manager import LoraManager
 from engine.lora.stacked_weights import Linear, Site
 from engine.models.fusion import FusedDecoderLayer, fuse
 from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess
-from engine.models.probe import probe
+from engine.models.self_check import probe_kv_layout
 from engine.models.weight_streaming import (
     WHY_PLAIN,
     DeviceBytes,
@@ -572,7 +572,7 @@ def build(
     model, on_host = plain()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with on_host.visiting() if on_host else contextlib.nullcontext():
-        probed = probe(model, num_layers=model_config.num_hidden_layers, device=device)
+        probed = probe_kv_layout(model, num_layers=model_config.num_hidden_layers, device=device)
         layout = layout_of(
             probed.layers, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, scale=kv_scale
         )

@@ -57,7 +57,7 @@ class Others:
 
 
 class ParallelModel:
-    """See the module. Built by engine/parallel/load.py, which formed the ranks.
+    """See the module. Built by engine/models/loader.py, which formed the ranks.
 
     Args:
         layout: of whole blocks.

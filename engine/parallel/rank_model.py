@@ -19,12 +19,12 @@ from engine.decoder.decoder import Decoder
 from engine.decoder.inputs import DecodeInputs, mixed_inputs, singles_first
 from engine.decoder.model import block_rows, on_device
 from engine.decoder.shape import DecoderShape, rope_table
-from engine.decoder.sources import read_weights
-from engine.decoder.verify import NUM_TOKENS, verify_logits
 from engine.decoder.weights import DecoderWeights, Share
 from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.models.interface import Progress
+from engine.models.self_check import NUM_VERIFY_TOKENS, verify_logits
+from engine.models.weights import read_weights
 from engine.parallel.memory import RankMemory
 from engine.parallel.place import Place
 from engine.parallel.ranks import Ranks
@@ -99,9 +99,9 @@ class RankModel:
         return self._finish(self._decoder.decode(inputs, hidden))
 
     def verify(self, layout: KvLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits through the kernels, and those of plain torch (engine/decoder/verify.py), through
-        a cache made for it; at all ranks at once."""
-        num_blocks = layout.num_blocks_for(NUM_TOKENS)
+        """Logits through the kernels, and those of plain torch (engine/models/self_check.py),
+        through a cache made for it; at all ranks at once."""
+        num_blocks = layout.num_blocks_for(NUM_VERIFY_TOKENS)
         self.attach(RankMemory(layout, self._ranks.place, num_blocks, str(self._device)))
         found = []
         for backend in _BACKENDS:

@@ -10,8 +10,7 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.models.interface import LoadedModel, Progress
-from engine.models.load import load_model
-from engine.models.phases import closed_on_failure
+from engine.models.loader import closed_on_failure, load_model
 from engine.request import ModelInfo
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_model import DraftModel

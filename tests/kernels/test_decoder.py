@@ -12,9 +12,9 @@ from engine.decoder.decoder import Decoder
 from engine.decoder.inputs import DecodeInputs, mixed_inputs, singles_first
 from engine.decoder.model import block_rows, find_sites, kv_layout
 from engine.decoder.shape import read_shape, rope_table
-from engine.decoder.sources import random_weights
 from engine.kv.memory import KvMemory
 from engine.lora.stacked_weights import StackedLora
+from engine.models.weights import random_weights
 
 _STEPS = (
     (Span(0, 7, (3, 1)), Span(0, 1, (2,)), Span(0, 3, (5,))),

@@ -19,9 +19,8 @@ from engine.engine import load_engine
 from engine.errors import LoadError, ModelNotSupported, TooFewBlocks
 from engine.kv.memory import KvMemory
 from engine.models import fusion as fuse_module
-from engine.models import load as load_module
-from engine.models import transformers_backend
-from engine.models.load import choose_device, load_model
+from engine.models import loader, transformers_backend
+from engine.models.loader import choose_device, load_model
 from engine.speculation import load as drafter_loading
 from process.settings import SettingsError
 from tests.harness.models import FAMILIES, save
@@ -86,7 +85,7 @@ def test_what_is_not_supported_is_refused_by_name_before_weights_load(
     def no_read(*_: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(load_module, "read_weights", no_read)
+    monkeypatch.setattr(loader, "read_tensors", no_read)
     with pytest.raises(ModelNotSupported, match=named) as caught:
         _load(broken(config))
     assert "\n" not in str(caught.value)

@@ -8,9 +8,9 @@ from transformers import Qwen3Config
 from baton.preflight import model
 from engine.decoder.model import find_sites
 from engine.decoder.shape import read_shape
-from engine.decoder.sources import random_weights
 from engine.lora.config import LoraLimits
 from engine.lora.stacked_weights import StackedLora
+from engine.models.weights import random_weights
 
 
 def test_room_for_adapters_is_what_the_engine_makes_of_it() -> None:

@@ -13,9 +13,9 @@ from engine.decoder.ahead import MAX_CHANGES, make_ahead
 from engine.decoder.decoder import Decoder
 from engine.decoder.model import DecoderModel, kv_layout
 from engine.decoder.shape import read_shape, rope_table
-from engine.decoder.sources import random_weights
 from engine.kv.memory import KvMemory
 from engine.lora.config import LoraLimits
+from engine.models.weights import random_weights
 from engine.request import ModelInfo, Sampling
 from engine.sampling import pipeline
 from engine.sampling.row import Draw

@@ -12,9 +12,9 @@ from baton_kernels.fp8_linear import quantize_weight
 from safetensors.torch import load_file, save_file
 
 from engine.decoder.shape import DecoderShape, read_shape
-from engine.decoder.sources import random_weights, read_weights, take_weights
 from engine.decoder.weights import DecoderWeights, Share
 from engine.errors import LoadError
+from engine.models.weights import random_weights, read_weights, take_weights
 from tests.harness.models import FAMILIES, save
 
 CPU = torch.device("cpu")

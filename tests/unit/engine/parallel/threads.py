@@ -13,10 +13,10 @@ import torch
 from engine.batch import Batch, Span
 from engine.decoder.model import kv_layout
 from engine.decoder.shape import read_shape
-from engine.decoder.sources import take_weights
 from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory
-from engine.models.rehearsal import random_instance
+from engine.models.self_check import random_instance
+from engine.models.weights import take_weights
 from engine.parallel.place import Grid
 from engine.parallel.process_ranks import ProcessRanks
 from engine.parallel.rank_model import RankModel, share_of

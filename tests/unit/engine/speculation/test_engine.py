@@ -25,7 +25,7 @@ from engine.engine import LLMEngine
 from engine.grammar.config import GrammarLimits
 from engine.grammar.service import GrammarService
 from engine.models.interface import Guesses
-from engine.models.load import load_model
+from engine.models.loader import load_model
 from engine.request import Request
 from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig

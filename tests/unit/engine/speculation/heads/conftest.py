@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.models.interface import LoadedModel
-from engine.models.load import load_model
+from engine.models.loader import load_model
 from tests.harness.models import FAMILIES, Tiny, save
 
 

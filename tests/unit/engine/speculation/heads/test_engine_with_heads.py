@@ -19,9 +19,9 @@ from engine.decoder import model as model_module
 from engine.decoder.decoder import Decoder
 from engine.decoder.model import DecoderModel, kv_layout
 from engine.decoder.shape import read_shape, rope_table
-from engine.decoder.sources import random_weights
 from engine.engine import LLMEngine, load_engine
 from engine.models.interface import Ends, LoadedModel
+from engine.models.weights import random_weights
 from engine.outputs import RequestOutput
 from engine.request import ModelInfo, Request, Sampling
 from engine.sequence import Key

@@ -15,7 +15,7 @@ from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.models.interface import LoadedModel
-from engine.models.load import load_model
+from engine.models.loader import load_model
 from engine.models.transformers_backend import TransformersModel
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
