@@ -366,7 +366,7 @@ class ModelInfo:
     weight_bytes: int
 
     decoder: str = ""
-    """Whose code computes it: "own" (engine/decoder/), or "transformers" with the reason."""
+    """Whose code computes it: "own" (engine/models/llama.py), or "transformers" with the reason."""
 
     gives_embeddings: bool = False
     """Whether requests may ask for an embedding."""

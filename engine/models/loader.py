@@ -40,10 +40,7 @@ from checkpoints.resolve import resolve
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.decoder.ahead import AheadDecoder, make_ahead
-from engine.decoder.decoder import Decoder
-from engine.decoder.model import DecoderModel, kv_layout, on_device, pack_weights
 from engine.decoder.plain_graphs import PlainGraphs, make_plain_graphs
-from engine.decoder.shape import DecoderShape, rope_table
 from engine.decoder.tree_graphs import reserved_bytes
 from engine.errors import LoadError, ModelNotSupported
 from engine.kv.layout import DTYPE_BYTES, KvLayout
@@ -57,6 +54,15 @@ from engine.models.checkpoint_config import (
     transformers_config,
 )
 from engine.models.largest_step import largest_step_bytes
+from engine.models.llama import (
+    LlamaConfig,
+    LlamaDecoder,
+    LlamaModel,
+    kv_layout,
+    on_device,
+    pack_weights,
+    rope_table,
+)
 from engine.models.self_check import check_architecture, check_kernels, compare_logits
 from engine.models.weight_streaming import WHY_PLAIN
 from engine.models.weights import (
@@ -79,7 +85,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Loaded: TypeAlias = "DecoderModel | TransformersModel | ParallelModel"
+Loaded: TypeAlias = "LlamaModel | TransformersModel | ParallelModel"
 
 _Make: TypeAlias = """Callable[
     [EngineConfig, Path, CheckpointConfig, ModelInfo, StartupPhases, Progress | None], Loaded
@@ -212,7 +218,7 @@ def _make_own(
     info: ModelInfo,
     phases: StartupPhases,
     progress: Progress | None,
-) -> DecoderModel:
+) -> LlamaModel:
     """Our own decoder; `info` filled in with what it is."""
     shape = model_config.decoder_shape
     layout = kv_layout(
@@ -252,7 +258,7 @@ def _make_own(
         weight_bytes=decoder.weights.num_bytes,
     )
 
-    def ahead(decoder: Decoder, memory: KvMemory) -> AheadDecoder:
+    def ahead(decoder: LlamaDecoder, memory: KvMemory) -> AheadDecoder:
         return make_ahead(
             decoder,
             memory,
@@ -262,7 +268,7 @@ def _make_own(
             max_num_nodes=config.speculation.max_num_nodes if takes_guesses else 0,
         )
 
-    def graphs(decoder: Decoder, memory: KvMemory) -> PlainGraphs | None:
+    def graphs(decoder: LlamaDecoder, memory: KvMemory) -> PlainGraphs | None:
         return make_plain_graphs(
             decoder,
             memory,
@@ -279,7 +285,7 @@ def _make_own(
         intermediate_size=shape.intermediate_size,
         element_bytes=DTYPE_BYTES[info.dtype],
     )
-    return DecoderModel(
+    return LlamaModel(
         decoder,
         info,
         layout,
@@ -468,7 +474,7 @@ def runs_kernels(config: EngineConfig, device: str) -> bool:
 
 def load_decoder(
     folder: Path,
-    shape: DecoderShape,
+    shape: LlamaConfig,
     *,
     device: str,
     dtype: str,
@@ -476,7 +482,7 @@ def load_decoder(
     is_exact: bool,
     weight_dtype: str,
     progress: Progress | None,
-) -> Decoder:
+) -> LlamaDecoder:
     """Weights from `folder`, on the device, ready to run.
 
     Args:
@@ -500,11 +506,11 @@ def load_decoder(
                 f"the weights need {shape.num_parameters * TORCH_DTYPES[dtype].itemsize} bytes, "
                 f"which {device} has not free ({str(error).splitlines()[0]})"
             ) from error
-        return Decoder(weights, rope_table(shape, num_positions, on), is_exact=is_exact)
+        return LlamaDecoder(weights, rope_table(shape, num_positions, on), is_exact=is_exact)
 
 
 def fixed_scales(
-    decoder: Decoder, layout: KvLayout, *, num_positions: int, device: str
+    decoder: LlamaDecoder, layout: KvLayout, *, num_positions: int, device: str
 ) -> tuple[Scales, ...]:
     """One pair per layer where the layout has such scales; else none."""
     if layout.scale != "tensor":
@@ -536,7 +542,7 @@ def grid_of(config: EngineConfig) -> Grid:
     return Grid(config.tensor_parallel, config.pipeline_parallel)
 
 
-def check_parallel(config: EngineConfig, shape: DecoderShape, device: str, name: str) -> None:
+def check_parallel(config: EngineConfig, shape: LlamaConfig, device: str, name: str) -> None:
     """Refuse what cannot be shared by several processes, before any weights are read.
 
     Args:
@@ -581,7 +587,7 @@ def _computed_dtypes(config: EngineConfig) -> tuple[str, ...]:
 def load_parallel(
     config: EngineConfig,
     folder: Path,
-    shape: DecoderShape,
+    shape: LlamaConfig,
     info: ModelInfo,
     *,
     progress: Progress | None = None,
@@ -636,7 +642,7 @@ def load_parallel(
 
 
 def _start(
-    config: EngineConfig, folder: Path, shape: DecoderShape, grid: Grid, program: Sequence[str]
+    config: EngineConfig, folder: Path, shape: LlamaConfig, grid: Grid, program: Sequence[str]
 ) -> Others:
     kind, _, first = config.device.partition(":")
     starts = []

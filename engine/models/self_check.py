@@ -27,14 +27,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.batch import Batch, Span
-from engine.decoder.decoder import Decoder
 from engine.decoder.inputs import attending_inputs, mixed_inputs, singles_first
-from engine.decoder.model import block_rows, kv_layout, on_device, pack_weights
-from engine.decoder.shape import read_shape, rope_table
 from engine.errors import LoadError, ModelNotSupported
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
 from engine.layers.torch_attention import TorchPagedAttention
+from engine.models.llama import (
+    LlamaDecoder,
+    block_rows,
+    kv_layout,
+    on_device,
+    pack_weights,
+    read_llama_config,
+    rope_table,
+)
 from engine.models.weights import take_weights
 
 if TYPE_CHECKING:
@@ -85,7 +91,7 @@ Forward = Callable[[Batch], torch.Tensor]
 """Computes a batch; logits [R, V]."""
 
 
-def attending(decoder: Decoder, memory: KvMemory) -> Forward:
+def attending(decoder: LlamaDecoder, memory: KvMemory) -> Forward:
     """`decoder` with torch's attention, as a function of batches."""
     views, block_size = memory.layer_views(), memory.layout.block_size
     device = memory.cache.device
@@ -98,7 +104,7 @@ def attending(decoder: Decoder, memory: KvMemory) -> Forward:
     return forward
 
 
-def attached(decoder: Decoder, memory: KvMemory) -> Forward:
+def attached(decoder: LlamaDecoder, memory: KvMemory) -> Forward:
     """`decoder` on a cache that is not quantized, as a function of batches. Whole models only."""
     decoder.attach([block_rows(view, memory.layout) for view in memory.layer_views()])
     device = memory.cache.device
@@ -111,7 +117,7 @@ def attached(decoder: Decoder, memory: KvMemory) -> Forward:
     return forward
 
 
-def check_kernels(decoder: Decoder, layout: KvLayout, device: str, dtype: str) -> None:
+def check_kernels(decoder: LlamaDecoder, layout: KvLayout, device: str, dtype: str) -> None:
     """Compare logits through this device's kernels with those of plain torch, same weights. Nothing
     to compare on CPU.
 
@@ -477,10 +483,10 @@ def _prepared(model: Any, way: Way) -> Prepared:
 
 def _own_decoder(model: Any, way: Way) -> Prepared:
     """With the weights of `model`."""
-    shape, device = read_shape(model.config), torch.device("cpu")
+    shape, device = read_llama_config(model.config), torch.device("cpu")
     weights = take_weights(model.state_dict(), shape, dtype=torch.float32, device=device)
     positions = int(model.config.max_position_embeddings)
-    decoder = Decoder(weights, rope_table(shape, min(positions, 64), device))
+    decoder = LlamaDecoder(weights, rope_table(shape, min(positions, 64), device))
     layout = kv_layout(shape, block_size=BLOCK_SIZE, dtype="float32")
     if way == "own kernels":
         return layout, lambda memory: attached(decoder, memory)

@@ -21,21 +21,21 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints import files
 from engine.config import EngineConfig
-from engine.decoder.shape import DecoderShape
-from engine.decoder.weights import (
+from engine.errors import LoadError
+from engine.kv import sizing
+from engine.kv.layout import DTYPE_BYTES
+from engine.models.llama import (
     ALL,
     EMBEDDING,
     HEAD,
     LAYERS,
     WHOLE,
-    Builder,
-    DecoderWeights,
+    LlamaConfig,
+    LlamaWeights,
     Placement,
     Share,
+    WeightsBuilder,
 )
-from engine.errors import LoadError
-from engine.kv import sizing
-from engine.kv.layout import DTYPE_BYTES
 from engine.models.weight_streaming import make_plan
 
 _PIECE_BYTES = 64 * 1024 * 1024
@@ -95,24 +95,24 @@ _BUFFERS = ("rotary_emb.inv_freq",)
 
 def read_weights(
     folder: Path,
-    shape: DecoderShape,
+    shape: LlamaConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
     share: Share = WHOLE,
     weight_dtype: str = "",
     progress: Progress | None = None,
-) -> DecoderWeights:
+) -> LlamaWeights:
     """A checkpoint's tensors, from its safetensors files.
 
     Args:
         dtype: that is computed in.
-        weight_dtype: see Builder.
+        weight_dtype: see WeightsBuilder.
         progress: called with ("weights", bytes done, bytes in all) of the files.
     Raises: LoadError for a file that cannot be read, and for tensors that are missing, left over or
         of another shape; CheckpointError for a file that is missing or truncated.
     """
-    builder = Builder(shape, share, dtype, device, weight_dtype)
+    builder = WeightsBuilder(shape, share, dtype, device, weight_dtype)
     weights = builder.build()
     filling = _Filling(builder, shape)
     paths = files.weight_files(folder)
@@ -139,16 +139,16 @@ def read_weights(
 
 def take_weights(
     tensors: Mapping[str, torch.Tensor],
-    shape: DecoderShape,
+    shape: LlamaConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
     share: Share = WHOLE,
     weight_dtype: str = "",
-) -> DecoderWeights:
+) -> LlamaWeights:
     """The same from tensors in memory, by a checkpoint's names. Raises: LoadError, as
     `read_weights`."""
-    builder = Builder(shape, share, dtype, device, weight_dtype)
+    builder = WeightsBuilder(shape, share, dtype, device, weight_dtype)
     weights = builder.build()
     filling = _Filling(builder, shape)
     for name, tensor in tensors.items():
@@ -159,17 +159,17 @@ def take_weights(
 
 
 def random_weights(
-    shape: DecoderShape,
+    shape: LlamaConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
     share: Share = WHOLE,
     weight_dtype: str = "",
-) -> DecoderWeights:
+) -> LlamaWeights:
     """Random numbers made on the device, each matrix keeping the scale of what passes through it:
     for benchmarks and tests. A rank's are not a part of the whole model's."""
-    builder = Builder(shape, share, dtype, device, weight_dtype)
+    builder = WeightsBuilder(shape, share, dtype, device, weight_dtype)
     weights = builder.build()
     generator = torch.Generator(device=device).manual_seed(seed)
     for placement in builder.placements:
@@ -201,7 +201,7 @@ def _fill(
 class _Filling:
     """Which placements are filled."""
 
-    def __init__(self, builder: Builder, shape: DecoderShape) -> None:
+    def __init__(self, builder: WeightsBuilder, shape: LlamaConfig) -> None:
         self._shape = shape
         self._wanted: dict[str, list[Placement]] = {}
         for placement in builder.placements:

@@ -14,12 +14,12 @@ import transformers
 from engine import engine as engine_module
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
-from engine.decoder.model import DecoderModel
 from engine.engine import load_engine
 from engine.errors import LoadError, ModelNotSupported, TooFewBlocks
 from engine.kv.memory import KvMemory
 from engine.models import fusion as fuse_module
 from engine.models import loader, transformers_backend
+from engine.models.llama import LlamaModel
 from engine.models.loader import choose_device, load_model
 from engine.speculation import load as drafter_loading
 from process.settings import SettingsError
@@ -304,7 +304,7 @@ def test_an_engine_that_cannot_be_made_closes_its_model(
 ) -> None:
     """Or the processes of its other ranks would stay."""
     closed: list[object] = []
-    monkeypatch.setattr(DecoderModel, "close", lambda model: closed.append(model))
+    monkeypatch.setattr(LlamaModel, "close", lambda model: closed.append(model))
     with pytest.raises(TooFewBlocks):
         load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=43))
     assert len(closed) == 1
@@ -315,7 +315,7 @@ def test_a_start_that_ends_behind_the_model_closes_it(
 ) -> None:
     """The checkpoint may be gone when the tokenizer's folder is asked for."""
     closed: list[object] = []
-    monkeypatch.setattr(DecoderModel, "close", lambda model: closed.append(model))
+    monkeypatch.setattr(LlamaModel, "close", lambda model: closed.append(model))
 
     def gone(*_: object, **__: object) -> None:
         raise LoadError("the checkpoint is gone")
@@ -341,7 +341,7 @@ def test_what_fails_while_all_is_closed_hides_neither_the_cause_nor_the_model(
 
     drafters = [Stuck("first drafter"), Stuck("second drafter")]
     monkeypatch.setattr(drafter_loading, "load_drafters", lambda *_: drafters)
-    monkeypatch.setattr(DecoderModel, "close", lambda _: Stuck("model").close())
+    monkeypatch.setattr(LlamaModel, "close", lambda _: Stuck("model").close())
     with pytest.raises(TooFewBlocks):
         load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=43))
     assert closed == ["second drafter", "first drafter", "model"]

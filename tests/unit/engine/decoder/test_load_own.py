@@ -17,9 +17,7 @@ import transformers
 from checkpoints.resolve import resolve
 from engine.batch import Batch, Span, warm_up
 from engine.config import EngineConfig
-from engine.decoder.decoder import Decoder
 from engine.decoder.inputs import DecodeInputs, mixed_inputs
-from engine.decoder.shape import rope_table
 from engine.engine import load_engine
 from engine.errors import LoadError, ModelNotSupported
 from engine.kv.memory import KvMemory
@@ -27,6 +25,7 @@ from engine.kv.sizing import DeviceMemory
 from engine.models import loader, self_check
 from engine.models.checkpoint_config import read_checkpoint_config
 from engine.models.interface import InOneProcess
+from engine.models.llama import LlamaDecoder, rope_table
 from engine.models.loader import load_model
 from engine.speculation.config import SpeculationConfig
 from process.settings import SettingsError
@@ -200,7 +199,7 @@ def test_no_draw_gives_no_logits(llama: Path) -> None:
 
 def test_decode_equals_forward_and_padding_does_nothing(llama: Path, seed: int) -> None:
     model = _model(llama)
-    decoder: Decoder = model.decoder
+    decoder: LlamaDecoder = model.decoder
     prompts = [tuple((13 * i + seed + j) % 259 + 1 for i in range(20)) for j in range(3)]
     spans = tuple(Span(0, 19, (3 * j, 3 * j + 1)) for j in range(3))
     model.forward(Batch(sum((prompt[:19] for prompt in prompts), ()), spans, ()))
@@ -223,7 +222,7 @@ def test_decode_equals_forward_and_padding_does_nothing(llama: Path, seed: int) 
 
 @pytest.mark.parametrize("cut", [1, 2])
 def test_stages_compute_what_the_whole_does(
-    cut: int, llama: Path, get_stage: Callable[..., Decoder], seed: int
+    cut: int, llama: Path, get_stage: Callable[..., LlamaDecoder], seed: int
 ) -> None:
     model = _model(llama)
     token_ids = tuple((31 * i + seed) % 259 + 1 for i in range(90))
@@ -242,19 +241,17 @@ def test_stages_compute_what_the_whole_does(
 
 
 @pytest.fixture
-def get_stage() -> Callable[..., Decoder]:
+def get_stage() -> Callable[..., LlamaDecoder]:
     """`get_stage(folder, memory, first layer, number of layers)`."""
-    from engine.decoder.model import block_rows
-    from engine.decoder.shape import read_shape
-    from engine.decoder.weights import Share
+    from engine.models.llama import Share, block_rows, read_llama_config
     from engine.models.weights import read_weights
 
-    def get(folder: Path, memory: KvMemory, first: int, count: int) -> Decoder:
+    def get(folder: Path, memory: KvMemory, first: int, count: int) -> LlamaDecoder:
         cpu = torch.device("cpu")
-        shape = read_shape(transformers.AutoConfig.from_pretrained(folder))
+        shape = read_llama_config(transformers.AutoConfig.from_pretrained(folder))
         share = Share(first_layer=first, num_layers=count)
         weights = read_weights(folder, shape, dtype=torch.float32, device=cpu, share=share)
-        decoder = Decoder(weights, rope_table(shape, 700, cpu))
+        decoder = LlamaDecoder(weights, rope_table(shape, 700, cpu))
         views = memory.layer_views(range(first, first + count))
         decoder.attach([block_rows(view, memory.layout) for view in views])
         return decoder

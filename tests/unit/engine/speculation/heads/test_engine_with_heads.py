@@ -15,12 +15,10 @@ import torch
 
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
-from engine.decoder import model as model_module
-from engine.decoder.decoder import Decoder
-from engine.decoder.model import DecoderModel, kv_layout
-from engine.decoder.shape import read_shape, rope_table
 from engine.engine import LLMEngine, load_engine
+from engine.models import llama as model_module
 from engine.models.interface import Ends, LoadedModel
+from engine.models.llama import LlamaDecoder, LlamaModel, kv_layout, read_llama_config, rope_table
 from engine.models.weights import random_weights
 from engine.outputs import RequestOutput
 from engine.request import ModelInfo, Request, Sampling
@@ -227,10 +225,10 @@ def test_transformers_code_gives_what_its_head_takes(model: LoadedModel, target:
 
 def _own_decoder(info: ModelInfo) -> LoadedModel:
     """Our decoder: paths for trees."""
-    shape = read_shape(FAMILIES["llama"]())
+    shape = read_llama_config(FAMILIES["llama"]())
     device = torch.device("cpu")
-    return DecoderModel(
-        Decoder(
+    return LlamaModel(
+        LlamaDecoder(
             random_weights(shape, dtype=torch.float32, device=device, seed=5),
             rope_table(shape, info.context_window, device),
         ),
