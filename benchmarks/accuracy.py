@@ -24,7 +24,7 @@ from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
-from engine.models.load import load_model
+from engine.models.loader import load_model
 from tokens.tokenizer import Tokenizer
 from tools.bundled_model import corpus
 

@@ -26,16 +26,22 @@ from benchmarks import harness
 from benchmarks.harness import Several, attempt, event_s
 from benchmarks.random_checkpoint import SHAPES
 from engine.batch import Batch, Span
-from engine.decoder.decoder import Decoder
 from engine.decoder.graph_set import GraphSet
 from engine.decoder.inputs import DecodeInputs, mixed_inputs
-from engine.decoder.model import block_rows, kv_layout, on_device
-from engine.decoder.shape import DecoderShape, read_shape, rope_table
-from engine.decoder.sources import random_weights
 from engine.decoder.tree_graphs import TreeGraphs, TreeShape
 from engine.kv.memory import KvMemory
 from engine.layers import linear as fused_linear
 from engine.layers.attention import PagedAttention
+from engine.models.llama import (
+    LlamaConfig,
+    LlamaDecoder,
+    block_rows,
+    kv_layout,
+    on_device,
+    read_llama_config,
+    rope_table,
+)
+from engine.models.weights import random_weights
 from engine.parallel.memory import RankMemory
 from engine.parallel.place import Grid
 from engine.parallel.process_ranks import ProcessRanks
@@ -60,11 +66,11 @@ TINY = SHAPES["llama-8b"] | {
 }
 
 
-def shape_of(name: str) -> DecoderShape:
+def shape_of(name: str) -> LlamaConfig:
     """A shape of random_checkpoint by its name, or the tiny one."""
     fields = TINY if name == "tiny" else SHAPES[name]
     its = {key: value for key, value in fields.items() if key != "architectures"}
-    return read_shape(transformers.AutoConfig.for_model(**its))
+    return read_llama_config(transformers.AutoConfig.for_model(**its))
 
 
 # -- a step and a prompt
@@ -73,10 +79,12 @@ def shape_of(name: str) -> DecoderShape:
 class Bench:
     """A decoder with random weights and a cache of random numbers."""
 
-    def __init__(self, shape: DecoderShape, max_batch: int, *, is_exact: bool) -> None:
+    def __init__(self, shape: LlamaConfig, max_batch: int, *, is_exact: bool) -> None:
         self.shape, self.device = shape, torch.device("cuda")
         weights = random_weights(shape, dtype=torch.bfloat16, device=self.device, seed=1)
-        self.decoder = Decoder(weights, rope_table(shape, 16384, self.device), is_exact=is_exact)
+        self.decoder = LlamaDecoder(
+            weights, rope_table(shape, 16384, self.device), is_exact=is_exact
+        )
         layout = kv_layout(shape, block_size=BLOCK_SIZE, dtype="bfloat16")
         num_tokens = max(max_batch * CONTEXT, max(count * length for count, length in PROMPTS))
         num_blocks = num_tokens // BLOCK_SIZE + max_batch
@@ -178,7 +186,7 @@ Replaced = tuple[Any, str, Any]
 
 _NO_ATTENTION: Replaced = (PagedAttention, "decode", _unattended)
 _NO_NORM: Replaced = (fused_linear, "linear", _unnormed)
-_WHOLE_NORMS: Replaced = (Decoder, "_room", lambda *_: None)
+_WHOLE_NORMS: Replaced = (LlamaDecoder, "_room", lambda *_: None)
 ABLATIONS: dict[str, tuple[Replaced, ...]] = {
     "whole": (),
     "norms by launches of their own": (_WHOLE_NORMS,),
@@ -354,7 +362,7 @@ class VerifyBench:
     """
 
     def __init__(
-        self, shape: DecoderShape, device: str, *, context_len: int, max_num_nodes: int, rounds: int
+        self, shape: LlamaConfig, device: str, *, context_len: int, max_num_nodes: int, rounds: int
     ) -> None:
         self.device = torch.device(device)
         self.is_cuda = self.device.type == "cuda"
@@ -362,7 +370,7 @@ class VerifyBench:
         self._max_num_nodes, self._rounds = max_num_nodes, rounds
         dtype = torch.bfloat16 if self.is_cuda else torch.float32
         weights = random_weights(shape, dtype=dtype, device=self.device, seed=1)
-        self.decoder = Decoder(weights, rope_table(shape, WINDOW, self.device))
+        self.decoder = LlamaDecoder(weights, rope_table(shape, WINDOW, self.device))
         layout = kv_layout(shape, block_size=BLOCK_SIZE, dtype=str(dtype).removeprefix("torch."))
         num_blocks = layout.num_blocks_for(context_len + 1 + max_num_nodes)
         self.memory = KvMemory(layout, num_blocks, device)
@@ -598,7 +606,7 @@ class Rank:
         seconds = event_s(graph.replay, 20, 1) / _IN_GRAPH
         return {"ms": seconds * 1e3, "GB/s": x.nbytes / seconds / 1e9}
 
-    def _model(self, shape: DecoderShape) -> tuple[RankModel, int]:
+    def _model(self, shape: LlamaConfig) -> tuple[RankModel, int]:
         place = self.ranks.place
         weights = random_weights(
             shape,
@@ -629,7 +637,7 @@ class Rank:
         seconds = event_s(graph.replay, 20, 1)
         return {"ms": seconds * 1e3, "tokens/s": round(num_rows / seconds)}
 
-    def _prefill(self, model: RankModel, shape: DecoderShape) -> dict[str, Any]:
+    def _prefill(self, model: RankModel, shape: LlamaConfig) -> dict[str, Any]:
         blocks = tuple(range(PREFILL // BLOCK_SIZE))
         token_ids = tuple(index % shape.vocab_size for index in range(PREFILL))
         batch = Batch(token_ids, (Span(0, PREFILL, blocks),), (PREFILL - 1,))

@@ -30,9 +30,9 @@ from engine.engine import LLMEngine, load_engine
 from engine.kv.layout import DTYPE_BYTES
 from engine.lora.adapter import Adapter, Factors, PeftConfig
 from engine.lora.config import LoraLimits
-from engine.models import weight_room
-from engine.models.hugging_face import HuggingFaceModel
-from engine.models.load import load_model
+from engine.models import weights
+from engine.models.loader import load_model
+from engine.models.transformers_backend import TransformersModel
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.loader import load_proposers
@@ -617,7 +617,7 @@ class _Way:
         model = load_model(config)
         engine = LLMEngine(config, model, proposers=load_proposers(config, model.info))
         engine.warm_up()
-        stream = model.stream if isinstance(model, HuggingFaceModel) else None
+        stream = model.stream if isinstance(model, TransformersModel) else None
         return cls(engine, stream.plan.host_bytes if stream else 0)
 
     def answer(self, temperature: float, num_tokens: int) -> None:
@@ -644,7 +644,7 @@ def _streamed(
 ) -> dict[str, Any]:
     dtype = "float32" if device == "cpu" else "bfloat16"
     folder = resolve(TARGET, files="all").path
-    weight_bytes = weight_room.num_weight_bytes(folder, DTYPE_BYTES[dtype])
+    weight_bytes = weights.num_weight_bytes(folder, DTYPE_BYTES[dtype])
     plain = EngineConfig(
         model=TARGET,
         device=device,

@@ -34,14 +34,19 @@ from benchmarks.random_checkpoint import SHAPES
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.decoder.ahead import make_ahead
-from engine.decoder.decoder import Decoder
-from engine.decoder.model import DecoderModel, kv_layout
 from engine.decoder.plain_graphs import make_plain_graphs
-from engine.decoder.shape import DecoderShape, read_shape, rope_table
-from engine.decoder.sources import random_weights
-from engine.decoder.weights import DecoderWeights
 from engine.engine import LLMEngine
-from engine.models.load import Loaded, load_model
+from engine.models.llama import (
+    LlamaConfig,
+    LlamaDecoder,
+    LlamaModel,
+    LlamaWeights,
+    kv_layout,
+    read_llama_config,
+    rope_table,
+)
+from engine.models.loader import Loaded, load_model
+from engine.models.weights import random_weights
 from engine.request import ModelInfo, Request, Sampling
 from engine.sequence import Key
 from engine.speculation.config import SpeculationConfig
@@ -598,7 +603,7 @@ NUM_BRANCHES = 4
 DEPTH = 4
 
 
-def make_weights(shape: DecoderShape) -> DecoderWeights:
+def make_weights(shape: LlamaConfig) -> LlamaWeights:
     """Whose next token is `successor` of the last one, by far."""
     weights = random_weights(shape, dtype=torch.bfloat16, device=torch.device(DEVICE), seed=0)
     for layer in weights.layers:
@@ -611,12 +616,12 @@ def make_weights(shape: DecoderShape) -> DecoderWeights:
     return weights
 
 
-def successor(token_id: int, shape: DecoderShape) -> int:
+def successor(token_id: int, shape: LlamaConfig) -> int:
     """The next token, by the weights above."""
     return token_id if shape.is_tied else (token_id + 1) % shape.vocab_size
 
 
-def make_model(weights: DecoderWeights, config: EngineConfig, *, num_nodes: int) -> DecoderModel:
+def make_model(weights: LlamaWeights, config: EngineConfig, *, num_nodes: int) -> LlamaModel:
     """A model of its own on the same weights.
 
     Args:
@@ -645,8 +650,8 @@ def make_model(weights: DecoderWeights, config: EngineConfig, *, num_nodes: int)
         "max_tokens": config.max_num_tokens_per_step,
         "context_window": WINDOW,
     }
-    return DecoderModel(
-        Decoder(weights, rope_table(shape, WINDOW, torch.device(DEVICE))),
+    return LlamaModel(
+        LlamaDecoder(weights, rope_table(shape, WINDOW, torch.device(DEVICE))),
         info,
         kv_layout(shape, block_size=BLOCK_SIZE, dtype="bfloat16"),
         make_ahead=functools.partial(make_ahead, **sizes, max_num_nodes=num_nodes),
@@ -665,7 +670,7 @@ class Scripted:
 
     name = "scripted"
 
-    def __init__(self, shape: DecoderShape) -> None:
+    def __init__(self, shape: LlamaConfig) -> None:
         self.num_nodes = 0
         self.depth = DEPTH
         self.chance = 0.0
@@ -744,7 +749,7 @@ SETTLING_STEPS = 400
 class GpuBench(Bench):
     """Batches that decode, and the tokens of each step."""
 
-    def __init__(self, engine: LLMEngine, shape: DecoderShape) -> None:
+    def __init__(self, engine: LLMEngine, shape: LlamaConfig) -> None:
         super().__init__(engine)
         self._shape = shape
 
@@ -811,7 +816,7 @@ def _config(num_nodes: int, *, always: bool) -> EngineConfig:
 
 
 def _engine(
-    weights: DecoderWeights, num_nodes: int, proposer: Scripted | None, *, always: bool = False
+    weights: LlamaWeights, num_nodes: int, proposer: Scripted | None, *, always: bool = False
 ) -> LLMEngine:
     config = _config(num_nodes, always=always)
     model = make_model(weights, config, num_nodes=num_nodes)
@@ -870,7 +875,7 @@ def gpu(
     """
     harness.needs_cuda()
     fields = {name: value for name, value in SHAPES[shape].items() if name != "architectures"}
-    decoder_shape = read_shape(transformers.AutoConfig.for_model(**fields))
+    decoder_shape = read_llama_config(transformers.AutoConfig.for_model(**fields))
     weights, proposer = make_weights(decoder_shape), Scripted(decoder_shape)
     plain_engine = _engine(weights, 0, None)
     engine = _engine(weights, max(nodes), proposer, always=True)

@@ -4,7 +4,7 @@ functions over `config.json`: readable without torch, by the command line as by 
 Each line of SERVED was earned: a small random checkpoint of that type gives transformers' own
 greedy tokens through the paged cache (tests/parity/test_architectures.py). A line says what is true
 of the type as such; what a single config asks beyond that, `refusal` says, and the rest is found by
-the engine's rehearsal of that very config (engine/models/rehearsal.py). Types are those of
+the engine's rehearsal of that very config (engine/models/self_check.py). Types are those of
 transformers' MODEL_FOR_CAUSAL_LM_MAPPING. Any thread.
 """
 

@@ -59,7 +59,6 @@ from engine.metrics import (
     count_running_and_waiting,
 )
 from engine.models.interface import LoadedModel, Progress
-from engine.models.phases import Phases, closed_on_failure
 from engine.output_processor import OutputProcessor
 from engine.outputs import RequestOutput, StepOutput
 from engine.parking import Parking, choose_parking
@@ -625,13 +624,13 @@ def load_engine(
     # Imported here: they import transformers, which takes as long as all the rest, and which an
     # engine over a model that was not loaded does without.
     from engine.grammar.service import GrammarService
-    from engine.models.load import load_model
+    from engine.models.loader import StartupPhases, closed_on_failure, load_model
     from engine.speculation.loader import load_heads, load_proposers
 
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     model = load_model(config, progress=progress)
-    phases = Phases()
+    phases = StartupPhases()
     with closed_on_failure() as closes:
         closes.append(model.close)
         # Resolved now, so that the first grammar does not wait for it.

@@ -344,7 +344,7 @@ class ModelInfo:
     model_type: str
 
     fingerprint: str
-    """Hex digest over weights, config, tokenizer, KV dtype and layout (engine/fingerprint.py)."""
+    """Hex digest over weights, config, tokenizer, KV dtype and layout (engine/models/loader.py)."""
 
     tokenizer_digest: str
     dtype: str
@@ -366,7 +366,7 @@ class ModelInfo:
     weight_bytes: int
 
     decoder: str = ""
-    """Whose code computes it: "own" (engine/decoder/), or "transformers" with the reason."""
+    """Whose code computes it: "own" (engine/models/llama.py), or "transformers" with the reason."""
 
     gives_embeddings: bool = False
     """Whether requests may ask for an embedding."""

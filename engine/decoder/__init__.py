@@ -1,2 +1,2 @@
-"""Our own decoder for the Llama, Mistral, Qwen2 and Qwen3 families, on baton_kernels. The universal
-backend is engine/models/hugging_face.py."""
+"""How steps of our own decoder (engine/models/llama.py) are launched: the tensors of a step, rows
+that stay on the device, and CUDA graphs."""

@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from baton_kernels.step_rows import HEADER_WORDS, NUM_BUFFERS, next_number
 from numpy.typing import NDArray
 
-from engine.decoder.decoder import Decoder
 from engine.decoder.graph_set import Captured, capture_all
 from engine.decoder.graphs import (
     FIRST_WIDTH_TOKENS,
@@ -40,6 +40,9 @@ from engine.lora.stacked_weights import StackedLora
 from engine.models.interface import DecodeRow, Launch, MixedRow, Progress
 from engine.sampling.recipe import masks_ends, recipe_of
 from engine.sampling.row import Draw, Drawn
+
+if TYPE_CHECKING:
+    from engine.models.llama import LlamaDecoder
 
 MAX_OUTSTANDING = NUM_BUFFERS
 """Launches that may not have been read."""
@@ -302,7 +305,7 @@ class AheadDecoder:
 
 
 def make_ahead(
-    decoder: Decoder,
+    decoder: LlamaDecoder,
     memory: KvMemory,
     *,
     max_rows: int,

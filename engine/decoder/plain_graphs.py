@@ -10,16 +10,18 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.batch import Batch
-from engine.decoder.decoder import Decoder
 from engine.decoder.graph_set import GraphMemory
-from engine.decoder.shape import DecoderShape
 from engine.decoder.step_graphs import StepGraphs, max_chunk_tokens
 from engine.decoder.tree_graphs import TreeGraphs, max_exact_trees
 from engine.kv.memory import KvMemory
+
+if TYPE_CHECKING:
+    from engine.models.llama import LlamaConfig, LlamaDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +166,7 @@ def part(batch: Batch, is_in: Sequence[bool]) -> tuple[Batch, list[int]]:
 
 
 def make_plain_graphs(
-    decoder: Decoder,
+    decoder: LlamaDecoder,
     memory: KvMemory,
     *,
     max_rows: int,
@@ -208,7 +210,7 @@ def make_plain_graphs(
     return PlainGraphs(steps, trees)
 
 
-def num_multiplied(shape: DecoderShape) -> int:
+def num_multiplied(shape: LlamaConfig) -> int:
     """Parameters that every token is multiplied with: embedding and head are of few rows."""
     few = shape.vocab_size * shape.hidden_size
     return shape.num_parameters - few * (1 if shape.is_tied else 2)

@@ -11,6 +11,7 @@ taken. Knows no requests. Invariant: a capture writes no KV. Engine thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from baton_kernels.attention_plan import EXACT_ROWS, SPLIT_POSITIONS
@@ -19,11 +20,13 @@ from engine.batch import Batch
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import MixedInputs
 from engine.decoder.rows import aligned
-from engine.decoder.shape import DecoderShape
 from engine.decoder.tree_inputs import TreeInputs, as_lines
 from engine.decoder.tree_words import TreeShape as TreeShape
 from engine.decoder.tree_words import TreeWords
 from engine.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from engine.models.llama import LlamaConfig
 
 Forward = Callable[[MixedInputs], torch.Tensor]
 """Logits [R, V] of a step; writes the tokens' KV."""
@@ -239,7 +242,7 @@ def tree_shapes(max_sequences: int, max_num_nodes: int, max_rows: int) -> list[T
     return sorted(shapes, key=lambda shape: (shape.num_rows, shape.num_sequences), reverse=True)
 
 
-def max_exact_trees(shape: DecoderShape, max_num_nodes: int, context_window: int) -> int:
+def max_exact_trees(shape: LlamaConfig, max_num_nodes: int, context_window: int) -> int:
     """Sequences of an exact step up to which its parts (attention_plan.py: one for every 512
     positions that a sequence may have) fit into `_MAX_EXACT_PART_BYTES`."""
     num_programs = -(-shape.num_heads // shape.num_kv_heads * max_num_nodes // EXACT_ROWS)

@@ -14,7 +14,7 @@ A `Site` is a linear layer that adapters can add to. Two forms of the factors li
   adds the products of all its rows' adapters at once (baton_kernels.lora).
 
 LoraManager fills and clears both. Source of the grouping: Punica, arXiv:2310.18547, section 4.
-Knows no model and no requests: engine/models/lora_sites.py finds the sites. Engine thread only.
+Knows no model and no requests: models find their sites. Engine thread only.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ import baton_kernels
 import torch
 
 import engine
-from engine.decoder.shape import DecoderShape, read_shape, refusal
 from engine.errors import LoadError
+from engine.models.llama import LlamaConfig, read_llama_config, unsupported_reason
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,11 @@ class CheckpointConfig:
     refusal: str
     """Why our own decoder does not compute it; "": it does."""
 
-    shape: DecoderShape | None
+    shape: LlamaConfig | None
     """For our own decoder; None: it does not compute this model."""
 
     @property
-    def decoder_shape(self) -> DecoderShape:
+    def decoder_shape(self) -> LlamaConfig:
         """Raises: ValueError with `refusal`."""
         if self.shape is None:
             raise ValueError(self.refusal)
@@ -89,7 +89,7 @@ def transformers_config(folder: Path) -> Any:
 def read_checkpoint_config(folder: Path) -> CheckpointConfig:
     """By transformers. Raises: LoadError, as `transformers_config`."""
     config = transformers_config(folder)
-    reason = refusal(config)
+    reason = unsupported_reason(config)
     positions = getattr(config, "max_position_embeddings", None)
     return CheckpointConfig(
         model_type=config.model_type,
@@ -97,7 +97,7 @@ def read_checkpoint_config(folder: Path) -> CheckpointConfig:
         max_position_embeddings=None if positions is None else int(positions),
         eos_token_ids=_eos_token_ids(folder, config),
         refusal=reason or "",
-        shape=read_shape(config) if reason is None else None,
+        shape=read_llama_config(config) if reason is None else None,
     )
 
 
@@ -210,7 +210,7 @@ def _read(path: Path) -> tuple[CheckpointConfig, set[str]]:
         shape = dict(fields["shape"])
         for name in ("windows", "rope_frequencies"):
             shape[name] = tuple(shape[name])
-        fields["shape"] = DecoderShape(**shape)
+        fields["shape"] = LlamaConfig(**shape)
     return CheckpointConfig(**fields), set(kept["ways"])
 
 

@@ -1,6 +1,6 @@
 """LoadedModel: what the engine needs of a model; and DecodesAhead: what it needs of one whose
 decode steps may be launched before the tokens of the last one were read. One seam; the Hugging Face
-backend, engine/decoder/ and engine/testing/fake_model.py stand behind it.
+backend, engine/models/llama.py and engine/testing/fake_model.py stand behind it.
 
 Called from the engine's thread only.
 """

@@ -20,11 +20,11 @@ from typing import NoReturn
 
 import torch
 
-from engine.decoder.model import kv_layout
 from engine.errors import LoadError, RankFailed
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import free_memory_bytes
+from engine.models.llama import kv_layout
 from engine.parallel.ahead import FollowingDecoder, build
 from engine.parallel.framing import FrameReader, FrameWriter
 from engine.parallel.memory import RankMemory

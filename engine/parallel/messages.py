@@ -17,7 +17,7 @@ from baton_kernels.sampling import Needs
 
 from engine.batch import Batch
 from engine.config import EngineConfig
-from engine.decoder.shape import DecoderShape
+from engine.models.llama import LlamaConfig
 from engine.parallel.shared_cache import SharedCache
 from process.errors import Unavailable
 
@@ -31,7 +31,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     folder: str
     """Of the checkpoint."""
 
-    shape: DecoderShape
+    shape: LlamaConfig
     """Of the whole model."""
 
     rank: int

@@ -57,7 +57,7 @@ class Others:
 
 
 class ParallelModel:
-    """See the module. Built by engine/parallel/load.py, which formed the ranks.
+    """See the module. Built by engine/models/loader.py, which formed the ranks.
 
     Args:
         layout: of whole blocks.
@@ -77,7 +77,7 @@ class ParallelModel:
         self.layout = layout
         self.adapters = LoraManager.refused("its layers are shared by several processes")
         self.ahead: ParallelAhead | None = None
-        self.reads_unwritten = layout.dtype != info.dtype  # as DecoderModel
+        self.reads_unwritten = layout.dtype != info.dtype  # as LlamaModel
         self.guesses = Guesses.CHAINS
         self._max_rows, self._launches_ahead = config.max_num_running, config.overlap
         self._part = part

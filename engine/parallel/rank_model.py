@@ -15,16 +15,21 @@ from baton_kernels.dispatch import Backend
 
 from engine.batch import Batch
 from engine.config import EngineConfig
-from engine.decoder.decoder import Decoder
 from engine.decoder.inputs import DecodeInputs, mixed_inputs, singles_first
-from engine.decoder.model import block_rows, on_device
-from engine.decoder.shape import DecoderShape, rope_table
-from engine.decoder.sources import read_weights
-from engine.decoder.verify import NUM_TOKENS, verify_logits
-from engine.decoder.weights import DecoderWeights, Share
 from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.models.interface import Progress
+from engine.models.llama import (
+    LlamaConfig,
+    LlamaDecoder,
+    LlamaWeights,
+    Share,
+    block_rows,
+    on_device,
+    rope_table,
+)
+from engine.models.self_check import NUM_VERIFY_TOKENS, verify_logits
+from engine.models.weights import read_weights
 from engine.parallel.memory import RankMemory
 from engine.parallel.place import Place
 from engine.parallel.ranks import Ranks
@@ -38,12 +43,12 @@ class RankModel:
     Args:
         weights: of this rank (`share_of`).
         num_positions: as many as the longest request has.
-        is_exact: see Decoder.
+        is_exact: see LlamaDecoder.
     """
 
     def __init__(
         self,
-        weights: DecoderWeights,
+        weights: LlamaWeights,
         ranks: Ranks,
         *,
         num_positions: int,
@@ -55,7 +60,7 @@ class RankModel:
         self._ranks = ranks
         self._hidden_size, self.vocab_size = weights.shape.hidden_size, weights.shape.vocab_size
         self._dtype = weights.layers[0].norm.dtype
-        self._decoder = Decoder(
+        self._decoder = LlamaDecoder(
             weights,
             rope_table(weights.shape, num_positions, self._device),
             is_exact=is_exact,
@@ -93,15 +98,15 @@ class RankModel:
 
     @torch.inference_mode()
     def decode(self, inputs: DecodeInputs) -> torch.Tensor:
-        """As Decoder.decode: logits [B, V] in the last stage, [0, V] in others. Can be captured in
-        a CUDA graph. Raises: RankFailed."""
+        """As LlamaDecoder.decode: logits [B, V] in the last stage, [0, V] in others. Can be
+        captured in a CUDA graph. Raises: RankFailed."""
         hidden = self._receive(inputs.num_rows)
         return self._finish(self._decoder.decode(inputs, hidden))
 
     def verify(self, layout: KvLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits through the kernels, and those of plain torch (engine/decoder/verify.py), through
-        a cache made for it; at all ranks at once."""
-        num_blocks = layout.num_blocks_for(NUM_TOKENS)
+        """Logits through the kernels, and those of plain torch (engine/models/self_check.py),
+        through a cache made for it; at all ranks at once."""
+        num_blocks = layout.num_blocks_for(NUM_VERIFY_TOKENS)
         self.attach(RankMemory(layout, self._ranks.place, num_blocks, str(self._device)))
         found = []
         for backend in _BACKENDS:
@@ -125,7 +130,7 @@ class RankModel:
         return computed.new_empty(0, self.vocab_size)
 
 
-def share_of(place: Place, shape: DecoderShape) -> Share:
+def share_of(place: Place, shape: LlamaConfig) -> Share:
     """A place as the decoder's weights know it."""
     layers = place.layers(shape.num_layers)
     return Share(place.share, place.num_shares, layers.start, len(layers))
@@ -134,7 +139,7 @@ def share_of(place: Place, shape: DecoderShape) -> Share:
 def load_rank(
     config: EngineConfig,
     folder: Path,
-    shape: DecoderShape,
+    shape: LlamaConfig,
     ranks: Ranks,
     *,
     progress: Progress | None = None,
@@ -144,7 +149,7 @@ def load_rank(
     Args:
         config: `device`, `dtype` and `context_window` are settled, not "auto" or 0.
         shape: of the whole model.
-    Raises: LoadError, as engine.decoder.weights.read_weights.
+    Raises: LoadError, as engine.models.llama.read_weights.
     """
     device = torch.device(config.device)
     with on_device(device):

@@ -28,7 +28,7 @@ from engine.errors import IntegrityError, LoadError
 from engine.kv.layout import KvLayout
 from engine.kv.memory import KvMemory
 from engine.layers.torch_attention import Attend, TorchPagedAttention
-from engine.models.fused_layer import rotate
+from engine.models.fusion import rotate
 from engine.models.interface import Ends
 from engine.sequence import Key
 from engine.speculation.draft_model import DraftBlocks, DraftKVCache, best_children

@@ -15,8 +15,7 @@ from engine.errors import LoadError
 from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.models.interface import Ends, LoadedModel, Progress
-from engine.models.load import load_model
-from engine.models.phases import closed_on_failure
+from engine.models.loader import closed_on_failure, load_model
 from engine.request import ModelInfo
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_model import DraftModelProposer, warm_up

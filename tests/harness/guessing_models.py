@@ -19,7 +19,7 @@ import checkpoints
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.models.interface import Ends, LoadedModel
-from engine.models.load import load_model
+from engine.models.loader import load_model
 from engine.speculation.config import NgramConfig, SpeculationConfig
 from engine.speculation.draft_model import DraftModelProposer
 from engine.speculation.draft_protocol import DraftModelInfo

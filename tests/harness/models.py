@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from engine.models.shrink import shrink
+from engine.models.self_check import tiny_config
 
 VOCAB_SIZE = 260
 WINDOW = 700
@@ -150,4 +150,4 @@ OPEN: dict[str, dict[str, Any]] = {
 
 def small_config(model_type: str) -> Any:
     """A transformers config of this type with which a model has about a million parameters."""
-    return shrink(CONFIG_MAPPING[model_type](**OPEN.get(model_type, {})))
+    return tiny_config(CONFIG_MAPPING[model_type](**OPEN.get(model_type, {})))

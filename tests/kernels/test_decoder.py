@@ -8,13 +8,18 @@ import transformers
 from baton_kernels.lora import group_rows
 
 from engine.batch import Batch, Span
-from engine.decoder.decoder import Decoder
 from engine.decoder.inputs import DecodeInputs, mixed_inputs, singles_first
-from engine.decoder.model import block_rows, find_sites, kv_layout
-from engine.decoder.shape import read_shape, rope_table
-from engine.decoder.sources import random_weights
 from engine.kv.memory import KvMemory
 from engine.lora.stacked_weights import StackedLora
+from engine.models.llama import (
+    LlamaDecoder,
+    block_rows,
+    find_sites,
+    kv_layout,
+    read_llama_config,
+    rope_table,
+)
+from engine.models.weights import random_weights
 
 _STEPS = (
     (Span(0, 7, (3, 1)), Span(0, 1, (2,)), Span(0, 3, (5,))),
@@ -36,11 +41,11 @@ def test_kernels_together_give_what_plain_torch_gives(
         vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
-    shape, on = read_shape(config), torch.device(device)
+    shape, on = read_llama_config(config), torch.device(device)
     weights = random_weights(shape, dtype=dtype, device=on, seed=seed, weight_dtype=weight_dtype)
     name = "float32" if dtype is torch.float32 else "bfloat16"
     layout = kv_layout(shape, block_size=4, dtype=name)
-    decoder = Decoder(weights, rope_table(shape, 64, on))
+    decoder = LlamaDecoder(weights, rope_table(shape, 64, on))
     stacks = StackedLora(find_sites(weights), num_slots=2, max_rank=3, dtype=dtype, device=on)
     decoder.stack(stacks)
     generator = torch.Generator(on).manual_seed(seed)

@@ -21,8 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from checkpoints.architectures import FUSED, REFUSED, SERVED
 from engine.errors import ModelNotSupported
-from engine.models.rehearsal import random_instance, rehearse
-from engine.models.shrink import VOCAB_SIZE, WINDOW
+from engine.models.self_check import VOCAB_SIZE, WINDOW, check_architecture, random_instance
 from engine.request import Sampling
 from tests.conftest import LONG, SESSION_SEED
 from tests.harness.models import Tiny, small_config
@@ -110,7 +109,7 @@ def test_the_rehearsal_alone_refuses_what_would_be_computed_wrongly(model_type: 
     """The list is not the only guard: these run, or nearly so, and give something else."""
     config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]()
     with pytest.raises(ModelNotSupported, match=model_type) as caught:
-        rehearse(config, model_type)
+        check_architecture(config, model_type)
     assert "\n" not in str(caught.value)
 
 
@@ -128,7 +127,7 @@ def test_the_rehearsal_sees_an_attention_that_is_slightly_wrong(
         return right(ends, num_positions, window + 1 if window else None, dtype)
 
     config = small_config("mistral")
-    rehearse(config, "mistral")
+    check_architecture(config, "mistral")
     monkeypatch.setattr(reference, "one_mask", wrong)
     with pytest.raises(ModelNotSupported, match="off those of transformers"):
-        rehearse(config, "mistral")
+        check_architecture(config, "mistral")

@@ -16,7 +16,7 @@ from checkpoints.resolve import bundled_names
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.kv.memory import KvMemory
-from engine.models.load import load_model
+from engine.models.loader import load_model
 from engine.request import Sampling
 from tests.conftest import LONG, SESSION_SEED
 from tests.harness.adapters import merged, save_adapter

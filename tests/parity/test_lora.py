@@ -27,12 +27,9 @@ from engine.config import EngineConfig
 from engine.errors import InvalidAdapter
 from engine.kv.memory import KvMemory
 from engine.lora.adapter import WEIGHTS
-from engine.models import built
-from engine.models import load as model_loading
-from engine.models.hugging_face import HuggingFaceModel
-from engine.models.lora_sites import find_sites
-from engine.models.rehearsal import random_instance
-from engine.models.shrink import VOCAB_SIZE
+from engine.models import loader, transformers_backend
+from engine.models.self_check import VOCAB_SIZE, random_instance
+from engine.models.transformers_backend import TransformersModel, find_sites
 from tests.conftest import LONG, SESSION_SEED, third
 from tests.harness.adapters import ALL, linear_names, merged, save_adapter
 from tests.harness.models import FAMILIES, save, small_config
@@ -65,12 +62,12 @@ def _adapters(folder: Path, oracle: Any, seed: int) -> list[Path]:
     ]
 
 
-def _load(path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> HuggingFaceModel:
+def _load(path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> TransformersModel:
     if way != "packed":
-        monkeypatch.setattr(built, "unavailable_reason", lambda *_: "a test's wish")
+        monkeypatch.setattr(transformers_backend, "unavailable_reason", lambda *_: "a test's wish")
     if way == "untouched":
-        monkeypatch.setattr(built, "fuse", lambda *_, **__: ())
-    return model_loading.load_model(EngineConfig(model=str(path), device="cpu"))
+        monkeypatch.setattr(transformers_backend, "fuse", lambda *_, **__: ())
+    return loader.load_model(EngineConfig(model=str(path), device="cpu"))
 
 
 MIN_ROUTING_MARGIN = 1e-4
@@ -144,7 +141,7 @@ def _batch(rng: random.Random, cases: list[Case], block_size: int) -> tuple[Batc
 
 
 def _run(
-    model: HuggingFaceModel,
+    model: TransformersModel,
     oracles: list[Any],
     rng: random.Random,
     num_cases: int,
@@ -218,7 +215,7 @@ def test_bfloat16_is_within_its_own_rounding(
     oracle = save(FAMILIES["llama"](), tmp_path / "model", SESSION_SEED).to(torch.bfloat16).float()
     oracle.save_pretrained(tmp_path / "model")
     folder = save_adapter(tmp_path / "a", oracle, seed % 2**30, rank=8)
-    model = model_loading.load_model(
+    model = loader.load_model(
         EngineConfig(model=str(tmp_path / "model"), device="cpu", dtype="bfloat16")
     )
     model.attach(KvMemory(model.layout, 8, "cpu"))
@@ -249,7 +246,7 @@ def test_every_model_type(model_type: str, tmp_path: Path, seed: int) -> None:
         context_window=64,
         decoder="transformers",
     )
-    model = model_loading.load_model(config)
+    model = loader.load_model(config)
     model.attach(KvMemory(model.layout, 1, "cpu"))
     sites = sorted(find_sites(model._model, model.forward))
     left_out = set(linear_names(oracle)) - set(sites)

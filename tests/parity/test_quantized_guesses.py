@@ -12,7 +12,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.models.load import load_model
+from engine.models.loader import load_model
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from tests.conftest import LONG, SESSION_SEED

@@ -12,7 +12,7 @@ import functools
 import sys
 from typing import Any
 
-from engine.models import load
+from engine.models import loader
 from engine.testing.paced_model import DevicePace, PacedModel
 from process import entrypoint
 from services.decode.role import DecodeRole
@@ -25,7 +25,7 @@ _ROLES: dict[str, Any] = {"prefill": PrefillRole, "decode": DecodeRole}
 
 def pace_models(pace: DevicePace) -> None:
     """Models that engines of this process load from now on take `pace` for a step."""
-    module: Any = load
+    module: Any = loader
     load_model = module.load_model
 
     @functools.wraps(load_model)

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from engine.models.background import Background, Progress
+from engine.models.loader import Background, Progress
 
 
 def test_progress_of_both_is_told_by_the_caller() -> None:
@@ -67,7 +67,7 @@ def test_a_process_that_ends_does_not_wait_for_it() -> None:
     is what goes on beside it and does not report for long."""
     code = """if True:
         import threading
-        from engine.models.background import Background
+        from engine.models.loader import Background
 
         began = threading.Event()
 

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.grammar.config import GrammarLimits
 from engine.grammar.service import GrammarService
-from engine.models.load import load_model
+from engine.models.loader import load_model
 from engine.request import GrammarKind, GrammarSpec
 from engine.testing.fake_model import FakeModel
 from tests.harness.adapters import save_adapter

@@ -14,15 +14,14 @@ import transformers
 from engine import engine as engine_module
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
-from engine.decoder.model import DecoderModel
 from engine.engine import load_engine
 from engine.errors import LoadError, ModelNotSupported, TooFewBlocks
 from engine.kv.memory import KvMemory
-from engine.models import built
-from engine.models import fuse as fuse_module
-from engine.models import load as load_module
-from engine.models.load import choose_device, load_model
-from engine.speculation import loader
+from engine.models import fusion as fuse_module
+from engine.models import loader, transformers_backend
+from engine.models.llama import LlamaModel
+from engine.models.loader import choose_device, load_model
+from engine.speculation import loader as proposer_loading
 from process.settings import SettingsError
 from tests.harness.models import FAMILIES, save
 
@@ -86,7 +85,7 @@ def test_what_is_not_supported_is_refused_by_name_before_weights_load(
     def no_read(*_: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(load_module, "read_weights", no_read)
+    monkeypatch.setattr(loader, "read_tensors", no_read)
     with pytest.raises(ModelNotSupported, match=named) as caught:
         _load(broken(config))
     assert "\n" not in str(caught.value)
@@ -181,13 +180,13 @@ def test_every_family_is_fused_and_gives_the_plain_models_logits(
 ) -> None:
     save(FAMILIES[family](), tmp_path, 2)
     if not is_packed:
-        monkeypatch.setattr(built, "unavailable_reason", lambda *_: "switched off")
+        monkeypatch.setattr(transformers_backend, "unavailable_reason", lambda *_: "switched off")
     fused = _load(tmp_path, dtype=dtype)
-    reason = built.unavailable_reason(getattr(torch, dtype), "cpu")
+    reason = transformers_backend.unavailable_reason(getattr(torch, dtype), "cpu")
     assert fused.info.fused[0] == "3 of 3 decoder layers"
     assert fused.info.linear == ("packed" if is_packed and reason is None else fused.info.linear)
     assert (fused.info.linear == "packed") == (is_packed and reason is None)
-    monkeypatch.setattr(built, "fuse", lambda *_, **__: ())
+    monkeypatch.setattr(transformers_backend, "fuse", lambda *_, **__: ())
     plain = _load(tmp_path, dtype=dtype)
     batch = _prompt(40)
     for model in (plain, fused):
@@ -206,7 +205,7 @@ def test_a_window_that_the_models_code_ignores_is_ignored(
     config.sliding_window = 20
     save(config, tmp_path, 3)
     if not is_packed:
-        monkeypatch.setattr(built, "unavailable_reason", lambda *_: "switched off")
+        monkeypatch.setattr(transformers_backend, "unavailable_reason", lambda *_: "switched off")
     model = _load(tmp_path)
     assert model.info.fused[0] == "3 of 3 decoder layers"
     model.attach(KvMemory(model.layout, 4))
@@ -229,7 +228,7 @@ def test_a_fusion_that_changes_numbers_is_undone_and_said(
         return done
 
     expected = _load(llama)
-    monkeypatch.setattr(built, "fuse", wrong)
+    monkeypatch.setattr(transformers_backend, "fuse", wrong)
     model = _load(llama)
     assert model.info.fused[0].startswith("nothing: fused logits were")
     assert model.info.linear.startswith("plain")
@@ -305,7 +304,7 @@ def test_an_engine_that_cannot_be_made_closes_its_model(
 ) -> None:
     """Or the processes of its other ranks would stay."""
     closed: list[object] = []
-    monkeypatch.setattr(DecoderModel, "close", lambda model: closed.append(model))
+    monkeypatch.setattr(LlamaModel, "close", lambda model: closed.append(model))
     with pytest.raises(TooFewBlocks):
         load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=43))
     assert len(closed) == 1
@@ -316,7 +315,7 @@ def test_a_start_that_ends_behind_the_model_closes_it(
 ) -> None:
     """The checkpoint may be gone when the tokenizer's folder is asked for."""
     closed: list[object] = []
-    monkeypatch.setattr(DecoderModel, "close", lambda model: closed.append(model))
+    monkeypatch.setattr(LlamaModel, "close", lambda model: closed.append(model))
 
     def gone(*_: object, **__: object) -> None:
         raise LoadError("the checkpoint is gone")
@@ -341,8 +340,8 @@ def test_what_fails_while_all_is_closed_hides_neither_the_cause_nor_the_model(
             raise OSError(f"the {self.name} is stuck")
 
     proposers = [Stuck("first proposer"), Stuck("second proposer")]
-    monkeypatch.setattr(loader, "load_proposers", lambda *_: proposers)
-    monkeypatch.setattr(DecoderModel, "close", lambda _: Stuck("model").close())
+    monkeypatch.setattr(proposer_loading, "load_proposers", lambda *_: proposers)
+    monkeypatch.setattr(LlamaModel, "close", lambda _: Stuck("model").close())
     with pytest.raises(TooFewBlocks):
         load_engine(EngineConfig(model=str(llama), device="cpu", num_blocks=43))
     assert closed == ["second proposer", "first proposer", "model"]
@@ -359,7 +358,7 @@ def test_a_checkpoint_that_is_overwritten_after_the_start_changes_nothing(
     config.dtype = dtype
     save(config, tmp_path, 4)
     if not is_packed:
-        monkeypatch.setattr(built, "unavailable_reason", lambda *_: "switched off")
+        monkeypatch.setattr(transformers_backend, "unavailable_reason", lambda *_: "switched off")
     model = _load(tmp_path, dtype=dtype)
     model.attach(KvMemory(model.layout, 4))
     expected = model.forward(_prompt(20)).clone()

@@ -16,7 +16,7 @@ from engine.batch import Span
 from engine.errors import IntegrityError
 from engine.layers.linear import PackedLinear
 from engine.lora.stacked_weights import AdapterRows, Deltas, LowRank, attach, detach
-from engine.models.fused_layer import PlainLinear
+from engine.models.fusion import PlainLinear
 
 IN, OUT = 24, 40
 DTYPES = (torch.float32, torch.bfloat16)

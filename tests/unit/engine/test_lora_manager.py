@@ -34,7 +34,7 @@ from engine.lora.adapter import Adapter, Factors, PeftConfig, read_adapter
 from engine.lora.config import LoraLimits
 from engine.lora.manager import LoraManager, plain_steps_warning
 from engine.lora.stacked_weights import Site, StackedLora
-from engine.models.fused_layer import PlainLinear
+from engine.models.fusion import PlainLinear
 from process.settings import SettingsError
 from tests.harness.adapters import save_adapter
 

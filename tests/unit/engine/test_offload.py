@@ -21,16 +21,20 @@ from engine.errors import IntegrityError, LoadError
 from engine.kv import sizing
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.layers.torch_attention import TorchPagedAttention
-from engine.models import built, weight_room
-from engine.models import fuse as fuse_module
-from engine.models import load as load_module
-from engine.models.built import Built, build
-from engine.models.hugging_face import HuggingFaceModel, run
-from engine.models.latent import cache_latents
-from engine.models.load import load_model
-from engine.models.offload_load import OnHost, find_layers
-from engine.models.offload_packed import PackedLayer, weights_of
-from engine.models.rehearsal import random_instance
+from engine.models import fusion as fuse_module
+from engine.models import loader, transformers_backend, weights
+from engine.models.loader import load_model
+from engine.models.self_check import random_instance
+from engine.models.transformers_backend import (
+    Built,
+    OnHost,
+    TransformersModel,
+    build,
+    cache_latents,
+    find_layers,
+    run,
+)
+from engine.models.weight_streaming import PackedLayer, weights_of
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.loader import load_draft_model
@@ -44,13 +48,13 @@ DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 BLOCK = 4
 MODEL = "baton-5m"
 FOLDER = checkpoints.resolve(MODEL, files="all").path
-WEIGHT_BYTES = weight_room.num_weight_bytes(FOLDER, 4)
+WEIGHT_BYTES = weights.num_weight_bytes(FOLDER, 4)
 
 
 @pytest.fixture(autouse=True)
 def _plain_linears(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed ones round otherwise, and what is streamed is not packed."""
-    monkeypatch.setattr(built, "unavailable_reason", lambda *_: "switched off")
+    monkeypatch.setattr(transformers_backend, "unavailable_reason", lambda *_: "switched off")
 
 
 def _tensors(config: Any, seed: int, dtype: str) -> Callable[[], dict[str, torch.Tensor]]:
@@ -215,10 +219,10 @@ def test_a_fusion_that_changes_numbers_is_undone_and_streamed(
     config = small_config("llama")
     read = _tensors(config, 2, "float32")
     how: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": BLOCK}
-    monkeypatch.setattr(built, "fuse", lambda *_, **__: ())
+    monkeypatch.setattr(transformers_backend, "fuse", lambda *_, **__: ())
     resident = build(config, read, **how)
     sizes, rest = _sizes(resident)
-    monkeypatch.setattr(built, "fuse", wrong)
+    monkeypatch.setattr(transformers_backend, "fuse", wrong)
     streamed = build(config, read, **how, streamed_to_bytes=rest + 2 * max(sizes) + 4096)
     assert streamed.fused[0].startswith("nothing: fused logits were")
     _assert_equal(streamed, resident, "cpu", seed)
@@ -289,7 +293,7 @@ def _no_read(*_: object, **__: object) -> None:
 def test_too_few_bytes_are_refused_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(load_module, "read_weights", _no_read)
+    monkeypatch.setattr(loader, "read_tensors", _no_read)
     with pytest.raises(LoadError) as caught:
         load_model(_config(weights_device_bytes=5_000_000))
     (line,) = str(caught.value).splitlines()
@@ -303,7 +307,7 @@ def test_too_little_host_memory_is_refused_before_weights_are_read(
     """On a GPU what is streamed must be there, and on the device what is not; on a CPU, both."""
     free = {"cpu": 0, "cuda:0": 10**9}
     monkeypatch.setattr(sizing, "free_memory_bytes", lambda device: free[device])
-    monkeypatch.setattr(load_module, "read_weights", _no_read)
+    monkeypatch.setattr(loader, "read_tensors", _no_read)
     streamed, on_device = 5 * 2951168, 2098176 + 3 * 2951168
     stored = 2  # bytes of a number in the files
     for device, dtype, needed in (
@@ -316,14 +320,14 @@ def test_too_little_host_memory_is_refused_before_weights_are_read(
             config = replace(config, weights_device_bytes=config.weights_device_bytes // 2)
         free["cpu"] = needed - 1
         with pytest.raises(LoadError) as caught:
-            weight_room.check(config, FOLDER, MODEL, device, dtype)
+            weights.check_memory(config, FOLDER, MODEL, device, dtype)
         (line,) = str(caught.value).splitlines()
         assert f"{needed} bytes of host memory are needed on cpu, and {needed - 1} are" in line
         free["cpu"] = needed
-        weight_room.check(config, FOLDER, MODEL, device, dtype)
+        weights.check_memory(config, FOLDER, MODEL, device, dtype)
     free["cuda:0"] = 5_000_000
     with pytest.raises(LoadError, match=r"bytes of memory are needed on cuda:0, and 5000000 are"):
-        weight_room.check(config, FOLDER, MODEL, "cuda:0", "bfloat16")
+        weights.check_memory(config, FOLDER, MODEL, "cuda:0", "bfloat16")
     free["cpu"] = 0
     with pytest.raises(LoadError, match=f"^{MODEL}: of its weights as float32, "):
         load_model(_config())
@@ -349,7 +353,7 @@ def _answers(engine: LLMEngine) -> list[tuple[int, ...]]:
 
 
 def _stream_of(engine: LLMEngine) -> Any:
-    assert isinstance(engine._model, HuggingFaceModel)
+    assert isinstance(engine._model, TransformersModel)
     return engine._model.stream
 
 

@@ -1,4 +1,4 @@
-"""LayerStream against a device that does things as late, and in as odd an order, as streams and
+"""StreamedLayers against a device that does things as late, and in as odd an order, as streams and
 events allow: every layer is computed with its own numbers, whatever order layers are called in."""
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ import torch
 from torch import nn
 
 from engine.errors import IntegrityError, LoadError
-from engine.models.offload import DeviceBytes, LayerStream
-from engine.models.offload_copies import HostMemory
-from engine.models.offload_packed import PackedLayer
-from engine.models.offload_plan import NUM_BUFFERS, OffloadPlan, make_plan
+from engine.models.weight_streaming import (
+    NUM_BUFFERS,
+    DeviceBytes,
+    HostMemory,
+    PackedLayer,
+    StreamedLayers,
+    StreamingPlan,
+    make_plan,
+)
 
 CPU = torch.device("cpu")
 
 
 class Device:
     """Two queues, one of computation and one of copies, with nothing done until `finish`, which
-    takes the next of either as `rng` likes, as far as what waits for what allows. Copies."""
+    takes the next of either as `rng` likes, as far as what waits for what allows. LayerCopies."""
 
     def __init__(self, rng: random.Random, forgets: str = "") -> None:
         self._rng = rng
@@ -94,7 +99,7 @@ class Layer(nn.Module):
 
 def _streamed(
     rng: random.Random, forgets: str = ""
-) -> tuple[Device, list[Layer], LayerStream, list[tuple[int, float, float]]]:
+) -> tuple[Device, list[Layer], StreamedLayers, list[tuple[int, float, float]]]:
     seen: list[tuple[int, float, float]] = []
     sizes = [rng.randint(1, 400) for _ in range(rng.randint(1, 9))]
     layers = [Layer(number + 1, size, seen) for number, size in enumerate(sizes)]
@@ -104,7 +109,7 @@ def _streamed(
     plan = make_plan([one.num_bytes for one in packed], 100, given)
     device, account = Device(rng, forgets), DeviceBytes(given)
     account.take(100)
-    stream = LayerStream(layers, packed, plan, CPU, account, device)
+    stream = StreamedLayers(layers, packed, plan, CPU, account, device)
     for layer in layers:
         layer.device = device
     return device, layers, stream, seen
@@ -258,7 +263,7 @@ def test_streamed_layers_are_spread_among_the_others(
     num_layers: int, num_resident: int, streamed: tuple[int, ...]
 ) -> None:
     plan = make_plan([10] * num_layers, 7, 7 + 10 * (NUM_BUFFERS + num_resident))
-    assert plan == OffloadPlan((10,) * num_layers, 7, streamed)
+    assert plan == StreamingPlan((10,) * num_layers, 7, streamed)
 
 
 def test_an_empty_tensor_lies_anywhere() -> None:

@@ -8,7 +8,7 @@ from baton_kernels.packed_linear import unavailable_reason
 from torch.nn.functional import linear, silu
 
 from engine.layers.linear import PackedLinear
-from engine.models.fused_layer import PlainLinear
+from engine.models.fusion import PlainLinear
 
 DTYPES = [
     dtype for dtype in (torch.float32, torch.bfloat16) if unavailable_reason(dtype, "cpu") is None

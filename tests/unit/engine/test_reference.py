@@ -12,7 +12,7 @@ from engine.batch import Batch, Span
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
 from engine.layers.torch_attention import TorchPagedAttention
-from engine.models.latent import Latents
+from engine.models.transformers_backend import Latents
 
 HEADS, KV_HEADS, DIM, SIZE, LAYERS = 6, 2, 8, 4, 2
 

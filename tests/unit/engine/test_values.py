@@ -13,7 +13,7 @@ import pytest
 import engine.config
 import engine.request
 from engine.config import EngineConfig
-from engine.fingerprint import fingerprint, normalised_config
+from engine.models.loader import fingerprint, normalised_config
 from engine.request import ALLOWED, Request, Sampling, State
 from process.settings import SettingsError
 

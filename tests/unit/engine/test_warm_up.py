@@ -12,7 +12,7 @@ import torch
 from engine import batch
 from engine.config import EngineConfig
 from engine.kv.memory import KvMemory
-from engine.models.load import load_model
+from engine.models.loader import load_model
 from engine.warm_up import _steps
 from tests.harness.models import FAMILIES, save
 

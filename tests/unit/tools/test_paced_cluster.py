@@ -17,7 +17,7 @@ from benchmarks import autoscaling
 from benchmarks.autoscaling import Course, Drive, Moment, PoolSize, paced
 from engine.config import EngineConfig
 from engine.engine import load_engine
-from engine.models import load
+from engine.models import loader
 from engine.testing.paced_model import DevicePace, PacedModel
 from services.worker.testing.paced_worker import pace_models
 
@@ -46,7 +46,7 @@ def test_a_paced_worker_is_told_its_pace_and_all_that_any_worker_is() -> None:
 
 
 def test_a_worker_that_has_a_pace_loads_models_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "load_model", load.load_model)  # as it was, after the test
+    monkeypatch.setattr(loader, "load_model", loader.load_model)  # as it was, after the test
     pace_models(DevicePace(step_s=0.01))
     engine = load_engine(EngineConfig(model="baton-5m", device="cpu", num_threads=1))
     try:

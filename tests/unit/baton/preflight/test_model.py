@@ -6,11 +6,10 @@ import torch
 from transformers import Qwen3Config
 
 from baton.preflight import model
-from engine.decoder.model import find_sites
-from engine.decoder.shape import read_shape
-from engine.decoder.sources import random_weights
 from engine.lora.config import LoraLimits
 from engine.lora.stacked_weights import StackedLora
+from engine.models.llama import find_sites, read_llama_config
+from engine.models.weights import random_weights
 
 
 def test_room_for_adapters_is_what_the_engine_makes_of_it() -> None:
@@ -25,7 +24,7 @@ def test_room_for_adapters_is_what_the_engine_makes_of_it() -> None:
         dtype="bfloat16",
     )
     weights = random_weights(
-        read_shape(config), dtype=torch.bfloat16, device=torch.device("cpu"), seed=1
+        read_llama_config(config), dtype=torch.bfloat16, device=torch.device("cpu"), seed=1
     )
     sites = find_sites(weights)
     stacks = StackedLora(

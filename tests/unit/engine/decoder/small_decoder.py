@@ -10,12 +10,10 @@ from transformers import Qwen3Config
 
 from engine.batch import Batch, Span
 from engine.decoder.ahead import MAX_CHANGES, make_ahead
-from engine.decoder.decoder import Decoder
-from engine.decoder.model import DecoderModel, kv_layout
-from engine.decoder.shape import read_shape, rope_table
-from engine.decoder.sources import random_weights
 from engine.kv.memory import KvMemory
 from engine.lora.config import LoraLimits
+from engine.models.llama import LlamaDecoder, LlamaModel, kv_layout, read_llama_config, rope_table
+from engine.models.weights import random_weights
 from engine.request import ModelInfo, Sampling
 from engine.sampling import pipeline
 from engine.sampling.row import Draw
@@ -40,7 +38,7 @@ def small_model(
     is_exact: bool = False,
     launches_prompts: bool = True,
     max_changes: int = MAX_CHANGES,
-) -> DecoderModel:
+) -> LlamaModel:
     """Random weights, of heads that our kernels take.
 
     Args:
@@ -57,7 +55,7 @@ def small_model(
         tie_word_embeddings=True,
         max_position_embeddings=window,
     )
-    shape = read_shape(config)
+    shape = read_llama_config(config)
     weights = random_weights(shape, dtype=dtype, device=torch.device(device), seed=seed)
     dtype_name = str(dtype).removeprefix("torch.")
     info = ModelInfo(
@@ -77,8 +75,8 @@ def small_model(
         num_parameters=0,
         weight_bytes=0,
     )
-    return DecoderModel(
-        Decoder(weights, rope_table(shape, window, torch.device(device)), is_exact=is_exact),
+    return LlamaModel(
+        LlamaDecoder(weights, rope_table(shape, window, torch.device(device)), is_exact=is_exact),
         info,
         kv_layout(shape, block_size=BLOCK, dtype=dtype_name),
         make_ahead=functools.partial(
@@ -96,7 +94,7 @@ def small_model(
 class Run:
     """Sequences on one memory."""
 
-    def __init__(self, model: DecoderModel, prompts: list[list[int]], rng: random.Random) -> None:
+    def __init__(self, model: LlamaModel, prompts: list[list[int]], rng: random.Random) -> None:
         self.model = model
         memory = KvMemory(model.layout, NUM_BLOCKS, model.info.device)
         memory.cache.fill_(torch.nan)

@@ -15,10 +15,10 @@ import torch
 from engine.config import EngineConfig
 from engine.decoder import ahead as ahead_module
 from engine.decoder.mixed_launch import warm_up_mixed
-from engine.decoder.model import DecoderModel
 from engine.engine import LLMEngine
 from engine.errors import IntegrityError, WrongState
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, MixedRow
+from engine.models.llama import LlamaModel
 from engine.request import Request, Sampling
 from engine.sampling.row import Draw
 from tests.harness.engines import hasher
@@ -66,7 +66,7 @@ def test_tokens_are_those_of_plain_steps(
 
 
 def _launched(
-    model: DecoderModel,
+    model: LlamaModel,
     prompts: list[list[int]],
     samplings: list[Sampling],
     lives: list[tuple[int, int]],
@@ -147,7 +147,7 @@ def test_tokens_of_mixed_launches_are_those_of_plain_steps(
 
 
 def _mixed(
-    model: DecoderModel,
+    model: LlamaModel,
     prompts: list[list[int]],
     samplings: list[Sampling],
     begins: list[int],
@@ -251,7 +251,7 @@ def test_an_engine_that_launches_prompts_draws_what_one_that_does_not(
         assert found[0] == found[1]
 
 
-def _noted(model: DecoderModel) -> list[int]:
+def _noted(model: LlamaModel) -> list[int]:
     """Takes the number of rows of each mixed launch."""
     ahead = model.ahead
     assert ahead is not None

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from engine.batch import Batch, Span
-from engine.decoder.model import DecoderModel, find_sites
 from engine.errors import LoadError
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.lora.adapter import Adapter, Factors, PeftConfig
 from engine.lora.config import LoraLimits
 from engine.lora.stacked_weights import StackedLora
 from engine.models.interface import DRAWN_BEFORE, DecodeRow
+from engine.models.llama import LlamaModel, find_sites
 from engine.request import Sampling
 from engine.sampling import pipeline
 from engine.sampling.row import Draw
@@ -35,7 +35,7 @@ is as right as another."""
 
 def _model(
     device: str, dtype: str, seed: int, *, max_launched_rank: int = MAX_RANK, is_exact: bool = False
-) -> DecoderModel:
+) -> LlamaModel:
     return small_model(
         device,
         TORCH_DTYPES[dtype],
@@ -50,7 +50,7 @@ def _model(
     )
 
 
-def _adapter(model: DecoderModel, rng: random.Random, rank: int, kinds: Sequence[str]) -> Adapter:
+def _adapter(model: LlamaModel, rng: random.Random, rank: int, kinds: Sequence[str]) -> Adapter:
     """As strong as the weights that it is added to."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 40))
     factors = {}
@@ -69,12 +69,12 @@ def _adapter(model: DecoderModel, rng: random.Random, rank: int, kinds: Sequence
     return Adapter(config, factors, f"{rng.randrange(1 << 250):064x}")
 
 
-def _kinds(model: DecoderModel) -> list[str]:
+def _kinds(model: LlamaModel) -> list[str]:
     names = find_sites(model.decoder.weights)
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def _check_numbers(model: DecoderModel) -> None:
+def _check_numbers(model: LlamaModel) -> None:
     """Slots hold what is loaded, and zeros."""
     model.adapters.check_integrity()
     stacks = model.decoder.stacks
@@ -107,7 +107,7 @@ class _Sequence:
 class _World:
     """Sequences on one memory, adapters that come and go, and one launch under way."""
 
-    model: DecoderModel
+    model: LlamaModel
     rng: random.Random
     live: list[_Sequence] = field(default_factory=list)
     free: list[int] = field(default_factory=lambda: list(range(NUM_BLOCKS)))

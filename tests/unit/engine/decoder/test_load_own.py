@@ -17,19 +17,16 @@ import transformers
 from checkpoints.resolve import resolve
 from engine.batch import Batch, Span, warm_up
 from engine.config import EngineConfig
-from engine.decoder import load as own_load
-from engine.decoder.decoder import Decoder
-from engine.decoder.inputs import DecodeInputs
-from engine.decoder.shape import rope_table
+from engine.decoder.inputs import DecodeInputs, mixed_inputs
 from engine.engine import load_engine
 from engine.errors import LoadError, ModelNotSupported
 from engine.kv.memory import KvMemory
 from engine.kv.sizing import DeviceMemory
-from engine.models import load as load_module
-from engine.models import rehearsal
+from engine.models import loader, self_check
 from engine.models.checkpoint_config import read_checkpoint_config
 from engine.models.interface import InOneProcess
-from engine.models.load import load_model
+from engine.models.llama import LlamaDecoder, rope_table
+from engine.models.loader import load_model
 from engine.speculation.config import SpeculationConfig
 from process.settings import SettingsError
 from tests.harness.models import FAMILIES, save
@@ -80,12 +77,12 @@ def test_on_a_gpu_auto_takes_our_own(llama: Path) -> None:
     model_config = read_checkpoint_config(llama)
     assert model_config.shape is not None
     reason = "heads of 8 dimensions: kernels want 16"
-    assert own_load.why_not(config, model_config, "cuda:1", "tiny") == reason
+    assert loader.choose_backend(config, model_config, "cuda:1", "tiny") == reason
     wider = dataclasses.replace(
         model_config, shape=dataclasses.replace(model_config.shape, head_dim=16)
     )
-    assert own_load.why_not(config, wider, "cuda:1", "tiny") is None
-    assert own_load.why_not(config, model_config, "cpu", "tiny") is None
+    assert loader.choose_backend(config, wider, "cuda:1", "tiny") is None
+    assert loader.choose_backend(config, model_config, "cpu", "tiny") is None
 
 
 def test_what_our_own_does_not_do_is_refused_where_it_is_asked_for(gpt2: Path, llama: Path) -> None:
@@ -141,8 +138,8 @@ def test_a_decoder_that_computes_something_else_is_refused(
     def no_read(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(rehearsal, "rope_table", half)
-    monkeypatch.setattr(own_load, "load_decoder", no_read)
+    monkeypatch.setattr(self_check, "rope_table", half)
+    monkeypatch.setattr(loader, "load_decoder", no_read)
     with pytest.raises(ModelNotSupported, match="off those of transformers"):
         _load(llama, decoder=decoder)
     assert not list(tmp_path.rglob("*.json"))  # what failed once is rehearsed by the next start
@@ -202,7 +199,7 @@ def test_no_draw_gives_no_logits(llama: Path) -> None:
 
 def test_decode_equals_forward_and_padding_does_nothing(llama: Path, seed: int) -> None:
     model = _model(llama)
-    decoder: Decoder = model.decoder
+    decoder: LlamaDecoder = model.decoder
     prompts = [tuple((13 * i + seed + j) % 259 + 1 for i in range(20)) for j in range(3)]
     spans = tuple(Span(0, 19, (3 * j, 3 * j + 1)) for j in range(3))
     model.forward(Batch(sum((prompt[:19] for prompt in prompts), ()), spans, ()))
@@ -225,7 +222,7 @@ def test_decode_equals_forward_and_padding_does_nothing(llama: Path, seed: int) 
 
 @pytest.mark.parametrize("cut", [1, 2])
 def test_stages_compute_what_the_whole_does(
-    cut: int, llama: Path, get_stage: Callable[..., Decoder], seed: int
+    cut: int, llama: Path, get_stage: Callable[..., LlamaDecoder], seed: int
 ) -> None:
     model = _model(llama)
     token_ids = tuple((31 * i + seed) % 259 + 1 for i in range(90))
@@ -235,7 +232,7 @@ def test_stages_compute_what_the_whole_does(
     with torch.inference_mode():
         first = get_stage(llama, memory, 0, cut)
         second = get_stage(llama, memory, cut, 3 - cut)
-        inputs = own_load.mixed_inputs(batch, torch.device("cpu"))
+        inputs = mixed_inputs(batch, torch.device("cpu"))
         hidden = first.forward(inputs)
         assert hidden.shape == (90, 48)
         logits = second.forward(inputs, hidden)
@@ -244,29 +241,22 @@ def test_stages_compute_what_the_whole_does(
 
 
 @pytest.fixture
-def get_stage() -> Callable[..., Decoder]:
+def get_stage() -> Callable[..., LlamaDecoder]:
     """`get_stage(folder, memory, first layer, number of layers)`."""
-    from engine.decoder.model import block_rows
-    from engine.decoder.shape import read_shape
-    from engine.decoder.sources import read_weights
-    from engine.decoder.weights import Share
+    from engine.models.llama import Share, block_rows, read_llama_config
+    from engine.models.weights import read_weights
 
-    def get(folder: Path, memory: KvMemory, first: int, count: int) -> Decoder:
+    def get(folder: Path, memory: KvMemory, first: int, count: int) -> LlamaDecoder:
         cpu = torch.device("cpu")
-        shape = read_shape(transformers.AutoConfig.from_pretrained(folder))
+        shape = read_llama_config(transformers.AutoConfig.from_pretrained(folder))
         share = Share(first_layer=first, num_layers=count)
         weights = read_weights(folder, shape, dtype=torch.float32, device=cpu, share=share)
-        decoder = Decoder(weights, rope_table(shape, 700, cpu))
+        decoder = LlamaDecoder(weights, rope_table(shape, 700, cpu))
         views = memory.layer_views(range(first, first + count))
         decoder.attach([block_rows(view, memory.layout) for view in views])
         return decoder
 
     return get
-
-
-def test_load_model_is_patched_where_this_file_says(llama: Path) -> None:
-    """`own_load` is the module that load_model uses."""
-    assert load_module.load is own_load
 
 
 def test_fp8_weights_are_near_the_plain_ones_and_another_model() -> None:
@@ -343,7 +333,7 @@ def test_whoever_is_guessed_for_has_graphs_and_room_for_them(
     """A draft model computes trees, too, though nobody guesses for it."""
     made: list[dict[str, int]] = []
     monkeypatch.setattr(
-        load_module, "make_plain_graphs", lambda decoder, memory, **sizes: made.append(sizes)
+        loader, "make_plain_graphs", lambda decoder, memory, **sizes: made.append(sizes)
     )
     measured = DeviceMemory("a GPU", 1 << 40, 1 << 40, 0, 1000)
     monkeypatch.setattr(InOneProcess, "device_memory", lambda model: measured)

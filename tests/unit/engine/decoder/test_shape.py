@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from engine.decoder.shape import read_shape, refusal, rope_table
+from engine.models.llama import read_llama_config, rope_table, unsupported_reason
 from tests.harness.models import FAMILIES
 
 
@@ -16,8 +16,10 @@ from tests.harness.models import FAMILIES
 def test_every_family_counts_its_parameters_as_transformers_does(family: str) -> None:
     config = FAMILIES[family]()
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    assert refusal(config) is None
-    assert read_shape(config).num_parameters == sum(one.numel() for one in model.parameters())
+    assert unsupported_reason(config) is None
+    assert read_llama_config(config).num_parameters == sum(
+        one.numel() for one in model.parameters()
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,18 +48,18 @@ def test_every_family_counts_its_parameters_as_transformers_does(family: str) ->
     ],
 )  # fmt: skip
 def test_what_it_does_not_do_is_named(config: Any, reason: str) -> None:
-    assert reason in str(refusal(config))
+    assert reason in str(unsupported_reason(config))
     with pytest.raises(ValueError, match=reason.split()[0]):
-        read_shape(config)
+        read_llama_config(config)
 
 
 def test_windows_are_those_that_the_code_reads() -> None:
     llama = FAMILIES["llama"]()
     llama.sliding_window = 20  # left over: transformers' llama does not read it
-    assert read_shape(llama).windows == (None,) * 3
-    assert read_shape(FAMILIES["mistral-window"]()).windows == (21,) * 3
-    assert read_shape(FAMILIES["mistral"]()).windows == (None,) * 3
-    assert read_shape(FAMILIES["qwen2-window"]()).windows == (None, 13, 13)
+    assert read_llama_config(llama).windows == (None,) * 3
+    assert read_llama_config(FAMILIES["mistral-window"]()).windows == (21,) * 3
+    assert read_llama_config(FAMILIES["mistral"]()).windows == (None,) * 3
+    assert read_llama_config(FAMILIES["qwen2-window"]()).windows == (None, 13, 13)
 
 
 _ROPES: list[dict[str, Any]] = [
@@ -79,14 +81,14 @@ def test_the_table_of_angles_is_transformers(rope: dict[str, Any]) -> None:
     config = transformers.LlamaConfig(
         head_dim=64, max_position_embeddings=512, rope_parameters=rope
     )
-    table = rope_table(read_shape(config), 500, torch.device("cpu"))
+    table = rope_table(read_llama_config(config), 500, torch.device("cpu"))
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
     cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(500)[None])
     assert torch.equal(table, torch.cat((cos[0, :, :32], sin[0, :, :32]), dim=1))
 
 
 def test_a_share_is_cut_evenly_or_refused_by_name() -> None:
-    shape = read_shape(FAMILIES["qwen3"]())  # 6 heads, 2 of keys
+    shape = read_llama_config(FAMILIES["qwen3"]())  # 6 heads, 2 of keys
     half = shape.share(2)
     assert (half.num_heads, half.num_kv_heads, half.intermediate_size) == (3, 1, 40)
     assert half.num_layers == shape.num_layers

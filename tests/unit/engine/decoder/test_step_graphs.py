@@ -13,9 +13,9 @@ import torch
 from engine.batch import Batch, Span
 from engine.decoder.inputs import singles_first
 from engine.decoder.mixed_launch import begin_mixed, place_of
-from engine.decoder.model import DecoderModel
 from engine.decoder.step_graphs import StepGraphs, StepShape, max_chunk_tokens, step_shapes
 from engine.kv.memory import KvMemory
+from engine.models.llama import LlamaModel
 from engine.request import Request, Sampling
 from tests.harness.engines import hasher, recording_engine
 from tests.unit.engine.decoder.small_decoder import BLOCK, DEVICES, WINDOW, small_model
@@ -25,7 +25,7 @@ MAX_SINGLES = 20
 MAX_TOKENS = 150
 
 
-def _steps(model: DecoderModel) -> StepGraphs:
+def _steps(model: LlamaModel) -> StepGraphs:
     return StepGraphs(
         model.decoder.forward,
         max_singles=MAX_SINGLES,
@@ -53,7 +53,7 @@ def _random_batch(rng: random.Random, num_singles: int, num_chunks: int) -> Batc
     return singles_first(Batch(tuple(token_ids), tuple(spans), tuple(draws)))
 
 
-def _finite_memory(model: DecoderModel, batch: Batch, seed: int) -> KvMemory:
+def _finite_memory(model: LlamaModel, batch: Batch, seed: int) -> KvMemory:
     """What sequences have cached is there; all the rest is NaN."""
     memory = KvMemory(model.layout, NUM_BLOCKS, model.info.device)
     memory.cache.fill_(torch.nan)

@@ -13,7 +13,6 @@ import torch
 
 from engine.batch import Batch, Span
 from engine.decoder.inputs import mixed_inputs, singles_first
-from engine.decoder.model import DecoderModel
 from engine.decoder.plain_graphs import PlainGraphs
 from engine.decoder.step_graphs import StepGraphs
 from engine.decoder.tree_graphs import (
@@ -27,6 +26,7 @@ from engine.decoder.tree_graphs import (
 from engine.decoder.tree_inputs import cut_trunks, topology
 from engine.kv.memory import KvMemory
 from engine.models.interface import Guesses
+from engine.models.llama import LlamaModel
 from tests.unit.engine.decoder.small_decoder import BLOCK, DEVICES, WINDOW, small_model
 
 NUM_BLOCKS = 200
@@ -98,7 +98,7 @@ def _elsewhere(rng: random.Random, batch: Batch, *, as_before: bool) -> Batch:
     return replace(batch, token_ids=token_ids, spans=tuple(spans))
 
 
-def _memory(model: DecoderModel, batch: Batch, seed: int) -> KvMemory:
+def _memory(model: LlamaModel, batch: Batch, seed: int) -> KvMemory:
     """What sequences have cached is there; all the rest is NaN."""
     memory = KvMemory(model.layout, NUM_BLOCKS, model.info.device)
     memory.cache.fill_(torch.nan)
@@ -110,7 +110,7 @@ def _memory(model: DecoderModel, batch: Batch, seed: int) -> KvMemory:
     return memory
 
 
-def _by_paths(model: DecoderModel, batch: Batch, seed: int) -> list[torch.Tensor]:
+def _by_paths(model: LlamaModel, batch: Batch, seed: int) -> list[torch.Tensor]:
     """Logits of each draw: the tokens that it sees, as a text of their own."""
     logits = []
     first = 0
@@ -210,7 +210,7 @@ def test_a_node_has_the_logits_of_its_path(
 
 
 def _graphs(
-    model: DecoderModel,
+    model: LlamaModel,
     memory: KvMemory,
     max_rows: int = 64,
     max_trees: int | None = None,

@@ -11,10 +11,9 @@ import torch
 from baton_kernels.fp8_linear import quantize_weight
 from safetensors.torch import load_file, save_file
 
-from engine.decoder.shape import DecoderShape, read_shape
-from engine.decoder.sources import random_weights, read_weights, take_weights
-from engine.decoder.weights import DecoderWeights, Share
 from engine.errors import LoadError
+from engine.models.llama import LlamaConfig, LlamaWeights, Share, read_llama_config
+from engine.models.weights import random_weights, read_weights, take_weights
 from tests.harness.models import FAMILIES, save
 
 CPU = torch.device("cpu")
@@ -30,15 +29,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shape() -> DecoderShape:
-    return read_shape(FAMILIES["llama-tied-llama3-rope"]())
+def shape() -> LlamaConfig:
+    return read_llama_config(FAMILIES["llama-tied-llama3-rope"]())
 
 
-def _read(folder: Path, shape: DecoderShape, share: Share | None = None) -> DecoderWeights:
+def _read(folder: Path, shape: LlamaConfig, share: Share | None = None) -> LlamaWeights:
     return read_weights(folder, shape, dtype=torch.float32, device=CPU, share=share or Share())
 
 
-def test_every_tensor_is_where_it_belongs(folder: Path, shape: DecoderShape) -> None:
+def test_every_tensor_is_where_it_belongs(folder: Path, shape: LlamaConfig) -> None:
     tensors = load_file(folder / "model.safetensors")
     weights = _read(folder, shape)
     layer, prefix = weights.layers[1], "model.layers.1."
@@ -58,7 +57,7 @@ def test_every_tensor_is_where_it_belongs(folder: Path, shape: DecoderShape) -> 
 
 
 def test_numbers_are_converted_and_progress_reaches_its_end(
-    folder: Path, shape: DecoderShape
+    folder: Path, shape: LlamaConfig
 ) -> None:
     seen: list[tuple[int, int]] = []
     weights = read_weights(
@@ -85,7 +84,7 @@ def test_numbers_are_converted_and_progress_reaches_its_end(
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
-    edit: dict[str, torch.Tensor | None], named: str, folder: Path, shape: DecoderShape,
+    edit: dict[str, torch.Tensor | None], named: str, folder: Path, shape: LlamaConfig,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     tensors = load_file(folder / "model.safetensors") | edit
@@ -97,7 +96,7 @@ def test_what_does_not_fit_is_refused_by_name(
 
 
 def test_an_old_buffer_that_nobody_reads_is_no_error(
-    folder: Path, shape: DecoderShape, tmp_path: Path
+    folder: Path, shape: LlamaConfig, tmp_path: Path
 ) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
@@ -105,7 +104,7 @@ def test_an_old_buffer_that_nobody_reads_is_no_error(
     assert _read(tmp_path, shape).layers
 
 
-def test_ranks_have_the_whole_between_them(folder: Path, shape: DecoderShape) -> None:
+def test_ranks_have_the_whole_between_them(folder: Path, shape: LlamaConfig) -> None:
     whole = _read(folder, shape)
     parts = [_read(folder, shape, Share(rank, 2)) for rank in range(2)]
     for index, layer in enumerate(whole.layers):
@@ -130,7 +129,7 @@ def test_ranks_have_the_whole_between_them(folder: Path, shape: DecoderShape) ->
     assert whole.head is not None and torch.equal(torch.cat(heads), whole.head.weight)
 
 
-def test_stages_have_the_whole_between_them(folder: Path, shape: DecoderShape) -> None:
+def test_stages_have_the_whole_between_them(folder: Path, shape: LlamaConfig) -> None:
     """The last one of a tied model has a copy of the embedding of its own."""
     whole = _read(folder, shape)
     first = _read(folder, shape, Share(num_layers=2))
@@ -144,7 +143,7 @@ def test_stages_have_the_whole_between_them(folder: Path, shape: DecoderShape) -
         _read(folder, shape, Share(first_layer=2, num_layers=2))
 
 
-def test_tensors_in_memory_are_taken_as_from_a_file(folder: Path, shape: DecoderShape) -> None:
+def test_tensors_in_memory_are_taken_as_from_a_file(folder: Path, shape: LlamaConfig) -> None:
     tensors = load_file(folder / "model.safetensors")
     taken = take_weights(tensors, shape, dtype=torch.float32, device=CPU)
     read = _read(folder, shape)
@@ -155,7 +154,7 @@ def test_tensors_in_memory_are_taken_as_from_a_file(folder: Path, shape: Decoder
         take_weights(tensors, shape, dtype=torch.float32, device=CPU)
 
 
-def test_random_weights_fill_everything(shape: DecoderShape) -> None:
+def test_random_weights_fill_everything(shape: LlamaConfig) -> None:
     poisoned = dataclasses.replace(shape, is_tied=False)
     weights = random_weights(poisoned, dtype=torch.float32, device=CPU, seed=1)
     for projection in weights.projections:
@@ -165,7 +164,7 @@ def test_random_weights_fill_everything(shape: DecoderShape) -> None:
     assert torch.equal(weights.projections[-1].weight, again.projections[-1].weight)
 
 
-def test_fp8_matrices_are_the_whole_ones_rounded(folder: Path, shape: DecoderShape) -> None:
+def test_fp8_matrices_are_the_whole_ones_rounded(folder: Path, shape: LlamaConfig) -> None:
     """Each row by its own scale, whether it came from a file or from memory."""
     plain = _read(folder, shape)
     read = read_weights(folder, shape, dtype=torch.float32, device=CPU, weight_dtype="fp8_e4m3")

@@ -15,7 +15,7 @@ import transformers
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
-from engine.models import load as load_module
+from engine.models import loader
 from engine.parallel.memory import RankMemory
 from engine.parallel.messages import Change
 from engine.parallel.model import ParallelModel
@@ -66,7 +66,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def engine(tmp_path: Path, told: list[object], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two shares."""
     save(transformers.LlamaConfig(**_CONFIG), tmp_path, SESSION_SEED)
-    real = load_module.load_parallel
+    real = loader.load_parallel
 
     def load(*args: Any, **fields: Any) -> ParallelModel:
         return real(*args, **fields, program=(sys.executable, "-P", "-c", _CHILD))
@@ -81,7 +81,7 @@ def engine(tmp_path: Path, told: list[object], monkeypatch: pytest.MonkeyPatch) 
             settle=self._settle,
         )
 
-    monkeypatch.setattr(load_module, "load_parallel", load)
+    monkeypatch.setattr(loader, "load_parallel", load)
     monkeypatch.setattr(ParallelModel, "make_memory", make_memory)
     made = load_engine(
         EngineConfig(

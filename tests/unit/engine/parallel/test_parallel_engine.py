@@ -21,10 +21,10 @@ import transformers
 
 from engine.config import EngineConfig
 from engine.decoder.ahead import RowLaunch
-from engine.decoder.shape import read_shape
 from engine.engine import LLMEngine, load_engine
 from engine.errors import LoadError, RankFailed
 from engine.models.interface import DecodeRow
+from engine.models.llama import read_llama_config
 from engine.parallel.ahead import ParallelAhead
 from engine.parallel.messages import Start
 from engine.parallel.model import ParallelModel
@@ -199,7 +199,7 @@ def test_ranks_end_with_a_parent_that_is_killed(folder: Path) -> None:
     config = dataclasses.replace(
         CONFIG, pipeline_parallel=2, dtype="float32", context_window=256, model=str(folder)
     )
-    shape = read_shape(transformers.AutoConfig.from_pretrained(folder))
+    shape = read_llama_config(transformers.AutoConfig.from_pretrained(folder))
     start = msgspec.json.encode(Start(config, str(folder), shape, 1)).decode()
     with subprocess.Popen(
         [sys.executable, "-c", _PARENT, start],

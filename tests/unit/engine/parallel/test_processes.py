@@ -16,8 +16,8 @@ import transformers
 
 from engine.batch import warm_up
 from engine.config import EngineConfig
-from engine.decoder.shape import read_shape
 from engine.errors import LoadError, RankFailed
+from engine.models.llama import read_llama_config
 from engine.parallel.messages import Meet, Met, Start, Step
 from engine.parallel.place import Grid
 from engine.parallel.processes import RankProcesses
@@ -33,7 +33,7 @@ def make() -> Iterator[Make]:
     made: list[RankProcesses] = []
 
     def start(behaviour: str, timeout_s: float = 30.0) -> RankProcesses:
-        shape = read_shape(transformers.LlamaConfig())
+        shape = read_llama_config(transformers.LlamaConfig())
         config = EngineConfig(tensor_parallel=3)
         processes = RankProcesses(
             Grid(3, 1),
@@ -162,7 +162,7 @@ def test_a_rank_that_hears_nothing_is_killed_at_the_end(make: Make) -> None:
 
 def test_what_cannot_be_told_to_a_rank_ends_the_start() -> None:
     """A folder whose name is not UTF-8: no frame holds it."""
-    shape = read_shape(transformers.LlamaConfig())
+    shape = read_llama_config(transformers.LlamaConfig())
     processes = RankProcesses(
         Grid(2, 1),
         [Start(EngineConfig(tensor_parallel=2), "/models/caf\udce9", shape, 1)],

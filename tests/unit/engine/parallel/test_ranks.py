@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from engine.batch import Batch, Span
-from engine.decoder.verify import NUM_TOKENS, verify_logits
 from engine.errors import RankFailed
 from engine.kv.memory import KvMemory
+from engine.models.self_check import NUM_VERIFY_TOKENS, verify_logits
 from engine.parallel.memory import RankMemory, runs
 from engine.parallel.model import ParallelModel
 from engine.parallel.pieces import pieces
@@ -77,7 +77,7 @@ def test_kernels_are_checked_at_all_ranks_together(seed: int) -> None:
     model = Model(CONFIGS["qwen3"](), seed)
     whole = model.whole(model.memory())
     expected = verify_logits(whole.forward, model.shape.vocab_size, model.layout)
-    assert len(expected) == NUM_TOKENS
+    assert len(expected) == NUM_VERIFY_TOKENS
 
     def act(rank: int, ranks: ProcessRanks) -> tuple[torch.Tensor, torch.Tensor]:
         return model.part(ranks, model.memory()).verify(model.layout)

@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 import torch
 
 from engine.batch import Batch, Span
-from engine.decoder.model import kv_layout
-from engine.decoder.shape import read_shape
-from engine.decoder.sources import take_weights
 from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory
-from engine.models.rehearsal import random_instance
+from engine.models.llama import kv_layout, read_llama_config
+from engine.models.self_check import random_instance
+from engine.models.weights import take_weights
 from engine.parallel.place import Grid
 from engine.parallel.process_ranks import ProcessRanks
 from engine.parallel.rank_model import RankModel, share_of
@@ -65,7 +64,7 @@ class Model:
     ) -> None:
         self.config = config
         self.dtype, self.weight_dtype = dtype, weight_dtype
-        self.shape = read_shape(config)
+        self.shape = read_llama_config(config)
         self.tensors = random_instance(config, seed).state_dict()
         self.layout: KvLayout = kv_layout(self.shape, block_size=BLOCK_SIZE, dtype=dtype)
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.models.interface import LoadedModel
-from engine.models.load import load_model
+from engine.models.loader import load_model
 from engine.sampling import pipeline
 from engine.sampling.copies import Mark
 from tests.harness.models import FAMILIES, Tiny, save

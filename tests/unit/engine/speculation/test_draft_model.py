@@ -20,7 +20,7 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.errors import LoadError
-from engine.models import load as model_loading
+from engine.models import loader as model_loader
 from engine.models.interface import Guesses
 from engine.request import Request, Sampling
 from engine.sequence import Key
@@ -319,7 +319,7 @@ def test_draft_models_are_closed_with_the_engine_and_where_it_cannot_be_loaded(
         raise LoadError("the heads of another model")
 
     monkeypatch.setattr(FakeModel, "close", lambda one: closed.append(one))
-    monkeypatch.setattr(model_loading, "load_model", lambda *_, **__: model)
+    monkeypatch.setattr(model_loader, "load_model", lambda *_, **__: model)
     monkeypatch.setattr(loader, "load_proposers", lambda *_: [proposer])
     if failing:
         owner = loader if failing == "load_heads" else LLMEngine

@@ -22,9 +22,9 @@ from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.errors import LoadError
-from engine.models.hugging_face import HuggingFaceModel
 from engine.models.interface import LoadedModel
-from engine.models.load import load_model
+from engine.models.loader import load_model
+from engine.models.transformers_backend import TransformersModel
 from engine.request import Request, Sampling
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.eagle import Eagle3Network, EagleProposer, choose_aux_layers
@@ -478,7 +478,7 @@ def test_a_model_that_does_not_leave_them_costs_guesses_alone(
     config = dataclasses.replace(config, num_blocks=20, speculation=speculation)
     (head,) = load_heads(config, model)
     engine = LLMEngine(config, model, proposers=[head])
-    monkeypatch.setattr(HuggingFaceModel, "layer_inputs", lambda _: {})
+    monkeypatch.setattr(TransformersModel, "layer_inputs", lambda _: {})
     sampling = Sampling(max_tokens=5, ignore_eos=True)
     engine.submit(Request("r", (5, 6, 7, 8), sampling, hasher()))
     token_ids = tokens_of(all_events(engine))
@@ -524,7 +524,7 @@ def pair(
         most = sum(tensor.nbytes for tensor in qwen3.oracle.parameters()) - 20_000
         config = dataclasses.replace(own_config, decoder="auto", weights_device_bytes=most)
         streamed = load_model(config)
-        assert isinstance(streamed, HuggingFaceModel) and streamed.stream is not None
+        assert isinstance(streamed, TransformersModel) and streamed.stream is not None
         yield streamed, qwen3
         streamed.close()
 

@@ -30,18 +30,16 @@ from transformers import AutoModelForCausalLM
 from checkpoints.resolve import resolve
 from engine.batch import Batch, Span
 from engine.config import EngineConfig
-from engine.decoder import model as model_module
-from engine.decoder.decoder import Decoder
-from engine.decoder.model import DecoderModel, kv_layout
-from engine.decoder.shape import read_shape, rope_table
-from engine.decoder.sources import random_weights
 from engine.engine import LLMEngine, load_engine
 from engine.errors import LoadError, PolicyFailed
 from engine.grammar.config import GrammarLimits
 from engine.grammar.service import GrammarService
 from engine.grammar.state import GrammarState
+from engine.models import llama as model_module
 from engine.models.interface import Ends, Guesses, LoadedModel
-from engine.models.load import load_model
+from engine.models.llama import LlamaDecoder, LlamaModel, kv_layout, read_llama_config, rope_table
+from engine.models.loader import load_model
+from engine.models.weights import random_weights
 from engine.outputs import RequestOutput
 from engine.request import ModelInfo, Request, Sampling, State, StopView
 from engine.sequence import Key
@@ -911,10 +909,10 @@ def test_transformers_code_gives_what_its_head_takes(model: LoadedModel, target:
 
 def _own_decoder(info: ModelInfo) -> LoadedModel:
     """Our decoder: paths for trees."""
-    shape = read_shape(FAMILIES["llama"]())
+    shape = read_llama_config(FAMILIES["llama"]())
     device = torch.device("cpu")
-    return DecoderModel(
-        Decoder(
+    return LlamaModel(
+        LlamaDecoder(
             random_weights(shape, dtype=torch.float32, device=device, seed=5),
             rope_table(shape, info.context_window, device),
         ),
