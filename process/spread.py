@@ -23,9 +23,8 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """The spread of at least one duration. A percentile is the smallest of the values that so
-        many in 100 do not exceed.
-        """
+        """Compute the spread of at least one duration, given in seconds. A percentile is the
+        smallest of the values that so many in 100 do not exceed."""
         ordered = sorted(seconds)
 
         def at(share: float) -> float:
