@@ -274,7 +274,8 @@ def follow(output: Output, draws: Draws, num_tokens: int, costs: Costs) -> tuple
 
 
 def validator(schema: Any) -> Any:
-    """Make a validator of a schema with OpenAPI's `nullable`, and ECMA 262's patterns: \\w and \\d are ASCII."""
+    """Make a validator of a schema with OpenAPI's `nullable`, and ECMA 262's patterns: \\w and \\d
+    are ASCII."""
     written = _with_null(_read(json.dumps(schema)))
     made = jsonschema.validators.validator_for(written, jsonschema.Draft202012Validator)
     own = jsonschema.validators.extend(made, {"pattern": _pattern})

@@ -33,12 +33,7 @@ from typing import NoReturn
 
 from kvstore.attachments import AttachmentTable
 from kvstore.block_refs import Block, PackedBlocks
-from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
-from kvstore.exported_blocks import ExportedBlocks, ExportOffer, LeaseUpdate
-from kvstore.links import num_blocks_wanted
-from kvstore.nixl_push import BlockPusher, Frames, PushOutcome, Target
-from kvstore.node_ids import PROBE_HASH
-from kvstore.source import (
+from kvstore.block_source import (
     MatchResult,
     ReadPiece,
     StoreInfo,
@@ -47,6 +42,11 @@ from kvstore.source import (
     own_host_id,
     read_pieces,
 )
+from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
+from kvstore.exported_blocks import ExportedBlocks, ExportOffer, LeaseUpdate
+from kvstore.links import num_blocks_wanted
+from kvstore.nixl_push import BlockPusher, Frames, PushOutcome, Target
+from kvstore.node_ids import PROBE_HASH
 from kvstore.transport.base import CUDA_IPC, DIRECT_TRANSPORTS, BlockMemory
 from kvstore.transport.device import PinnedStaging, Shared
 from kvstore.transport.nixl import region_of
@@ -150,8 +150,8 @@ room."""
 
 
 class BlockLender:
-    """Serves the blocks that a worker lends to its readers: a BlockSource (source.py). `loans` is
-    the truth about what is lent."""
+    """Serves the blocks that a worker lends to its readers: a BlockSource. `loans` is the truth
+    about what is lent."""
 
     def __init__(
         self,

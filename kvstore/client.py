@@ -36,6 +36,7 @@ import numpy as np
 
 from kvstore import links, wire
 from kvstore.block_refs import Block, PackedBlocks
+from kvstore.block_source import MatchResult, StoreInfo, own_host_id
 from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection
 from kvstore.errors import (
     CANCELLED,
@@ -52,7 +53,6 @@ from kvstore.errors import (
 from kvstore.exported_blocks import LeaseUpdate
 from kvstore.links import Rates
 from kvstore.slab import Slab
-from kvstore.source import MatchResult, StoreInfo, own_host_id
 from kvstore.transport.base import (
     CUDA_IPC,
     DIRECT_TRANSPORTS,

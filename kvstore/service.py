@@ -12,8 +12,8 @@ import grpc.aio
 
 from kvstore import status, wire
 from kvstore.block_refs import PackedBlocks, Tier, row, row_of
+from kvstore.block_source import BlockSink, BlockSource, ReservedChain
 from kvstore.block_store import NO_ROOM, Reserved, WrittenFrame
-from kvstore.source import BlockSink, BlockSource, ReservedChain
 from process import rpc
 from process.errors import FailedPrecondition, InvalidArgument
 from process.spans import (

@@ -20,9 +20,9 @@ import numpy as np
 from kvstore import block_hash
 from kvstore.block_hash import CHAIN_HASH_BYTES
 from kvstore.block_refs import Block, PackedBlocks, Tier
+from kvstore.block_source import ChainToReserve, MatchResult, StoreInfo, WorkerInfo
 from kvstore.exported_blocks import LeaseUpdate
 from kvstore.nixl_push import PeerBlocks
-from kvstore.source import ChainToReserve, MatchResult, StoreInfo, WorkerInfo
 from kvstore.transport.device import Shared
 from kvstore.transport.nixl_agent import Region
 from process.errors import InvalidArgument

@@ -28,7 +28,7 @@ from typing import Self
 
 import redis
 
-from baton import key_files
+from baton import api_key_file
 from baton.client import Credentials, SyncClient
 from baton.cluster import plan
 from baton.cluster.config import ClusterConfig
@@ -292,7 +292,7 @@ class LocalCluster:
         if self.config.api_keys:
             api_keys_file = str(folder / "api_keys.toml")
             api_key, key_id, entry = api_keys.new_key("default", is_admin=True, max_priority=100)
-            key_files.add(Path(api_keys_file), key_id, entry)
+            api_key_file.add(Path(api_keys_file), key_id, entry)
         self.secured = Secured(certs, api_keys_file, user, str(password_file) * has_password)
         self.credentials = Credentials(
             certs.tls_of(PeerRole.ADMIN) if certs is not None else None, api_key

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 
 from baton.load.runner import Outcome
 from process.errors import InvalidArgument
-from process.spread import Spread
+from process.latency_summary import LatencySummary
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class Report:
     hit_rate: float | None
     """Share of the prompt tokens of served requests that came from a cache."""
     tokens_per_chunk: float | None
-    ttft: Spread | None
-    tpot: Spread | None
-    itl: Spread | None
-    e2e: Spread | None
-    lag: Spread | None
-    """Spread of how much later than planned requests were sent. Large values mean that the load
+    ttft: LatencySummary | None
+    tpot: LatencySummary | None
+    itl: LatencySummary | None
+    e2e: LatencySummary | None
+    lag: LatencySummary | None
+    """Summary of how much later than planned requests were sent. Large values mean that the load
     generator was the bottleneck."""
     num_good: int
     good_requests_per_s: float
@@ -123,11 +123,11 @@ def report(outcomes: Sequence[Outcome], limits: Limits) -> Report:
         output_tokens_per_s=_rate(num_output, seconds),
         hit_rate=_share(sum(outcome.num_cached_tokens for outcome in served), num_input),
         tokens_per_chunk=_share(num_output, num_chunks),
-        ttft=_spread([o.ttft_s for o in served if o.ttft_s is not None]),
-        tpot=_spread([o.tpot_s for o in served if o.tpot_s is not None]),
-        itl=_spread([gap for o in served for gap in o.gaps_s]),
-        e2e=_spread([o.e2e_s for o in served]),
-        lag=_spread([o.lag_s for o in outcomes]),
+        ttft=_summary([o.ttft_s for o in served if o.ttft_s is not None]),
+        tpot=_summary([o.tpot_s for o in served if o.tpot_s is not None]),
+        itl=_summary([gap for o in served for gap in o.gaps_s]),
+        e2e=_summary([o.e2e_s for o in served]),
+        lag=_summary([o.lag_s for o in outcomes]),
         num_good=num_good,
         good_requests_per_s=_rate(num_good, seconds),
         good_share=_share(num_good, len(outcomes)) or 0.0,
@@ -160,6 +160,6 @@ def _share(num: int, of: int) -> float | None:
     return round(num / of, 4) if of else None
 
 
-def _spread(seconds: Sequence[float]) -> Spread | None:
+def _summary(seconds: Sequence[float]) -> LatencySummary | None:
     """None of no value."""
-    return Spread.of(seconds) if seconds else None
+    return LatencySummary.of(seconds) if seconds else None

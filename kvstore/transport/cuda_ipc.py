@@ -39,9 +39,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
+from kvstore.block_source import StoreInfo
 from kvstore.connection import StoreConnection
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
-from kvstore.source import StoreInfo
 from kvstore.transport.base import (
     CUDA_IPC,
     BlockMemory,

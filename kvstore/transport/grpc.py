@@ -15,9 +15,9 @@ import grpc.aio
 import numpy as np
 
 from kvstore import block_hash, wire
+from kvstore.block_source import StoreInfo
 from kvstore.connection import StoreConnection
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
-from kvstore.source import StoreInfo
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, Transport
 from kvstore.transport.copy_pipeline import IsStopped, Unsettled, raise_if_stopped, run_copy
 from kvstore.transport.device import PinnedStaging

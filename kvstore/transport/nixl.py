@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Sequence
 
 from kvstore import wire
+from kvstore.block_source import StoreInfo
 from kvstore.connection import StoreConnection
 from kvstore.errors import (
     GENERATION,
@@ -24,7 +25,6 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.slab import SlabLayout
-from kvstore.source import StoreInfo
 from kvstore.transport.base import (
     BlockMemory,
     GetItems,

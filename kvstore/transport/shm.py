@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import block_hash
+from kvstore.block_source import StoreInfo
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
 from kvstore.slab import FAULT_AROUND_BYTES, Slab
-from kvstore.source import StoreInfo
 from kvstore.transport.base import (
     BlockMemory,
     Bytes2D,
