@@ -284,7 +284,7 @@ def write_secrets(
 
 
 def _connect() -> tuple[Any, str]:
-    """Returns: the connection, and its namespace, which may be empty."""
+    """Connect to Kubernetes. Returns: the connection, and its namespace, which may be empty."""
     from kubernetes import client
 
     try:
@@ -305,7 +305,7 @@ class _Secrets:
     def renew(
         self, hosts: Sequence[str], days: int, servers: Mapping[str, str], flips: bool
     ) -> list[str]:
-        """As `write_secrets`."""
+        """Make or renew the set in the Secrets, as `write_secrets`."""
         owner = self._owner()
         with tempfile.TemporaryDirectory(prefix="baton-certs-") as name:
             folder = Path(name)

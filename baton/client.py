@@ -57,7 +57,7 @@ _OWN_DEADLINE = "Deadline Exceeded"
 """Part of gRPC's message when the client's own deadline passed and the server sent nothing."""
 
 _GRACE_S = 1.0
-"""How much longer than the request's budget the client waits: the router ends a request at its
+"""Time that the client waits longer than the request's budget: the router ends a request at its
 budget and says where the time went."""
 
 _NO_HANDSHAKE = ("handshake failed", "Socket closed", "erification")
@@ -243,7 +243,10 @@ class Client:
             call.cancel()
 
     async def _call(self, method: Any, request: Any, asked: str, timeout_s: float) -> Any:
-        """One unary call. Args: asked: what the router is asked for, for errors."""
+        """Make one unary call of the router.
+
+        Args: asked: what the router is asked for, for errors.
+        """
         try:
             return await method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:

@@ -265,8 +265,8 @@ class _StoreReader:
         self._key = index.index_key(store.node_id, store.incarnation)
 
     async def read(self) -> Reading:
-        """Raises: Unavailable when the store or Redis does not answer, or the store was
-        restarted."""
+        """Read a store and its index. Raises: Unavailable when the store or Redis does not answer,
+        or the store was restarted."""
         deadline = Deadline.after(self._timeout_s)
         sequence, present = await self._list(deadline)
         async with deadline.timeout(f"reading the index of {self._store.node_id}"):

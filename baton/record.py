@@ -211,7 +211,7 @@ def plain(value: Any) -> Any:
 
 
 def _checked_sample(sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises: KeyError, TypeError, ValueError."""
+    """Check a sample of a record. Raises: KeyError, TypeError, ValueError."""
     for name in ("text", "finish_reason", "stop_string", "stop_token_id", "traces"):
         sample[name]
     return {**sample, "token_ids": [int(token_id) for token_id in sample["token_ids"]]}

@@ -170,7 +170,7 @@ def _set_grammar(
     ebnf: str | None,
     choice: Sequence[str] | None,
 ) -> None:
-    """Raises: InvalidArgument for more than one of them."""
+    """Set the grammar of a request. Raises: InvalidArgument for more than one of them."""
     asked = {"json_schema": json_schema, "regex": regex, "ebnf": ebnf, "choice": choice}
     names = [name for name, value in asked.items() if value is not None]
     if len(names) > 1:
@@ -240,7 +240,8 @@ def _set_tools(
     tools: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any] | None,
 ) -> None:
-    """Raises: InvalidArgument without chat messages: only a chat template uses tools."""
+    """Set the tools of a chat. Raises: InvalidArgument without chat messages: only a chat template
+    uses tools."""
     for name, given in (("tools", tools), ("template_arguments", arguments)):
         if given and request.WhichOneof("prompt") != "chat":
             raise errors.InvalidArgument(f"chat.{name}", "needs chat messages")
@@ -253,7 +254,8 @@ def _set_tools(
 
 @contextlib.contextmanager
 def _refusing(field: str) -> Iterator[None]:
-    """Raises: InvalidArgument naming the field of a value that the protobuf message cannot hold."""
+    """Context in which a value that the protobuf message cannot hold becomes InvalidArgument,
+    naming the field."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, LookupError) as error:

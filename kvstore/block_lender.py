@@ -470,7 +470,7 @@ class BlockLender:
         return held_s, stale
 
     def _hold_s(self, wanted_s: float) -> float:
-        """How long a new hold of a reader lasts; 0: there is no room for one."""
+        """Seconds that a new hold of a reader lasts; 0: there is no room for one."""
         has_room = self.loans.num_pins < self.limits.max_holds
         return min(wanted_s, self.limits.max_hold_s) if has_room else 0.0
 
@@ -584,7 +584,7 @@ class BlockLender:
     # -- inside
 
     def _share(self, host_id: str) -> Shared:
-        """What a reader on the host `host_id` needs to map the memory. Raises:
+        """Get the IPC handle by which a reader on the host `host_id` maps the memory. Raises:
         FailedPrecondition."""
         device = self.memory.device
         if not self._lets_map:
@@ -594,7 +594,7 @@ class BlockLender:
             )
         if not host_id or host_id != own_host_id():
             raise FailedPrecondition(
-                "transport cuda_ipc: this worker is on another host, or a kernel tells none "
+                "transport cuda_ipc: this worker is on another host, or a kernel does not say "
                 "which: its memory cannot be mapped; set direct_transport to nixl or grpc"
             )
         if device is None:
@@ -634,7 +634,8 @@ class BlockLender:
 
 
 async def _until(is_whole: Callable[[], bool], budget_s: float, news: asyncio.Event) -> bool:
-    """Returns: whether it is, when it is or the time is over."""
+    """Wait until `is_whole`, at most `budget_s`; `news` is set whenever it may have changed.
+    Returns: whether it is."""
     try:
         async with asyncio.timeout(budget_s):
             while not is_whole():

@@ -91,7 +91,7 @@ DROP_AT_ONCE = 1000
 _DRAIN_POLL_S = 0.05
 _CLOSE_PEERS_S = 1.0
 _ATTACHING_S = 30.0
-"""How long `stop` waits for memory that is being taken."""
+"""Time that `stop` waits for an attach that is taking memory."""
 
 
 class StoreNode:

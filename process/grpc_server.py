@@ -257,7 +257,7 @@ class CallGate:
     async def _asked(
         self, path: str, requests: Any, context: Any, is_one: bool
     ) -> AsyncIterator[Any]:
-        """What the handler is called with."""
+        """The request that the handler is called with."""
         owner = await self.guard(path, context)
         if not is_one:
             yield requests
@@ -280,7 +280,8 @@ class CallGate:
                 grant.release()
 
     async def _read_within(self, context: Any, grant: MemoryGrant) -> Any:
-        """As `_read`; the grant is taken where it returns, and only there. Raises: NoCapacity."""
+        """Read a message within a grant of memory, as `_read`; the grant is held where this
+        returns, and only there. Raises: NoCapacity."""
         await grant.take()
         try:
             request = await self._read(context, grant.reading())
@@ -369,7 +370,7 @@ class _Server(_server.Server):
     def add_registered_method_handlers(
         self, service_name: str, method_handlers: Mapping[str, Any]
     ) -> None:
-        """Each handler with our deserializer around its own, and behind the gate."""
+        """Each handler with our deserializer around its own, and the gate before it."""
         readers = {True: _reading_many, False: _reading_one}
         tolerant = {
             name: handler._replace(

@@ -161,7 +161,8 @@ class _PasswordFile(CredentialProvider):
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """One `stat` and seldom a read of a small file: not worth a thread."""
+        """The credentials, read as `get_credentials` does: one `stat` and seldom a read of a small
+        file are not worth a thread."""
         return self.get_credentials()
 
 
@@ -223,12 +224,10 @@ class RegistryHeartbeat:
         access: RedisAccess = NO_ACCESS,
         beside: Callable[[Pipeline], Callable[[list[Any]], None]] | None = None,
     ) -> None:
-        """None of these functions may raise.
-
-        Args: entry: makes the JSON to write at each beat. ttl_ms: how long a beat counts.
-            timeout_s: longest wait for Redis. beside: called at each beat: it adds commands of its
-            own to the pipeline and returns what takes their answers.
-        """
+        """Args: entry: makes the JSON to write at each beat. ttl_ms: how long a beat counts.
+        timeout_s: longest wait for Redis. beside: called at each beat: it adds commands of its
+        own to the pipeline and returns what takes their answers. None of these functions may
+        raise."""
         self._redis = connect_redis(redis_url, timeout_s, access)
         self._kind = kind
         self._entry_id = entry_id

@@ -51,7 +51,7 @@ METADATA_OPTIONS = (
 """Channel arguments of gRPC that bound a call's headers."""
 
 CallOver: type[Exception] = cygrpc.ExecuteBatchError
-"""The exception of a write on a call that is over, or that can send nothing behind a write that
+"""The exception of a write on a call that is over, or that can send nothing after a write that
 hangs."""
 
 ABORT_S = 5.0

@@ -221,7 +221,7 @@ def _content(name: str, what: str) -> bytes:
 
 
 def _check_certificate(name: str, content: bytes, role: PeerRole | None) -> None:
-    """Raises: SettingsError for a certificate that is over, or of another role."""
+    """Check that a certificate is valid now and names the role. Raises: SettingsError."""
     from cryptography import x509  # here: a process without TLS does without
 
     certificate = x509.load_pem_x509_certificates(content)[0]

@@ -214,7 +214,7 @@ def decisions_view(
 
 
 def _autoscaler_address(target: RouterTarget) -> str:
-    """Raises: Unavailable where no autoscaler is known."""
+    """The address of the cluster's autoscaler. Raises: Unavailable where none is known."""
     if target.state is None and target.address:
         return target.address
     if target.state is None:

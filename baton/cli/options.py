@@ -173,7 +173,7 @@ def as_argument(name: str, make: Callable[..., Any], *options: Decorator) -> Dec
 
 
 def _add(callback: Callable[..., Any], options: Sequence[Decorator]) -> list[SectionOption]:
-    """Returns: the added options; click keeps the options of a function in an attribute."""
+    """Add options to a function; click keeps these in an attribute. Returns: the added options."""
     num_others = len(callback.__dict__.get("__click_params__", ()))
     for add in reversed(options):
         add(callback)

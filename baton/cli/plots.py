@@ -39,7 +39,7 @@ _WAIT, _STREAM = _COLOURS[PREFILL][0], _COLOURS[DECODE][0]
 _LEAST_LABELLED = 0.07
 """Share of the width: a narrower bar has no room for its name."""
 _MAX_BARS = 2000
-"""Of more requests every n-th is drawn, and the title says so."""
+"""Most requests that are drawn; of more, every n-th is drawn, and the title says so."""
 
 
 def check(option: str, file: Path) -> None:

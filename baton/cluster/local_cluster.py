@@ -63,7 +63,7 @@ _STOP_ORDER = (
 )
 _WORKERS = ("prefill", "decode")
 _RETIRE_S = 15.0
-"""From SIGTERM to SIGKILL of a worker that the autoscaler stops: its streams move first."""
+"""Time from SIGTERM to SIGKILL of a worker that the autoscaler stops: its streams move first."""
 _SCALE_STATES = {State.READY: "ready", State.RETIRING: "leaving"}
 """The names of states in the scale service; other states are "starting"."""
 
@@ -379,8 +379,8 @@ def _make_log_dir(config: ClusterConfig, folder: RunFolder) -> Path:
 
 
 def _check_store_room(config: ClusterConfig, slab_dir: Path) -> None:
-    """Raises: ClusterError where half of the free memory is too little for the stores, and the user
-    chose neither their capacity nor their folder."""
+    """Check that there is memory for the stores. Raises: ClusterError where half of the free memory
+    is too little for them, and the user chose neither their capacity nor their folder."""
     chosen = {override.partition("=")[0].strip() for override in config.overrides}
     if chosen & {"store.capacity_bytes", "store.slab_dir"}:
         return  # the store itself checks that
@@ -411,7 +411,8 @@ def _not_seen(
 
 
 def _check_port_free(port: int) -> None:
-    """Raises: ClusterError when another process listens on 127.0.0.1:port."""
+    """Check that 127.0.0.1:port is free. Raises: ClusterError when another process listens
+    there."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # With this option, as servers set it, a port in TIME_WAIT counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -448,7 +449,8 @@ def find_redis_server() -> Path:
 
 
 def _ping_redis(url: str) -> None:
-    """Raises: ClusterError when no Redis answers at `url`, or `url` is not a Redis URL."""
+    """Check that a Redis answers at `url`. Raises: ClusterError when none does, or `url` is not a
+    Redis URL."""
     try:
         with redis.Redis.from_url(
             url, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S

@@ -543,7 +543,7 @@ class Supervisor:
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
-        """This thread ends by a bug, and the children end with it: fail all waiting callers."""
+        """Fail all waiting callers: this thread ends by a bug, and the children end with it."""
         failure = ClusterError(f"the supervisor of the local cluster ended unexpectedly: {error!r}")
         failure.__cause__ = error
         with self._changed:

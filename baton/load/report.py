@@ -161,5 +161,5 @@ def _share(num: int, of: int) -> float | None:
 
 
 def _summary(seconds: Sequence[float]) -> LatencySummary | None:
-    """None of no value."""
+    """The summary of some durations; None where there is none."""
     return LatencySummary.of(seconds) if seconds else None

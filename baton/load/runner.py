@@ -121,7 +121,7 @@ async def run(
 
 
 class _Run:
-    """What the requests of one load share: the sender, the clock and the progress."""
+    """The state that the requests of one load share: the sender, the clock and the progress."""
 
     def __init__(
         self, sender: Sender, timeout_s: float, num_planned: int, on_progress: OnProgress | None

@@ -139,7 +139,7 @@ class GrpcTransport:
 
 
 class _Received:
-    """What has come of one block. block_id: of the worker, where it goes."""
+    """The part of one block that has come. block_id: of the worker, where it goes."""
 
     __slots__ = ("block_id", "num_bytes", "running")
 
@@ -280,13 +280,13 @@ class StagedTransport:
 
 
 class _Turn:
-    """Who uses one set of rows. One asyncio loop."""
+    """The turns of callers at one set of rows. One asyncio loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def take(self, deadline: Deadline) -> None:
-        """Raises: DeadlineExceeded."""
+        """Wait for the turn. Raises: DeadlineExceeded."""
         async with deadline.timeout("copy: waiting for its turn"):
             await self._lock.acquire()
 
