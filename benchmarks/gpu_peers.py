@@ -120,7 +120,7 @@ def _say(line: dict[str, Any]) -> None:
 @click.option("--device-id", type=int)
 @click.option("--block-bytes", type=int)
 def lender(device_id: int, block_bytes: int) -> None:
-    """Start the process that lends blocks; ends with the body."""
+    """Lend blocks to a reader: the process that LenderProcess starts."""
     entrypoint.die_with_parent()
     uvloop.run(serve(device_id, block_bytes))
 
