@@ -38,33 +38,33 @@ from process.tls import TlsSettings
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 NO_SERVERS: Mapping[str, str] = MappingProxyType({})
 CALL_S = 10.0
-"""Limit of one call to the API server."""
+"""Time limit of one call to Kubernetes' API server."""
 _CA_DAYS = 3650
 _SKEW = datetime.timedelta(minutes=5)
 """Clocks differ, so a certificate is valid from this much before it was made."""
 
 
 class CertsError(BatonError):
-    """The set cannot be made; the message says why."""
+    """A set of certificates cannot be made; the message says why."""
 
 
 @dataclass(frozen=True)
 class CertSet:
-    """The files of a set, in one folder."""
+    """The files of a set of certificates, in one folder."""
 
     folder: Path
 
     @property
     def ca_file(self) -> Path:
-        """The certificate of the CA."""
+        """Path of the CA's certificate."""
         return self.folder / "ca.crt"
 
     def cert_file(self, role: PeerRole) -> Path:
-        """The certificate of a role."""
+        """Path of a role's certificate."""
         return self.folder / f"{role.value}.crt"
 
     def key_file(self, role: PeerRole) -> Path:
-        """The private key of a role."""
+        """Path of a role's private key."""
         return self.folder / f"{role.value}.key"
 
     def tls_of(self, role: PeerRole) -> TlsSettings:
@@ -80,13 +80,12 @@ def write(
     servers: Mapping[str, str] = NO_SERVERS,
     flips: bool = False,
 ) -> CertSet:
-    """Make a set in `folder`, or renew the certificates of the set that is there.
+    """Make a set of certificates in `folder`, or renew those of the set that is there.
 
-    Args:
-        hosts: names and addresses by which clients call the router.
-        days: how long the certificates are valid.
-        servers: host by name of each server without a role that needs a certificate, such as Redis.
-        flips: workers may change their role, so their certificates name both.
+    Args: hosts: names and addresses by which clients call the router. days: how long the
+        certificates are valid. servers: host by name of each server without a role that needs a
+        certificate, such as Redis. flips: workers may change their role, so their certificates name
+        both.
     Raises: CertsError.
     """
     names = {role.value: _names_of_role(role, flips) for role in PeerRole}
@@ -220,23 +219,21 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 @dataclass(frozen=True)
 class SecretsPlace:
-    """The Secrets of a set.
-
-    PREFIX-ca holds the CA with its key, and no pod mounts it. PREFIX-ROLE holds ca.crt, tls.crt and
-    tls.key of a role under the names that cert-manager uses, so that pods take either.
-    """
+    """The Kubernetes Secrets of a set of certificates. PREFIX-ca holds the CA with its key, and no
+    pod mounts it. PREFIX-ROLE holds ca.crt, tls.crt and tls.key of a role under the names that
+    cert-manager uses, so that pods take either."""
 
     prefix: str
     """The first part of the Secrets' names."""
 
     namespace: str = ""
-    """Empty: the namespace of the pod that this runs in."""
+    """Namespace of the Secrets; empty: that of the pod that this runs in."""
 
     owner: str = ""
-    """A ServiceAccount with which Kubernetes removes the Secrets; empty: they stay."""
+    """ServiceAccount with which Kubernetes removes the Secrets; empty: they stay."""
 
     def name(self, of: str) -> str:
-        """The name of a Secret."""
+        """The name of a role's Secret, or of the CA's."""
         return f"{self.prefix}-{of}"
 
 
@@ -250,14 +247,12 @@ def write_secrets(
     api: Any = None,
     namespace_file: Path = NAMESPACE_FILE,
 ) -> list[str]:
-    """Make a set in Secrets, or renew its certificates.
+    """Make a set of certificates in Kubernetes Secrets, or renew its certificates.
 
-    Args:
-        hosts, days, servers, flips: as `write`.
-        api: a `kubernetes.client.CoreV1Api`; None: by the pod's service account, or a kubeconfig.
-        namespace_file: has the namespace where neither `place` nor the connection names one.
-    Returns: the names of the Secrets.
-    Raises: CertsError, one line.
+    Args: hosts, days, servers, flips: as `write`. api: a `kubernetes.client.CoreV1Api`; None: by
+        the pod's service account, or a kubeconfig. namespace_file: has the namespace where neither
+        `place` nor the connection names one.
+    Returns: the names of the Secrets. Raises: CertsError, one line.
     """
     try:
         from kubernetes import client
@@ -289,7 +284,7 @@ def write_secrets(
 
 
 def _connect() -> tuple[Any, str]:
-    """Returns: the connection, and its namespace, which may be empty."""
+    """Connect to Kubernetes. Returns: the connection, and its namespace, which may be empty."""
     from kubernetes import client
 
     try:
@@ -310,7 +305,7 @@ class _Secrets:
     def renew(
         self, hosts: Sequence[str], days: int, servers: Mapping[str, str], flips: bool
     ) -> list[str]:
-        """As `write_secrets`."""
+        """Make or renew the set in the Secrets, as `write_secrets`."""
         owner = self._owner()
         with tempfile.TemporaryDirectory(prefix="baton-certs-") as name:
             folder = Path(name)

@@ -57,7 +57,7 @@ _OWN_DEADLINE = "Deadline Exceeded"
 """Part of gRPC's message when the client's own deadline passed and the server sent nothing."""
 
 _GRACE_S = 1.0
-"""How much longer than the request's budget the client waits: the router ends a request at its
+"""Time that the client waits longer than the request's budget: the router ends a request at its
 budget and says where the time went."""
 
 _NO_HANDSHAKE = ("handshake failed", "Socket closed", "erification")
@@ -69,17 +69,18 @@ _OTHER_PROTOCOL = "http1.x server"
 
 @dataclass(frozen=True)
 class Credentials:
-    """How a client and a router authenticate each other."""
+    """The credentials with which a client and a router authenticate each other."""
 
     tls: TlsSettings | None = None
-    """None: without TLS. Without a `ca_file` the CAs of this machine are trusted."""
+    """TLS files of the client; None: without TLS. Without a `ca_file` the CAs of this machine are
+    trusted."""
 
     api_key: str = field(default="", repr=False)
-    """The key that `baton api-key add` showed; empty: none."""
+    """API key that `baton api-key add` showed; empty: none."""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata of each call."""
+        """The gRPC metadata of each call: the API key."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     def identity(self) -> TlsIdentity | None:
@@ -92,11 +93,11 @@ NO_CREDENTIALS = Credentials()
 
 
 class Client:
-    """A connection to one router. `generate` and `complete` take the options of `build_request`."""
+    """A connection of a client to one router. `generate` and `complete` take the options of
+    `build_request`."""
 
     def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
-        """`address` is "host:port". The first call connects.
-
+        """Args: address: "host:port". The first call connects.
         Raises: SettingsError naming the file of `credentials` that cannot be used.
         """
         self.address = address
@@ -132,7 +133,7 @@ class Client:
     async def send(
         self, request: inference_pb2.GenerateRequest, *, traceparent: str = ""
     ) -> AsyncGenerator[Chunk, None]:
-        """As `generate`, for a request that is built already."""
+        """Stream the generation of a request that is built already, as `generate`."""
         ended = False
         async with contextlib.aclosing(self._stream(request, traceparent)) as replies:
             async for reply in replies:
@@ -143,22 +144,20 @@ class Client:
             raise errors.Internal("the stream ended without its last message; see the router's log")
 
     async def complete(self, /, prompt: Prompt, **options: Any) -> Completion:
-        """A whole generation of one sample. Raises: as `generate`."""
+        """Generate one sample and return it whole. Raises: as `generate`."""
         if options.get("n", 1) > 1:
             raise errors.InvalidArgument("sampling.n", "complete_samples gives all samples")
         (completion,) = await self.complete_samples(prompt, **options)
         return completion
 
     async def complete_samples(self, /, prompt: Prompt, **options: Any) -> list[Completion]:
-        """A whole generation: its samples in their order, of a beam search the best first. Raises:
-        as `generate`."""
+        """Generate all samples of a request and return them whole, in their order, of a beam search
+        the best first. Raises: as `generate`."""
         return completions_from([chunk async for chunk in self.generate(prompt, **options)])
 
     async def embed(self, /, prompt: Prompt, **options: Any) -> Embedding:
-        """The embedding of a prompt. Takes the options of `build_embed_request`.
-
-        Raises: a `baton.errors.BatonError`.
-        """
+        """Compute the embedding of a prompt. Takes the options of `build_embed_request`. Raises: a
+        `baton.errors.BatonError`."""
         request = build_embed_request(prompt, **options)
         replies = [reply async for reply in self._stream(request)]
         if len(replies) != 1:
@@ -166,7 +165,7 @@ class Client:
         return embedding_from(replies[0])
 
     async def models(self, timeout_s: float = _STATUS_TIMEOUT_S) -> list[inference_pb2.ModelInfo]:
-        """The models that the cluster serves."""
+        """Ask for the models that the cluster serves."""
         request = inference_pb2.ListModelsRequest()
         reply = await self._call(self._stub.ListModels, request, "its models", timeout_s)
         return list(reply.models)
@@ -176,7 +175,7 @@ class Client:
         timeout_s: float = _STATUS_TIMEOUT_S,
         request: inference_pb2.GetClusterStatusRequest | None = None,
     ) -> inference_pb2.GetClusterStatusReply:
-        """What the router knows of its workers and stores. `request` may ask for more."""
+        """Ask the router for the state of its workers and stores. `request` may ask for more."""
         request = request or inference_pb2.GetClusterStatusRequest()
         reply: inference_pb2.GetClusterStatusReply = await self._call(
             self._stub.GetClusterStatus, request, "its status", timeout_s
@@ -193,10 +192,8 @@ class Client:
     async def explain(
         self, request_id: str = "", tenant: str = "", timeout_s: float = _STATUS_TIMEOUT_S
     ) -> inference_pb2.ExplainReply:
-        """Why the router sent a request (empty: the latest one) to its workers.
-
-        Raises: NotFound when the router does not know the request, or not any more.
-        """
+        """Ask why the router sent a request (empty: the latest one) to its workers. Raises:
+        NotFound when the router does not know the request, or not any more."""
         request = inference_pb2.ExplainRequest(request_id=request_id, tenant=tenant)
         reply: inference_pb2.ExplainReply = await self._call(
             self._stub.Explain, request, "why it chose its workers", timeout_s
@@ -246,7 +243,10 @@ class Client:
             call.cancel()
 
     async def _call(self, method: Any, request: Any, asked: str, timeout_s: float) -> Any:
-        """One unary call. Args: asked: what the router is asked for, for errors."""
+        """Make one unary call of the router.
+
+        Args: asked: what the router is asked for, for errors.
+        """
         try:
             return await method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
@@ -291,7 +291,7 @@ class Client:
 
 
 def collect_chunks(chunks: Iterable[Chunk]) -> Completion:
-    """All chunks of a generation of one sample as one value. Raises: Internal when the last one is
+    """Join all chunks of a generation of one sample. Raises: Internal when the last one is
     missing."""
     (completion,) = completions_from(chunks)
     return completion
@@ -310,7 +310,8 @@ def _blocking(
 
 
 class SyncClient:
-    """`Client` without asyncio: its event loop runs in a thread of its own until `close`."""
+    """A client of a router without asyncio: its event loop runs in a thread of its own until
+    `close`. Its methods are those of `Client`."""
 
     def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         self.address = address
@@ -332,7 +333,7 @@ class SyncClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection and end the thread. Idempotent."""
+        """Close the connection and end the thread. A second call does nothing."""
         if self._loop.is_closed():
             return
         self._run(_end(self._client))
@@ -344,13 +345,14 @@ class SyncClient:
         self._loop.close()
 
     def generate(self, prompt: Prompt, **options: Any) -> Generator[Chunk, None, None]:
-        """As `Client.generate`. Closing the generator early cancels the request."""
+        """Stream a generation, as `Client.generate`. Closing the generator early cancels the
+        request."""
         return self._steps(self._client.generate(prompt, **options))
 
     def send(
         self, request: inference_pb2.GenerateRequest, *, traceparent: str = ""
     ) -> Generator[Chunk, None, None]:
-        """As `Client.send`."""
+        """Stream the generation of a request that is built already, as `Client.send`."""
         return self._steps(self._client.send(request, traceparent=traceparent))
 
     complete = _blocking(Client.complete)

@@ -42,7 +42,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Reading:
-    """One reading of a store and its index."""
+    """One reading of a store and its index, taken for a comparison."""
 
     present: frozenset[bytes]
     """Chain hashes that the store holds."""
@@ -56,30 +56,32 @@ class Reading:
 
 @dataclass(frozen=True)
 class StoreAudit:
-    """The result of one store. Counts are of chain hashes."""
+    """The comparison of one store with its index. Counts are of chain hashes."""
 
     node_id: str
     address: str
     incarnation: str
-    """Hex."""
+    """Incarnation of the store, in hex."""
     num_present: int = 0
     num_indexed: int = 0
     num_right: int = 0
-    """Present and indexed, in the second reading."""
+    """Blocks that are present and indexed, in the second reading."""
     num_missing: int = 0
-    """Drifted: present and not indexed, so no router finds them."""
+    """Blocks that are present and not indexed (drifted), so no router finds them."""
     num_false: int = 0
-    """Drifted: indexed and not present, so a worker that asks for them misses."""
+    """Blocks that are indexed and not present (drifted), so a worker that asks for them misses."""
     num_in_flight: int = 0
     """Differences in one reading only, or any of an unsettled store."""
     sequence_lag: int = 0
     """Batches of changes that Redis lacked in the first reading."""
     staleness_s: float | None = 0.0
-    """How long it then took until Redis had all of them; None: longer than the limit."""
+    """Time from the first reading until Redis had all changes that the store had sent by then;
+    None: longer than the limit."""
     num_earlier_indexes: int = 0
     """Indexes in Redis of earlier starts of this store. No router reads them, and they expire."""
     is_void: bool = False
-    """The store has no heartbeat, so no router reads its index: there is nothing to compare."""
+    """Whether the store has no heartbeat, so that no router reads its index: there is nothing to
+    compare."""
     problem: str = ""
     """Why the store was not compared; empty: it was."""
 
@@ -104,12 +106,12 @@ class StoreAudit:
 
 @dataclass(frozen=True)
 class StoreHistory:
-    """What one store remembers of its blocks."""
+    """The history that one store keeps of its blocks."""
 
     node_id: str
     blocks: Sequence[kvstore_pb2.BlockHistory] = ()
     problem: str = ""
-    """Why there is no history; empty: there is."""
+    """Why the store gave no history; empty: it did."""
 
 
 def compare(
@@ -175,8 +177,8 @@ async def block_histories(
     dial: Dialer = rpc.PLAIN,
     access: RedisAccess = registry.NO_ACCESS,
 ) -> list[StoreHistory]:
-    """What each registered store remembers of blocks whose chain hash begins with `prefix`, by node
-    id.
+    """Ask each registered store for the history of blocks whose chain hash begins with `prefix`.
+    Returns: one answer for each store, by node id.
 
     Args: max_blocks: limit for each store. timeout_s: limit for one store.
     Raises: Unavailable when Redis does not answer.
@@ -263,8 +265,8 @@ class _StoreReader:
         self._key = index.index_key(store.node_id, store.incarnation)
 
     async def read(self) -> Reading:
-        """Raises: Unavailable when the store or Redis does not answer, or the store was
-        restarted."""
+        """Read a store and its index. Raises: Unavailable when the store or Redis does not answer,
+        or the store was restarted."""
         deadline = Deadline.after(self._timeout_s)
         sequence, present = await self._list(deadline)
         async with deadline.timeout(f"reading the index of {self._store.node_id}"):
@@ -359,5 +361,6 @@ class _StoreReader:
 
 
 def found_fault(audits: Sequence[StoreAudit]) -> bool:
-    """Whether an index has drifted, or a store that has a heartbeat could not be compared."""
+    """Whether an audit found a fault: an index has drifted, or a store that has a heartbeat could
+    not be compared."""
     return any(one.has_drifted or (one.problem and not one.is_void) for one in audits)

@@ -35,12 +35,12 @@ class TierCount:
     """Prompt tokens that a worker read from one tier of a store, or from another worker's cache."""
 
     tier: str
-    """device, host, file or object."""
+    """Tier that the tokens were read from: device, host, file or object."""
     node_id: str
     num_tokens: int
     num_bytes: int
     transport: str = ""
-    """The transport that read them."""
+    """Transport that read them."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TransportCount:
 
 @dataclass(frozen=True)
 class KvLeg:
-    """Where the KV of the prompt came from at one worker."""
+    """The source of the KV of a prompt at one worker."""
 
     role: str
     worker_id: str
@@ -72,20 +72,20 @@ class KvLeg:
     not_stored: Mapping[str, int] = field(default_factory=dict)
     """Blocks that this worker should have stored and could not, by reason."""
     num_tokens_early: int = 0
-    """Those of `from_store` that were read while prefill still ran."""
+    """Tokens of `from_store` that were read while prefill still ran."""
     num_blocks_written_back: int = 0
-    """Full blocks of the answer that were stored for later requests."""
+    """Full blocks of the answer that this worker stored for later requests."""
     handover: str = ""
-    """Of a prefill worker: the path of its KV to decode, store or direct."""
+    """Path of the KV from a prefill worker to decode: store or direct."""
     num_tokens_direct: int = 0
-    """Those of `from_store` that were read from the prefill worker's own cache."""
+    """Tokens of `from_store` that were read from the prefill worker's own cache."""
     num_blocks_behind: int = 0
     """Blocks of a direct handover that were not in the store yet when the handle was sent."""
     ended_by: str = ""
     """Why the answer continued at another worker: "moved" (this worker drained) or "worker_lost"
-    (then the numbers are 0 if the worker sent no account). Empty: it did not."""
+    (then the numbers are 0 if the worker sent no account). Empty: it did not continue elsewhere."""
     transports: tuple[TransportCount, ...] = ()
-    """The bytes by transport, sorted."""
+    """Bytes that this worker moved, by transport, sorted."""
 
     @property
     def num_tokens_from_store(self) -> int:
@@ -94,7 +94,7 @@ class KvLeg:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the KV of a request's prompt came from, with a leg for each worker."""
+    """The source of the KV of a request's prompt, with a leg for each worker."""
 
     model: str
     model_fingerprint: str
@@ -116,12 +116,13 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """(token id, logprob) of the most likely tokens, the most likely first."""
+    """The most likely tokens as (token id, logprob), the most likely first."""
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """How one token was sampled. The fields are those of `StepTrace` in protos/common.proto."""
+    """The account of how one token was sampled. The fields are those of `StepTrace` in
+    protos/common.proto."""
 
     position: int
     token_id: int
@@ -136,17 +137,19 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a sample."""
+    """The end of a sample: why it ended, and with it what is known of the request."""
 
     finish_reason: str
-    """eos, stop_token, stop_string, length, cancelled, grammar, policy or tool_call."""
+    """Why the sample ended: eos, stop_token, stop_string, length, cancelled, grammar, policy or
+    tool_call."""
     usage: Usage
     provenance: Provenance | None
     """Provenance of the whole request; None while other samples continue."""
     times: Mapping[str, float]
-    """Seconds by stage, in the order of the stages; only together with `provenance`."""
+    """Time of the request in seconds, by stage, in the order of the stages; only together with
+    `provenance`."""
     seed: int
-    """The same request with this seed gives the same tokens again."""
+    """Seed of the request: the same request with it gives the same tokens again."""
     stop_token_id: int | None = None
     stop_string: str = ""
     score: float | None = None
@@ -160,27 +163,27 @@ class End:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One message of an answer."""
+    """One message of an answer: the next tokens and text of a sample."""
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
     end: End | None = None
-    """Set on the last chunk of a sample only."""
+    """The end of the sample; set on its last chunk only."""
     sample_index: int = 0
     """The index of the sample within the request."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token, if asked for."""
+    """Log probabilities of each token, if asked for."""
     traces: tuple[StepTrace, ...] = ()
-    """One for each token, if asked for."""
+    """Account of how each token was sampled, if asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of the next prompt tokens, if asked for, in chunks without text; NaN for the
-    first token of the prompt."""
+    """Log probabilities of each of the next prompt tokens, if asked for, in chunks without text;
+    NaN for the first token of the prompt."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole sample of a generation. Provenance and times are those of the request."""
+    """One whole sample of a generation. Provenance and times are those of the request."""
 
     request_id: str
     text: str
@@ -197,7 +200,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     traces: tuple[StepTrace, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each prompt token, if asked for, with sample 0; NaN for the first."""
+    """Log probabilities of each prompt token, if asked for, with sample 0; NaN for the first."""
     prompt_token_ids: tuple[int, ...] = ()
     """The prompt as token ids; only where `trace` was asked for."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -211,15 +214,16 @@ class Embedding:
 
     request_id: str
     values: tuple[float, ...]
-    """Normalized to the length 1."""
+    """The components of the embedding, normalized to the length 1."""
     usage: Usage
     provenance: Provenance
     times: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by stage."""
+    """Time of the request in seconds, by stage."""
 
 
 def embedding_from(reply: inference_pb2.GenerateResponse) -> Embedding:
-    """The embedding of the only message of an answer. Raises: Internal when it holds none."""
+    """Convert the only message of an answer to its embedding. Raises: Internal when it holds
+    none."""
     if not reply.embedding:
         raise errors.Internal("the router's answer holds no embedding; see its log")
     return Embedding(
@@ -232,7 +236,7 @@ def embedding_from(reply: inference_pb2.GenerateResponse) -> Embedding:
 
 
 def chunk_from(reply: inference_pb2.GenerateResponse) -> Chunk:
-    """A message of an answer as a `Chunk`."""
+    """Convert a message of an answer to a `Chunk`."""
     end = None
     if reply.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
         end = End(
@@ -262,10 +266,8 @@ def chunk_from(reply: inference_pb2.GenerateResponse) -> Chunk:
 
 
 def completions_from(chunks: Iterable[Chunk]) -> list[Completion]:
-    """All chunks of one generation as one value for each sample, in their order.
-
-    Raises: Internal when an end is missing.
-    """
+    """Join all chunks of one generation: a `Completion` for each sample, in their order. Raises:
+    Internal when an end is missing."""
     parts: dict[int, list[Chunk]] = {}
     account: End | None = None
     for chunk in chunks:
@@ -324,7 +326,7 @@ def _pairs(top: Iterable[common_pb2.TokenLogprob]) -> tuple[tuple[int, float], .
 
 
 def provenance_from(message: common_pb2.Provenance) -> Provenance:
-    """A provenance message as a value."""
+    """Convert a provenance message to a `Provenance`."""
     return _copied(Provenance, message, legs=tuple(_leg(leg) for leg in message.legs))
 
 

@@ -41,7 +41,7 @@ _OF_ONE_RUN = ("request_id", "budget_ms")
 
 @dataclass(frozen=True)
 class Record:
-    """A request and its samples."""
+    """A recorded request and its samples, which `baton replay` runs again."""
 
     model: str
     model_fingerprint: str
@@ -63,7 +63,7 @@ class Difference:
 
 
 def record_of(request: inference_pb2.GenerateRequest, completions: Sequence[Completion]) -> Record:
-    """The record of a run that had `sampling.trace`."""
+    """Make the record of a run that had `sampling.trace`."""
     first = completions[0]
     asked = inference_pb2.GenerateRequest()
     asked.CopyFrom(request)
@@ -84,8 +84,8 @@ def record_of(request: inference_pb2.GenerateRequest, completions: Sequence[Comp
 def request_of(
     record: Record, *, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> inference_pb2.GenerateRequest:
-    """The recorded request, with the defaults of then filled in, so that it must give the same
-    tokens again.
+    """Make the recorded request again, with the defaults of then filled in, so that it must give
+    the same tokens.
 
     Raises: InvalidArgument where the record holds no valid request.
     """
@@ -102,14 +102,14 @@ def request_of(
 
 
 def write(record: Record, file: Path) -> None:
-    """Write the record as one JSON object. Raises: OSError."""
+    """Write a record into a file as one JSON object. Raises: OSError."""
     value = {"schema": SCHEMA, "version": VERSION, **dataclasses.asdict(record)}
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     replace_file(file, text + "\n", mode=0o666)
 
 
 def read(file: Path) -> Record:
-    """Read a record. Raises: InvalidArgument for a damaged one; OSError."""
+    """Read a record from a file. Raises: InvalidArgument for a damaged one; OSError."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -136,7 +136,7 @@ def read(file: Path) -> Record:
 
 
 def difference(record: Record, completions: Sequence[Completion]) -> Difference | None:
-    """The first difference of a second run from the record; None: they are equal."""
+    """Find the first difference of a second run from a record; None: they are equal."""
     first = completions[0]
     if first.provenance.model_fingerprint != record.model_fingerprint:
         return Difference(
@@ -201,7 +201,8 @@ def _sample(completion: Completion) -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """As JSON values; a NaN or infinite logprob (of a forced token) becomes null."""
+    """Convert a value to JSON values; a NaN or infinite logprob (of a forced token) becomes
+    null."""
     if isinstance(value, Mapping):
         return {name: plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -210,7 +211,7 @@ def plain(value: Any) -> Any:
 
 
 def _checked_sample(sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises: KeyError, TypeError, ValueError."""
+    """Check a sample of a record. Raises: KeyError, TypeError, ValueError."""
     for name in ("text", "finish_reason", "stop_string", "stop_token_id", "traces"):
         sample[name]
     return {**sample, "token_ids": [int(token_id) for token_id in sample["token_ids"]]}

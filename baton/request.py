@@ -15,13 +15,12 @@ from baton import errors
 from protos import common_pb2, inference_pb2
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Text, token ids, or chat messages ({"role": ..., "content": ...}) with tool calls and their
-results in the format of OpenAI.
-"""
+"""A prompt: text, token ids, or chat messages ({"role": ..., "content": ...}) with tool calls and
+their results in the format of OpenAI."""
 
 DEFAULT_TIMEOUT_S = 300.0
-"""Limit of a whole generation. The bundled model fills its context window on one core in a tenth of
-it."""
+"""Time limit of a whole generation. The bundled model fills its context window on one core in a
+tenth of it."""
 
 
 def build_request(
@@ -67,12 +66,10 @@ def build_request(
     tenant: str = "",
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> inference_pb2.GenerateRequest:
-    """The GenerateRequest of one request. The arguments are the fields of `SamplingParams` in
+    """Build the GenerateRequest of one request. The arguments are the fields of `SamplingParams` in
     protos/common.proto and of `GenerateRequest` in protos/inference.proto.
 
-    Args:
-        bad_words: each is a text or its token ids.
-        json_schema: the schema as text or as a value.
+    Args: bad_words: each is a text or its token ids. json_schema: the schema as text or as a value.
         tools: the tools of a chat in the format of OpenAI; the model's calls arrive as text.
         template_arguments: further variables of the chat template.
     Raises: InvalidArgument for a value that the protobuf message cannot hold.
@@ -136,7 +133,7 @@ def build_embed_request(
     tenant: str = "",
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> inference_pb2.GenerateRequest:
-    """A request for a prompt's embedding. Raises: InvalidArgument as `build_request`."""
+    """Build a request for a prompt's embedding. Raises: InvalidArgument as `build_request`."""
     request = _base_request(
         model=model,
         request_id=request_id,
@@ -173,7 +170,7 @@ def _set_grammar(
     ebnf: str | None,
     choice: Sequence[str] | None,
 ) -> None:
-    """Raises: InvalidArgument for more than one of them."""
+    """Set the grammar of a request. Raises: InvalidArgument for more than one of them."""
     asked = {"json_schema": json_schema, "regex": regex, "ebnf": ebnf, "choice": choice}
     names = [name for name, value in asked.items() if value is not None]
     if len(names) > 1:
@@ -243,7 +240,8 @@ def _set_tools(
     tools: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any] | None,
 ) -> None:
-    """Raises: InvalidArgument without chat messages: only a chat template uses tools."""
+    """Set the tools of a chat. Raises: InvalidArgument without chat messages: only a chat template
+    uses tools."""
     for name, given in (("tools", tools), ("template_arguments", arguments)):
         if given and request.WhichOneof("prompt") != "chat":
             raise errors.InvalidArgument(f"chat.{name}", "needs chat messages")
@@ -256,7 +254,8 @@ def _set_tools(
 
 @contextlib.contextmanager
 def _refusing(field: str) -> Iterator[None]:
-    """Raises: InvalidArgument naming the field of a value that the protobuf message cannot hold."""
+    """Context in which a value that the protobuf message cannot hold becomes InvalidArgument,
+    naming the field."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, LookupError) as error:

@@ -33,16 +33,16 @@ KV_DTYPES = (
     *(("fp8_e4m3", "tensor"), ("fp8_e4m3", "block"), ("fp8_e4m3", "token_head")),
     *(("int8", "tensor"), ("int8", "block"), ("int8", "token_head")),
 )
-"""(dtype, what has a scale of its own)."""
+"""KV cache formats that are compared: (dtype, what has a scale of its own)."""
 WEIGHTS = (
     *(("float32", "auto"), ("bfloat16", "auto")),
     *(("float32", "fp8_e4m3"), ("bfloat16", "fp8_e4m3")),
 )
-"""(computed in, weights)."""
+"""Weight formats that are compared: (dtype of the products, format of the weights)."""
 
 
 def windows(path: Path, count: int, num_tokens: int) -> list[list[int]]:
-    """Held-out documents, one after the other, cut into windows."""
+    """Join held-out documents and cut them into windows of tokens."""
     tokenizer = Tokenizer.load(path)
     ids: list[int] = []
     for document in corpus.documents(corpus.HELD_OUT, 10**9):
@@ -53,7 +53,7 @@ def windows(path: Path, count: int, num_tokens: int) -> list[list[int]]:
 
 
 def all_logits(model: LoadedModel, token_ids: list[int], memory: KvMemory) -> torch.Tensor:
-    """[T, V] float32 on the CPU: every position's, in one prompt."""
+    """Compute the logits of every position of a prompt: [T, V] float32 on the CPU."""
     blocks = tuple(range(model.layout.num_blocks_for(len(token_ids))))
     for block_id in blocks:
         memory.clear(block_id)
@@ -65,10 +65,9 @@ def all_logits(model: LoadedModel, token_ids: list[int], memory: KvMemory) -> to
 def drift(
     model: LoadedModel, texts: Iterable[list[int]], exact: list[torch.Tensor], num_tokens: int
 ) -> dict[str, float]:
-    """Run all texts, each on its own.
+    """Run all texts through a model, each on its own, and compare its logits with the exact ones.
 
-    Args:
-        exact: the first way's logits of each text; an empty list is filled with this model's.
+    Args: exact: the first way's logits of each text; an empty list is filled with this model's.
         num_tokens: most of a text.
     """
     memory = KvMemory(model.layout, model.layout.num_blocks_for(num_tokens), model.info.device)

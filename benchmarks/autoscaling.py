@@ -45,20 +45,21 @@ from services.autoscaler.simulator import Cluster
 # -- rules: observations in, wishes out, every 5 s; each keeps its own history
 
 Wish = tuple[ByRole[int], tuple[Flip, ...]]
-"""What is wanted, and the flips that lead there."""
+"""A rule's decision: how many workers it wants of each role, and the role changes that lead
+there."""
 
 
 class Rule(Protocol):
-    """A way to decide, every 5 s."""
+    """The interface of a rule that decides how many workers there shall be, every 5 s."""
 
     name: str
 
     def decide(self, seen: Observations) -> Wish:
-        """One look."""
+        """Decide how many workers there shall be, by what was observed."""
 
 
 class OurPlan:
-    """The very function that the autoscaler runs."""
+    """The rule of Baton's autoscaler: the very function that it runs."""
 
     name = "baton"
 
@@ -67,6 +68,7 @@ class OurPlan:
         self._state = PlanState()
 
     def decide(self, seen: Observations) -> Wish:
+        """Decide by `services.autoscaler`'s plan."""
         settings = self._settings
         decision, self._state = plan(
             seen,
@@ -80,11 +82,14 @@ class OurPlan:
 
 
 class RatioLaw:
-    """llm-d's SLO-aware law, as published: each pool by itself, by how near the latencies' P90 is
-    to its target; here with the pool's own latency (prefill: first token; decode: between tokens),
-    evaluated every 15 s, with what Kubernetes' own autoscaler adds by default (the highest wish of
-    the last 300 s counts on the way down; at most twice as many or 4 more on the way up). It knows
-    no budget of both pools: where it meets more targets than ours, look at the devices it took."""
+    """The SLO-aware rule of llm-d, as published: each pool by itself, by how near the latencies'
+    P90 is to its target; here with the pool's own latency (prefill: first token; decode: between
+    tokens), evaluated every 15 s, with what Kubernetes' own autoscaler adds by default (the highest
+    wish of the last 300 s counts on the way down; at most twice as many or 4 more on the way up).
+
+    It knows no budget of both pools: where it meets more targets than ours, look at the devices it
+    took.
+    """
 
     name = "llm-d law"
 
@@ -98,6 +103,7 @@ class RatioLaw:
         self._decided_s = -math.inf
 
     def decide(self, seen: Observations) -> Wish:
+        """Decide by the ratio of latency to target, pool by pool."""
         before = seen.pools.map(lambda _, pool: pool.wanted)
         for role in Role:
             self._ratios[role].append((seen.now_s, self._ratio(role, seen)))
@@ -137,9 +143,12 @@ class RatioLaw:
 class LoadMode:
     """The load mode of Dynamo's planner, as published: every 5 s one worker more when all workers
     of a pool are estimated to miss the target, one fewer when the rest could take over at 80 % of
-    it; then both pools are cut in proportion to fit the budget. It acts on a pool only while none
-    of its workers is starting or leaving: else it would add one every 5 s of the minute that a
-    worker takes to start. Its regression is given: it knows the machines."""
+    it; then both pools are cut in proportion to fit the budget.
+
+    It acts on a pool only while none of its workers is starting or leaving: else it would add one
+    every 5 s of the minute that a worker takes to start. Its regression is given: it knows the
+    machines.
+    """
 
     name = "Dynamo load mode"
 
@@ -151,6 +160,7 @@ class LoadMode:
         self._own_tokens = float(settings.priors.num_prompt_tokens)
 
     def decide(self, seen: Observations) -> Wish:
+        """Decide by the estimated latency of each pool's workers."""
         traffic = seen.traffic
         if traffic is not None and traffic.num_finished:
             mean = (traffic.num_prompt_tokens - traffic.num_cached_tokens) / traffic.num_finished
@@ -215,7 +225,8 @@ BIN_S = 30.0
 MACHINES = Machines(
     token_s=1 / 25_000, step_s=0.0066, stream_s=0.00028, max_streams=128, stream_blocks=100
 )
-"""About an 8B model on one large GPU; a step of 128 streams takes 42 ms."""
+"""Speeds of the modelled workers: about an 8B model on one large GPU; a step of 128 streams takes
+42 ms."""
 
 SETTINGS = PlanSettings(
     targets=Targets(ttft_s=1.0, tpot_s=0.05),
@@ -223,12 +234,14 @@ SETTINGS = PlanSettings(
     pace=Pace(),
     priors=Priors(max_num_running=128),
 )
-"""Priors are the defaults: the plan finds out itself what the machines are."""
+"""Settings of the plan. Its priors are the defaults: the plan finds out itself what the machines
+are."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Rates as `baton bench` reads them, and lengths by phase: (until, prompt, output)."""
+    """A modelled load: rates as `baton bench` reads them, and lengths by phase: (until, prompt,
+    output)."""
 
     name: str
     rates: str
@@ -257,7 +270,7 @@ LOADS = (
 
 @dataclass
 class SimulatedRun:
-    """One load under one rule."""
+    """The outcome of one load under one rule."""
 
     rule: str
     requests: list[Request]
@@ -268,7 +281,7 @@ class SimulatedRun:
 
 
 def requests_of(load: Load, seed: int) -> list[Request]:
-    """The load, drawn; lengths are exponential around their means."""
+    """Draw the requests of a load; lengths are exponential around their means."""
     rng = random.Random(f"{load.name} {seed}")
     times = workload.arrival_times(
         workload.parse_rates(load.rates), num_requests=None, burstiness=load.burstiness, seed=seed
@@ -282,7 +295,7 @@ def requests_of(load: Load, seed: int) -> list[Request]:
 
 
 def simulate(rule: Rule, requests: Sequence[Request], seconds: float) -> SimulatedRun:
-    """All of it, and 2 minutes for what is still running then."""
+    """Simulate a load under a rule, and 2 minutes more for the requests that still run then."""
     run = SimulatedRun(rule.name, [replace(request) for request in requests])
     cluster, queue = Cluster(MACHINES, ByRole(1, 1)), iter(run.requests)
     request = next(queue, None)
@@ -306,7 +319,7 @@ def simulate(rule: Rule, requests: Sequence[Request], seconds: float) -> Simulat
 
 
 def is_met(request: Request) -> bool:
-    """Both targets."""
+    """Whether a request met both targets."""
     ttft_s, tpot_s, targets = request.ttft_s, request.tpot_s, SETTINGS.targets
     return (
         ttft_s is not None
@@ -317,7 +330,7 @@ def is_met(request: Request) -> bool:
 
 
 def by_bin(requests: Sequence[Request], seconds: float) -> list[list[Request]]:
-    """By arrival, BIN_S each."""
+    """Group requests by the time of their arrival, BIN_S each."""
     bins: list[list[Request]] = [[] for _ in range(int(seconds / BIN_S) + 1)]
     for request in requests:
         bins[min(len(bins) - 1, int(request.at_s / BIN_S))].append(request)
@@ -325,7 +338,7 @@ def by_bin(requests: Sequence[Request], seconds: float) -> list[list[Request]]:
 
 
 def simulated_summary(run: SimulatedRun, seconds: float) -> dict[str, Any]:
-    """One row."""
+    """The row of one run in the result's table."""
     took = sum(
         n * EVERY_S for at_s, n in zip(run.at_s, run.devices, strict=True) if at_s <= seconds
     )
@@ -392,7 +405,8 @@ _WINDOW_S = 2.0
 
 @dataclass(frozen=True)
 class PoolSize:
-    """Workers of one role at one moment: that the autoscaler has asked for, and that serve."""
+    """Numbers of workers of one role at one moment: those that the autoscaler has asked for, and
+    those that serve."""
 
     num_wanted: int
     num_ready: int
@@ -400,7 +414,7 @@ class PoolSize:
 
 @dataclass(frozen=True)
 class Moment:
-    """All pools at `at_s` seconds since the load began; below 0 before it."""
+    """The sizes of all pools at `at_s` seconds since the load began; below 0 before it."""
 
     at_s: float
     pools: dict[PoolRole, PoolSize]
@@ -408,25 +422,27 @@ class Moment:
 
 @dataclass(frozen=True)
 class Course:
-    """The pools while a load ran, in the order of time."""
+    """The sizes of the pools while a load ran, in the order of time."""
 
     moments: tuple[Moment, ...]
 
     def most_ready(self, role: PoolRole) -> int:
-        """Most workers that served at once."""
+        """The most workers of a role that served at once."""
         return max(moment.pools[role].num_ready for moment in self.moments)
 
     def last_wanted(self, role: PoolRole) -> int:
-        """How many the autoscaler asked for in the end."""
+        """The number of workers of a role that the autoscaler asked for in the end."""
         return self.moments[-1].pools[role].num_wanted
 
     def num_turns(self, role: PoolRole) -> int:
-        """How often more were asked for after fewer, or fewer after more. A load that comes and
-        goes once needs one; each turn beyond what the load itself does is oscillation."""
+        """How often the autoscaler asked for more workers of a role after fewer, or for fewer after
+        more. A load that comes and goes once needs one; each turn beyond what the load itself does
+        is oscillation."""
         return _num_turns([moment.pools[role].num_wanted for moment in self.moments])
 
     def reaction_s(self, role: PoolRole) -> float | None:
-        """From the load's beginning until more workers served than before; None: never."""
+        """Seconds from the load's beginning until more workers of a role served than before; None:
+        never."""
         first = self.moments[0].pools[role].num_ready
         for moment in self.moments:
             if moment.at_s >= 0 and moment.pools[role].num_ready > first:
@@ -440,7 +456,8 @@ def _num_turns(wanted: Sequence[int]) -> int:
 
 
 def offered(outcomes: Sequence[Outcome], window_s: float = _WINDOW_S) -> list[tuple[float, float]]:
-    """(middle of a window, requests a second sent in it), windows without any included."""
+    """The load as it was sent: (middle of a window in seconds, requests a second sent in it),
+    windows without any included."""
     if not outcomes:
         return []
     counts = [0] * (int(max(outcome.sent_s for outcome in outcomes) // window_s) + 1)
@@ -450,7 +467,7 @@ def offered(outcomes: Sequence[Outcome], window_s: float = _WINDOW_S) -> list[tu
 
 
 def draw(runs: Mapping[str, tuple[Sequence[Outcome], Course]], file: Path) -> None:
-    """Load, workers and waiting over the same seconds, of each load by its title; needs
+    """Draw each load: its rate, workers and waiting over the same seconds, under its title; needs
     matplotlib. Raises: OSError."""
     from matplotlib.figure import Figure
 
@@ -494,31 +511,34 @@ def _draw(axes: Any, outcomes: Sequence[Outcome], course: Course) -> None:
 # again until there is enough of it, by what was seen of the workers
 
 Send = Callable[[Sequence[Planned]], Awaitable[list[Outcome]]]
-"""All of a load; the outcomes' times are since its beginning."""
+"""A function that sends all requests of a load; the outcomes' times are since the load's
+beginning."""
 
 
 def at_once(course: Course) -> bool:
-    """One round is enough."""
+    """End a stretch after one round, whatever was seen."""
     return True
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A part of a load."""
+    """A part of a load, sent in rounds."""
 
     rounds: Sequence[Sequence[Planned]]
-    """Sent one after another, at most all of them; times are since each one's beginning."""
+    """The rounds, sent one after another, at most all of them; times are since each one's
+    beginning."""
 
     enough: Callable[[Course], bool] = at_once
-    """Asked after each round of what was seen so far; yes ends the stretch."""
+    """Called after each round with what was seen so far; True ends the stretch."""
 
     round_s: float | None = None
-    """From one round's beginning to the next's, whatever became of its requests: an open loop
-    throughout. None: a round ends when all of its requests have."""
+    """Seconds from one round's beginning to the next's, whatever became of its requests: an open
+    loop throughout. None: a round ends when all of its requests have."""
 
 
 def rounds_of(load: Sequence[Planned], round_s: float) -> list[list[Planned]]:
-    """A load cut into rounds of so many seconds each; empty ones, where nothing is sent, too."""
+    """Cut a load into rounds of `round_s` seconds each, including empty ones, where nothing is
+    sent."""
     made: list[list[Planned]] = []
     for one in load:
         number = int(one.at_s // round_s)
@@ -530,7 +550,7 @@ def rounds_of(load: Sequence[Planned], round_s: float) -> list[list[Planned]]:
 async def send_all(
     stretches: Sequence[Stretch], send: Send, seen: Callable[[], Course], begin_s: float
 ) -> list[Outcome]:
-    """Send one stretch after the other, and wait for all that came of them.
+    """Send one stretch after the other, and wait for the outcomes of all.
 
     Args:
         seen: what was seen of the workers until now.
@@ -576,8 +596,8 @@ PACED_WORKER = "services.worker.testing.paced_worker"
 
 @contextlib.contextmanager
 def paced(paces: Mapping[str, DevicePace]) -> Iterator[None]:
-    """While this lasts, workers of clusters with `autoscale` are started at these paces, by role;
-    those of other roles as they are."""
+    """Context in which workers of clusters with `autoscale` are started with devices of these
+    paces, by role; those of other roles as usual."""
     plain = cluster_plan.numbered_worker
 
     @functools.wraps(plain)
@@ -604,7 +624,8 @@ def paced(paces: Mapping[str, DevicePace]) -> Iterator[None]:
 async def watching(
     cluster: LocalCluster, moments: list[Moment], begin_s: float
 ) -> AsyncIterator[None]:
-    """Look at the pools all the while, into `moments`; the first look is there when this begins.
+    """Context in which the pools are looked at all the while, into `moments`; the first look is
+    there when the body begins.
 
     Args: begin_s: of the load, on the monotonic clock.
     """
@@ -640,8 +661,8 @@ SHAPES = {
     "burst": "1:15,{high}:10,1:25,{high}:10,1:60",
     "paced": "2.5:20",
 }
-"""Rates in phases; `high` is more than the workers at the beginning are wanted to serve. "paced" is
-a round of its load, which goes on until it can be judged."""
+"""The shapes of a local load: its rates in phases; `high` is more than the workers at the beginning
+are wanted to serve. "paced" is a round of its load, which goes on until it can be judged."""
 
 HIGH_PER_S = 12.0
 _LEAD_S = 1.0
@@ -652,20 +673,23 @@ PACED = {
     "prefill": DevicePace(token_s=0.0088),
     "decode": DevicePace(step_s=0.5),
 }
-"""A prefill worker takes 0.56 s for a prompt, 1.8 a second; a decode worker with 12 slots takes 6 s
-for an answer, 2 a second. At 2.5 a second one of each is too little, and two are enough. A core
-computes a tenth of that time at most, so a busy machine keeps the pace."""
+"""Paces of the shape "paced", by role. A prefill worker takes 0.56 s for a prompt, 1.8 a second; a
+decode worker with 12 slots takes 6 s for an answer, 2 a second. At 2.5 a second one of each is too
+little, and two are enough. A core computes a tenth of that time at most, so a busy machine keeps
+the pace."""
 
 PACED_SLOTS = 12
 PACED_LENGTHS = workload.Lengths(64, 13)
 PACED_TARGETS = Limits(ttft_ms=3000.0, tpot_ms=1000.0)
-"""Well above what a request takes where no request waits: 0.56 and 0.5 s."""
+"""Latency targets of the shape "paced": well above what a request takes where none waits, 0.56 and
+0.5 s."""
 
 MAX_ROUNDS = 25
-"""Most rounds of a load that lasts until workers came; then the result says that none did."""
+"""Most rounds of a load that lasts until workers were added; then the result says that none
+were."""
 
 JUDGED_S = 40.0
-"""A paced load goes on for so long after what had piled up is cleared: 100 requests."""
+"""Time for which a paced load goes on after the backlog is cleared: 100 requests."""
 
 QUANTILE = 0.9
 """Share of the requests that shall meet each target: the plan's own default."""
@@ -685,37 +709,38 @@ QUICK = (
 
 @dataclass(frozen=True)
 class Met:
-    """Requests within targets, among those sent in one span of time."""
+    """How many requests met the targets, among those sent in one span of time."""
 
     from_s: float
     to_s: float
     num_requests: int
     ttft_share: float
     tpot_share: float
-    """Share of the requests; 0 without any. A request that failed met no target."""
+    """Share of the requests that met the target of time per token; 0 without any. A request that
+    failed met no target."""
 
     def reaches(self, share: float) -> bool:
-        """Whether so many met each."""
+        """Whether at least `share` of the requests met each target."""
         return min(self.ttft_share, self.tpot_share) >= share
 
 
 @dataclass(frozen=True)
 class Drive:
-    """One load, and what was seen while it ran."""
+    """The run of one load on a local cluster, and what was seen while it ran."""
 
     outcomes: list[Outcome]
-    """One for each request."""
+    """The outcome of each request."""
 
     course: Course
-    """The workers from before the load until all is as it was, or time is up."""
+    """The workers from before the load until the fewest are left again, or time is up."""
 
     @property
     def reaction_s(self) -> float | None:
-        """From the load's beginning until more workers of each role served; None: never."""
+        """Seconds from the load's beginning until more workers of each role served; None: never."""
         return reaction_s(self.course)
 
     def met(self, targets: Limits, from_s: float, to_s: float) -> Met:
-        """How many of the requests that were sent in that time met the targets."""
+        """How many of the requests that were sent within a span of time met the targets."""
         sent = [each for each in self.outcomes if from_s <= each.sent_s < to_s]
 
         def share(of: Limits) -> float:
@@ -730,8 +755,9 @@ class Drive:
         )
 
     def met_before_and_after(self, targets: Limits) -> tuple[Met, Met] | None:
-        """Until workers were added, and from when they had as long again to clear what had piled
-        up; None: none were. For a load that is too much for the first workers all the while."""
+        """How many requests met the targets until workers were added, and from when these had as
+        long again to clear the backlog; None: none were added. For a load that is too much for the
+        first workers all the while."""
         reaction_s = self.reaction_s
         if reaction_s is None:
             return None
@@ -740,7 +766,7 @@ class Drive:
 
 
 def reaction_s(seen: Course) -> float | None:
-    """From the load's beginning until more workers of each role served; None: not yet."""
+    """Seconds from the load's beginning until more workers of each role served; None: not yet."""
     reactions = [seen.reaction_s(role) for role in ROLES]
     known = [each for each in reactions if each is not None]
     return max(known) if len(known) == len(reactions) else None
@@ -752,14 +778,15 @@ def have_come(seen: Course) -> bool:
 
 
 def can_be_judged(seen: Course) -> bool:
-    """Whether, besides, what had piled up had its time to be cleared and `JUDGED_S` are behind
-    that; see `Drive.met_before_and_after`."""
+    """Whether workers of each role were added, these had time to clear the backlog, and `JUDGED_S`
+    have passed since; see `Drive.met_before_and_after`."""
     added_s = reaction_s(seen)
     return added_s is not None and seen.moments[-1].at_s >= 2 * added_s + JUDGED_S
 
 
 def config(*overrides: str, most: int = 3) -> ClusterConfig:
-    """One worker of each role at first, at most `most` of each."""
+    """Make the config of a cluster with one worker of each role at first, at most `most` of
+    each."""
     return ClusterConfig(
         port=0,
         autoscale=True,
@@ -782,7 +809,7 @@ def _paced_priors() -> dict[str, float]:
 
 
 def paced_config(most: int = 2) -> ClusterConfig:
-    """For a cluster whose workers are started within `paced(PACED)`."""
+    """Make the config of a cluster whose workers are started within `paced(PACED)`."""
     assert PACED_TARGETS.ttft_ms is not None and PACED_TARGETS.tpot_ms is not None
     return config(
         # One prompt a step: no first token waits for prompts that came later.
@@ -806,7 +833,7 @@ def shaped(
     lengths: workload.Lengths = _LENGTHS,
     kind: workload.ArrivalKind = "poisson",
 ) -> list[Planned]:
-    """Requests of a load whose rates are `rates`."""
+    """Plan the requests of a load whose rates are `rates`."""
     phases = workload.parse_rates(rates)
     times_s = workload.arrival_times(phases, num_requests=None, kind=kind, seed=seed)
     return workload.random_load(times_s, lengths, vocab_size=vocab_size, seed=seed)
@@ -819,12 +846,11 @@ def paced_stretch(
     seed: int,
     enough: Callable[[Course], bool] | None = None,
 ) -> Stretch:
-    """A part of a load for paced workers: an open loop, requests come evenly. Every prompt is
-    another: what is found somewhere takes no time.
+    """Plan a part of a load for paced workers: an open loop, requests come evenly. Every prompt is
+    another, so none is found in a cache.
 
-    Args:
-        enough: asked each time `rates` were sent; until it says yes they are sent again. None: they
-            are sent once.
+    Args: enough: asked each time `rates` were sent; until it says yes they are sent again. None:
+        they are sent once.
     """
     round_s = sum(phase.seconds for phase in workload.parse_rates(rates))
     num_rounds = MAX_ROUNDS if enough is not None else 1
@@ -839,7 +865,7 @@ def paced_stretch(
 
 
 async def drive(cluster: LocalCluster, stretches: Sequence[Stretch], *, settle_s: float) -> Drive:
-    """Send the load and watch; afterwards wait until the fewest workers are left, at most
+    """Send a load and watch the workers; afterwards wait until the fewest workers are left, at most
     `settle_s` seconds."""
     moments: list[Moment] = []
     begin_s = time.monotonic() + _LEAD_S
@@ -867,7 +893,7 @@ def _is_least(config_of: ClusterConfig, moment: Moment) -> bool:
 
 
 def summary(driven: Drive) -> dict[str, Any]:
-    """The figures of one load."""
+    """The published figures of one load."""
     seen = driven.course
     return {
         "requests": asdict(report(driven.outcomes, Limits())),

@@ -52,7 +52,7 @@ from services.router.times import StageTimes
 TRANSPORTS = ("shm", "nixl", "grpc")
 PATHS = ("store", "direct")
 TRANSFER_STAGES = ("prefill_store", "decode_fetch")
-"""Stages of a request that are waits for its KV which no prefill hides."""
+"""Stages of a request in which it waits for its KV and that no prefill hides."""
 OUTPUT_TOKENS = 16
 _START_S = 60.0
 _SETTLE_S = 0.5
@@ -61,7 +61,8 @@ _NUM_WARM_UPS = 2
 
 @contextlib.contextmanager
 def with_window(model: str, num_tokens: int) -> Iterator[str]:
-    """The model, if its window suffices; else a copy whose configuration says a longer one."""
+    """Find the model's folder if its context window suffices; else make a copy whose configuration
+    says a longer one."""
     source = checkpoints.resolve(model, files="all").path
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if config["max_position_embeddings"] >= num_tokens:
@@ -77,7 +78,7 @@ def with_window(model: str, num_tokens: int) -> Iterator[str]:
 
 
 def ask(client: SyncClient, prompt: Sequence[int], num_tokens: int) -> tuple[list[float], End]:
-    """Returns: when the request began and each token came, and its end."""
+    """Send one request. Returns: when it began and each token came, and its end."""
     times = [time.perf_counter()]
     end: End | None = None
     for chunk in client.generate(
@@ -92,7 +93,8 @@ def ask(client: SyncClient, prompt: Sequence[int], num_tokens: int) -> tuple[lis
 
 @dataclass
 class Series:
-    """One way's requests, in seconds, and the bytes that decode read of each."""
+    """The requests of one way, with their times in seconds and the bytes that decode read of
+    each."""
 
     ttft_s: list[float] = field(default_factory=list)
     exposed_s: list[float] = field(default_factory=list)
@@ -100,18 +102,18 @@ class Series:
     num_bytes: list[int] = field(default_factory=list)
 
     def add(self, times_s: Sequence[float]) -> None:
-        """One request, by when it began and each token came."""
+        """Enter one request, by when it began and each token came."""
         gaps = [after - before for before, after in itertools.pairwise(times_s[1:])]
         self.ttft_s.append(times_s[1] - times_s[0])
         self.exposed_s.append(max(0.0, gaps[0] - statistics.median(gaps[1:])))
 
     @property
     def transfer_s(self) -> list[float]:
-        """What each request with stages waited for its KV after the first token."""
+        """Seconds that each request with stages waited for its KV after the first token."""
         return [sum(stages.get(name, 0.0) for name in TRANSFER_STAGES) for stages in self.stages]
 
     def figures(self) -> dict[str, Any]:
-        """Medians; of the waits for KV where the requests have accounts."""
+        """Medians over the requests; of the waits for KV where the requests have accounts."""
         ttft_s, exposed_s = statistics.median(self.ttft_s), statistics.median(self.exposed_s)
         names = sorted({name for stages in self.stages for name in stages})
         transfer = {}
@@ -137,8 +139,8 @@ class Series:
 
 @contextlib.contextmanager
 def routers(cluster: LocalCluster) -> Iterator[dict[str, SyncClient]]:
-    """A client by path: of the cluster's own router, which hands over through the store, and of a
-    second one over the same workers, which hands over directly."""
+    """Two clients of a cluster, by path: of the cluster's own router, which hands over through the
+    store, and of a second one over the same workers, which hands over directly."""
     config = replace(cluster.config, handover="direct")
     spec = cluster_plan.router(config, redis_url=cluster.redis_url, listen="127.0.0.1:0")
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
@@ -154,7 +156,8 @@ def routers(cluster: LocalCluster) -> Iterator[dict[str, SyncClient]]:
 
 
 def through_cluster(client: SyncClient, path: str, prompt: list[int], into: Series) -> None:
-    """One request. Raises: RuntimeError when it went another way than meant."""
+    """Send one request through a router. Raises: RuntimeError when its KV went another way than
+    meant."""
     times_s, end = ask(client, prompt, OUTPUT_TOKENS)
     assert end.provenance is not None
     legs = {leg.role: leg for leg in end.provenance.legs}
@@ -167,7 +170,7 @@ def through_cluster(client: SyncClient, path: str, prompt: list[int], into: Seri
 
 
 def watch_one(client: SyncClient, prompt: list[int]) -> Callable[[Path], None]:
-    """One request. Returns: what draws it."""
+    """Send one request. Returns: what draws its timeline."""
     began_s = time.perf_counter()
     arrivals_s: list[float] = []
     ended_s = 0.0
@@ -191,7 +194,7 @@ def measured(
     num_tokens: int,
     count: int,
 ) -> dict[str, Series]:
-    """`count` prompts of so many tokens each way, in turns; no two share a prefix."""
+    """Send `count` prompts of so many tokens each way, in turns; no two share a prefix."""
     found = {name: Series() for name in clients}
     indices = range(-_NUM_WARM_UPS, count)
     for index in track(indices, f"{num_tokens} tokens", console=harness.CONSOLE):
@@ -204,7 +207,7 @@ def measured(
 
 
 def figures_of(transport: str, num_tokens: int, found: Mapping[str, Series]) -> dict[str, Any]:
-    """All medians of one transport and length."""
+    """All medians of one transport and prompt length."""
     paths = [path for path in PATHS if path in found]
     return {
         "transport": transport,
@@ -215,7 +218,7 @@ def figures_of(transport: str, num_tokens: int, found: Mapping[str, Series]) -> 
 
 
 def rows_of(figures: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row for each length and way."""
+    """A row of the table for each length and way."""
     for figure in figures:
         for name in [name for name in PATHS if name in figure]:
             row = figure[name]
@@ -240,7 +243,7 @@ def _with_share(row: Mapping[str, Any], title: str, name: str) -> dict[str, str]
 
 @contextlib.contextmanager
 def model_of(model: str, shape: str | None, device: str, num_tokens: int) -> Iterator[str]:
-    """A checkpoint whose window holds the prompts."""
+    """Find or make a checkpoint whose context window holds the prompts."""
     if not shape:
         with with_window(model, num_tokens) as lengthened:
             yield lengthened
@@ -329,15 +332,15 @@ def handover(
 # -- what a prefix hit is worth
 
 SHARES = (0.0, 0.5, 0.95)
-"""Parts of a prompt that are in the store."""
+"""Shares of a prompt that are in the store."""
 _READY_S = 120.0
 
 Hit = tuple[list[int], float, int]
-"""(prompt, share, tokens of it that are stored)."""
+"""A prompt that is partly in the store: (prompt, share, tokens of it that are stored)."""
 
 
 def hits(rng: random.Random, num_tokens: int, count: int, block_size: int) -> list[Hit]:
-    """`count` prompts for each share, in turns; no two share a prefix."""
+    """Plan `count` prompts for each share, in turns; no two share a prefix."""
     return [
         (
             [rng.randrange(100, 2000) for _ in range(num_tokens)],
@@ -349,10 +352,8 @@ def hits(rng: random.Random, num_tokens: int, count: int, block_size: int) -> li
 
 
 def by_share(cluster: LocalCluster, asked: Sequence[Hit]) -> dict[float, Series]:
-    """Store the prefixes, forget them in the workers, then ask for the prompts.
-
-    Raises: RuntimeError when a hit was another than meant.
-    """
+    """Store the prefixes, restart the workers so that they forget them, then send the prompts.
+    Raises: RuntimeError when a hit was another than meant."""
     found = {share: Series() for share in SHARES}
     with SyncClient(cluster.address) as client:
         for prompt, _, num_stored in track(asked, "storing", console=harness.CONSOLE):
@@ -436,15 +437,16 @@ _CALLS_UNTRACED = 64
 
 
 class Sink(trace_service_pb2_grpc.TraceServiceServicer):
-    """A collector that keeps what is needed here. Any thread."""
+    """A collector of trace spans that keeps what is needed here. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.num_spans = 0
         self.stages_ns: dict[bytes, dict[str, int]] = {}
-        """Up to the first token, by trace and stage."""
+        """Nanoseconds of each stage up to the first token, by trace."""
 
     def Export(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Take a batch of spans, as the OTLP collector service does."""
         scopes = [scope for each in request.resource_spans for scope in each.scope_spans]
         with self._lock:
             for span in itertools.chain.from_iterable(scope.spans for scope in scopes):
@@ -460,7 +462,7 @@ class Sink(trace_service_pb2_grpc.TraceServiceServicer):
 
 @contextlib.contextmanager
 def collecting() -> Iterator[tuple[Sink, str]]:
-    """A sink and its address, until the body ends."""
+    """Serve a Sink until the body ends. Yields: the sink and its address."""
     sink, server = Sink(), grpc.server(futures.ThreadPoolExecutor(max_workers=4))
     add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
     add(sink, server)
@@ -474,7 +476,7 @@ def collecting() -> Iterator[tuple[Sink, str]]:
 
 @dataclass(frozen=True)
 class Load:
-    """What a request is."""
+    """The requests of `tracing`: their lengths, and how many are sent at once."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -497,11 +499,11 @@ class TracedCluster:
         self._channel.close()
 
     def cpu_s(self) -> float:
-        """User and system time of all processes so far."""
+        """User and system time of all processes so far, in seconds."""
         return sum(map(harness.cpu_s, self._pids))
 
     def serve(self, *, is_traced: bool) -> tuple[float, bytes]:
-        """One request. Returns: seconds to its first token, and its trace."""
+        """Send one request. Returns: seconds to its first token, and its trace."""
         load = self._load
         trace = TraceContext(self._random.getrandbits(127) + next(self._ids), 1, is_traced)
         ids = self._random.choices(range(10, load.vocab_size), k=load.num_prompt_tokens)
@@ -515,7 +517,7 @@ class TracedCluster:
         return first - began, trace.trace_id.to_bytes(16, "big")
 
     def round(self, num_requests: int, *, is_traced: bool) -> float:
-        """CPU seconds per request of a round, spans sent and all."""
+        """Measure a round of requests: CPU seconds per request, sending of spans included."""
         before = self.cpu_s()
         with futures.ThreadPoolExecutor(self._load.num_at_once) as pool:
             list(pool.map(lambda _: self.serve(is_traced=is_traced), range(num_requests)))
@@ -578,8 +580,8 @@ class _Nowhere:
 
 
 def residues(cluster: TracedCluster, sink: Sink, num_requests: int) -> list[tuple[float, float]]:
-    """Seconds to the first token as the client sees it, and what of it the stages leave open, by
-    request, one after the other."""
+    """Seconds to the first token as the client sees it, and the part of it that the request's
+    stages do not explain, by request, one after the other."""
     asked = [cluster.serve(is_traced=True) for _ in range(num_requests)]
     time.sleep(_SENT_S)
     return [

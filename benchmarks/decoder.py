@@ -67,7 +67,7 @@ TINY = SHAPES["llama-8b"] | {
 
 
 def shape_of(name: str) -> LlamaConfig:
-    """A shape of random_checkpoint by its name, or the tiny one."""
+    """A model shape of random_checkpoint by its name, or the tiny one."""
     fields = TINY if name == "tiny" else SHAPES[name]
     its = {key: value for key, value in fields.items() if key != "architectures"}
     return read_llama_config(transformers.AutoConfig.for_model(**its))
@@ -77,7 +77,7 @@ def shape_of(name: str) -> LlamaConfig:
 
 
 class Bench:
-    """A decoder with random weights and a cache of random numbers."""
+    """A decoder with random weights and a KV cache of random numbers, for `step`."""
 
     def __init__(self, shape: LlamaConfig, max_batch: int, *, is_exact: bool) -> None:
         self.shape, self.device = shape, torch.device("cuda")
@@ -105,7 +105,7 @@ class Bench:
         )
 
     def error_of_decode(self, batch: int) -> float:
-        """Relative, against plain torch on the same weights."""
+        """Relative error of a decode step against plain torch on the same weights."""
         inputs = self.decode_inputs(batch)
         actual = self.decoder.decode(inputs).float()
         self.decoder.use_backend("reference")
@@ -114,7 +114,7 @@ class Bench:
         return float((actual - expected).norm() / expected.norm())
 
     def captured_decode(self, batch: int) -> Callable[[], object]:
-        """A replay of one step."""
+        """Capture one decode step in a CUDA graph, to be replayed."""
         inputs = self.decode_inputs(batch)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -140,7 +140,7 @@ class Bench:
         return lambda: self.decoder.forward(mixed_inputs(batch, self.device))
 
     def products(self, num_rows: int) -> Callable[[], object]:
-        """The library's products of all layers, nothing beside."""
+        """The library's products of all layers, with nothing beside them."""
         pairs = [
             (
                 torch.randn(num_rows, one.in_features, device=self.device).bfloat16(),
@@ -157,14 +157,15 @@ class Bench:
         return run
 
     def decode_bytes(self, batch: int) -> int:
-        """Weights but for the embedding, once, and the keys and values of all sequences."""
+        """Bytes that a decode step must read: the weights but for the embedding, once, and the keys
+        and values of all sequences."""
         weights, shape = self.decoder.weights, self.shape
         num_bytes = sum(one.tensors[0].nbytes for one in weights.projections)
         token = 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers * 2
         return num_bytes + batch * CONTEXT * token
 
     def prefill_flop(self, num_prompts: int, length: int) -> float:
-        """Products of all layers for all tokens, causal attention."""
+        """Operations of a prompt: products of all layers for all tokens, and causal attention."""
         weights, shape = self.decoder.weights, self.shape
         layers = sum(p.tensors[0].numel() for layer in weights.layers for p in layer.projections)
         num_tokens = num_prompts * length
@@ -182,7 +183,7 @@ def _unnormed(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 Replaced = tuple[Any, str, Any]
-"""(module or class, name, what stands there meanwhile)."""
+"""A replacement within `ABLATIONS`: (module or class, name, what stands there meanwhile)."""
 
 _NO_ATTENTION: Replaced = (PagedAttention, "decode", _unattended)
 _NO_NORM: Replaced = (fused_linear, "linear", _unnormed)
@@ -194,7 +195,8 @@ ABLATIONS: dict[str, tuple[Replaced, ...]] = {
     "no attention": (_NO_ATTENTION,),
     "neither": (_WHOLE_NORMS, _NO_NORM, _NO_ATTENTION),
 }
-"""What a part adds to the step: kernels overlap, so their own times do not add up to it."""
+"""Parts of a step that are left out in turn, to see what each adds: kernels overlap, so their own
+times do not add up to the step's."""
 
 
 @contextlib.contextmanager
@@ -282,8 +284,8 @@ NUM_MOVED = 4
 
 @dataclass(frozen=True)
 class Way:
-    """How the step is cut otherwise: what chooses is replaced, and nothing else. The numbers that
-    come out are the same up to rounding, but where a part is left out."""
+    """A way to cut the step otherwise: what chooses is replaced, and nothing else. The numbers that
+    come out are the same up to rounding, unless a part is left out."""
 
     name: str
     replaced: tuple[Replaced, ...]
@@ -294,7 +296,7 @@ NO_MIXED = Way("without attention, rotation and KV", ((PagedAttention, "forward"
 
 
 def attention_ways() -> list[Way]:
-    """Other cuts of tree attention."""
+    """Ways to cut tree attention otherwise."""
     from baton_kernels import attention_plan as plan
 
     def config(sizes: tuple[int, int, int, int]) -> Replaced:
@@ -310,7 +312,7 @@ def attention_ways() -> list[Way]:
 
 
 def product_ways() -> list[Way]:
-    """Products of few rows in tiles of 64."""
+    """Ways to compute products of few rows in tiles of 64."""
     from baton_kernels import linear_tiles
 
     chosen = linear_tiles.skinny_tile
@@ -323,7 +325,8 @@ def product_ways() -> list[Way]:
 
 @contextlib.contextmanager
 def going(way: Way) -> Iterator[None]:
-    """What is chosen by shapes is chosen anew, before and after."""
+    """Context in which a way's replacement stands; what is chosen by shapes is chosen anew, before
+    and after."""
     with contextlib.ExitStack() as stack:
         stack.callback(_forget_choices)
         stack.enter_context(replaced(way.replaced))
@@ -339,7 +342,7 @@ def _forget_choices() -> None:
 
 
 def tree_batch(context_len: int, num_nodes: int) -> Batch:
-    """One sequence with so many guesses behind its newest token."""
+    """Make a batch of one sequence with a tree of guesses behind its newest token."""
     parents = tuple(
         -1 if node == num_nodes * branch // NUM_BRANCHES else node - 1
         for branch in range(NUM_BRANCHES)
@@ -354,11 +357,10 @@ def tree_batch(context_len: int, num_nodes: int) -> Batch:
 
 
 class VerifyBench:
-    """A decoder with random weights and a cache of random numbers, on a GPU or a CPU.
+    """A decoder with random weights and a KV cache of random numbers, on a GPU or a CPU, for
+    `verify`.
 
-    Args:
-        max_num_nodes: most guesses of a step.
-        rounds: of each figure, which is their median.
+    Args: max_num_nodes: most guesses of a step. rounds: of each figure, which is their median.
     """
 
     def __init__(
@@ -378,7 +380,7 @@ class VerifyBench:
         self.decoder.attach([block_rows(view, layout) for view in self.memory.layer_views()])
 
     def plain_ms(self) -> float:
-        """Milliseconds of a decode's forward, back to back."""
+        """Milliseconds of the forward of a plain decode step, back to back."""
         num_blocks = -(-(self.context_len + 1) // BLOCK_SIZE)
         tables = torch.zeros(1, WINDOW // BLOCK_SIZE, dtype=torch.int32, device=self.device)
         tables[0, :num_blocks] = torch.arange(num_blocks)
@@ -393,7 +395,7 @@ class VerifyBench:
         return self._back_to_back(lambda: graphs.run(1))
 
     def graphs_for(self, batch: Batch) -> tuple[TreeGraphs, TreeShape]:
-        """Graphs of the step's shape alone, and that shape."""
+        """Make CUDA graphs of the step's shape alone. Returns: the graphs and that shape."""
         graphs = TreeGraphs(
             self.decoder.forward,
             max_sequences=1,
@@ -409,14 +411,14 @@ class VerifyBench:
         return graphs, graphs.shapes[0]
 
     def step_ms(self, batch: Batch) -> float:
-        """Milliseconds of the tree's forward, back to back."""
+        """Milliseconds of the forward over the tree, back to back."""
         graphs, shape = self.graphs_for(batch)
         graphs.run(shape, batch)
         its = graphs._graphs  # noqa: SLF001  what the step is without its inputs is what is asked
         return self._back_to_back(lambda: its.run(shape))
 
     def calls(self, batch: Batch) -> dict[str, float]:
-        """Milliseconds of the forward from an idle device to its end; and what of that the host
+        """Milliseconds of the forward from an idle device to its end; and the part that the host
         took: its inputs, the launch of its graph, and all until it was free again."""
         graphs, shape = self.graphs_for(batch)
         its = graphs._graphs  # noqa: SLF001  as above
@@ -454,7 +456,7 @@ class VerifyBench:
         }
 
     def account(self, num_nodes: int) -> dict[str, float]:
-        """Milliseconds of one step by part: what a part adds, since kernels overlap."""
+        """Milliseconds of one step by part: what each part adds, since kernels overlap."""
         batch = tree_batch(self.context_len, num_nodes)
         whole = self.step_ms(batch)
         with going(NO_TREES):
@@ -471,7 +473,7 @@ class VerifyBench:
         }
 
     def way_ms(self, way: Way, num_nodes: int) -> dict[str, float]:
-        """Milliseconds of the forward, cut otherwise."""
+        """Milliseconds of the forward, cut in another way."""
         with going(way):
             return {"ms": self.step_ms(tree_batch(self.context_len, num_nodes))}
 
@@ -560,7 +562,7 @@ _IN_GRAPH = 20
 
 
 class Rank:
-    """One process. Rank 0 prints."""
+    """One process of a parallel run. Rank 0 prints."""
 
     def __init__(self, grid: Grid, rank: int, meeting_file: int) -> None:
         self.grid, self.rank = grid, rank

@@ -27,9 +27,9 @@ from engine.engine import LLMEngine, load_engine
 from engine.request import Request, Sampling
 
 Times = list[list[float]]
-"""Per prompt, when each of its tokens was drawn; seconds on one clock."""
+"""The times at which each token was sampled, by prompt; seconds on one clock."""
 Run = Callable[[int], Times]
-"""Generate this many tokens for every prompt."""
+"""A function that generates a number of tokens for every prompt."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5b": {
@@ -56,7 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def save_random(folder: Path, shape: str, dtype: str) -> None:
-    """A random Qwen2-shaped checkpoint with a tokenizer file."""
+    """Write a random Qwen2-shaped checkpoint with a tokenizer file."""
     torch.manual_seed(0)
     config = transformers.Qwen2Config(**SHAPES[shape], eos_token_id=None, pad_token_id=0)
     model = transformers.Qwen2ForCausalLM(config).to(getattr(torch, dtype))
@@ -66,7 +66,8 @@ def save_random(folder: Path, shape: str, dtype: str) -> None:
 
 
 def with_engine(engine: LLMEngine, prompts: list[list[int]]) -> Run:
-    """The engine, called as a worker calls it; prompts differ per call, so nothing is cached."""
+    """Generate with the engine, called as a worker calls it; prompts differ per call, so nothing is
+    cached."""
     calls = 0
 
     def run(num_tokens: int) -> Times:
@@ -99,7 +100,7 @@ class _Clock(transformers.StoppingCriteria):  # type: ignore[misc]
 
 
 def with_generate(model: Any, prompts: list[list[int]]) -> Run:
-    """transformers' generate, SDPA attention, dynamic cache, static batch."""
+    """Generate with transformers' `generate`: SDPA attention, dynamic cache, static batch."""
     batch = torch.tensor(prompts)
     mask = torch.ones_like(batch)
 
@@ -119,7 +120,7 @@ def with_generate(model: Any, prompts: list[list[int]]) -> Run:
 
 
 def with_generate_batch(model: Any, prompts: list[list[int]]) -> Run:
-    """transformers' continuous batching, paged SDPA attention."""
+    """Generate with transformers' continuous batching: paged SDPA attention."""
 
     def run(num_tokens: int) -> Times:
         config = transformers.GenerationConfig(

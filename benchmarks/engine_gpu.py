@@ -52,8 +52,8 @@ PEER: dict[str, dict[str, Any]] = {
         "output_tokens_per_s": 16_020,
     },
 }
-"""vLLM 0.24.0, torch 2.11.0+cu130, FlashAttention 3, CUDA graphs and torch.compile; one H100, by
-the same definitions. It cannot be brought into the run."""
+"""Figures of vLLM 0.24.0, torch 2.11.0+cu130, FlashAttention 3, CUDA graphs and torch.compile; one
+H100, by the same definitions. vLLM cannot be brought into the run."""
 
 CONTEXT = 1024
 NUM_DECODED = 128
@@ -61,9 +61,9 @@ _ROOT = chains.root_key(b"benchmark", "00")
 
 
 class Compiles:
-    """Names of the kernels that Triton compiled since this was made, a name for each time, read
-    from disk or not: what a warm-up has missed. Of the whole process; the newest one alone sees
-    them."""
+    """Records the names of the kernels that Triton compiled since it was made, a name for each
+    time, read from disk or not: what a warm-up has missed. Covers the whole process; only the
+    newest one sees them."""
 
     def __init__(self) -> None:
         import triton
@@ -72,7 +72,7 @@ class Compiles:
         triton.knobs.runtime.jit_post_compile_hook = self._note
 
     def take(self) -> list[str]:
-        """Those since it was last called."""
+        """The names of kernels compiled since the last call."""
         names, self.names = self.names, []
         return names
 
@@ -82,9 +82,9 @@ class Compiles:
 
 @dataclass(frozen=True)
 class Floors:
-    """What a shape's bytes and operations would take at the ceilings of this run, one after the
-    other: weights and cached keys and values read once a step, each product once. Nothing runs much
-    faster; what runs products and reads at once may."""
+    """Lower bounds of times: what a shape's bytes and operations would take at the ceilings of this
+    run, one after the other: weights and cached keys and values read once a step, each product
+    once. Nothing runs much faster; what runs products and reads at once may."""
 
     shape: Mapping[str, Any]
     ceilings: Mapping[str, float]
@@ -106,13 +106,13 @@ class Floors:
         return int(2 * 2 * self.shape["num_hidden_layers"] * heads)
 
     def decode_s(self, batch: int, context: float) -> float:
-        """One step."""
+        """Lower bound of one decode step, in seconds."""
         head = self.shape["hidden_size"] * self.shape["vocab_size"]
         num_bytes = 2 * (self._layer_parameters + head) + batch * context * self._token_bytes
         return float(num_bytes / (self.ceilings["read_gb_per_s"] * 1e9))
 
     def prefill_s(self, num_prompts: int, num_tokens: int) -> float:
-        """Products and causal attention."""
+        """Lower bound of a prompt's products and causal attention, in seconds."""
         heads = self.shape["num_attention_heads"] * self.shape["head_dim"]
         pairs = num_tokens * num_tokens / 2
         flops = 2.0 * self._layer_parameters * num_tokens
@@ -120,20 +120,20 @@ class Floors:
         return float(num_prompts * flops / (self.ceilings["matmul_tflop_per_s"] * 1e12))
 
     def throughput_s(self, num_requests: int, num_prompt: int, num_output: int) -> float:
-        """All prompts, then all steps."""
+        """Lower bound of all prompts, then all decode steps, in seconds."""
         step_s = self.decode_s(num_requests, num_prompt + num_output / 2)
         return self.prefill_s(num_requests, num_prompt) + (num_output - 1) * step_s
 
 
 class Bench:
-    """One engine and requests that differ from all before, so that nothing is a prefix hit."""
+    """One engine, and requests that differ from all before, so that nothing is a prefix hit."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self._num_requests = 0
 
     def submit(self, num_requests: int, num_prompt: int, num_output: int) -> list[str]:
-        """Returns: their names."""
+        """Submit requests to the engine. Returns: their names."""
         names = []
         for _ in range(num_requests):
             self._num_requests += 1
@@ -149,9 +149,9 @@ class Bench:
         return names
 
     def run(self) -> tuple[float, float, list[float], float]:
-        """Until nothing is left. Returns: seconds until every request has its first token, seconds
-        in all, milliseconds of each step from there until a request ends, and of the longest of
-        all."""
+        """Run the engine until no request is left. Returns: seconds until every request has its
+        first token, seconds in all, milliseconds of each step from there until a request ends, and
+        of the longest of all."""
         began = time.perf_counter()
         live: set[str] = set()
         first_s, num_ended = 0.0, 0
@@ -175,7 +175,8 @@ class Bench:
         return first_s, time.perf_counter() - began, steps, longest_s * 1e3
 
     def decode_ms(self, batch: int, floors: Floors) -> dict[str, Any]:
-        """One figure as the peer's is taken, the median step of a full batch, and its floor."""
+        """Measure a decode step: one figure as the peer's is taken, the median step of a full
+        batch, and its floor."""
         self.submit(batch, CONTEXT, 1)
         _, one_s, _, one_longest_ms = self.run()
         self.submit(batch, CONTEXT, NUM_DECODED + 1)
@@ -190,7 +191,7 @@ class Bench:
         }
 
     def prefill(self, num_prompts: int, num_tokens: int, floors: Floors) -> dict[str, float]:
-        """Best of three."""
+        """Measure prompts: the best of three runs."""
         seconds = []
         for _ in range(3):
             self.submit(num_prompts, num_tokens, 1)
@@ -226,8 +227,9 @@ class Bench:
         }
 
     def profiled(self, num_steps: int) -> list[tuple[float, float]]:
-        """When a kernel or a copy ran on the device in so many steps: (start, end), microseconds.
-        Nothing else is measured meanwhile: the profiler costs time."""
+        """Run so many steps under torch's profiler. Returns: when a kernel or a copy ran on the
+        device: (start, end), microseconds. Nothing else is measured meanwhile: the profiler costs
+        time."""
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(num_steps):
@@ -242,7 +244,7 @@ class Bench:
 
     def idle_share(self, num_requests: int, num_prompt: int, num_output: int) -> dict[str, float]:
         """Share of the time in which nothing ran on the device: of twelve steps with prompts, and
-        of forty steps of decodes."""
+        of forty decode steps."""
         self.submit(num_requests, num_prompt, num_output)
         shares = {}
         for kind, num_before, num_steps in (("with_prompts", 4, 12), ("decodes_only", 40, 40)):
@@ -253,20 +255,21 @@ class Bench:
         return shares
 
     def abort_last(self, num_requests: int) -> None:
-        """Those that were submitted last; then nothing is left."""
+        """Abort the requests that were submitted last; then none is left."""
         for index in range(num_requests):
             self.engine.abort(f"r{self._num_requests - index}")
         self.run()
 
 
 def numbered_prompt(number: int, num_tokens: int, engine: LLMEngine) -> tuple[int, ...]:
-    """Another one for each number."""
+    """A prompt of random tokens, another one for each number."""
     vocab_size = engine.model_info.vocab_size
     return tuple((number * 7919 + at * 104_729) % vocab_size for at in range(num_tokens))
 
 
 def idle_share(busy: list[tuple[float, float]]) -> float:
-    """Idle part of the time from the first start to the last end; intervals may overlap."""
+    """Share of the time from the first interval's start to the last one's end that no interval
+    covers; intervals may overlap."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(busy):
         covered += max(0.0, end - max(start, reached))
@@ -276,7 +279,8 @@ def idle_share(busy: list[tuple[float, float]]) -> float:
 
 @contextmanager
 def random_engine(shape: str, **config: Any) -> Iterator[tuple[LLMEngine, float]]:
-    """An engine with random weights on the GPU, and the seconds until it was ready."""
+    """Make an engine with random weights on the GPU. Returns: the engine, and the seconds until it
+    was ready."""
     with tempfile.TemporaryDirectory() as name:
         random_checkpoint.save(Path(name), shape, device="cuda")
         torch.cuda.empty_cache()
@@ -364,7 +368,7 @@ def whole(shapes: Sequence[str], batches: Sequence[int], exact: bool) -> dict[st
 
 NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 256, 1024, 256
 NUM_SKIPPED = 4
-"""Steps at the beginning of each pass."""
+"""Steps at the beginning of each pass that are not counted."""
 
 
 def _pass(bench: Bench, num_steps: int) -> list[float]:
@@ -441,14 +445,14 @@ LORA_WAYS: dict[str, tuple[int, ...]] = {
     "1 adapter, every other row": (1, 0),
     "4 adapters": (1, 2, 3, 4),
 }
-"""Adapters that rows have in turn; 0: none."""
+"""Numbers of adapters that the rows of a batch have in turn; 0: none."""
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 500}
 TINY |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 
 
 def random_adapter(shape: dict[str, Any], rank: int, index: int, device: str) -> Adapter:
-    """On every projection."""
+    """Make a random LoRA adapter on every projection."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     query = shape["num_attention_heads"] * shape["head_dim"]
     key = shape["num_key_value_heads"] * shape["head_dim"]
@@ -587,7 +591,8 @@ EXPANSIONS: dict[str, tuple[int, ...]] = {
     "tree <4,2,1,1>": (4, 2, 1, 1),
     "tree <2,1,1,1,1,1,1,1>": (2, 1, 1, 1, 1, 1, 1, 1),
 }
-"""The last ones are for passes that cost so much that a row more is nothing beside them."""
+"""Shapes of token trees (children by level). The last ones are for passes that cost so much that a
+row more is nothing beside them."""
 STORIES = (
     "Once upon a time there was a little dog called Tom. One day",
     "One day Anna went to the park and",

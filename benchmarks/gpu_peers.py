@@ -42,14 +42,15 @@ from process.deadline import Deadline
 from services.worker.device_checksums import DeviceChecksums
 
 SHAPES = {"llama-8b": 2 * 2**20, "qwen3-0.6b": 28 * 8 * 2 * 16 * 128 * 2}
-"""Bytes of a block of 16 tokens in bfloat16."""
+"""Bytes of a block of 16 tokens in bfloat16, by model."""
 NUM_MOVED = 512
-"""Blocks of 8,192 tokens."""
+"""Number of blocks that are moved: those of 8,192 tokens."""
 NUM_BLOCKS = 2 * NUM_MOVED
 TRANSPORTS = ("cuda_ipc", "nixl", "grpc")
 PARTS = ("before", "copies", "after")
 LAST_PIECES_MIB = (16, 32, 64, 128)
-"""The largest is that of all pieces: then none is shorter."""
+"""Least MiB of a copy's last pieces that are tried. The largest is that of all pieces: then none is
+shorter."""
 FINGERPRINT = "ab" * 16
 TTL_S = 600.0
 BUDGET_S = 60.0
@@ -57,7 +58,7 @@ SEED = 7
 
 
 def memory_on(device_id: int, block_bytes: int, seed: int) -> tuple[torch.Tensor, BlockMemory]:
-    """A cache of random bytes."""
+    """Make a KV cache of random bytes on a device."""
     torch.cuda.set_device(device_id)
     device = f"cuda:{device_id}"
     generator = torch.Generator(device).manual_seed(seed)
@@ -119,13 +120,13 @@ def _say(line: dict[str, Any]) -> None:
 @click.option("--device-id", type=int)
 @click.option("--block-bytes", type=int)
 def lender(device_id: int, block_bytes: int) -> None:
-    """The process that lends."""
+    """Lend blocks to a reader: the process that LenderProcess starts."""
     entrypoint.die_with_parent()
     uvloop.run(serve(device_id, block_bytes))
 
 
 class LenderProcess:
-    """`serve` on a device."""
+    """The process that runs `serve` on a device."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -141,7 +142,7 @@ class LenderProcess:
             yield cls(process)
 
     def lend(self, block_ids: Sequence[int]) -> tuple[str, list[Block]]:
-        """Returns: the lease, and the blocks."""
+        """Have the process lend blocks. Returns: the lease, and the blocks."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(list(block_ids)) + "\n")
         self._process.stdin.flush()
@@ -170,8 +171,8 @@ class LenderProcess:
 async def by_last_piece(
     transport: CudaIpcTransport, read: Callable[[], Awaitable[float]], repeats: int
 ) -> dict[str, float]:
-    """Medians in ms of `read`, which says its seconds, by the least MiB of a copy's last pieces;
-    all sizes in turn, so that none has a quieter machine."""
+    """Medians in milliseconds of `read`, which returns its seconds, by the least MiB of a copy's
+    last pieces; all sizes in turn, so that none has a quieter machine."""
     pipeline: Any = transport._pipeline  # noqa: SLF001  a policy of the transport, which is left as it was
     block_bytes, kept = transport._memory.block_bytes, pipeline._least_items  # noqa: SLF001
     seconds: dict[int, list[float]] = {mib: [] for mib in LAST_PIECES_MIB}
@@ -185,9 +186,9 @@ async def by_last_piece(
 
 @dataclass
 class ReadParts:
-    """Reads through a mapped cache, one after another, in seconds: until the first copy is given,
-    while nothing overlaps it; while copies run; and from the last byte to the result. The reader
-    calls `done` after each."""
+    """The parts of reads through a mapped cache, one after another, in seconds: until the first
+    copy is queued, while nothing overlaps it; while copies run; and from the last byte to the
+    result. The reader calls `done` after each read."""
 
     before: list[float] = field(default_factory=list)
     copies: list[float] = field(default_factory=list)
@@ -196,7 +197,8 @@ class ReadParts:
     _here_s: float = 0.0
 
     def done(self, began_s: float, end_s: float) -> float:
-        """One read, by `time.perf_counter`. Returns: s of all of it."""
+        """End one read that began at `began_s` of `time.perf_counter`. Returns: seconds of all of
+        it."""
         self.before.append(self._given_s - began_s)
         self.copies.append(self._here_s - self._given_s)
         self.after.append(end_s - self._here_s)
@@ -204,13 +206,13 @@ class ReadParts:
         return end_s - began_s
 
     def row(self, first: int) -> dict[str, float]:
-        """Medians in ms of all reads from the `first` on."""
+        """Medians in milliseconds of all reads from the `first` on."""
         seconds: dict[str, list[float]] = {part: getattr(self, part) for part in PARTS}
         return {f"{part}_ms": statistics.median(s[first:]) * 1e3 for part, s in seconds.items()}
 
     @contextmanager
     def of(self, transport: CudaIpcTransport) -> Iterator[None]:
-        """While this lasts the transport's steps are timed."""
+        """Context in which the transport's steps are timed."""
         names = ("_copies_between", "_copy_in")
         give, copy_in = (getattr(transport, name) for name in names)
 
@@ -238,7 +240,7 @@ class ReadParts:
 
 
 def copies_of(transport: CudaIpcTransport, sources: Any, targets: Any) -> Any:
-    """Copies as the transport gives them to its device."""
+    """The copies that the transport would queue on its device."""
     edges = np.flatnonzero(cuda_ipc._breaks(sources, targets))  # noqa: SLF001
     return transport._copies_between(edges, sources, targets)  # noqa: SLF001
 
@@ -246,7 +248,7 @@ def copies_of(transport: CudaIpcTransport, sources: Any, targets: Any) -> Any:
 def copies_alone(
     transport: CudaIpcTransport, where: tuple[list[int], list[int]], num_bytes: int, repeats: int
 ) -> float:
-    """bytes/s of the copies that the transport gives its device, and nothing else."""
+    """Rate in bytes/s of the copies that the transport queues on its device, with nothing else."""
     sources, targets = (np.array(ids, dtype=np.int64) for ids in where)
 
     def move() -> None:
@@ -262,7 +264,8 @@ def copies_alone(
 def ways_to_copy(
     transport: CudaIpcTransport, where: tuple[list[int], list[int]], num_bytes: int, repeats: int
 ) -> dict[str, float]:
-    """bytes/s by how the same copies are given: on how many queues, one by one or in batches."""
+    """Rates in bytes/s by how the same copies are queued: on how many queues, one by one or in
+    batches."""
     sources, targets = (np.array(ids, dtype=np.int64) for ids in where)
     copies = copies_of(transport, sources, targets)
     device = transport._device  # noqa: SLF001
@@ -293,7 +296,7 @@ def ways_to_copy(
 
 
 def ceiling(own: int, other: int, num_bytes: int, repeats: int) -> float:
-    """torch's copy of so many bytes from one device to the other, in bytes/s."""
+    """Rate of torch's copy of so many bytes from one device to the other, in bytes/s."""
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=f"cuda:{other}")
     target = torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{own}")
 
@@ -306,7 +309,8 @@ def ceiling(own: int, other: int, num_bytes: int, repeats: int) -> float:
 
 
 def places() -> dict[str, tuple[list[int], list[int]]]:
-    """Where blocks come from and go to."""
+    """The blocks that are read and those that are written, by how they lie: side by side, or
+    anywhere."""
     draw = random.Random(SEED)
     return {
         "neighbours": (list(range(NUM_MOVED)), list(range(NUM_MOVED, NUM_BLOCKS))),
@@ -324,7 +328,7 @@ async def through(
     where: tuple[list[int], list[int]],
     repeats: int,
 ) -> dict[str, Any]:
-    """bytes/s of whole, verified reads over one transport."""
+    """Rate of whole, verified reads over one transport, in bytes/s."""
     sources, targets = where
     lease_id, refs = lender.lend(sources)
     transport: Any = client.transport
@@ -359,7 +363,7 @@ async def through(
 async def measured(
     shape: str, own: int, other: int, transports: Sequence[str], repeats: int
 ) -> dict[str, Any]:
-    """One shape, over every transport."""
+    """Measure one shape over every transport."""
     block_bytes = SHAPES[shape]
     num_bytes = NUM_MOVED * block_bytes
     found: dict[str, Any] = {"num_bytes": num_bytes, "block_bytes": block_bytes}

@@ -34,10 +34,11 @@ from rich.console import Console
 from rich.table import Table
 
 CONSOLE = Console(stderr=True, width=160, highlight=False)
-"""For tables and progress: the last line on standard output is for programs."""
+"""Console on standard error for tables and progress: the last line on standard output is for
+programs."""
 
 COMMIT = "BATON_BENCHMARK_COMMIT"
-"""Environment variable: the commit of a tree that was copied here without its history, as `git
+"""Environment variable with the commit of a tree that was copied here without its history, as `git
 describe --always --dirty` says it where the history is."""
 
 _UNTOLD = ("--out", "--plot", "--timeline")
@@ -48,7 +49,7 @@ _UNTOLD = ("--out", "--plot", "--timeline")
 
 
 class Several(click.ParamType[tuple[Any, ...]]):
-    """Values of one type, separated by commas: `--batches 1,8,64`."""
+    """Type of an option with several values, separated by commas: `--batches 1,8,64`."""
 
     name = "several"
 
@@ -65,8 +66,8 @@ class Several(click.ParamType[tuple[Any, ...]]):
 
 
 def case(measure: Callable[..., Mapping[str, Any]]) -> click.Command:
-    """A command that measures and publishes. The function's docstring is its help, click's options
-    on it are its arguments, and what it returns are its figures."""
+    """Make a command that measures and publishes. The function's docstring is its help, click's
+    options on it are its arguments, and what it returns are its figures."""
 
     @functools.wraps(measure)
     def run(*, out: Path | None, **options: Any) -> None:
@@ -80,8 +81,8 @@ def case(measure: Callable[..., Mapping[str, Any]]) -> click.Command:
 
 
 def program(doc: str | None, *commands: click.Command) -> click.Group:
-    """Several cases under one name: `python -m benchmarks.NAME CASE`. In `--help` indented lines
-    and lists of `doc` keep their line breaks, so that the commands in it can be copied."""
+    """Join several cases under one name: `python -m benchmarks.NAME CASE`. In `--help` indented
+    lines and lists of `doc` keep their line breaks, so that the commands in it can be copied."""
     settings = {"help_option_names": ["-h", "--help"]}
     paragraphs = (doc or "").strip().split("\n\n")
     shown = "\n\n".join(
@@ -91,7 +92,8 @@ def program(doc: str | None, *commands: click.Command) -> click.Group:
 
 
 def needs_cuda(num_devices: int = 1) -> None:
-    """Raises: click.UsageError when torch finds fewer CUDA devices."""
+    """Check that there are CUDA devices. Raises: click.UsageError when torch finds fewer than
+    wanted."""
     import torch
 
     found = torch.cuda.device_count()
@@ -103,7 +105,8 @@ def needs_cuda(num_devices: int = 1) -> None:
 
 
 def context() -> dict[str, str]:
-    """Commit, command, hardware and Python of this run. Holds no path of this machine."""
+    """The context of a result: commit, command, hardware and Python of this run. Holds no path of
+    this machine."""
     arguments = list(sys.argv[1:])
     for option in _UNTOLD:
         if option in arguments:
@@ -119,7 +122,7 @@ def context() -> dict[str, str]:
 
 
 def device_context(device: str = "cuda") -> dict[str, Any]:
-    """torch's version, and the device."""
+    """The context of a result on a device: torch's version, and the device."""
     import torch
 
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
@@ -127,7 +130,8 @@ def device_context(device: str = "cuda") -> dict[str, Any]:
 
 
 def publish(result: Mapping[str, Any], out: Path | None) -> None:
-    """The result as one line of JSON: the last that is printed, and into a file if one is named."""
+    """Print a result as one line of JSON, the last on standard output, and write it into a file if
+    one is named."""
     line = json.dumps(result)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +177,7 @@ def _processor() -> str:
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table on standard error; its columns are the keys of all rows, in order."""
+    """Print a table on standard error; its columns are the keys of all rows, in order."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(title=title)
     for at, column in enumerate(columns):
@@ -190,7 +194,7 @@ def _cell(value: Any) -> str:
 def attempt(
     name: str, row: Callable[..., Mapping[str, Any]], *arguments: Any, **options: Any
 ) -> dict[str, Any]:
-    """One row of a table. One that fails says why, and hides no other."""
+    """Compute one row of a table. A row that fails says why, and hides no other."""
     try:
         return {"case": name, **row(*arguments, **options)}
     except Exception as error:
@@ -204,8 +208,8 @@ def attempt(
 def interleaved(
     ways: Mapping[str, Callable[[], float]], num_rounds: int, num_warm_ups: int = 0
 ) -> dict[str, list[float]]:
-    """Each way's figure of each round. Ways take turns, in the reverse order every other round, so
-    that drift of the machine hits all of them alike."""
+    """Measure several ways in rounds. Ways take turns, in the reverse order every other round, so
+    that drift of the machine hits all of them alike. Returns: each way's figure of each round."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(num_warm_ups + num_rounds):
         for name in reversed(list(ways)) if number % 2 else ways:
@@ -216,7 +220,8 @@ def interleaved(
 
 
 def timed(work: Callable[[], object]) -> Callable[[], float]:
-    """The same work as a way of `interleaved`: its seconds on the wall."""
+    """Make a way of `interleaved` of a piece of work: its figure is its seconds on the wall
+    clock."""
 
     def run() -> float:
         began = time.perf_counter()
@@ -227,12 +232,13 @@ def timed(work: Callable[[], object]) -> Callable[[], float]:
 
 
 def median_s(work: Callable[[], object], num_rounds: int, num_warm_ups: int = 2) -> float:
-    """Seconds on the wall of one call."""
+    """Median seconds of one call, on the wall clock."""
     return statistics.median(interleaved({"": timed(work)}, num_rounds, num_warm_ups)[""])
 
 
 def cuts(values: Sequence[float], unit: str = "ms", scale: float = 1e3) -> dict[str, float]:
-    """How many, p50, p99 and the longest, of values in seconds unless `scale` says otherwise."""
+    """Summarize values: how many, p50, p99 and the longest; in seconds unless `scale` says
+    otherwise."""
     if len(values) < 2:
         return {"num": len(values)}
     found = statistics.quantiles(values, n=100, method="inclusive")
@@ -251,13 +257,13 @@ _CACHE_BYTES = 200 << 20
 
 
 def num_sets(set_bytes: int, most: int = 64) -> int:
-    """How many sets of buffers take turns, so that nothing is timed from a cache that would not
-    hold it in real life."""
+    """Number of sets of buffers that take turns, so that nothing is timed from a cache that would
+    not hold it in real life."""
     return max(2, min(most, -(-_CACHE_BYTES // max(1, set_bytes))))
 
 
 def event_s(work: Callable[[], object], num_rounds: int = 10, num_warm_ups: int = 2) -> float:
-    """Median seconds of one call, between two events on the stream."""
+    """Median seconds of one call on a CUDA device, between two events on the stream."""
     import torch
 
     for _ in range(num_warm_ups):
@@ -274,7 +280,8 @@ def event_s(work: Callable[[], object], num_rounds: int = 10, num_warm_ups: int 
 
 
 def graph_s(launch: Callable[[int], object], num_launches: int = 40, num_replays: int = 7) -> float:
-    """Seconds of one launch: the median replay of a CUDA graph of launch(0), launch(1), ..."""
+    """Seconds of one launch on a CUDA device: the median replay of a CUDA graph of launch(0),
+    launch(1), ..."""
     import torch
 
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -291,7 +298,8 @@ def graph_s(launch: Callable[[int], object], num_launches: int = 40, num_replays
 
 
 def stream_s(launch: Callable[[int], object], num_launches: int = 8, num_rounds: int = 3) -> float:
-    """Seconds of one launch, without a graph: for long ones, and what cannot be captured."""
+    """Seconds of one launch on a CUDA device, without a graph: for long ones, and what cannot be
+    captured."""
     import torch
 
     launch(0)
@@ -306,8 +314,8 @@ def stream_s(launch: Callable[[int], object], num_launches: int = 8, num_rounds:
 
 
 def device_ceilings() -> dict[str, float]:
-    """copy_gb_per_s (bytes read and written), read_gb_per_s, matmul_tflop_per_s (bfloat16, random
-    numbers, 8192 x 8192 x 8192)."""
+    """Measure the ceilings of a device: copy_gb_per_s (bytes read and written), read_gb_per_s,
+    matmul_tflop_per_s (bfloat16, random numbers, 8192 x 8192 x 8192)."""
     import torch
 
     num_bytes = 2 << 30
@@ -329,7 +337,7 @@ def device_ceilings() -> dict[str, float]:
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Chain hash of a block, by its parent's."""
+    """A chain hash of a block, by its parent's."""
     return hashlib.blake2b(array("I", token_ids).tobytes(), key=parent, digest_size=16).digest()
 
 
@@ -337,7 +345,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def host_read_gb_per_s() -> float:
-    """Rate of reading 1 GiB with torch, best of a second."""
+    """Measure the rate of reading 1 GiB of host memory with torch, the best of a second."""
     import torch
 
     data = torch.ones(1 << 27, dtype=torch.int64)
@@ -354,9 +362,9 @@ _TCP_S = 60.0
 
 @contextlib.contextmanager
 def tcp_stream(num_bytes: int) -> Iterator[Callable[[], float]]:
-    """Seconds until so many bytes have crossed a plain TCP stream over loopback to a process of its
-    own: what a byte costs that crosses sockets. No framing, no checks: a ceiling for whatever moves
-    blocks over a socket."""
+    """Send bytes over a plain TCP stream on loopback to a process of its own. Returns: seconds
+    until all have crossed: what a byte costs that crosses sockets. No framing, no checks: a ceiling
+    for whatever moves blocks over a socket."""
     data = bytes(num_bytes)
     # A fresh interpreter: a fork would share our memory and its page tables.
     spawning = multiprocessing.get_context("spawn")
@@ -404,7 +412,7 @@ def _tune(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def child(*argv: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process that is ended at the end of the block, killed if it does not go."""
+    """Run a process until the end of the block; it is killed if it does not go."""
     environment = os.environ | {"BATON_PARENT_PID": str(os.getpid())}
     with subprocess.Popen(argv, text=True, env=environment, **options) as process:
         try:
@@ -418,19 +426,17 @@ def child(*argv: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 def module(name: str, *arguments: str) -> tuple[str, ...]:
-    """The command line of a module of this tree."""
+    """The command line that runs a module of this tree."""
     return (sys.executable, "-m", name, *arguments)
 
 
 @contextlib.contextmanager
 def service(name: str, **settings: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    """A process of Baton (`kvstore`, `services.router`) from its ready line on.
+    """Run a process of Baton (`kvstore`, `services.router`) from its ready line on.
 
-    Args:
-        settings: as of `--set`, a double underscore for each dot.
-
-    Yields: its process id, and the fields of its ready line. Raises: RuntimeError with its last
-    lines when it does not start.
+    Args: settings: as of `--set`, a double underscore for each dot.
+    Yields: its process id, and the fields of its ready line.
+    Raises: RuntimeError with its last lines when it does not start.
     """
     arguments: list[str] = []
     for key, value in settings.items():
@@ -460,12 +466,12 @@ def service(name: str, **settings: Any) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def store(**settings: str | int) -> contextlib.AbstractContextManager[tuple[int, dict[str, Any]]]:
-    """A KV store on this machine; `address` of its ready line is what a client attaches to."""
+    """Run a KV store on this machine; `address` of its ready line is what a client attaches to."""
     return service("kvstore", **{"listen": "127.0.0.1:0", **settings})
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of CPU that a process has used."""
+    """Seconds of CPU that a process has used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -473,7 +479,7 @@ def cpu_s(pid: int) -> float:
 # -- one stream of a worker
 
 Came = tuple[Any, float]
-"""An event, and the monotonic clock's seconds when it came."""
+"""An event of a stream, and the monotonic clock's seconds when it came."""
 
 
 class KeyedStream:
@@ -494,17 +500,17 @@ class KeyedStream:
         self._reader = asyncio.create_task(self._read())
 
     def open(self) -> tuple[int, asyncio.Queue[Came]]:
-        """A new key, and its events."""
+        """Make a new key. Returns: the key, and the queue of its events."""
         key = next(self._keys)
         self._queues[key] = asyncio.Queue()
         return key, self._queues[key]
 
     def close(self, key: int) -> None:
-        """Events that still come under it are dropped."""
+        """Drop the events that still come under a key."""
         del self._queues[key]
 
     async def send(self, key: int, **fields: Any) -> None:
-        """One command."""
+        """Send one command under a key."""
         async with self._writing:
             await self._call.write(self._command(key=key, **fields))
 

@@ -46,12 +46,12 @@ BF16 = torch.bfloat16
 
 
 def relative_error(out: torch.Tensor, truth: torch.Tensor) -> float:
-    """Norm of the difference by the norm of the truth."""
+    """Norm of the difference of two tensors by the norm of the true one."""
     return float((out.double() - truth.double()).norm() / truth.double().norm())
 
 
 def rate(seconds: float, num_bytes: float, ceiling_gb_per_s: float) -> dict[str, Any]:
-    """Columns of a launch that moves bytes."""
+    """Columns of a table for a launch that moves bytes."""
     gb_per_s = num_bytes / seconds / 1e9
     return {
         "us": round(seconds * 1e6, 2),
@@ -61,7 +61,7 @@ def rate(seconds: float, num_bytes: float, ceiling_gb_per_s: float) -> dict[str,
 
 
 def flop_rate(seconds: float, flop: float, ceiling_tflop_per_s: float) -> dict[str, Any]:
-    """Columns of a launch that multiplies."""
+    """Columns of a table for a launch that multiplies."""
     tflop_per_s = flop / seconds / 1e12
     return {
         "us": round(seconds * 1e6, 1),
@@ -87,7 +87,7 @@ def _end(title: str, ceilings: dict[str, float], rows: list[dict[str, Any]]) -> 
 
 @dataclass(frozen=True)
 class Attention:
-    """One shape of one operation over the paged cache."""
+    """One shape of one attention operation over the paged cache."""
 
     name: str
     batch: int
@@ -100,7 +100,7 @@ class Attention:
     scales: int = 1
     is_latent: bool = False
     num_nodes: int = 0
-    """0: decode."""
+    """Number of tokens of the tree of each sequence; 0: decode."""
     exact: bool = False
     rotates: bool = False
     """Whether the launch rotates queries and keys, and writes keys and values, too."""
@@ -146,7 +146,7 @@ def _attention_sweep() -> Iterator[Attention]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case's inputs on the device."""
+    """The inputs of a case on the device."""
 
     launch: Callable[[int], object]
     layers: list[BlockRows]
@@ -311,7 +311,8 @@ def attention(sweep: bool) -> dict[str, Any]:
 # -- attention of prompts
 
 ATEN = torch.ops.aten
-"""Below torch's functions: these have no choice of their own, and give the softmax's sums."""
+"""torch's own operators, below its functions: these have no choice of their own, and give the
+softmax's sums."""
 
 PROMPTS: dict[str, list[tuple[int, int]]] = {
     "1x8192": [(0, 8192)],
@@ -323,13 +324,14 @@ PROMPTS: dict[str, list[tuple[int, int]]] = {
     "1x512 after 7680": [(7680, 512)],
     "ragged 900..4000": [(0, 900), (0, 1500), (0, 3000), (0, 4000), (512, 1024)],
 }
-"""(cached tokens, new tokens) of each sequence of a step."""
+"""Steps with prompts: (cached tokens, new tokens) of each sequence of a step."""
 
 VERSIONS = ("auto", "triton", "exact", "cudnn", "flash")
 
 
 class PromptStep:
-    """A step over one layer of a two-layer cache, blocks in random order."""
+    """The attention of a step with prompts over one layer of a two-layer cache, blocks in random
+    order."""
 
     def __init__(self, spans: list[tuple[int, int]], num_heads: int, num_kv_heads: int) -> None:
         self.spans, self.num_heads = spans, num_heads
@@ -380,6 +382,7 @@ class PromptStep:
         return self.auto(exact=True)
 
     def triton(self) -> torch.Tensor:
+        """Run our Triton kernel on the step."""
         from baton_kernels import prefill_attention_triton as gpu
 
         gpu.prefill_attention(
@@ -389,7 +392,8 @@ class PromptStep:
         return self.out
 
     def cudnn(self) -> torch.Tensor:
-        """A call for all sequences: equal and fresh ones alone."""
+        """Run cuDNN's attention: one call for all sequences, which must be equally long and without
+        cached tokens."""
         if len(set(self.spans)) > 1 or self.spans[0][0] > 0:
             raise ValueError("not equal and fresh")
         q, k, v = (
@@ -402,6 +406,7 @@ class PromptStep:
         return out.transpose(1, 2).reshape(self.query.shape)
 
     def flash(self) -> torch.Tensor:
+        """Run Flash-Attention 2 through torch."""
         out: torch.Tensor = ATEN._flash_attention_forward(  # noqa: SLF001
             self.query, self.all_key, self.all_value, self.query_starts, self.all_firsts,
             self.longest, self.end, 0.0, True, False, scale=DIM**-0.5,
@@ -409,7 +414,7 @@ class PromptStep:
         return out
 
     def error(self, out: torch.Tensor) -> float:
-        """Against float32, of the last tokens of the first and the last sequence."""
+        """Relative error against float32, of the last tokens of the first and the last sequence."""
         found, truth = [], []
         for index in (0, len(self.spans) - 1):
             start, count = self.spans[index]
@@ -448,7 +453,8 @@ def prefill_attention(versions: Sequence[str]) -> dict[str, Any]:
 # -- norms, SwiGLU, rotation
 
 SHAPES = {"8B": (4096, 14336, 32, 8, False), "0.6B": (1024, 3072, 16, 8, True)}
-"""Hidden size, intermediate size, query heads, kv heads, QK-norm. Heads of 128."""
+"""Shapes of models: hidden size, intermediate size, query heads, kv heads, QK-norm. Heads have 128
+elements."""
 
 
 def _randn(*shape: int) -> torch.Tensor:
@@ -564,7 +570,7 @@ class Linear:
         return 2 * self.weight_shape[0] * self.depth
 
     def extras(self, norm: torch.Tensor, residual: torch.Tensor) -> dict[str, Any]:
-        """What a decoder asks of this layer."""
+        """Parts that a decoder fuses into this layer, such as a norm."""
         return {
             "residual": residual if self.has_residual else None,
             "norm_weight": norm if self.has_norm else None,
@@ -589,7 +595,8 @@ MODELS = {
 
 
 class Pool:
-    """Random weights, far more than L2 holds, handed out one after another, round and round."""
+    """Random weights, far more than the L2 cache holds, handed out one after another, round and
+    round."""
 
     def __init__(self, num_bytes: int) -> None:
         self.numbers = torch.empty(num_bytes // 2, dtype=BF16, device="cuda")
@@ -642,7 +649,8 @@ def _library(x: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to do a linear layer: a tile (None: the library), with its norm in the launch."""
+    """A way to compute a linear layer: a tile (None: the library's product), with its norm in the
+    launch."""
 
     tile: Any
     fuses_norm: bool = False
@@ -650,8 +658,11 @@ class Way:
 
 class Chain:
     """Some layers of one decode step, norms half done between products where tiles can, each launch
-    with a way that can be replaced. A launch alone, or many equal ones, would mislead: between its
-    like a kernel fills its neighbour's gaps as it never does between others."""
+    with a way that can be replaced.
+
+    A launch alone, or many equal ones, would mislead: between its like a kernel fills its
+    neighbour's gaps as it never does between others.
+    """
 
     def __init__(self, pool: Pool, model: str, num_rows: int, num_layers: int) -> None:
         self.shapes = MODELS[model][1][:-1]
@@ -668,7 +679,7 @@ class Chain:
         }
 
     def default_way(self, shape: Linear) -> Way:
-        """What `linear` takes."""
+        """The way that `linear` of baton_kernels takes for a layer."""
         from baton_kernels.linear_tiles import Product, choose_tile, takes_norm
 
         product = Product(self._num_rows, shape.weight_shape[0], shape.depth, 2, shape.is_gated)
@@ -712,7 +723,7 @@ class Chain:
         return graph_s(chain, 1, 5) / self.num_layers
 
     def row(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """`seconds` as a row of a table."""
+        """The figure of `seconds` as a row of a table."""
         return {"us a layer": self.seconds(*arguments, **options) * 1e6}
 
 
@@ -927,7 +938,7 @@ def gated() -> dict[str, Any]:
 
 
 class Kind(NamedTuple):
-    """What all rows of a batch ask for."""
+    """The sampling parameters that all rows of a batch ask for."""
 
     name: str
     needs: Needs

@@ -34,17 +34,16 @@ BLOCK_SIZE = 16
 CALL_S = 120.0
 TTL_S = 300.0
 NUM_WARM_UPS = 2
-"""Rounds that touch the memory first."""
+"""Rounds at the beginning that touch the memory first and are not counted."""
 
 Ceilings = Mapping[str, Callable[[], float]]
 """Seconds of plain copies of a batch, by name; of each way two: in and out of the store."""
 
 
 class Bench:
-    """One client of one store over one transport.
+    """A client of one store over one transport, with blocks to move.
 
-    Args:
-        sources, targets: blocks of its memory that are written, and that are read into.
+    Args: sources, targets: blocks of its memory that are written, and that are read into.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class Bench:
         self._sources, self._targets = sources, targets
 
     async def write(self, num_blocks: int | None = None) -> tuple[float, PackedBlocks, str]:
-        """Store the sources, or so many of them, under fresh hashes. Returns: seconds, where they
-        lie, their lease."""
+        """Store the source blocks, or so many of them, under fresh hashes. Returns: seconds, where
+        they lie, their lease."""
         sources = self._sources[:num_blocks]
         chain = [secrets.token_bytes(16) for _ in sources]
         began = time.perf_counter()
@@ -74,7 +73,8 @@ class Bench:
         return seconds, put.refs, put.lease_id
 
     async def read(self, refs: PackedBlocks, lease_id: str) -> float:
-        """Returns: seconds. Raises: RuntimeError when something did not verify."""
+        """Read stored blocks into the target blocks. Returns: seconds. Raises: RuntimeError when
+        something did not verify."""
         items = list(zip(refs, self._targets, strict=False))
         began = time.perf_counter()
         got = await self._client.get_blocks(lease_id, items, Deadline.after(CALL_S))
@@ -91,7 +91,7 @@ class Bench:
         return write_s, read_s
 
     async def call(self) -> float:
-        """One call that moves nothing. Returns: seconds."""
+        """Make one call to the store that moves nothing. Returns: seconds."""
         began = time.perf_counter()
         await self._client.match(
             [secrets.token_bytes(16)], pin=False, ttl_s=1.0, deadline=Deadline.after(CALL_S)

@@ -27,13 +27,13 @@ _WORDS = "time girl dog tree house river small old red friend walked saw found h
 
 
 class Reader(HttpUser):  # type: ignore[misc]
-    """A user that asks, reads the stream to its end, and asks again."""
+    """A user of locust that sends a request, reads the stream to its end, and sends the next."""
 
     wait_time = between(0.5, 2.0)
 
     @task  # type: ignore[untyped-decorator]
     def ask(self) -> None:
-        """One streamed completion of a prompt that is in no cache."""
+        """Send one streamed completion of a prompt that is in no cache."""
         prompt = "Once upon a time " + " ".join(random.choices(_WORDS, k=48))
         body = {
             "model": MODEL,

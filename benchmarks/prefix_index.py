@@ -40,7 +40,7 @@ Chains = list[list[bytes]]
 
 @contextlib.asynccontextmanager
 async def running_redis() -> AsyncIterator[tuple[str, redis.asyncio.Redis]]:
-    """A Redis of our own on a socket file, without persistence: its URL, and a client of it."""
+    """Run a Redis on a socket file, without persistence. Yields: its URL, and a client of it."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         socket = Path(folder) / "redis.sock"
         argv = (str(find_redis_server()), "--port", "0", "--unixsocket", str(socket))
@@ -63,15 +63,15 @@ async def _pings(client: redis.asyncio.Redis) -> bool:
 
 
 def prompts_of(rng: random.Random, num_prompts: int, num_blocks: int) -> Chains:
-    """The chain hashes of prompts that share nothing."""
+    """Make the chain hashes of prompts that share nothing."""
     return [[rng.randbytes(16) for _ in range(num_blocks)] for _ in range(num_prompts)]
 
 
 def place(
     rng: random.Random, chains: Chains, nodes: Sequence[str], num_blocks: int
 ) -> dict[str, list[bytes]]:
-    """Which hashes each node holds: prefixes of the prompts, of every length, so that presence is
-    prefix-closed; and others that no prompt asks for, up to `num_blocks` in all."""
+    """Choose which hashes each node holds: prefixes of the prompts, of every length, so that
+    presence is prefix-closed; and others that no prompt asks for, up to `num_blocks` in all."""
     held: dict[str, list[bytes]] = {node: [] for node in nodes}
     for chain in chains:
         for node in nodes:
@@ -86,7 +86,8 @@ def place(
 
 @contextlib.asynccontextmanager
 async def published(redis_url: str, held: Mapping[str, list[bytes]]) -> AsyncIterator[float]:
-    """Publish every node's hashes as its store would; taken back at the end. Gives: seconds."""
+    """Publish every node's hashes as its store would; they are removed at the end. Yields:
+    seconds."""
     async with contextlib.AsyncExitStack() as stack:
         began = time.perf_counter()
         for node, hashes in track(held.items(), "filling", console=harness.CONSOLE):
@@ -110,7 +111,7 @@ async def published(redis_url: str, held: Mapping[str, list[bytes]]) -> AsyncIte
 
 
 def in_pieces(hashes: list[bytes], num_hashes: int) -> list[list[bytes]]:
-    """As a store's snapshot."""
+    """Cut hashes into lists, as a store's snapshot."""
     return [hashes[at : at + num_hashes] for at in range(0, len(hashes), num_hashes)]
 
 
@@ -147,7 +148,7 @@ async def measure(
     num_lookups: int,
     seed: int,
 ) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures of the prefix index."""
     rng = random.Random(seed)
     nodes = [f"node-{at}" for at in range(num_nodes)]
     lives = {node: _life(node).hex() for node in nodes}

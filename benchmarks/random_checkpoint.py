@@ -51,11 +51,10 @@ _SHARD_BYTES = 4 << 30
 
 
 def save(folder: Path, shape: str, *, device: str, seed: int = 0) -> None:
-    """Write a checkpoint in bfloat16 into an empty folder.
+    """Write a checkpoint with random weights in bfloat16 into an empty folder.
 
-    Args:
-        shape: of SHAPES.
-        device: where the numbers are drawn; they differ between kinds of device.
+    Args: shape: of SHAPES. device: where the numbers are drawn; they differ between kinds of
+        device.
     """
     config = SHAPES[shape] | _COMMON
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

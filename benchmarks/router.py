@@ -38,11 +38,11 @@ from services.router.fakes.worker import Context, FakeWorker
 MODEL = "baton-5m"
 SERVICE = "baton.v1.Inference"
 CLOCK_S = 8.0
-"""Send times are sent modulo this: a float32 then resolves half a microsecond."""
+"""Modulus of the send times that tokens carry: a float32 then resolves half a microsecond."""
 TOKENS_PER_S = 2_000
-"""Tokens of all streams of a paced run: far below what any target can do."""
+"""Tokens a second of all streams of a paced run together: far below what any target can do."""
 MOST_TOKENS_PER_S = 40_000
-"""Tokens of a saturated run: more than any target takes."""
+"""Tokens a second of a saturated run: more than any target takes."""
 PROMPT_TOKENS = 64
 _FEW = 3
 
@@ -62,7 +62,8 @@ class _Leg:
 
 
 class SteppingDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
-    """A decode worker of steps: one token for each running request in one message."""
+    """A fake decode worker that works in steps: one token for each running request in one
+    message."""
 
     role = "decode"
 
@@ -157,7 +158,7 @@ class SteppingDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
 
 class Relay:
-    """Requests onto one decode stream, tokens off it."""
+    """The least that a router does: requests onto one decode stream, tokens off it."""
 
     def __init__(self, decode_address: str) -> None:
         self._channel = rpc.channel(decode_address)
@@ -172,13 +173,13 @@ class Relay:
         server.add_registered_method_handlers(SERVICE, {"Generate": handler})
 
     async def read(self) -> None:
-        """Hand events to their requests, until the stream ends."""
+        """Hand the events of the decode stream to their requests, until the stream ends."""
         while (message := await self._call.read()) is not grpc.aio.EOF:
             for event in message.events:
                 self._queues[event.key].put_nowait(event)
 
     async def generate(self, data: bytes, context: Context) -> None:
-        """One request."""
+        """Serve one request."""
         request = inference_pb2.GenerateRequest.FromString(data)
         self._last_key += 1
         key = self._last_key
@@ -266,13 +267,14 @@ def relay(decode_address: str) -> None:
 # -- clients: each way yields how many tokens a message had, and how long ago the worker sent it
 
 Messages = AsyncIterator[tuple[int, float]]
-"""Messages of one stream: (tokens, seconds from the worker's send to here; NaN: not known)."""
+"""The messages of one stream: (tokens, seconds from the worker's send to here; NaN: not known)."""
 Ask = Callable[[int, float, bool, int], Messages]
-"""(tokens, seconds of a step, whether send times are wanted, how many begin together)."""
+"""A function that serves one stream of (tokens, seconds of a step, whether send times are wanted,
+how many begin together)."""
 
 
 def through(address: str) -> Ask:
-    """Generate of a router, or of the relay."""
+    """Make an `Ask` that calls Generate of a router, or of the relay."""
     channel = rpc.channel(address)
     generate: Any = channel.unary_stream(f"/{SERVICE}/Generate")
 
@@ -288,7 +290,8 @@ def through(address: str) -> Ask:
 
 
 def direct(address: str) -> Ask:
-    """The decode worker's own stream, all requests over one, as a router has it."""
+    """Make an `Ask` over the decode worker's own stream, all requests over one, as a router has
+    it."""
     kept: list[KeyedStream] = []
 
     async def ask(num_tokens: int, step_s: float, has_times: bool, group: int) -> Messages:
@@ -316,7 +319,8 @@ def direct(address: str) -> Ask:
 def a_request(
     num_tokens: int, step_s: float, has_times: bool, group: int
 ) -> inference_pb2.GenerateRequest:
-    """Seed says the step, logprobs that send times are wanted."""
+    """Make a request for the fake workers: the seed says the step, logprobs that send times are
+    wanted."""
     request = inference_pb2.GenerateRequest()
     request.token_ids.ids.extend(range(300, 300 + PROMPT_TOKENS))
     request.sampling.max_tokens = num_tokens
@@ -328,7 +332,7 @@ def a_request(
 
 
 def since(sent_s: float, now_s: float | None = None) -> float:
-    """Seconds since a token was sent; NaN for one that the prefill worker drew."""
+    """Seconds since a token was sent; NaN for one that the prefill worker sampled."""
     if sent_s < 0:
         return float("nan")
     now_s = time.monotonic() if now_s is None else now_s
@@ -341,9 +345,8 @@ def since(sent_s: float, now_s: float | None = None) -> float:
 
 @dataclass
 class Run:
-    """What one run of several streams came to, while all of them were under way: from the moment
-    when each has a few tokens until the first one ends.
-    """
+    """The figures of one run of several streams, while all of them were under way: from the moment
+    when each has a few tokens until the first one ends."""
 
     pid: int
     num_tokens: int = 0
@@ -354,18 +357,18 @@ class Run:
     is_steady: bool = False
 
     def begin(self) -> None:
-        """All streams are under way."""
+        """Begin to count: all streams are under way."""
         self.is_steady = True
         self.cpu_s, self.wall_s = -cpu_s(self.pid), -time.monotonic()
 
     def end(self) -> None:
-        """The first one ends."""
+        """Stop counting: the first stream ends."""
         self.is_steady = False
         self.cpu_s += cpu_s(self.pid)
         self.wall_s += time.monotonic()
 
     def take(self, count: int, transit_s: float) -> None:
-        """A message came."""
+        """Count a message of a stream."""
         if not self.is_steady:
             return
         self.num_tokens += count
@@ -374,7 +377,7 @@ class Run:
             self.transits_s.append(transit_s)
 
     def figures(self, *, is_paced: bool) -> dict[str, float]:
-        """The figures that are published."""
+        """The figures of the run that are published."""
         figures = {
             "tokens_per_s": round(self.num_tokens / self.wall_s),
             "tokens_per_message": round(self.num_tokens / self.num_messages, 2),
@@ -393,10 +396,8 @@ class Run:
 async def run_streams(
     ask: Ask, pid: int, *, num_streams: int, num_tokens: int, step_s: float, has_times: bool
 ) -> Run:
-    """`num_streams` requests at the same time; the CPU is that of process `pid`.
-
-    Raises: RuntimeError when they were never all under way.
-    """
+    """Send `num_streams` requests at the same time and measure them; the CPU is that of process
+    `pid`. Raises: RuntimeError when they were never all under way."""
     run, num_started, is_over = Run(pid), 0, False
 
     async def one() -> None:
@@ -424,7 +425,7 @@ async def run_streams(
 async def measure(
     stack: ExitStack, redis_url: str, streams: Sequence[int], seconds: float
 ) -> dict[str, Any]:
-    """All runs."""
+    """Measure all runs."""
     of_workers, (decode,) = _peer(stack, "workers", redis_url, MODEL)
     of_relay, (relay_address,) = _peer(stack, "relay", decode)
     settings: dict[str, Any] = {
@@ -461,7 +462,7 @@ def _peer(stack: ExitStack, *arguments: str) -> tuple[int, list[str]]:
 async def measure_streams(
     targets: dict[str, tuple[Ask, int]], num_streams: int, seconds: float
 ) -> dict[str, Any]:
-    """Paced and saturated, each target in turn."""
+    """Measure one number of streams, paced and saturated, each target in turn."""
     found: dict[str, Any] = {}
     step_s = num_streams / TOKENS_PER_S
     for name, (ask, pid) in targets.items():

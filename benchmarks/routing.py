@@ -41,7 +41,7 @@ from services.router.views import Link, ServedModel, Snapshot, StoreView, Worker
 NAMES: Sequence[RoutingPolicy] = get_args(RoutingPolicy)
 WORKERS_PER_NODE = 8
 NUM_LINKS = 8
-"""Other nodes that each worker has met."""
+"""Number of other nodes to which each worker knows its link."""
 
 
 class _Standing:
@@ -171,32 +171,33 @@ def _decisions(num_workers: int, count: int, rng: random.Random) -> dict[str, di
 # Stores and device caches keep what was used last, in blocks of 512 tokens, as the trace has them.
 
 TOKEN_BYTES = 128 * 1024
-"""KV of one token of an 8B model with 8 KV heads."""
+"""Bytes of the KV of one token of an 8B model with 8 KV heads."""
 
 FINGERPRINT = "sim"
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the simulated cluster consists of."""
+    """The machines of the simulated cluster."""
 
     num_prefill: int = 8
     num_decode: int = 8
     store_blocks: int = 1000
-    """Blocks of 512 tokens that each store keeps; each prefill worker has one of its own."""
+    """Number of blocks of 512 tokens that each store keeps; each prefill worker has a store of its
+    own."""
     device_blocks: int = 500
-    """Blocks that each worker's own cache keeps."""
+    """Number of blocks that each worker's own cache keeps."""
     prefill_tokens_per_s: float = 33_000.0
     link_bytes_per_s: float = 20e9
     token_s: float = 0.012
-    """Between two tokens of a stream."""
+    """Seconds between two tokens of a stream."""
     can_pull: bool = True
-    """Whether workers read the stores of other nodes."""
+    """Whether workers read blocks from the stores of other nodes."""
 
 
 @dataclass
 class Outcome:
-    """What came of one replay."""
+    """The outcome of one replay."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -256,7 +257,7 @@ class _Decode:
 
 
 class Replay:
-    """One trace through one policy."""
+    """The simulation of one trace under one policy."""
 
     def __init__(self, policy: Policy, hardware: Hardware, costs: RouterCosts) -> None:
         self._policy = policy
@@ -277,7 +278,7 @@ class Replay:
         self._links = LinkCosts((), costs)
 
     def run(self, trace: Sequence[TraceLine]) -> Outcome:
-        """All of it, in its own time."""
+        """Simulate the whole trace."""
         outcome = Outcome()
         for turn, line in enumerate(trace):
             self._serve(line, turn, outcome)
@@ -377,7 +378,7 @@ def ceiling(trace: Sequence[TraceLine]) -> float:
 def conversations(
     num_requests: int, requests_per_s: float, seed: int, *, num_groups: int = 40
 ) -> list[TraceLine]:
-    """A trace of conversations: each begins with one of a few long instructions, some far more
+    """Make a trace of conversations: each begins with one of a few long instructions, some far more
     usual than others, and grows by question and answer until it ends."""
     rng, ids = random.Random(seed), itertools.count(1)
     heads = [[next(ids) for _ in range(rng.randint(2, 10))] for _ in range(num_groups)]

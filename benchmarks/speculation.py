@@ -57,25 +57,27 @@ from process.entrypoint import begin_serving
 from tokens.tokenizer import Tokenizer
 
 PLAIN, AGAIN = "plain", "plain again"
-"""The latter does the very same: how far its speed is from 1 is noise."""
+"""Names of plain decoding and of a second engine that does the very same: how far the latter's
+speed is from 1 is noise."""
 
 # -- whole rounds: in which order ways take their turns, and what came of their answers
 
 
 @dataclass(frozen=True)
 class Round:
-    """One way's answers to all prompts of a cell, once."""
+    """The answers of one way to all prompts of a cell, once."""
 
     num_tokens: int
-    """Answered."""
+    """Number of answered tokens."""
     num_kept: int
-    """Answered tokens that were guessed."""
+    """Number of answered tokens that were guessed."""
     answers_s: float
-    """Sum over answers: from the round's beginning to the answer's last token."""
+    """Sum over the answers of the seconds from the round's beginning to the answer's last token."""
 
 
 def turns(ways: Sequence[str], seed: str) -> Iterator[list[str]]:
-    """The order of each turn, without end: shuffled anew each time, the same for a seed."""
+    """Yield the order of the ways in each turn, without end: shuffled anew each time, the same for
+    a seed."""
     rng = random.Random(seed)
     order = list(ways)
     while True:
@@ -84,9 +86,10 @@ def turns(ways: Sequence[str], seed: str) -> Iterator[list[str]]:
 
 
 def answers(rounds: Mapping[str, Sequence[Round]]) -> dict[str, dict[str, float]]:
-    """By way: `tokens_per_step`, tokens per row of logits that the target sampled from; and
-    `answers_speed`, plain decoding's mean time of an answer by the way's: a batch is over when its
-    slowest answer is, and an answer with more right guesses than the others is there before."""
+    """Figures of the answers, by way: `tokens_per_step`, tokens per row of logits that the target
+    sampled from; and `answers_speed`, plain decoding's mean time of an answer by the way's: a batch
+    is over when its slowest answer is, and an answer with more right guesses than the others is
+    there before."""
     plain_s = sum(each.answers_s for each in rounds[PLAIN])
     found = {}
     for way, own in rounds.items():
@@ -129,45 +132,46 @@ _DIGITS = 4
 
 
 class Step(NamedTuple):
-    """One step of an engine."""
+    """The account of one step of an engine."""
 
     seconds: float
     num_tokens: int
-    """Tokens that it computed and kept: rows, where nothing was guessed."""
+    """Number of tokens that the step computed and kept: rows, where nothing was guessed."""
     is_asked: bool
-    """A proposer was."""
+    """Whether a proposer was asked in the step."""
 
 
 class Held(NamedTuple):
-    """One round of a way beside plain decoding's: what speed is reckoned from."""
+    """The times of one round of a way and of plain decoding's round beside it, of which the speed
+    is computed."""
 
     plain_s: float
     resting_plain_s: float
-    """Seconds of the plain steps that resting ones stand beside."""
+    """Seconds of the plain steps beside the steps in which the way did not guess."""
     resting: float
-    """Median of resting steps' seconds by those; 1.0 where there are none."""
+    """Median ratio of the seconds of steps without guesses to those of the plain steps beside them;
+    1.0 where there are none."""
     guessing_s: float
     num_resting: int
     num_guessing: int
 
 
 class Speed(NamedTuple):
-    """Speed over all rounds, with its interval of 95 %."""
+    """The speed of a way over all rounds, with its interval of 95 %."""
 
     speed: float
     low: float | None
     high: float | None
-    """Ends of the interval; None: one round has none."""
+    """Upper end of the interval; None: one round has no interval."""
     resting_loss: float
     guessing_loss: float
 
 
 def held(plain: Sequence[Step], own: Sequence[Step]) -> Held:
-    """One round of a way beside plain decoding's.
+    """Compare one round of a way with plain decoding's.
 
-    Args:
-        plain, own: steps in their order, without those of prompts; the way's n-th was taken beside
-            the plain n-th, and it has no more of them.
+    Args: plain, own: steps in their order, without those of prompts; the way's n-th was taken
+        beside the plain n-th, and it has no more of them.
     """
     if len(own) > len(plain):
         raise ValueError(f"{len(own)} steps where plain decoding took {len(plain)}")
@@ -187,7 +191,7 @@ def held(plain: Sequence[Step], own: Sequence[Step]) -> Held:
 
 
 def speed(rounds: Sequence[Held]) -> Speed:
-    """The speed and its interval, of all rounds."""
+    """Compute the speed and its interval from all rounds."""
     plain_s = math.fsum(one.plain_s for one in rounds)
     rested_s = math.fsum(one.resting_plain_s for one in rounds)
     guessing_s = math.fsum(one.guessing_s for one in rounds)
@@ -214,8 +218,8 @@ def speed(rounds: Sequence[Held]) -> Speed:
 
 
 def figures(plain: Sequence[Sequence[Step]], own: Sequence[Sequence[Step]]) -> dict[str, Any]:
-    """One way's `speed`, its `interval`, `resting_loss`, `guessing_loss`, and `held`: each round,
-    as fields of Held."""
+    """The published figures of one way: `speed`, its `interval`, `resting_loss`, `guessing_loss`,
+    and `held`: each round, as fields of Held."""
     by_round = [held(one, beside) for one, beside in zip(plain, own, strict=True)]
     found = speed(by_round)
     interval = None
@@ -231,7 +235,7 @@ def figures(plain: Sequence[Sequence[Step]], own: Sequence[Sequence[Step]]) -> d
 
 
 def verdicts(by_batch: Mapping[str, Mapping[str, Any]], least: float) -> dict[str, list[str]]:
-    """Cells and ways by whether they are at least so fast: `shown`, all of the interval is;
+    """Sort cells and ways by whether they are at least so fast: `shown`, all of the interval is;
     `refuted`, nothing of it is; `open`, it says neither."""
     found: dict[str, list[str]] = {"shown": [], "open": [], "refuted": []}
     for cell, by_way in by_batch.items():
@@ -245,7 +249,7 @@ def verdicts(by_batch: Mapping[str, Mapping[str, Any]], least: float) -> dict[st
 
 
 def markdown(by_batch: Mapping[str, Mapping[str, Any]], ways: Sequence[str]) -> str:
-    """A table of speeds and their intervals, by cell and way."""
+    """Write a table of speeds and their intervals, by cell and way."""
     lines = [f"| speed against plain (95 %) | {' | '.join(ways)} |", "|---|" + "---|" * len(ways)]
     for cell, by_way in by_batch.items():
         cells: list[str] = []
@@ -257,8 +261,9 @@ def markdown(by_batch: Mapping[str, Mapping[str, Any]], ways: Sequence[str]) -> 
 
 
 def control(by_batch: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Of "plain again", which is as fast as plain decoding, whatever is measured: `num_cells`, and
-    `off`, those whose interval leaves 1 out. Intervals of 95 % leave it out in one of 20."""
+    """Figures of "plain again", which is as fast as plain decoding, whatever is measured:
+    `num_cells`, and `off`, those whose interval leaves 1 out. Intervals of 95 % leave it out in one
+    of 20."""
     off = [
         _line(cell, AGAIN, by_way[AGAIN])
         for cell, by_way in by_batch.items()
@@ -284,11 +289,10 @@ def _line(cell: str, way: str, one: Mapping[str, Any]) -> str:
 
 
 class Way:
-    """One engine after the other, each with a thread.
+    """A way to decode: one engine after the other, each in a thread of its own.
 
-    Args:
-        model: not attached to a cache; all ways' may be one.
-        core: that its threads are bound to; None: to none.
+    Args: model: not attached to a cache; all ways' may be one. core: that its threads are bound to;
+        None: to none.
     """
 
     def __init__(self, model: Loaded, config: EngineConfig, core: int | None) -> None:
@@ -305,7 +309,7 @@ class Way:
         return self._engine
 
     def renew(self) -> None:
-        """Another engine in another thread, which knows what the one before has learnt of
+        """Make another engine in another thread, which takes over what the one before has learnt of
         guesses."""
         last, self._thread = self._thread, ThreadPoolExecutor(1, "engine", _bind, (self._core,))
         self._thread.submit(self._renew).result()
@@ -339,7 +343,7 @@ class Way:
         proposer.propose = counted  # type: ignore[method-assign]
 
     def step(self, answers: dict[str, list[int]]) -> Step:
-        """Its tokens are appended to the answers."""
+        """Run one step of the engine; its tokens are appended to the answers."""
         assert self._thread is not None
         return self._thread.submit(self._step, answers).result()
 
@@ -353,7 +357,7 @@ class Way:
         return Step(seconds, output.num_scheduled_tokens, is_asked)
 
     def close(self) -> None:
-        """Engine and thread end."""
+        """End the engine and its thread."""
         if self._engine is not None:
             self._engine.close()
         if self._thread is not None:
@@ -384,8 +388,9 @@ WAYS = {
         draft_models=(DRAFT,), expansion=(2, 1, 1, 1), always=True, acceptance="multi_step"
     ),
 }
-"""The last three compute what does not pay, too, by each rule of acceptance: at a temperature, that
-of "all of the tree" is the exact one. Greedy, there is one rule."""
+"""The ways to decode that are compared. The last three compute what does not pay, too, by each rule
+of acceptance: at a temperature, that of "all of the tree" is the exact one. Greedy, there is one
+rule."""
 
 _NAMES = ("Tom", "Anna", "Lily", "Ben", "Mia", "Sam", "Max", "Sue")
 _BEGINNINGS = (
@@ -401,7 +406,7 @@ _BEGINNINGS = (
 
 
 LEAST_SPEED = 0.98
-"""What a way that may rest is never to fall below."""
+"""Speed that a way which may stop guessing is never to fall below."""
 
 _CONFIG = EngineConfig(
     model=TARGET,
@@ -604,7 +609,7 @@ DEPTH = 4
 
 
 def make_weights(shape: LlamaConfig) -> LlamaWeights:
-    """Whose next token is `successor` of the last one, by far."""
+    """Make random weights with which the next token is, by far, `successor` of the last one."""
     weights = random_weights(shape, dtype=torch.bfloat16, device=torch.device(DEVICE), seed=0)
     for layer in weights.layers:
         layer.o.weight.mul_(1e-3)  # type: ignore[union-attr]
@@ -617,15 +622,14 @@ def make_weights(shape: LlamaConfig) -> LlamaWeights:
 
 
 def successor(token_id: int, shape: LlamaConfig) -> int:
-    """The next token, by the weights above."""
+    """The next token by the weights of `make_weights`."""
     return token_id if shape.is_tied else (token_id + 1) % shape.vocab_size
 
 
 def make_model(weights: LlamaWeights, config: EngineConfig, *, num_nodes: int) -> LlamaModel:
-    """A model of its own on the same weights.
+    """Make a model of its own on the same weights.
 
-    Args:
-        num_nodes: guesses for one sequence in a step; 0: no guesses.
+    Args: num_nodes: guesses for one sequence in a step; 0: no guesses.
     """
     shape = weights.shape
     info = ModelInfo(
@@ -660,12 +664,10 @@ def make_model(weights: LlamaWeights, config: EngineConfig, *, num_nodes: int) -
 
 
 class Scripted:
-    """A Proposer that knows the rule, and is right as often as it is set to.
+    """A Proposer that knows the rule of the weights, and is right as often as it is set to.
 
-    Attributes:
-        num_nodes: of a tree of wrong guesses; 0: paths, as far as `depth`, each token of which is
-            right with `chance`.
-        seconds: that its calls took.
+    Attributes: num_nodes: of a tree of wrong guesses; 0: paths, as far as `depth`, each token of
+    which is right with `chance`. seconds: that its calls took.
     """
 
     name = "scripted"
@@ -678,7 +680,7 @@ class Scripted:
         self._shape = shape
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
-        """Guesses for each sequence; the proposer's own time is noted."""
+        """Guess tokens for each sequence; the proposer's own time is noted."""
         began = time.perf_counter()
         make = self._wrong if self.num_nodes else self._path
         drafts = [Draft(make(task), {}) for task in tasks]
@@ -686,10 +688,10 @@ class Scripted:
         return drafts
 
     def forget(self, key: Key) -> None:
-        """Nothing is kept of a sequence."""
+        """Do nothing: nothing is kept of a sequence."""
 
     def check_integrity(self) -> None:
-        """There is no state to check."""
+        """Do nothing: there is no state to check."""
 
     def _wrong(self, task: DraftTask) -> TokenTree:
         num_nodes = min(self.num_nodes, task.num_nodes)
@@ -725,7 +727,8 @@ def _tree(token_ids: list[int], parents: list[int], chances: list[float]) -> Tok
 
 
 def chance_for(tokens_per_step: float, depth: int) -> float:
-    """Chance p of each token of a path to be right, for 1 + p + p^2 + ... tokens a step."""
+    """The chance p of each token of a path to be right that gives 1 + p + p^2 + ... tokens a
+    step."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -742,19 +745,20 @@ NUM_STEPS = 40
 MAX_BATCH = 64
 SWEEP_PROMPT, SWEEP_OUTPUT = 512, 97
 SETTLING_STEPS = 400
-"""Tokens of a sequence before its batch is measured: batches above four are tried after 200 steps
-(engine/speculation/controller.py), and a server's load lasts longer."""
+"""Number of tokens of a sequence before its batch is measured: batches above four are tried after
+200 steps, and a server's load lasts longer."""
 
 
 class GpuBench(Bench):
-    """Batches that decode, and the tokens of each step."""
+    """An engine on a GPU with batches that decode, and the tokens of each step."""
 
     def __init__(self, engine: LLMEngine, shape: LlamaConfig) -> None:
         super().__init__(engine)
         self._shape = shape
 
     def steps(self, names: Sequence[str]) -> Iterator[tuple[float, dict[str, tuple[int, ...]]]]:
-        """(milliseconds, new tokens by request) of each step after all have drawn."""
+        """Run a batch. Yields: (milliseconds, new tokens by request) of each step after all have
+        their first token."""
         live: set[str] = set()
         while self.engine.has_work():
             was_full = len(live) == len(names)
@@ -767,7 +771,7 @@ class GpuBench(Bench):
                 yield took_ms, tokens
 
     def step_ms(self, batch: int, proposer: Scripted | None = None) -> float:
-        """Median of NUM_STEPS steps of decodes alone, without what the proposer took."""
+        """Median milliseconds of NUM_STEPS decode steps, without what the proposer took."""
         names = self.submit(batch, CONTEXT, 1000)
         found: list[float] = []
         before = proposer.seconds if proposer else 0.0
@@ -787,8 +791,8 @@ class GpuBench(Bench):
         return statistics.median(found[5:])
 
     def answers(self, batch: int) -> tuple[float, float]:
-        """(tokens per second from all first tokens to the last one, tokens of a sequence's step).
-        Every answer is looked at."""
+        """Run a batch to its end: (tokens per second from all first tokens to the last one, tokens
+        of a sequence's step). Every answer is checked."""
         names = self.submit(batch, SWEEP_PROMPT, SWEEP_OUTPUT)
         took_s, num_tokens, num_events = 0.0, 0, 0
         newest: dict[str, int] = {}

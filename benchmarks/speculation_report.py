@@ -38,37 +38,37 @@ from tools.bundled_model.boost import Answer, load, prompts
 from tools.bundled_model.corpus import HELD_OUT
 
 WIDTHS = (1, 2, 3, 4, 5)
-"""k: tokens of one draft model after one token; the paper's."""
+"""Numbers k of tokens that one draft model proposes after one token; the paper's."""
 DEPTH = 4
-"""Steps of a tree: <k, 1, 1, 1>."""
+"""Number of steps of a tree: <k, 1, 1, 1>."""
 RULES = ("exact", "multi_step", "naive")
 
 Table = dict[str, dict[str, list[float]]]
-"""{how it was drawn: {row: a figure of each width}}."""
+"""A table of the report: {how the answer was sampled: {row: a figure of each width}}."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one report is made of."""
+    """The settings of one report."""
 
     target: str = "baton-5m"
-    """Bundled name or folder."""
+    """Target model: a bundled name or a folder."""
 
     drafts: tuple[str, ...] = ("baton-5m-draft",)
-    """The first one is also measured alone; the others together with it."""
+    """Draft models. The first one is also measured alone; the others together with it."""
 
     num_prompts: int = 32
     num_prompt_tokens: int = 128
-    """Longer prompts are passed over."""
+    """Most tokens of a prompt; longer prompts are passed over."""
 
     num_tokens: int = 64
-    """Most of an answer."""
+    """Most tokens of an answer."""
 
     temperatures: tuple[float, ...] = (0.8, 1.0)
-    """Beside greedy answers."""
+    """Temperatures of sampled answers, besides the greedy ones."""
 
     num_trials: int = 2
-    """Trials of each rule of acceptance at each token."""
+    """Number of trials of each rule of acceptance at each token."""
 
     seed: int = 5
     """Seed of prompts and draws; the prompts are of the held-out part of the corpus."""
@@ -77,31 +77,31 @@ class Settings:
     """Widths of the trees for which tokens per step are counted, ascending."""
 
     rules: tuple[str, ...] = RULES
-    """Rules of acceptance for the same trees."""
+    """Rules of acceptance that are compared on the same trees."""
 
 
 class ScoredAnswer(NamedTuple):
-    """An answer, and what each model thought of each of its tokens."""
+    """An answer, and the logits that each model gives for each of its tokens."""
 
     answer: Answer
     seed: int
-    """The request's."""
+    """Seed of the answer's request."""
     logits: tuple[torch.Tensor, ...]
-    """[answered tokens, V] float32 of the target, then of each draft model."""
+    """Logits of the target, then of each draft model: [answered tokens, V] float32 each."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The answer's, without the prompt's."""
+        """Tokens of the answer, without the prompt's."""
         return self.answer.token_ids[self.answer.num_prompt_tokens :]
 
 
 def way(temperature: float) -> str:
-    """Its name in the tables."""
+    """The name of a way in the tables."""
     return "greedy" if temperature == 0.0 else f"temperature {temperature:g}"
 
 
 def engine_for(wanted: Settings, speculation: SpeculationConfig) -> LLMEngine:
-    """The target on one CPU thread, with these guesses."""
+    """Make an engine of the target on one CPU thread, with these guesses."""
     window = wanted.num_prompt_tokens + wanted.num_tokens + _beyond(wanted)
     window += -window % 16
     return load_engine(
@@ -129,8 +129,8 @@ def _beyond(wanted: Settings) -> int:
 def answered(
     engine: LLMEngine, asked: Sequence[Sequence[int]], temperature: float, wanted: Settings
 ) -> tuple[list[Answer], float]:
-    """The engine's answers up to `num_tokens`, and tokens per step: of the steps after the prompt's
-    that began before so many were there."""
+    """Have the engine answer, up to `num_tokens`. Returns: the answers, and tokens per step: of the
+    steps after the prompt's that began before so many were there."""
     said: dict[str, list[int]] = {}
     for index, token_ids in enumerate(asked):
         sampling = Sampling(
@@ -158,10 +158,9 @@ def answered(
 
 @torch.no_grad()
 def score(models: Sequence[Any], answers: Sequence[Answer]) -> list[ScoredAnswer]:
-    """What each model thought along each answer.
+    """Compute each model's logits along each answer.
 
-    Args:
-        answers: to requests of the seeds 0, 1, 2, ...
+    Args: answers: to requests of the seeds 0, 1, 2, ...
     """
     found = []
     for seed, one in enumerate(answers):
@@ -175,10 +174,10 @@ def score(models: Sequence[Any], answers: Sequence[Answer]) -> list[ScoredAnswer
 
 
 def ranks(scored: ScoredAnswer, logits: torch.Tensor, *, is_coupled: bool) -> NDArray[np.int64]:
-    """[answered tokens], how many tokens come before the target's in these scores.
+    """The number of tokens that come before the target's in these scores, at each token of an
+    answer: [answered tokens].
 
-    Args:
-        is_coupled: with the noise that the target drew with, as the exact rule's drafts are.
+    Args: is_coupled: with the noise that the target sampled with, as the exact rule's drafts are.
     """
     if is_coupled and scored.answer.temperature > 0.0:
         first, end = scored.answer.num_prompt_tokens, len(scored.answer.token_ids)
@@ -195,8 +194,8 @@ def ranks(scored: ScoredAnswer, logits: torch.Tensor, *, is_coupled: bool) -> ND
 def hit_rates(
     scored: Sequence[ScoredAnswer], names: Sequence[str], *, is_coupled: bool
 ) -> dict[str, list[float]]:
-    """By draft model, and of all together where there are several: the share of tokens that were
-    among its k likeliest, for each of WIDTHS."""
+    """The share of tokens that were among a draft model's k likeliest, for each of WIDTHS: by draft
+    model, and of all together where there are several."""
     by_name = {
         name: np.concatenate(
             [ranks(one, one.logits[1 + place], is_coupled=is_coupled) for one in scored]
@@ -214,7 +213,8 @@ def hit_rates(
 def drawn_children(
     distributions: Sequence[Distribution], width: int, rng: random.Random
 ) -> tuple[TokenTree, dict[DistributionKey, Distribution]]:
-    """A tree of one level: `width` draws of each draft model, equal ones folded into one node."""
+    """Make a tree of one level: `width` samples of each draft model, equal ones folded into one
+    node."""
     tries: dict[int, tuple[Try, ...]] = {}
     for proposer, own in enumerate(distributions):
         for _ in range(width):
@@ -228,8 +228,8 @@ def drawn_children(
 def kept_rates(
     scored: Sequence[ScoredAnswer], num_drafts: int, wanted: Settings
 ) -> dict[str, list[float]]:
-    """By rule: how often one of k independent draws of each of the first `num_drafts` draft models
-    is kept, for each of WIDTHS. Both rules judge the same draws."""
+    """How often one of k independent samples of each of the first `num_drafts` draft models is
+    kept, for each of WIDTHS, by rule. Both rules judge the same samples."""
     rng = random.Random(wanted.seed)
     kept = {rule: np.zeros(len(WIDTHS)) for rule in ("multi_step", "naive")}
     num_judged = 0
@@ -267,9 +267,8 @@ def _distributions(
 
 
 def tokens_per_step(wanted: Settings, asked: Sequence[Sequence[int]]) -> Table:
-    """By rule of acceptance for the first draft model, and by the exact one for all together.
-
-    Raises: SystemExit where an answer by the exact rule is not the same at every width.
+    """Tokens per step by rule of acceptance for the first draft model, and by the exact one for all
+    together. Raises: SystemExit where an answer by the exact rule is not the same at every width.
     """
     found: Table = {}
     first, ways = wanted.drafts[:1], (0.0, *wanted.temperatures)
@@ -307,7 +306,7 @@ _TITLES = {
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """The tables of `report`."""
+    """Write the tables of `report` as Markdown."""
     lines: list[str] = []
     for key, title in _TITLES.items():
         heads = " | ".join(f"k = {width}" for width in WIDTHS)
@@ -324,7 +323,7 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 
 def report(wanted: Settings) -> dict[str, Any]:
-    """The three tables, and how many tokens of answers they are of."""
+    """Compute the three tables, and how many tokens of answers they are of."""
     loaded = [load(name) for name in (wanted.target, *wanted.drafts)]
     models, names = [model for model, _ in loaded], [folder.name for _, folder in loaded[1:]]
     tokenizer = Tokenizer.from_file(str(loaded[0][1] / "tokenizer.json"))

@@ -59,7 +59,7 @@ BLOCK_SIZE = 16
 T = TypeVar("T")
 
 NUM_BEFORE = 3
-"""Steps between `reserve` and `start`, while the cache would be on its way."""
+"""Number of steps between `reserve` and `start`, while the cache would be on its way."""
 _STREAM_TOKENS = 256
 _VOCAB_SIZE = 4096
 
@@ -112,7 +112,7 @@ class _ZeroCostAhead:
 
 
 class Joining:
-    """The engine, and the microseconds that it took by stretch."""
+    """An engine that decodes, and the microseconds that its thread took by stretch."""
 
     def __init__(
         self, streams: int, prompt_tokens: int, every: int, joins: int, room: int, walk_mib: int
@@ -157,7 +157,7 @@ class Joining:
         return found
 
     def join(self, number: int) -> None:
-        """Ordinary steps, and one request that joins. Raises: RuntimeError if it did not."""
+        """Run ordinary steps, and let one request join. Raises: RuntimeError if it did not."""
         engine, name = self._engine, str(number)
         for _ in range(self._every):
             self._timed("step", engine.step)
@@ -232,15 +232,16 @@ class Seen:
     monotonic clock."""
 
     launches: list[tuple[float, float]] = field(default_factory=list)
-    """(when the device could have begun, when it did)."""
+    """Launches of steps: (when the device could have begun, when it did)."""
     late: list[tuple[float, float]] = field(default_factory=list)
-    """(when a launch was over, how much later the engine's thread knew)."""
+    """Ends of launches: (when a launch was over, how much later the engine's thread knew)."""
     calls: list[tuple[str, float, float]] = field(default_factory=list)
-    """(method of the engine, begun, CPU time of its thread)."""
+    """Calls of the engine: (method, begun, CPU time of its thread)."""
 
 
 class PacedDevice:
-    """DecodesAhead without arithmetic: launches take `step_s` each, one after the other."""
+    """A runner of decode steps without arithmetic: launches take `step_s` each, one after the
+    other."""
 
     def __init__(self, step_s: float, seen: Seen) -> None:
         self.max_rows = MAX_ROWS
@@ -250,14 +251,14 @@ class PacedDevice:
         self._free_s = 0.0
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Nothing to compile."""
+        """Do nothing: there is nothing to compile."""
 
     def takes(self, draw: Draw) -> bool:
-        """All draws."""
+        """Whether a step with this sampling can be launched ahead: every one can."""
         return True
 
     def launch(self, rows: Sequence[DecodeRow]) -> _Launch:
-        """Begins when the one before is over, or now."""
+        """Launch a step that begins when the one before is over, or now."""
         now_s = time.monotonic()
         begun_s = max(now_s, self._free_s)
         self._seen.launches.append((self._free_s, begun_s))
@@ -265,7 +266,7 @@ class PacedDevice:
         return _Launch(len(rows), self._free_s)
 
     def read(self, launch: Any) -> list[Drawn]:
-        """Waits as for a device: without the interpreter's lock."""
+        """Wait for a launch as for a device: without the interpreter's lock."""
         left_s = launch.over_s - time.monotonic()
         if left_s > 0:
             time.sleep(left_s)
@@ -273,7 +274,7 @@ class PacedDevice:
         return [Drawn(1)] * launch.num_rows
 
     def drain(self) -> None:
-        """Nothing of it is read."""
+        """Do nothing: no launch's result is needed."""
 
 
 class TimedEngine:
@@ -333,7 +334,7 @@ async def _run_worker(options: dict[str, Any]) -> None:
 
 
 class Router:
-    """A router's worth of calls to one prefill and one decode worker."""
+    """The calls that a router makes to one prefill and one decode worker."""
 
     def __init__(self, prefill: KeyedStream, decode: KeyedStream, fingerprint: str) -> None:
         self._prefill = prefill
@@ -342,7 +343,7 @@ class Router:
         self._rng = random.Random(7)
 
     async def generate(self, num_prompt_tokens: int, max_tokens: int) -> AsyncIterator[None]:
-        """A request through prefill and decode; one item per token of decode."""
+        """Send a request through prefill and decode. Yields: one item per token of decode."""
         key, events = self._decode.open()
         prompt = [self._rng.randrange(1, VOCAB) for _ in range(num_prompt_tokens)]
         asked: dict[str, Any] = {
@@ -395,13 +396,13 @@ class Router:
         self._prefill.close(prompt_key)
 
     async def drain(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """`generate` to its end."""
+        """Send a request and wait for its end."""
         async with asyncio.timeout(TIMEOUT_S):
             async for _ in self.generate(num_prompt_tokens, max_tokens):
                 pass
 
     async def close(self) -> None:
-        """Ends all that is under way."""
+        """End all requests that are under way."""
         await self._prefill.end()
         await self._decode.end()
 
@@ -440,7 +441,7 @@ async def _line(process: asyncio.subprocess.Process) -> bytes:
 
 @dataclass(frozen=True)
 class Storm:
-    """Options of `admission`."""
+    """The options of `admission`."""
 
     transport: str
     streams: int

@@ -53,24 +53,25 @@ MODEL = "baton-5m"
 NODE = "big"
 FRAME_BYTES = 64
 STRIDE_BYTES = 4096
-"""From one frame to the next: a page."""
+"""Bytes from one frame of the store to the next: a page."""
 CHAIN = 64
-"""Blocks of a prompt."""
+"""Number of blocks of a prompt."""
 CHAINS = 8
-"""Prompts in one Reserve: a step of a prefill worker."""
+"""Number of prompts in one Reserve: a step of a prefill worker."""
 TTL_MS = 60_000
 CALL_S = 120.0
 TICK_S = 0.001
 STALL_S = 0.02
 CHECKSUM = block_hash.checksum(bytes(FRAME_BYTES))
-"""Of what lies in a frame that was never written."""
+"""Checksum of the zeros that lie in a frame which was never written."""
 
 
 # -- the store
 
 
 class Turns:
-    """How late a timer fires, and what the loop's thread computes between two."""
+    """Measures how late a timer of an event loop fires, and what the loop's thread computes between
+    two."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -83,7 +84,7 @@ class Turns:
         self._loop.call_later(TICK_S, self._tick)
 
     def take(self) -> dict[str, Any]:
-        """Since the last call."""
+        """The figures since the last call."""
         late_s, computed_s = sorted(self._late_s), sorted(self._computed_s)
         collected_s = sorted(self._collected_s)
         self._late_s, self._computed_s, self._collected_s = [], [], []
@@ -141,7 +142,7 @@ def _say(what: dict[str, Any]) -> None:
 
 
 class StoreProcess:
-    """`_serve` in a process of its own."""
+    """A store in a process of its own, whose loop's turns are measured."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -149,7 +150,7 @@ class StoreProcess:
     @classmethod
     @asynccontextmanager
     async def start(cls, **settings: Any) -> AsyncIterator[tuple[StoreProcess, str]]:
-        """And its address."""
+        """Start the process. Returns: the store's address."""
         process = await asyncio.create_subprocess_exec(
             *harness.module("benchmarks.store_loop", "serve", json.dumps(settings)),
             stdin=asyncio.subprocess.PIPE,
@@ -168,7 +169,7 @@ class StoreProcess:
                 process.kill()
 
     async def turns(self, word: str = "turns") -> dict[str, Any]:
-        """Since the last call."""
+        """The figures of the store's loop since the last call."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n".encode())
         return await self._line()
@@ -187,7 +188,7 @@ class StoreProcess:
 
 
 class Load:
-    """A worker's calls. Blocks are written by no one: the store's zeros are their bytes, and a
+    """The calls of a worker. Blocks are written by none: the store's zeros are their bytes, and a
     block is damaged when it was committed with another checksum."""
 
     def __init__(self, stub: Any, attachment_id: str, num_blocks: int, seed: int) -> None:
@@ -196,7 +197,8 @@ class Load:
         self._draw = random.Random(seed)
         self._num_kept = num_blocks // CHAIN
         self.chains: list[list[bytes]] = []
-        """The latest, the oldest first: as many as the store has room for."""
+        """The latest chains that were written, the oldest first: as many as the store has room
+        for."""
 
     @classmethod
     async def attach(cls, stub: Any, name: str, num_blocks: int) -> Load:
@@ -216,17 +218,17 @@ class Load:
         await self._stub.Detach(request, timeout=CALL_S)
 
     async def write(self, num_blocks: int) -> None:
-        """New chains, so many blocks together."""
+        """Reserve and commit new chains, so many blocks together."""
         for _ in range(0, num_blocks, CHAINS * CHAIN):
             await self._write([self._new_chain(CHAIN) for _ in range(CHAINS)], b"", CHECKSUM)
 
     async def match(self, num_matches: int) -> None:
-        """Pinned, and released."""
+        """Match a chain with a pin, and release it."""
         for _ in range(num_matches):
             await self._release((await self._match(self._draw.choice(self.chains))).lease_id)
 
     async def report(self, num_reports: int) -> None:
-        """Damaged blocks with a chain below each."""
+        """Report damaged blocks with a chain below each."""
         for _ in range(num_reports):
             chain = self._new_chain(CHAIN)
             await self._write([chain], b"", CHECKSUM ^ 1)
@@ -243,7 +245,7 @@ class Load:
             await self._release(matched.lease_id)
 
     async def list_all(self) -> int:
-        """Returns: how many blocks."""
+        """List all blocks of the store. Returns: how many there are."""
         call = self._stub.List(kvstore_pb2.ListRequest(), timeout=CALL_S)
         return sum([len(reply.chain_hashes) async for reply in call])
 
@@ -255,7 +257,7 @@ class Load:
         return reply
 
     async def until_synced(self) -> None:
-        """The index has everything."""
+        """Wait until the index has everything."""
         async with asyncio.timeout(CALL_S):
             while not (await self.status()).index_synced:
                 await asyncio.sleep(0.05)
@@ -350,7 +352,7 @@ async def _all_at_once(
 
 
 async def measure(num_blocks: int, seconds: float, folder: Path) -> dict[str, Any]:
-    """All rows."""
+    """Measure all rows of the table."""
     async with AsyncExitStack() as stack:
         socket = folder / "redis.sock"
         server = (str(find_redis_server()), "--port", "0", "--unixsocket", str(socket))

@@ -32,7 +32,7 @@ from services.worker import step_log
 from tools.step_log import Span, cuts, explain
 
 MAX_TOKENS = {"llama-8b": 8000, "qwen3-0.6b": 30000}
-"""Tokens of each stream, which must outlive the whole benchmark."""
+"""Number of tokens of each stream, which must outlive the whole benchmark."""
 _NUM_PROMPTS = 400
 """Most prompts of all storms."""
 _ROOM = 64
@@ -50,13 +50,13 @@ _LONG_S = 0.001
 
 
 def prompt_of(rng: random.Random, vocab_size: int, num_tokens: int) -> list[int]:
-    """Random token ids."""
+    """Make a prompt of random token ids."""
     return [rng.randrange(vocab_size) for _ in range(num_tokens)]
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What streams there are."""
+    """The streams that decode all the while: how many, how long, and of which router and seed."""
 
     address: str
     vocab_size: int
@@ -69,9 +69,8 @@ class StreamPlan:
 class Seen:
     """What the streams' clients saw.
 
-    Attributes:
-        streams: when each token of each stream came, and how many came with it.
-        pauses: of the process that watched, for its garbage: when each began, and seconds.
+    Attributes: streams: when each token of each stream came, and how many came with it. pauses: of
+    the process that watched, for its garbage: when each began, and seconds.
     """
 
     streams: list[list[tuple[float, int]]]
@@ -79,8 +78,8 @@ class Seen:
 
 
 class Streams:
-    """The way to that process: `running` starts it, `wait_begun` waits, `end` brings back what it
-    has seen."""
+    """The connection to the process that watches the streams: `running` starts it, `wait_begun`
+    waits, `end` brings back what it has seen."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -88,7 +87,7 @@ class Streams:
     @classmethod
     @contextmanager
     def running(cls, plan: StreamPlan) -> Iterator[Self]:
-        """Until the block ends."""
+        """Run the streams in a process of their own until the block ends."""
         spawn = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
         process = spawn.Process(target=_run, args=(plan, theirs), daemon=True)
@@ -103,11 +102,12 @@ class Streams:
                 process.kill()
 
     def wait_begun(self) -> None:
-        """Until every stream decodes. Raises: RuntimeError with what they failed with."""
+        """Wait until every stream decodes. Raises: RuntimeError with what a stream failed with."""
         self._receive()
 
     def end(self) -> Seen:
-        """Raises: RuntimeError when a stream ended before."""
+        """End the streams. Returns: what their clients saw. Raises: RuntimeError when a stream
+        ended before."""
         self._connection.send("end")
         found: Seen = self._receive()
         return found
@@ -191,7 +191,7 @@ def _check(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 @dataclass(frozen=True)
 class StormOptions:
-    """Options of the command."""
+    """The options of the command."""
 
     shape: str
     device: str

@@ -53,7 +53,7 @@ Words = npt.NDArray[np.int32]
 
 
 def texts() -> Iterator[str]:
-    """Files of the standard library and the installed packages, prose first."""
+    """Find text files of the standard library and the installed packages, prose first."""
     paths = sysconfig.get_paths()
     found: dict[str, list[Path]] = {kind: [] for kind in _MOST_BYTES}
     for folder in (Path(paths["stdlib"]), Path(paths["purelib"])):
@@ -74,7 +74,7 @@ def texts() -> Iterator[str]:
 
 
 def train(folder: Path) -> None:
-    """Make `folder/tokenizer.json`, unless it is there."""
+    """Train the tokenizer and write `folder/tokenizer.json`, unless it is there."""
     if (folder / "tokenizer.json").exists():
         return
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -95,7 +95,7 @@ def train(folder: Path) -> None:
 
 
 class Output(Protocol):
-    """One output on its way."""
+    """The interface of one output under way, which a grammar constrains."""
 
     def mask(self) -> Words: ...
     def accept(self, token_id: int) -> bool: ...
@@ -105,7 +105,8 @@ class Output(Protocol):
 
 
 class Engine(Protocol):
-    """Compiles schemas. `compile` raises what the engine refuses with."""
+    """The interface of a grammar engine: it compiles schemas. `compile` raises what the engine
+    refuses with."""
 
     token_bytes: Sequence[bytes]
 
@@ -114,7 +115,7 @@ class Engine(Protocol):
 
 
 class BatonOutput:
-    """A GrammarState."""
+    """An output that a GrammarState of Baton constrains."""
 
     def __init__(self, state: GrammarState) -> None:
         self._state = state
@@ -136,7 +137,7 @@ class BatonOutput:
 
 
 class Baton:
-    """Grammars as the engine uses them."""
+    """Baton's grammars, as the engine uses them."""
 
     def __init__(self, folder: Path) -> None:
         self.limits = GrammarLimits()
@@ -153,7 +154,7 @@ class Baton:
 
 
 class XgrammarOutput:
-    """A GrammarMatcher."""
+    """An output that a GrammarMatcher of xgrammar constrains."""
 
     def __init__(self, matcher: Any, words: Words) -> None:
         self._matcher = matcher
@@ -179,7 +180,7 @@ class XgrammarOutput:
 
 
 class Xgrammar:
-    """Grammars as a server would use xgrammar."""
+    """xgrammar's grammars, as a server would use them."""
 
     def __init__(self, folder: Path) -> None:
         self.token_bytes: Sequence[bytes] = Vocabulary.load(folder, VOCAB_SIZE).token_bytes
@@ -208,7 +209,7 @@ ENGINES: dict[str, Callable[[Path], Engine]] = {"baton": Baton, "xgrammar": Xgra
 
 
 class Draws:
-    """Random tokens among the allowed ones."""
+    """Draws random tokens among the allowed ones."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._closing = np.exp([_closing(data) for data in token_bytes])
@@ -216,7 +217,7 @@ class Draws:
         self._closing[END] = self._single[END] = 1e9
 
     def draw(self, allowed: npt.NDArray[np.intp], rng: np.random.Generator, closes: bool) -> int:
-        """One of `allowed`, evenly, or in favour of what closes."""
+        """Draw one of `allowed`, evenly, or in favour of what closes."""
         if not closes:
             return int(rng.choice(allowed))
         weights = (self._closing if rng.random() < 0.5 else self._single)[allowed].cumsum()
@@ -231,7 +232,7 @@ def _closing(data: bytes) -> float:
 
 
 class Costs:
-    """Seconds of each token: of its mask (CPU time), and of following it."""
+    """Seconds that each token of an output cost: its mask (CPU time), and following it."""
 
     def __init__(self) -> None:
         self.mask_s = array("d")
@@ -242,7 +243,8 @@ class Costs:
 
 
 def follow(output: Output, draws: Draws, num_tokens: int, costs: Costs) -> tuple[list[int], str]:
-    """Draw an output. Returns its ids, and how it ended: "finished", "cut", or what is wrong."""
+    """Draw an output token by token. Returns: its ids, and how it ended: "finished", "cut", or what
+    is wrong."""
     rng = np.random.default_rng([SEED, 0])
     token_ids: list[int] = []
     while not output.is_over():
@@ -272,7 +274,8 @@ def follow(output: Output, draws: Draws, num_tokens: int, costs: Costs) -> tuple
 
 
 def validator(schema: Any) -> Any:
-    """A validator with OpenAPI's `nullable`, and ECMA 262's patterns: \\w and \\d are ASCII."""
+    """Make a validator of a schema with OpenAPI's `nullable`, and ECMA 262's patterns: \\w and \\d
+    are ASCII."""
     written = _with_null(_read(json.dumps(schema)))
     made = jsonschema.validators.validator_for(written, jsonschema.Draft202012Validator)
     own = jsonschema.validators.extend(made, {"pattern": _pattern})
@@ -319,7 +322,7 @@ def is_valid(schema: Any, data: bytes) -> bool:
 
 
 def measure(engine: Engine, num_tokens: int) -> dict[str, Any]:
-    """All schemas on one engine, in this process."""
+    """Measure all schemas on one engine, in this process."""
     entries = [json.loads(line) for line in CORPUS.read_text(encoding="utf-8").splitlines()]
     draws, costs = Draws(engine.token_bytes), Costs()
     first = engine.compile('{"type": "object", "properties": {"a": {"type": "string"}}}')
@@ -367,7 +370,7 @@ def measure(engine: Engine, num_tokens: int) -> dict[str, Any]:
 
 
 def quantiles(seconds: Sequence[float], scale: float) -> dict[str, float]:
-    """Quantiles, the longest and the mean."""
+    """Quantiles of the values, the longest and the mean."""
     values = np.asarray(seconds) * scale
     found = {f"p{share}": np.quantile(values, share / 100) for share in (50, 90, 99)}
     found |= {"max": values.max(), "mean": values.mean()}

@@ -17,7 +17,7 @@ from engine_client.answer import Answer
 from engine_client.llm import ClientLLM
 from engine_client.params import SamplingParams
 from process.errors import InvalidArgument
-from process.spread import Spread
+from process.latency_summary import LatencySummary
 
 OnProgress = Callable[[int, int], None]
 """(done, of all)"""
@@ -34,11 +34,11 @@ class Latency:
     num_input_tokens: int
     num_output_tokens: int
     num_rounds: int
-    ttft: Spread
+    ttft: LatencySummary
     """From asking to a prompt's first token; one a prompt and round."""
-    itl: Spread | None
+    itl: LatencySummary | None
     """Between a prompt's tokens; None with one output token."""
-    total: Spread
+    total: LatencySummary
     """A whole batch; one a round."""
 
 
@@ -53,9 +53,9 @@ class Throughput:
     requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float
-    ttft: Spread
+    ttft: LatencySummary
     """The wait in line is in it."""
-    tpot: Spread | None
+    tpot: LatencySummary | None
     """Mean gap between the tokens of one prompt; None where all have one token."""
 
 
@@ -99,9 +99,9 @@ def latency(
         num_input_tokens=num_input_tokens,
         num_output_tokens=num_output_tokens,
         num_rounds=num_rounds,
-        ttft=Spread.of(ttft_s),
-        itl=Spread.of(itl_s) if itl_s else None,
-        total=Spread.of(total_s),
+        ttft=LatencySummary.of(ttft_s),
+        itl=LatencySummary.of(itl_s) if itl_s else None,
+        total=LatencySummary.of(total_s),
     )
 
 
@@ -156,8 +156,8 @@ def _throughput(answers: Sequence[Answer], seconds: float) -> Throughput:
         requests_per_s=round(len(answers) / seconds, 3),
         input_tokens_per_s=round(num_input / seconds, 1),
         output_tokens_per_s=round(num_output / seconds, 1),
-        ttft=Spread.of([answer.times.ttft_s for answer in answers]),
-        tpot=Spread.of(tpot_s) if tpot_s else None,
+        ttft=LatencySummary.of([answer.times.ttft_s for answer in answers]),
+        tpot=LatencySummary.of(tpot_s) if tpot_s else None,
     )
 
 

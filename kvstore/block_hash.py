@@ -153,7 +153,7 @@ class HashTurns:
         self._is_asked = False
         """Whether the loop will call `_turn`."""
         self._ended_s = 0.0
-        """When the last turn ended, or when the first one was asked for."""
+        """Time at which the last turn ended, or the first one was asked for."""
 
     async def chain(self, root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
         """The chain hashes of the prompt's full blocks. A prompt of one part is hashed at once, a

@@ -33,12 +33,7 @@ from typing import NoReturn
 
 from kvstore.attachments import AttachmentTable
 from kvstore.block_refs import Block, PackedBlocks
-from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
-from kvstore.exported_blocks import ExportedBlocks, ExportOffer, LeaseUpdate
-from kvstore.links import num_blocks_wanted
-from kvstore.nixl_push import BlockPusher, Frames, PushOutcome, Target
-from kvstore.node_ids import PROBE_HASH
-from kvstore.source import (
+from kvstore.block_source import (
     MatchResult,
     ReadPiece,
     StoreInfo,
@@ -47,6 +42,11 @@ from kvstore.source import (
     own_host_id,
     read_pieces,
 )
+from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
+from kvstore.exported_blocks import ExportedBlocks, ExportOffer, LeaseUpdate
+from kvstore.links import num_blocks_wanted
+from kvstore.nixl_push import BlockPusher, Frames, PushOutcome, Target
+from kvstore.node_ids import PROBE_HASH
 from kvstore.transport.base import CUDA_IPC, DIRECT_TRANSPORTS, BlockMemory
 from kvstore.transport.device import PinnedStaging, Shared
 from kvstore.transport.nixl import region_of
@@ -150,8 +150,8 @@ room."""
 
 
 class BlockLender:
-    """Serves the blocks that a worker lends to its readers: a BlockSource (source.py). `loans` is
-    the truth about what is lent."""
+    """Serves the blocks that a worker lends to its readers: a BlockSource. `loans` is the truth
+    about what is lent."""
 
     def __init__(
         self,
@@ -470,7 +470,7 @@ class BlockLender:
         return held_s, stale
 
     def _hold_s(self, wanted_s: float) -> float:
-        """How long a new hold of a reader lasts; 0: there is no room for one."""
+        """Seconds that a new hold of a reader lasts; 0: there is no room for one."""
         has_room = self.loans.num_pins < self.limits.max_holds
         return min(wanted_s, self.limits.max_hold_s) if has_room else 0.0
 
@@ -584,7 +584,7 @@ class BlockLender:
     # -- inside
 
     def _share(self, host_id: str) -> Shared:
-        """What a reader on the host `host_id` needs to map the memory. Raises:
+        """Get the IPC handle by which a reader on the host `host_id` maps the memory. Raises:
         FailedPrecondition."""
         device = self.memory.device
         if not self._lets_map:
@@ -594,7 +594,7 @@ class BlockLender:
             )
         if not host_id or host_id != own_host_id():
             raise FailedPrecondition(
-                "transport cuda_ipc: this worker is on another host, or a kernel tells none "
+                "transport cuda_ipc: this worker is on another host, or a kernel does not say "
                 "which: its memory cannot be mapped; set direct_transport to nixl or grpc"
             )
         if device is None:
@@ -634,7 +634,8 @@ class BlockLender:
 
 
 async def _until(is_whole: Callable[[], bool], budget_s: float, news: asyncio.Event) -> bool:
-    """Returns: whether it is, when it is or the time is over."""
+    """Wait until `is_whole`, at most `budget_s`; `news` is set whenever it may have changed.
+    Returns: whether it is."""
     try:
         async with asyncio.timeout(budget_s):
             while not is_whole():

@@ -34,7 +34,7 @@ _COLUMNS = np.dtype(
         ("num_hash_bytes", "u1"),
     ]
 )
-"""The same row for numpy: one field of all rows at once."""
+"""The layout of a row for numpy: one field of all rows at once."""
 
 ROW_BYTES = _ROW.size
 

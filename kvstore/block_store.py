@@ -587,7 +587,8 @@ class BlockStore:
         return node.block
 
     def _end_reservation(self, reservation: FrameReservation) -> None:
-        """Its lease or its worker is gone, and the worker did not say that its writing is over."""
+        """End a reservation whose lease or worker is gone, while the worker did not say that its
+        writing is over."""
         attachment = self.attachments.find(reservation.attachment_id)
         if attachment is not None and not attachment.one_sided:
             self.table.free_frame(reservation.frame)

@@ -36,6 +36,7 @@ import numpy as np
 
 from kvstore import links, wire
 from kvstore.block_refs import Block, PackedBlocks
+from kvstore.block_source import MatchResult, StoreInfo, own_host_id
 from kvstore.connection import DETACH_S, HEARTBEAT_S, StoreConnection
 from kvstore.errors import (
     CANCELLED,
@@ -52,7 +53,6 @@ from kvstore.errors import (
 from kvstore.exported_blocks import LeaseUpdate
 from kvstore.links import Rates
 from kvstore.slab import Slab
-from kvstore.source import MatchResult, StoreInfo, own_host_id
 from kvstore.transport.base import (
     CUDA_IPC,
     DIRECT_TRANSPORTS,
@@ -82,7 +82,7 @@ logger = logging.getLogger(__name__)
 
 MAX_VERIFIED_BLOCKS = 65_536
 """Most verified blocks that the client keeps for its next Renew or Release, which tells the store's
-history of them; further ones are not told."""
+history of them; the store does not learn of further ones."""
 
 MAX_COMMITTED_BLOCKS = 512
 """Most blocks of one Commit call: about 5 ms of the store's loop."""
@@ -187,7 +187,7 @@ class KvStoreClient:
         self._num_transfers = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        # What the next Renew or Release tells the store.
+        # For the store, with the next Renew or Release.
         self._num_bytes_unreported = 0
         self._verified: list[kvstore_pb2.VerifiedBlocks] = []
         self._num_verified = 0
@@ -402,7 +402,7 @@ class KvStoreClient:
         self, chains: Sequence[PutChain], ttl_s: float, deadline: Deadline
     ) -> list[PutResult]:
         """Store blocks of several prompts and answers, and keep no lease: one Reserve for all of
-        them, and a Commit for each 512 blocks. Chains may begin alike, or one behind another.
+        them, and a Commit for each 512 blocks. Chains may begin alike, or one may continue another.
 
         Returns: one result for each chain, also where the store lacks its parent.
         Raises: FailedPrecondition when the store lost a parent after the Reserve; LeaseLapsed;
@@ -563,8 +563,11 @@ class KvStoreClient:
         ends_lease: bool = False,
         is_probe: bool = False,
     ) -> list[PutResult]:
-        """lease_id: empty makes a lease. ends_lease: it ends with this put. is_probe: the lease
-        that this makes is a measurement's: the store counts none of its bytes."""
+        """Reserve frames for the chains, write the blocks into them and commit them.
+
+        Args: lease_id: empty makes a lease. ends_lease: the lease ends with this put. is_probe: the
+            lease that this makes is a measurement's: the store counts none of its bytes.
+        """
         request = kvstore_pb2.ReserveRequest(
             attachment_id=self._attachment_id,
             lease_id=lease_id,
@@ -626,21 +629,20 @@ class KvStoreClient:
         (put,) = await self._put([PutChain(b"", (), 1, tail)], ttl_s, deadline, is_probe=True)
         return put
 
-    async def reserve_tail(
-        self, lease_id: str, tail: tuple[str, int, int], ttl_s: float, deadline: Deadline
+    async def reserve_tails(
+        self, lease_id: str, names: Sequence[str], ttl_s: float, deadline: Deadline
     ) -> PackedBlocks:
-        """Reserve a frame for one private block under a lease; `tail` as in `PutChain`. The caller
-        writes the frame and calls `commit`, or calls `undo_later`. Returns: the reserved frame;
-        empty when the store has no room."""
-        name, _, num_tokens = tail
+        """Reserve a frame for each of several private blocks of one slot, by name, under a lease.
+        The caller writes the frames and calls `commit`, or calls `undo_later`. Returns: the
+        reserved frames; fewer when the store has no room for all."""
         request = kvstore_pb2.ReserveRequest(
             attachment_id=self._attachment_id,
             lease_id=lease_id,
             ttl_ms=wire.ttl_ms(ttl_s),
-            chains=[kvstore_pb2.ReserveChain(tail_name=name)],
+            chains=[kvstore_pb2.ReserveChain(tail_name=name) for name in names],
         )
         reply = await self._reserve(request, False, deadline)
-        return wire.to_be_written(reply).with_num_tokens(num_tokens)
+        return wire.to_be_written(reply).with_num_tokens(1)
 
     async def commit(
         self,
@@ -853,7 +855,8 @@ class KvStoreClient:
             self._background.spawn(self._report())
 
     async def _report(self) -> None:
-        """One call at a time; blocks that come while one is under way share the next."""
+        """Report the bad blocks, one call at a time; blocks that come while one is under way share
+        the next."""
         try:
             while self._to_report and not self._connection.broken:
                 refs, self._to_report = list(self._to_report.values()), {}
@@ -925,7 +928,7 @@ class KvStoreClient:
 
 @dataclass
 class _TransferRecord:
-    """What a transfer moved, entered while it runs."""
+    """The amounts that a transfer moved, entered while it runs."""
 
     num_bytes: int = 0
     failed: Counter[str] = field(default_factory=Counter)

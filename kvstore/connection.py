@@ -16,8 +16,8 @@ from typing import Any
 
 import grpc.aio
 
+from kvstore.block_source import StoreInfo
 from kvstore.errors import LeaseLapsed
-from kvstore.source import StoreInfo
 from kvstore.wire import SpoiledAnswer
 from process import logs, rpc, spans
 from process.authorization import PeerRole

@@ -481,7 +481,7 @@ class ExportedBlocks:
             if (lent.num_leases, lent.num_holds) != (leases[block_id], holds[block_id]):
                 raise IntegrityError(f"block {block_id}: its leases or holds are miscounted")
             if lent.num_leases + lent.num_holds == 0:
-                raise IntegrityError(f"block {block_id}: lent to nobody")
+                raise IntegrityError(f"block {block_id}: lent without a lease or a hold")
             if lent.num_holds and not lent.is_computed:
                 raise IntegrityError(f"block {block_id}: held, and not computed")
             if not 0 <= block_id < self.num_blocks:
@@ -504,7 +504,8 @@ class ExportedBlocks:
         return self._generations.get(block_id, FIRST_GENERATION)
 
     def _is_lent(self, block: Block, *, is_ahead: bool = False) -> bool:
-        """is_ahead: it need not be computed."""
+        """Whether a block is lent as its reference says. is_ahead: also one that is not computed
+        yet."""
         lent = self._lent.get(block.frame)
         if lent is None or lent.chain_hash != block.chain_hash:
             return False

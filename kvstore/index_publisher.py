@@ -213,8 +213,9 @@ class PrefixIndexPublisher:
             pause_s = min(2 * pause_s, _BACKOFF_MAX_S)
 
     def _look(self, pipe: Pipeline) -> Callable[[list[Any]], None]:
-        """With each heartbeat: keep the index for another minute if it is being published, and see
-        whether Redis still has what was published; a publication under way sees that by itself."""
+        """Add to a heartbeat's commands: keep the index for another minute if it is being
+        published, and see whether Redis still has what was published; a publication under way sees
+        that by itself. Returns: what takes the answers."""
         if not self._is_failing:
             pipe.pexpire(self._key, int(_INDEX_TTL_S * 1000))
         pipe.hget(self._key, index.SEQUENCE_FIELD)
@@ -292,8 +293,8 @@ class PrefixIndexPublisher:
         self._batch = []
 
     async def _step(self, script: AsyncScript, *args: bytes | int) -> None:
-        """One of a full publication. Raises: RedisError when what came before it is not there any
-        more."""
+        """Run one script of a full publication. Raises: RedisError when what came before it is not
+        there any more."""
         keys = [self._loading_key, self._key]
         if await self._bounded(script(keys=keys, args=args)) != 1:
             raise RedisError("what was published so far is gone")
@@ -319,7 +320,7 @@ class PrefixIndexPublisher:
 
 
 def _apply_args(final: Mapping[bytes, bool]) -> tuple[bytes, bytes, int]:
-    """The arguments of _APPLY behind the sequences. final: chain hash -> whether it is present."""
+    """The arguments of _APPLY after the sequences. final: chain hash -> whether it is present."""
     came = b"".join(chain_hash for chain_hash, present in final.items() if present)
     went = b"".join(chain_hash for chain_hash, present in final.items() if not present)
     return came, went, int(_INDEX_TTL_S * 1000)

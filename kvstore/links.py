@@ -100,7 +100,7 @@ NUM_LATENCY_ROUNDS = 9
 """Rounds of the latency measurement: more than for the rates, since a round is short and other work
 of the loop distorts it more."""
 MAX_BLOCKS = 16
-"""Most frames of a measurement: more cost more control calls than they are worth."""
+"""Most frames of a measurement."""
 MAX_SHARE = 1 / 8
 """Largest share of a store's frames that a measurement takes: the blocks in a small store are worth
 more than a measurement."""
@@ -169,7 +169,7 @@ async def _measure_lender(
 async def _store_one(
     client: KvStoreClient, name: str, block_id: int, deadline: Deadline
 ) -> tuple[str, Block]:
-    """One block under a new lease. Returns: the lease's id, the block."""
+    """Store one block under a new lease. Returns: the lease's id, the block."""
     tail = (name, block_id, 1)
     put = await client.put_probe(tail, _TTL_S, deadline)
     if put.tail is None:
@@ -201,10 +201,8 @@ async def _write(
     """Seconds of one transfer of all sources, and where they lie then."""
     reserved = PackedBlocks()
     try:
-        for index, block_id in enumerate(sources):
-            reserved += await client.reserve_tail(
-                lease_id, (f"{name}/{index}", block_id, 1), _TTL_S, deadline
-            )
+        names = [f"{name}/{index}" for index in range(len(sources))]
+        reserved = await client.reserve_tails(lease_id, names, _TTL_S, deadline)
         if len(reserved) < len(sources):
             raise NoCapacity("the store has too few free frames to measure with")
         items = [

@@ -1,5 +1,5 @@
 """The node id of a lender, a worker whose KV cache other workers read over the gRPC service of a
-store: made of its worker id, and told from the id of a store."""
+store: made of its worker id, and distinguished from the id of a store."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class PageLayout:
 
     @property
     def data_offset(self) -> int:
-        """Offset of the first page, behind the headers."""
+        """Offset of the first page, after the headers."""
         return _ALIGN + _round_up(HEADER_BYTES * self.num_pages)
 
     @property
@@ -280,7 +280,8 @@ def _write(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _read_into(fd: int, into: memoryview, offset: int) -> int:
-    """Returns: how many bytes there were."""
+    """Read at `offset` until `into` is full or the file ends. Returns: how many bytes there
+    were."""
     total = 0
     while total < len(into):
         num_bytes = os.preadv(fd, [into[total:]], offset + total)

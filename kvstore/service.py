@@ -12,8 +12,8 @@ import grpc.aio
 
 from kvstore import status, wire
 from kvstore.block_refs import PackedBlocks, Tier, row, row_of
+from kvstore.block_source import BlockSink, BlockSource, ReservedChain
 from kvstore.block_store import NO_ROOM, Reserved, WrittenFrame
-from kvstore.source import BlockSink, BlockSource, ReservedChain
 from process import rpc
 from process.errors import FailedPrecondition, InvalidArgument
 from process.spans import (
@@ -50,7 +50,7 @@ LIST_CHUNK = 16_384
 def _traced_unary(
     handler: Callable[[Any, Request, Context], Awaitable[Reply]],
 ) -> Callable[[Any, Request, Context], Awaitable[Reply]]:
-    """As rpc.unary; while it runs, the span of the call is the current one."""
+    """Wrap a handler as rpc.unary does; while it runs, the span of the call is the current one."""
     name = handler.__name__
 
     @functools.wraps(handler)
@@ -162,7 +162,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Renew(
         self, request: kvstore_pb2.RenewRequest, context: Context
     ) -> kvstore_pb2.RenewReply:
-        self._hear_of_reads(request)
+        self._note_reads(request)
         self._source.renew(
             request.lease_id,
             ttl_s=request.ttl_ms / 1000,
@@ -174,16 +174,15 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Release(
         self, request: kvstore_pb2.ReleaseRequest, context: Context
     ) -> kvstore_pb2.ReleaseReply:
-        self._hear_of_reads(request)
+        self._note_reads(request)
         num_released = self._source.release(
             request.lease_ids, num_bytes_read=request.num_bytes_read
         )
         return kvstore_pb2.ReleaseReply(num_released=num_released)
 
-    def _hear_of_reads(
-        self, request: kvstore_pb2.RenewRequest | kvstore_pb2.ReleaseRequest
-    ) -> None:
-        """Raises: InvalidArgument for a number that might not fit into the status' sum."""
+    def _note_reads(self, request: kvstore_pb2.RenewRequest | kvstore_pb2.ReleaseRequest) -> None:
+        """Pass on which blocks a worker has verified. Raises: InvalidArgument for a number of bytes
+        that might not fit into the status' sum."""
         if request.num_bytes_read > MAX_BYTES_READ:
             raise InvalidArgument("num_bytes_read", f"at most {MAX_BYTES_READ} at once")
         if self._sink is None:
@@ -295,7 +294,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     # -- bytes in
 
     def _need_sink(self, what: str) -> BlockSink:
-        """Raises: FailedPrecondition, saying what a source that is no store does not do."""
+        """The sink of the service. Raises: FailedPrecondition, saying what a source that is no
+        store does not do."""
         if self._sink is None:
             raise FailedPrecondition(f"this node lends its blocks for reading; it {what}")
         return self._sink
@@ -427,7 +427,7 @@ def _row(chain_hash: bytes, answer: Reserved) -> bytes:
 
 
 def _written(data: bytes) -> list[WrittenFrame]:
-    """Raises: InvalidArgument."""
+    """Unpack the written frames of a request. Raises: InvalidArgument."""
     blocks = wire.packed_from_proto(data)
     return [
         WrittenFrame(block.frame, block.generation, block.checksum, block.num_tokens)

@@ -116,7 +116,8 @@ class SlotPool:
             raise IndexError(f"slot {slot}: there are {self.num_slots}")
 
     def _move(self, slot: int, to: SlotState) -> int:
-        """Returns: by how much a frame's generation grows."""
+        """Move a slot to another state. Returns: by how much a frame's generation grows. Raises:
+        IntegrityError for a move that is not allowed."""
         state = self.states[slot]
         step = TRANSITIONS[state].get(to)
         if step is None:

@@ -17,12 +17,12 @@ from dataclasses import fields
 
 from prometheus_client.metrics_core import Metric
 
+from kvstore.block_source import PastBlock, StoreStats
 from kvstore.block_store import BlockStore
 from kvstore.errors import REASONS
 from kvstore.index_publisher import PrefixIndexPublisher
 from kvstore.slab import Slab
 from kvstore.slot_pool import SlotState
-from kvstore.source import PastBlock, StoreStats
 from kvstore.store_node import StoreNode
 from kvstore.tenancy import TenantSlots
 from process.metrics import Labels, counter, counters, gauge, gauges, trace_spans

@@ -30,6 +30,17 @@ import numpy as np
 from kvstore import block_hash
 from kvstore.attachments import Attachment
 from kvstore.block_refs import Block
+from kvstore.block_source import (
+    ChainToReserve,
+    MatchResult,
+    PastBlock,
+    ReadPiece,
+    ReservedChain,
+    StoreInfo,
+    StoreStats,
+    WorkerInfo,
+    read_pieces,
+)
 from kvstore.block_store import (
     NO_ROOM,
     BlockStore,
@@ -47,17 +58,6 @@ from kvstore.invariants import SlicedCheck
 from kvstore.leases import Lease
 from kvstore.nixl_push import BlockPusher, Frames, PushOutcome, Target
 from kvstore.slab import MAX_DEFAULT_FRAMES, Slab, check_room, free_bytes, remove_stale
-from kvstore.source import (
-    ChainToReserve,
-    MatchResult,
-    PastBlock,
-    ReadPiece,
-    ReservedChain,
-    StoreInfo,
-    StoreStats,
-    WorkerInfo,
-    read_pieces,
-)
 from kvstore.tenancy import TenantShares
 from kvstore.transport.base import TRANSPORTS
 from kvstore.transport.nixl_agent import Region
@@ -91,12 +91,12 @@ DROP_AT_ONCE = 1000
 _DRAIN_POLL_S = 0.05
 _CLOSE_PEERS_S = 1.0
 _ATTACHING_S = 30.0
-"""How long `stop` waits for memory that is being taken."""
+"""Time that `stop` waits for an attach that is taking memory."""
 
 
 class StoreNode:
-    """A store without its gRPC server and its index: a BlockSource and a BlockSink (source.py).
-    `store`, `slab`, `peers` and, if asked for, `tier` are there from the first attach on."""
+    """A store without its gRPC server and its index: a BlockSource and a BlockSink. `store`,
+    `slab`, `peers` and, if asked for, `tier` are there from the first attach on."""
 
     def __init__(
         self,

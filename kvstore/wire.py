@@ -1,12 +1,12 @@
 """Converts the values of this package to and from `baton.v1` protobuf messages, and checks each
 answer of a store; pure, any thread.
 
-Every answer is looked at before it becomes a value: whether a store can have said that. gRPC does
-not say when a bit has turned on the way. What would be written to, counted with or kept by must fit
-the question: as many blocks as were asked for, the same hashes in the same order, frames that
-exist, generations odd while writing and even after it. What cannot be told from a right answer (a
-wrong checksum, another frame's reference) is found when the block is read. A SpoiledAnswer breaks
-the connection (`StoreConnection.checking_reply`).
+Every answer is checked before it becomes a value: whether a store can have given it. gRPC does not
+say when a bit has turned on the way. What is written to, counted with or kept by must fit the
+question: as many blocks as were asked for, the same hashes in the same order, frames that exist,
+generations odd while writing and even after it. What looks like a right answer (a wrong checksum,
+another frame's reference) is found when the block is read. A SpoiledAnswer breaks the connection
+(`StoreConnection.checking_reply`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 from kvstore import block_hash
 from kvstore.block_hash import CHAIN_HASH_BYTES
 from kvstore.block_refs import Block, PackedBlocks, Tier
+from kvstore.block_source import ChainToReserve, MatchResult, StoreInfo, WorkerInfo
 from kvstore.exported_blocks import LeaseUpdate
 from kvstore.nixl_push import PeerBlocks
-from kvstore.source import ChainToReserve, MatchResult, StoreInfo, WorkerInfo
 from kvstore.transport.device import Shared
 from kvstore.transport.nixl_agent import Region
 from process.errors import InvalidArgument
@@ -262,7 +262,7 @@ def check_reserved(
     chains = [_packed(chain.blocks) for chain in reply.chains]
     for asked, chain, blocks in zip(request.chains, reply.chains, chains, strict=True):
         if blocks and chain.lacks_parent:
-            raise SpoiledAnswer("frames behind a block that is missing")
+            raise SpoiledAnswer("frames after a block that is missing")
         num_full = min(len(blocks), len(asked.chain_hashes) // CHAIN_HASH_BYTES)
         if not blocks[:num_full].has_hashes(asked.chain_hashes[: num_full * CHAIN_HASH_BYTES]):
             raise SpoiledAnswer("another block than was asked for")
@@ -330,7 +330,7 @@ def read_hold(
 ) -> tuple[float, set[int]]:
     """Read the answer to Hold. Returns: for how many seconds the blocks are held, and which of them
     are stale. Raises: SpoiledAnswer."""
-    # What it says wrongly of a hold is found by nothing behind it.
+    # A wrong promise of a hold would be found by nothing later.
     if not is_whole(reply):
         raise SpoiledAnswer("a hold with another checksum")
     if any(index >= len(request.frames) for index in reply.stale):

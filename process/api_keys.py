@@ -36,10 +36,11 @@ from process.settings import NonNegativeInt, SettingsError, check_ranges
 
 PREFIX = "baton"
 MAX_FILE_BYTES = 16 * 1024 * 1024
-"""About a hundred thousand keys; more belong into something that is no file."""
+"""Largest file of API keys that is read: about a hundred thousand keys. More belong into a
+database."""
 
 TENANT = re.compile(r"[A-Za-z0-9._:@/+=-]{1,64}")
-"""A tenant's name."""
+"""Pattern of a tenant's name."""
 
 _PERSON = b"baton-api-key-1"
 _KEY_ID = re.compile(r"[0-9a-f]{12}")
@@ -48,24 +49,25 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """What one tenant may use; 0: as much as there is."""
+    """Limits of one tenant; 0: no limit."""
 
     weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
-    """Its share of the cluster, against other tenants' weights, while several wait."""
+    """Share of the cluster that the tenant gets while several wait, relative to other tenants'
+    weights."""
 
     max_requests_per_min: NonNegativeInt = 0
-    """Requests that it may start within a minute, over all routers."""
+    """Most requests that the tenant may start within a minute, over all routers."""
 
     max_tokens_per_min: NonNegativeInt = 0
-    """Tokens, of prompts and outputs together, within a minute, over all routers."""
+    """Most tokens of the tenant, of prompts and outputs together, within a minute, over all
+    routers."""
 
     max_queued_requests: NonNegativeInt = 0
-    """Requests that may wait at one router; the next is refused with a retry time. 0: the
-    router's own bound.
-    """
+    """Most requests of the tenant that may wait at one router; the next is refused with a retry
+    time. 0: the router's own bound."""
 
     max_active_requests: NonNegativeInt = 0
-    """Requests that one router serves at the same time; the others wait."""
+    """Most requests of the tenant that one router serves at the same time; the others wait."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -73,28 +75,27 @@ class TenantLimits:
 
 @dataclass(frozen=True)
 class ApiKey:
-    """What the file says of one key."""
+    """One API key as the file has it: whose it is and what it allows, without the secret."""
 
     tenant: str
     """The tenant that requests under this key belong to."""
 
     digest: str = field(repr=False)
-    """64 hex digits, of the key's secret part."""
+    """Digest of the key's secret part: 64 hex digits."""
 
     is_admin: bool = False
     """Whether the key also gives access to what shows or changes the whole cluster: status,
     explain, the page."""
 
     min_priority: int = -100
-    """Least `priority` of a request under this key."""
+    """Least `priority` that a request under this key may have."""
 
     max_priority: int = 0
-    """Most `priority` of a request under this key."""
+    """Greatest `priority` that a request under this key may have."""
 
     expires: str = ""
-    """Date and time (ISO 8601, UTC unless it says otherwise) from which on it is refused; empty:
-    never.
-    """
+    """Date and time (ISO 8601, UTC unless it says otherwise) from which on the key is refused;
+    empty: never."""
 
     def __post_init__(self) -> None:
         if not TENANT.fullmatch(self.tenant):
@@ -106,7 +107,8 @@ class ApiKey:
         self.expires_unix_s()
 
     def expires_unix_s(self) -> float | None:
-        """None: never. Raises: SettingsError for what is no date."""
+        """Time from which on the key is refused, in Unix seconds; None: never. Raises:
+        SettingsError for what is no date."""
         if not self.expires:
             return None
         try:
@@ -122,17 +124,18 @@ class ApiKey:
 
 @dataclass(frozen=True)
 class KeyFile:
-    """A whole file."""
+    """The content of a file of API keys."""
 
     keys: Mapping[str, ApiKey] = field(default_factory=dict)
-    """The keys, by key id."""
+    """The API keys, by key id."""
 
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
-    """What tenants may use that are not as all others."""
+    """The limits of those tenants that the file names, by tenant."""
 
 
 def new_key(tenant: str, **fields: Any) -> tuple[str, str, ApiKey]:
-    """A random key. Returns: the key as the client sends it, its id, and what the file keeps.
+    """Make a random API key. Returns: the key as the client sends it, its id, and what the file
+    keeps.
 
     Raises: SettingsError.
     """
@@ -141,13 +144,13 @@ def new_key(tenant: str, **fields: Any) -> tuple[str, str, ApiKey]:
 
 
 def digest_of(secret: str) -> str:
-    """64 hex digits that tell nothing of the secret."""
+    """Digest of a key's secret: 64 hex digits, from which the secret cannot be computed."""
     data = secret.encode(errors="surrogatepass")  # what a header holds may be no text
     return hashlib.blake2b(data, digest_size=32, person=_PERSON).hexdigest()
 
 
 def load(path: Path) -> KeyFile:
-    """Raises: SettingsError naming the file, the key and the fix."""
+    """Read a file of API keys. Raises: SettingsError naming the file, the key and the fix."""
     where = f"api_keys_file {path}"
     try:
         with path.open("rb") as file:
@@ -169,7 +172,7 @@ def load(path: Path) -> KeyFile:
 
 
 def parse(values: Mapping[str, Any], *, where: str) -> KeyFile:
-    """A file's tables. Raises: SettingsError as `load`."""
+    """Read the tables of a file of API keys. Raises: SettingsError as `load`."""
     if unknown := sorted(values.keys() - {"keys", "tenants"}):
         raise SettingsError(f"{where}: unknown table '{unknown[0]}'; there are keys and tenants")
     keys = _each(ApiKey, values.get("keys", {}), f"{where}: keys")

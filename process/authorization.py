@@ -22,13 +22,14 @@ class PeerRole(Enum):
     DECODE = "decode"
     KVSTORE = "kvstore"
     DRAFT = "draft"
-    """Runs the draft model for decode workers (speculative decoding)."""
+    """Role of a draft worker: it runs the draft model for decode workers (speculative decoding)."""
     AUTOSCALER = "autoscaler"
-    """Starts, stops and flips workers."""
+    """Role of the autoscaler: it starts and stops workers and changes their roles."""
     CLIENT = "client"
-    """Sends requests to routers."""
+    """Role of a client: it sends requests to routers."""
     ADMIN = "admin"
-    """Inspects and changes the cluster: `baton status`, `adapter`, `audit`."""
+    """Role of an operator: inspects and changes the cluster by `baton status`, `adapter`,
+    `audit`."""
 
     @property
     def uri(self) -> str:
@@ -44,10 +45,10 @@ class PeerRole(Enum):
 
 
 WORKERS = frozenset({PeerRole.PREFILL, PeerRole.DECODE})
-"""The only roles that one certificate may name together: a worker takes the other by SetRole."""
+"""The two roles that one certificate may name together: a worker takes the other one by SetRole."""
 
 Rules = Mapping[str, frozenset[PeerRole]]
-"""Roles that may call a method, by its path `/service/method`."""
+"""The roles that may call each method, by its path `/service/method`."""
 
 
 def _rules(
@@ -143,12 +144,12 @@ RULES: Mapping[PeerRole, Rules] = {
         **_STANDARD,
     },
 }
-"""The rules of each server, by its role."""
+"""The rules of each server (which roles may call which method), by the server's role."""
 
 
 def roles_of(uris: Iterable[str]) -> frozenset[PeerRole]:
-    """The roles that a certificate's URIs name: one, or those of `WORKERS`. Empty for none, for
-    others together and for an unknown one."""
+    """The roles that the URIs of a certificate name: one, or those of `WORKERS`. Empty for no role,
+    for other combinations and for an unknown role."""
     known = {role.uri: role for role in PeerRole}
     named = [uri for uri in uris if uri.startswith(_URI)]
     roles = frozenset(known[uri] for uri in named if uri in known)

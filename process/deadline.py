@@ -12,26 +12,29 @@ from dataclasses import dataclass
 from process.errors import DeadlineExceeded
 
 Clock = Callable[[], float]
+"""A function that returns the time in seconds, as time.monotonic does."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """A point on this process's monotonic clock. Across processes only the rest of the budget
-    travels."""
+    """A moment by which work must be over, on this process's monotonic clock. Across processes only
+    the rest of the time budget travels."""
 
     at_s: float
     clock: Clock = time.monotonic
 
     @classmethod
     def after(cls, seconds: float, clock: Clock = time.monotonic) -> Deadline:
+        """The deadline `seconds` from now."""
         return cls(clock() + seconds, clock)
 
     def left_s(self) -> float:
-        """Seconds left, never negative."""
+        """Seconds left until the deadline, never negative."""
         return max(0.0, self.at_s - self.clock())
 
     @property
     def expired(self) -> bool:
+        """Whether the deadline has passed."""
         return self.clock() >= self.at_s
 
     def sooner(self, seconds: float) -> Deadline:
@@ -40,7 +43,8 @@ class Deadline:
 
     @asynccontextmanager
     async def timeout(self, what: str) -> AsyncIterator[None]:
-        """Bound the body. Raises: DeadlineExceeded naming `what` when time runs out inside it."""
+        """Bound the body by this deadline. Raises: DeadlineExceeded naming `what` when time runs
+        out inside it."""
         scope = asyncio.timeout(self.left_s())
         try:
             async with scope:

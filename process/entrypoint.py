@@ -40,20 +40,22 @@ Settings = TypeVar("Settings")
 _PR_SET_PDEATHSIG = 1
 
 PULSE_S = 1.0
-"""Seconds between two bytes to the parent."""
+"""Time between two bytes that a process writes to its parent as a sign of life."""
 
 GRPC_EXPERIMENTS = "GRPC_EXPERIMENTS"
-"""The environment variable. One that is set already, be it empty, is left as it is."""
+"""Name of the environment variable that turns gRPC's experiments on and off. A value that is set
+already, be it empty, is left as it is."""
 
 OFF_EXPERIMENTS = (
     "-event_engine_client",
     "-event_engine_listener",
     "-event_engine_for_all_other_endpoints",
 )
-"""gRPC's own choice (1.85) is an I/O engine of several threads, which hand each other every read
-and write before the event loop sees it: twelve thread switches a call. Without these experiments
-one thread polls: five switches. Figures: docs/decisions.md.
-tests/unit/process/test_grpc_experiments.py fails when a new version does not know the names."""
+"""gRPC experiments that are turned off. gRPC's own choice (1.85) is an I/O engine of several
+threads, which hand each other every read and write before the event loop sees it: twelve thread
+switches a call. Without these experiments one thread polls: five switches. Figures:
+docs/decisions.md. tests/unit/process/test_grpc_experiments.py fails when a new version does not
+know the names."""
 
 os.environ.setdefault(GRPC_EXPERIMENTS, ",".join(OFF_EXPERIMENTS))
 
@@ -160,7 +162,8 @@ async def _supervise(
 
 
 def grpc_experiments() -> str:
-    """What gRPC was told, for logs and reports; empty: its own choice."""
+    """The value of GRPC_EXPERIMENTS in this process, for logs and reports; empty: gRPC's own
+    choice."""
     return os.environ[GRPC_EXPERIMENTS]
 
 
@@ -207,8 +210,8 @@ def die_with_parent() -> None:
 
 
 def new_incarnation() -> bytes:
-    """The random id, 16 bytes, of one life of a process. Whatever an earlier life published is
-    void."""
+    """A new incarnation: the random id, 16 bytes, of one start of a process. What an earlier start
+    published is void."""
     return secrets.token_bytes(16)
 
 

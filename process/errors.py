@@ -21,7 +21,8 @@ from __future__ import annotations
 
 
 class BatonError(Exception):
-    """Root. `retry_after_s` is None when a retry cannot help."""
+    """Base class of the errors that cross a process border. `retry_after_s` is None when a retry
+    cannot help."""
 
     retry_after_s: float | None = None
 
@@ -40,7 +41,7 @@ class InvalidArgument(BatonError):
         self.problem = problem
 
     def renamed(self, field: str) -> InvalidArgument:
-        """The same problem, under the name that the field has in another interface."""
+        """The same error under the name that the field has in another interface."""
         error = type(self).__new__(type(self))
         error.__dict__.update(self.__dict__)
         InvalidArgument.__init__(error, field, self.problem)
@@ -52,11 +53,11 @@ class Unauthenticated(BatonError):
 
 
 class PermissionDenied(BatonError):
-    """The caller is known, and may not do this."""
+    """The caller is known, and may not make this call."""
 
 
 class NotFound(BatonError):
-    """What was named does not exist (any more)."""
+    """The model, lease, push or other thing that a call names does not exist (any more)."""
 
 
 class AlreadyExists(BatonError):
@@ -68,24 +69,24 @@ class FailedPrecondition(BatonError):
 
 
 class NoCapacity(BatonError):
-    """No room now. Nothing was done."""
+    """There is no room for the request now. Nothing was done."""
 
     retry_after_s = 1.0
 
 
 class Unavailable(BatonError):
-    """A peer is away or going."""
+    """A peer (a worker, store or Redis) is away or is stopping."""
 
     retry_after_s = 1.0
 
 
 class DeadlineExceeded(BatonError):
-    """The request's own time is over."""
+    """The time limit of the request itself has passed."""
 
 
 class Cancelled(BatonError):
-    """The caller asked for the end."""
+    """The caller cancelled the request."""
 
 
 class Internal(BatonError):
-    """Our own mistake."""
+    """A mistake of this program, not of its caller."""

@@ -72,26 +72,27 @@ _REFUSE_S = 5.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 Authenticate = Callable[[str, Context], str]
-"""Called with a method's path and its call; returns the call's owner. Raises: Unauthenticated,
+"""A function of a method's path and its call. Returns: the call's owner. Raises: Unauthenticated,
 PermissionDenied."""
 
 
 @dataclass(frozen=True)
 class PublicPortLimits:
-    """Bounds of a port that others than our own processes may call. None, or 0: no bound."""
+    """Bounds of a gRPC port that clients may call, not only this cluster's own processes. None, or
+    0: no bound."""
 
     authenticate: Authenticate | None = None
-    """Called before a call's message is read."""
-    intake: MemoryBudget | None = None
-    """Limit of the memory that messages take."""
+    """Authenticates a call before its message is read."""
+    memory_budget: MemoryBudget | None = None
+    """Budget of the memory that messages take."""
     read_s: float = 60.0
     """Time limit for a message to arrive."""
     max_connections: int = 0
-    """Most connections at the same time; the next one is closed at once."""
+    """Most connections at the same time; one more is closed at once."""
     idle_s: float = 0.0
-    """A connection without calls is closed after so long."""
+    """Time without calls after which a connection is closed."""
     handshake_s: float = HANDSHAKE_S
-    """A connection whose TLS handshake takes longer is closed; it counts as one until then."""
+    """Time limit of a connection's TLS handshake; until then it counts as a connection."""
 
     @property
     def options(self) -> list[tuple[str, int]]:
@@ -114,14 +115,12 @@ async def listen(
     rules: Rules | None = None,
     limits: PublicPortLimits | None = None,
 ) -> tuple[grpc.aio.Server, str]:
-    """Start a server on `host:port` (port 0: a free one), or on `unix:/path`, which only this user
-    may connect to. A socket file that an earlier process left there is replaced.
+    """Start a gRPC server on `host:port` (port 0: a free one), or on `unix:/path`, which only this
+    user may connect to. A socket file that an earlier process left there is replaced.
 
-    Args:
-        max_reply_bytes: None: as `max_message_bytes`.
-        identity: for TLS; None: in the clear.
-        rules: roles that may call a method, where `identity` asks clients for certificates.
-        limits: of a port that others than our own processes may call.
+    Args: max_reply_bytes: None: as `max_message_bytes`. identity: for TLS; None: in the clear.
+        rules: roles that may call a method, where `identity` asks clients for certificates. limits:
+        of a port that clients may call.
     Returns: the started server (its owner stops it) and the address it listens on.
     Raises: Unavailable naming the address when it is taken or not ours.
     """
@@ -182,7 +181,7 @@ def _call_gate(
         except errors.BatonError as error:
             await rpc.abort(context, error)
 
-    return CallGate(guard, bounds.intake, max_bytes, bounds.read_s)
+    return CallGate(guard, bounds.memory_budget, max_bytes, bounds.read_s)
 
 
 async def _check_role(rules: Rules, method: str, context: Context) -> None:
@@ -202,8 +201,8 @@ async def _check_role(rules: Rules, method: str, context: Context) -> None:
 
 
 Guard = Callable[[str, Any], Awaitable[str]]
-"""Called with a method's path and the call's context before the call is handled: aborts the call,
-or returns its owner."""
+"""A function of a method's path and the call's context, called before the call is handled. Aborts
+the call, or returns its owner."""
 
 _KINDS = {
     "unary_unary": "stream_unary",
@@ -215,19 +214,20 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class CallGate:
-    """Authenticates a call and reserves memory before its message is read. Of one server."""
+    """Authenticates each call of one server and reserves memory before the call's message is
+    read."""
 
     guard: Guard
-    intake: MemoryBudget | None = None
-    """Memory for messages; None: without bound."""
+    memory_budget: MemoryBudget | None = None
+    """Budget of the memory that messages take; None: without bound."""
     max_bytes: int = 0
-    """Most that one message may have, with an intake."""
+    """Most bytes that one message may have, where there is a memory budget."""
     read_s: float = 60.0
     """Time limit for a message to arrive; less where other calls wait for its memory
     (`process.memory_budget`)."""
 
     def handler(self, handler: Any, path: str) -> Any:
-        """The same handler behind this gate."""
+        """Wrap a method's handler so that each of its calls passes this gate first."""
         (kind,) = [kind for kind in _KINDS if getattr(handler, kind) is not None]
         behaviour = getattr(handler, kind)
         is_one = not handler.request_streaming
@@ -257,18 +257,18 @@ class CallGate:
     async def _asked(
         self, path: str, requests: Any, context: Any, is_one: bool
     ) -> AsyncIterator[Any]:
-        """What the handler is called with."""
+        """The request that the handler is called with."""
         owner = await self.guard(path, context)
         if not is_one:
             yield requests
-        elif self.intake is None:
+        elif self.memory_budget is None:
             try:
                 request = await self._read(context, nullcontext())
             except errors.BatonError as error:
                 await rpc.abort(context, error)
             yield request
         else:
-            grant = self.intake.grant(owner, self.max_bytes)
+            grant = self.memory_budget.grant(owner, self.max_bytes)
             try:
                 request = await self._read_within(context, grant)
             except errors.BatonError as error:
@@ -280,7 +280,8 @@ class CallGate:
                 grant.release()
 
     async def _read_within(self, context: Any, grant: MemoryGrant) -> Any:
-        """As `_read`; the grant is taken where it returns, and only there. Raises: NoCapacity."""
+        """Read a message within a grant of memory, as `_read`; the grant is held where this
+        returns, and only there. Raises: NoCapacity."""
         await grant.take()
         try:
             request = await self._read(context, grant.reading())
@@ -369,7 +370,7 @@ class _Server(_server.Server):
     def add_registered_method_handlers(
         self, service_name: str, method_handlers: Mapping[str, Any]
     ) -> None:
-        """Each handler with our deserializer around its own, and behind the gate."""
+        """Each handler with our deserializer around its own, and the gate before it."""
         readers = {True: _reading_many, False: _reading_one}
         tolerant = {
             name: handler._replace(
@@ -390,7 +391,7 @@ class _Server(_server.Server):
 
 
 def make(options: Sequence[tuple[str, Any]], gate: CallGate | None = None) -> grpc.aio.Server:
-    """A server of registered methods, as the generated `add_..._to_server` register them.
+    """Make a gRPC server of registered methods, as the generated `add_..._to_server` register them.
 
     Raises: RuntimeError when this gRPC keeps no registered methods apart: they would be dropped.
     """
@@ -402,17 +403,18 @@ def make(options: Sequence[tuple[str, Any]], gate: CallGate | None = None) -> gr
 _HealthStatus: Any = health_pb2.HealthCheckResponse
 
 Checks = Mapping[str, Callable[[], bool]]
-"""By service name: a function that says whether the service can serve now."""
+"""Health checks, by service name: each says whether the service can serve now."""
 
 
 class HealthServicer:
-    """grpc.health.v1.Health: \"\" is the process itself, any other name a service."""
+    """The standard service grpc.health.v1.Health: the empty name stands for the process itself, any
+    other for a service."""
 
     def __init__(self, checks: Checks) -> None:
         self._checks: Checks = {"": lambda: True, **checks}
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the methods."""
+        """Register the service's methods with a server."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Check": grpc.unary_unary_rpc_method_handler(
                 self.check,
@@ -434,21 +436,22 @@ class HealthServicer:
 
     @rpc.unary
     async def check(self, request: Any, context: Context) -> Any:
-        """One service now."""
+        """Answer Check: whether one service can serve now."""
         if request.service not in self._checks:
             raise errors.NotFound(f"service: '{request.service[:128]}' is not served here")
         return self._status(request.service)
 
     @rpc.unary
     async def list(self, request: Any, context: Context) -> Any:
-        """All services now."""
+        """Answer List: whether each service can serve now."""
         return health_pb2.HealthListResponse(
             statuses={name: self._status(name) for name in self._checks}
         )
 
     @rpc.unary
     async def watch(self, request: Any, context: Context) -> None:
-        """One service now and after each change, until the client leaves."""
+        """Answer Watch: whether one service can serve now, and again after each change, until the
+        client leaves."""
         last = None
         while True:
             status = self._status(request.service)
@@ -465,14 +468,15 @@ class HealthServicer:
 
 
 class ReflectionServicer:
-    """Server reflection, under both names that clients try (the messages are the same)."""
+    """The standard service of server reflection, under both names that clients try (the messages
+    are the same)."""
 
     def __init__(self, services: tuple[str, ...]) -> None:
-        """`services`: full names; health and reflection are added."""
+        """Args: services: full names of the services; health and reflection are added."""
         self._inner: Any = reflection.aio.ReflectionServicer((*services, HEALTH, *REFLECTIONS))
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the method under both names."""
+        """Register the service's method with a server, under both names."""
         handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             self.info,
             request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
@@ -485,6 +489,6 @@ class ReflectionServicer:
     async def info(
         self, requests: AsyncIterator[Any], context: Context
     ) -> AsyncGenerator[Any, None]:
-        """One answer for each question."""
+        """Answer ServerReflectionInfo: one answer for each question of the stream."""
         async for answer in self._inner.ServerReflectionInfo(requests, context):
             yield answer

@@ -10,7 +10,8 @@ _PAGE_CACHE = ("inactive_file", "active_file")
 
 
 def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
-    """Memory that the kernel would give now: the host's, or what the container's limit leaves.
+    """Memory that the kernel would give this process now: the host's, or what the container's limit
+    leaves.
 
     Args: cgroup: folder of this process's cgroup v2; where there is none, the host's number stands.
     Raises: OSError when `meminfo` names no MemAvailable.

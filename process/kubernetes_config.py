@@ -9,7 +9,7 @@ from typing import Any
 from process.settings import SettingsError
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-"""Holds a pod's own namespace."""
+"""File in a pod with the pod's own namespace."""
 
 _MAX_CHARS = 200
 
@@ -23,8 +23,9 @@ def own_namespace() -> str:
 
 
 def load(context: str = "") -> tuple[Any, str]:
-    """The connection as the ServiceAccount of this pod or, where there is none, the user's
-    kubeconfig. A context, or KUBECONFIG in the environment, means the kubeconfig in any case.
+    """Make the configuration of the Kubernetes client: the ServiceAccount of this pod or, where
+    there is none, the user's kubeconfig. A context, or KUBECONFIG in the environment, means the
+    kubeconfig in any case.
 
     Args: context: of the kubeconfig; empty: its current one.
     Returns: a `kubernetes.client.Configuration` that retries nothing, and the namespace, empty

@@ -15,6 +15,7 @@ from typing import Any
 from process import spans
 
 LEVELS = ("debug", "info", "warning", "error")
+"""The log levels that a process can be started with."""
 
 
 class _JsonFormatter(logging.Formatter):
@@ -57,5 +58,5 @@ def event(
     exc_info: bool = False,
     **fields: Any,
 ) -> None:
-    """One line: what happened, and the values that say to whom."""
+    """Write one log line: the event's name and its fields, the values that belong to it."""
     logger.log(level, name, extra={"fields": fields}, exc_info=exc_info)

@@ -31,17 +31,18 @@ slow messages are evicted in turn before a waiting call times out."""
 
 
 class MemoryBudget:
-    """Hands out `max_bytes` among owners."""
+    """Hands out `max_bytes` of memory among the owners of calls."""
 
     def __init__(self, max_bytes: int, *, wait_s: float) -> None:
-        """`wait_s`: longest wait for bytes."""
+        """Args: wait_s: longest time that a call waits for bytes."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        """Granted now."""
+        """The bytes granted now, of all calls together."""
         self.num_refused = 0
-        """Calls refused after `wait_s`, since the start."""
+        """The number of calls refused after `wait_s`, since the start."""
         self.num_recalled = 0
-        """Messages evicted since they arrived slowly and others waited, since the start."""
+        """The number of messages evicted because they arrived slowly while others waited, since the
+        start."""
         self.patience_s = wait_s * PATIENCE
         self._wait_s = wait_s
         self._grants: set[MemoryGrant] = set()
@@ -54,20 +55,21 @@ class MemoryBudget:
 
     @property
     def max_owner_bytes(self) -> int:
-        """Most that one owner may hold."""
+        """Most bytes that one owner may hold: half of the budget."""
         return self.max_bytes // 2
 
     @property
     def num_waiting(self) -> int:
-        """Calls that wait for bytes now."""
+        """The number of calls that wait for bytes now."""
         return len(self._waiting)
 
     def grant(self, owner: str, num_bytes: int) -> MemoryGrant:
-        """The bytes of one call; not taken yet."""
+        """Make the grant of one call of `owner`; its bytes are not taken yet."""
         return MemoryGrant(self, owner, num_bytes)
 
     def check_integrity(self) -> None:
-        """Raises: Internal naming the broken invariant."""
+        """Recompute the invariants of the budget. Raises: Internal naming the one that does not
+        hold."""
         by_owner: Counter[str] = Counter()
         for grant in self._grants:
             by_owner[grant.owner] += grant.num_bytes
@@ -105,7 +107,8 @@ class MemoryBudget:
         return None
 
     async def take(self, grant: MemoryGrant) -> None:
-        """As `MemoryGrant.take`."""
+        """Wait for the bytes of a grant. Raises: NoCapacity after `wait_s`; InvalidArgument for
+        more than any call may have."""
         if grant.num_bytes > self.max_owner_bytes:
             raise InvalidArgument(
                 "request", f"has {grant.num_bytes} bytes, at most {self.max_owner_bytes} are taken"
@@ -139,18 +142,20 @@ class MemoryBudget:
         self._add(grant.owner, grant.num_bytes)
 
     def begin(self, grant: MemoryGrant) -> None:
-        """Its message is read from now on. Raises: Internal for one that is not taken."""
+        """Note that the message of a grant is read from now on. Raises: Internal for a grant that
+        is not taken."""
         if grant not in self._grants:
             raise Internal("memory budget: a message is read without a grant")
         self._reading[grant] = asyncio.get_running_loop().time()
         self._watch()
 
     def end(self, grant: MemoryGrant) -> None:
-        """Its message has arrived, or never will."""
+        """Note that the message of a grant has arrived, or never will."""
         self._reading.pop(grant, None)
 
     def shrink(self, grant: MemoryGrant, num_bytes: int) -> None:
-        """As `MemoryGrant.shrink`."""
+        """Note that the message of a grant has `num_bytes`, at most as many as were taken: the rest
+        comes free."""
         if self._leaving is grant:
             self._leaving = None  # its last byte arrived before the eviction
         self._add(grant.owner, num_bytes - grant.num_bytes)
@@ -158,7 +163,7 @@ class MemoryBudget:
         self._next()
 
     def release(self, grant: MemoryGrant) -> None:
-        """As `MemoryGrant.release`."""
+        """Give back the bytes of a grant whose call is over."""
         self._grants.remove(grant)
         if self._leaving is grant:
             self._leaving = None
@@ -210,7 +215,7 @@ class MemoryBudget:
 
 
 class MemoryGrant:
-    """One call's bytes: from `take` to `release`, or as a context manager."""
+    """The bytes of one call, held from `take` to `release`, or as a context manager."""
 
     __slots__ = ("_budget", "_scope", "num_bytes", "owner")
 
@@ -221,12 +226,12 @@ class MemoryGrant:
         self._scope: asyncio.Timeout | None = None
 
     async def take(self) -> None:
-        """Wait for the bytes. Raises: NoCapacity; InvalidArgument for more than any call may
-        have."""
+        """Wait for the bytes. Raises: NoCapacity when none come free in time; InvalidArgument for
+        more than any call may have."""
         await self._budget.take(self)
 
     def release(self) -> None:
-        """The call is over."""
+        """Give the bytes back, since the call is over."""
         self._budget.release(self)
 
     async def __aenter__(self) -> Self:
@@ -243,9 +248,10 @@ class MemoryGrant:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """The body awaits the message, and nothing else. Once, after `take`.
+        """Context that awaits the call's message, and nothing else; once, after `take`.
 
-        Raises: NoCapacity, out of the body, when it arrives slowly and others wait for its bytes.
+        Raises: NoCapacity, out of the body, when the message arrives slowly and others wait for its
+            bytes.
         """
         self._scope = scope = asyncio.timeout(None)
         try:
@@ -263,12 +269,13 @@ class MemoryGrant:
             ) from None
 
     def evict(self) -> None:
-        """Its message arrives too slowly: ends `reading`."""
+        """End `reading`, since the message arrives too slowly."""
         if self._scope is not None:
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     def shrink(self, num_bytes: int) -> None:
-        """The message has arrived with so many bytes, at most as many as were taken."""
+        """Give back what the message did not need: it has arrived with `num_bytes`, at most as many
+        as were taken."""
         if num_bytes > self.num_bytes:
             raise Internal(
                 f"memory budget: {num_bytes} bytes read where {self.num_bytes} were the most"

@@ -43,8 +43,8 @@ SCRAPE_WAIT_S = 2.0
 """Longest time that a scrape waits for the event loop."""
 
 STUCK_S = 60.0
-"""An event loop that has not turned for so long is stuck, and /livez fails. Guessed: the longest
-that work held a loop (measured) is below a second."""
+"""Time without a turn after which an event loop counts as stuck, and /livez fails. Guessed: the
+longest that work held a loop (measured) is below a second."""
 
 _TURN_S = 1.0
 
@@ -57,7 +57,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 def gauge(name: str, text: str, labels: Labels, level: float) -> Metric:
-    """A gauge of one value, which goes up and down."""
+    """Make a gauge (a value that goes up and down) of one sample."""
     family = GaugeMetricFamily(name, text, labels=tuple(labels))
     family.add_metric(tuple(labels.values()), float(level))
     return family
@@ -66,8 +66,8 @@ def gauge(name: str, text: str, labels: Labels, level: float) -> Metric:
 def gauges(
     name: str, text: str, labels: Labels, by: str, levels: Iterable[tuple[str, float]]
 ) -> Metric:
-    """A gauge with one value for each value of the label `by`: few and known, such as reasons;
-    never ids."""
+    """Make a gauge with one sample for each value of the label `by`: few and known values, such as
+    reasons; never ids."""
     family = GaugeMetricFamily(name, text, labels=(*labels, by))
     for value, level in levels:
         family.add_metric((*labels.values(), value), float(level))
@@ -75,7 +75,7 @@ def gauges(
 
 
 def counter(name: str, text: str, labels: Labels, count: float) -> Metric:
-    """A counter since the process started; `_total` is added to its name."""
+    """Make a counter since the process started; `_total` is added to its name."""
     family = CounterMetricFamily(name, text, labels=tuple(labels))
     family.add_metric(tuple(labels.values()), count)
     return family
@@ -84,7 +84,7 @@ def counter(name: str, text: str, labels: Labels, count: float) -> Metric:
 def counters(
     name: str, text: str, labels: Labels, by: str, counts: Iterable[tuple[str, float]]
 ) -> Metric:
-    """A counter with one count for each value of the label `by`."""
+    """Make a counter with one sample for each value of the label `by`."""
     family = CounterMetricFamily(name, text, labels=(*labels, by))
     for value, count in counts:
         family.add_metric((*labels.values(), value), count)
@@ -92,7 +92,7 @@ def counters(
 
 
 def trace_spans(labels: Labels, num_exported: int, num_failed: int, num_dropped: int) -> Metric:
-    """Ended trace spans by what became of them."""
+    """Make the counter of ended trace spans, by what became of them."""
     ends = (("exported", num_exported), ("failed", num_failed), ("dropped", num_dropped))
     text = "Trace spans that ended and do not wait to be sent."
     return counters("baton_trace_spans", text, labels, "outcome", ends)
@@ -106,10 +106,9 @@ def histogram(
     counts: Sequence[int],
     total: float,
 ) -> Metric:
-    """A histogram: `counts[i]` observations were at most `bounds[i]` and above the bound before,
-    the last count is of those above all bounds; `total` is their sum. Prometheus counts what is at
-    most each bound, all smaller ones included.
-    """
+    """Make a histogram: `counts[i]` observations were at most `bounds[i]` and above the bound
+    before, the last count is of those above all bounds; `total` is their sum. Prometheus counts
+    what is at most each bound, all smaller ones included."""
     family = HistogramMetricFamily(name, text, labels=tuple(labels))
     buckets: list[tuple[str, float]] = []
     so_far = 0
@@ -121,7 +120,7 @@ def histogram(
 
 
 class HealthProbes:
-    """What a process answers to Kubernetes' liveness and readiness probes.
+    """Answers Kubernetes' liveness and readiness probes of a process.
 
     Alive: until its event loop has not turned for STUCK_S, far longer than any work holds it, so
     that a process which is merely busy is not restarted. It depends on no load and no peer. Ready:
@@ -135,8 +134,8 @@ class HealthProbes:
         clock: Callable[[], float] = time.monotonic,
         turn_s: float = _TURN_S,
     ) -> None:
-        """`why`: the reason until there is a check. turn_s: seconds between two notes that the loop
-        turns."""
+        """Args: why: why the process is not ready, until there is a check. turn_s: seconds between
+        two notes that the loop turns."""
         self._clock = clock
         self._turn_s = turn_s
         self._why = why
@@ -155,19 +154,21 @@ class HealthProbes:
         turn()
 
     def end(self) -> None:
-        """Stop watching the loop: the process ends, and gets no work. Idempotent."""
+        """Stop watching the loop: the process ends, and gets no work. A second call does
+        nothing."""
         self._check, self._why = None, "stopping"
         if self._turn is not None:
             self._turn.cancel()
         self._turn = self._turned_at_s = None
 
     def say(self, why: str) -> None:
-        """The reason until there is a check: how far the start has come."""
+        """Set why the process is not ready, until there is a check: how far its start has come."""
         self._why = why
 
     def set_check(self, check: Callable[[], str]) -> None:
-        """From now on `check` returns why the process should get no work, in one line; empty: it
-        should. Called by another thread at any time: it must neither wait nor change anything."""
+        """Set the readiness check: a function that returns, in one line, why the process should get
+        no work; empty: it should. Another thread calls it at any time: it must neither wait nor
+        change anything."""
         self._check = check
 
     def why_not_alive(self) -> str:
@@ -183,8 +184,9 @@ class HealthProbes:
 
 
 class LoopCollector(Collector):
-    """Metrics that only the event loop may read: `read` runs there, and the scrape waits for it,
-    SCRAPE_WAIT_S at most. Without an answer the scrape has `silent`'s metrics, not old numbers."""
+    """Collects metrics that only the event loop may read: `read` runs there, and the scrape waits
+    for it, SCRAPE_WAIT_S at most. Without an answer the scrape has `silent`'s metrics, not old
+    numbers."""
 
     def __init__(
         self,
@@ -197,7 +199,7 @@ class LoopCollector(Collector):
         self._silent = silent
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics, now."""
+        """All metrics of the process, with their values of now."""
 
         async def reading() -> Sequence[Metric]:
             return self._read()
@@ -225,10 +227,11 @@ class _Handler(WSGIRequestHandler):
 
 
 class MetricsServer:
-    """Serves metrics and probes. `address` is host:port, known once started."""
+    """Serves /metrics and the health probes over HTTP. `address` is host:port, known once
+    started."""
 
     def __init__(self, *collectors: Collector, health: HealthProbes | None = None) -> None:
-        """`health`: None: probes get 404."""
+        """Args: health: answers the probes; None: they get 404."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._health = health
         ProcessCollector(registry=self._registry)
@@ -243,7 +246,8 @@ class MetricsServer:
             self._registry.register(collector)
 
     def start(self, listen: str) -> None:
-        """Serve on `listen` (host:port; port 0: a free one). Raises: Unavailable when taken."""
+        """Serve on `listen` (host:port; port 0: a free one). Raises: Unavailable when it is
+        taken."""
         host, port = split_host_port(listen)
         try:
             self._server = _listen(host, port, _application(self._registry, self._health))
@@ -256,7 +260,7 @@ class MetricsServer:
         self.address = f"{listen.rpartition(':')[0]}:{self._server.server_port}"
 
     def stop(self) -> None:
-        """End the server and its thread; nothing if it was not started. Idempotent."""
+        """End the server and its thread, if it was started. A second call does nothing."""
         server, thread = self._server, self._thread
         self._server = self._thread = None
         if server is not None and thread is not None:

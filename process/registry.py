@@ -32,32 +32,39 @@ from process.tasks import end_tasks, start_task
 logger = logging.getLogger(__name__)
 
 REDIS_FAILURES = (RedisError, OSError, TimeoutError)
-"""Raised by a call when Redis is away, slow or refuses."""
+"""The errors that a call raises when Redis is away, slow or refuses."""
 
 _MAX_PASSWORD_BYTES = 4096
 
 BEAT_TTL_MS = 3000
+"""Time for which one heartbeat of a worker or router counts, in milliseconds."""
+
 BEAT_EVERY_S = 0.7
+"""Time between two heartbeats of a worker or router."""
+
 REDIS_TIMEOUT_S = 1.0
+"""Longest wait for one answer of Redis."""
+
 STARTING_WORKER = "starting-worker"
-"""Kind of the entries of workers that still load their model."""
+"""Kind of the registry's entries of workers that still load their model."""
 
 
 @dataclass(frozen=True)
 class RedisAccess:
-    """TLS and password of Redis. `rediss://` in the URL asks for TLS."""
+    """TLS files and password for Redis. `rediss://` in the URL asks for TLS."""
 
     ca_file: str = ""
-    """Certificates (PEM) that Redis's is signed by; empty: those that the machine trusts."""
+    """Certificates (PEM) that Redis's certificate is signed by; empty: those that the machine
+    trusts."""
 
     cert_file: str = ""
     """This process's certificate, for a Redis that asks for one."""
 
     key_file: str = ""
-    """Its private key."""
+    """Private key of `cert_file`."""
 
     user: str = ""
-    """Redis ACL user; empty: the default one."""
+    """User of Redis (ACL); empty: the default one."""
 
     password_file: str = ""
     """File with the password, read again when it changes; only its owner may be able to read it.
@@ -71,11 +78,12 @@ class RedisAccess:
 
 
 NO_ACCESS = RedisAccess()
-"""Everything that is needed is in the URL."""
+"""Access to a Redis whose URL says everything that is needed."""
 
 
 def check_redis(url: str, access: RedisAccess) -> None:
-    """Raises: SettingsError for a URL and an access that contradict each other."""
+    """Check that a URL and an access do not contradict each other. Raises: SettingsError naming the
+    setting."""
     scheme, _, rest = url.partition("://")
     if scheme != "rediss" and (access.ca_file or access.cert_file):
         raise SettingsError("redis.ca_file: is for TLS; begin redis_url with rediss://")
@@ -86,11 +94,11 @@ def check_redis(url: str, access: RedisAccess) -> None:
 def connect_redis(
     url: str, connect_timeout_s: float, access: RedisAccess = NO_ACCESS
 ) -> redis.asyncio.Redis:
-    """A client that retries nothing by itself and bounds connecting only: the caller bounds each
-    call with `asyncio.timeout`.
+    """Make a Redis client that retries nothing by itself and bounds connecting only: the caller
+    bounds each call with `asyncio.timeout`. A `socket_timeout` would bound single writes too, but
+    through `asyncio.wait_for`, which before Python 3.12 loses a cancel that meets a finished write:
+    a cancelled request would go on.
 
-    A `socket_timeout` would bound single writes too, but through `asyncio.wait_for`, which before
-    Python 3.12 loses a cancel that meets a finished write: a cancelled request would go on.
     Raises: SettingsError for files that cannot be read.
     """
     check_redis(url, access)
@@ -153,7 +161,8 @@ class _PasswordFile(CredentialProvider):
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """One `stat` and seldom a read of a small file: not worth a thread."""
+        """The credentials, read as `get_credentials` does: one `stat` and seldom a read of a small
+        file are not worth a thread."""
         return self.get_credentials()
 
 
@@ -181,24 +190,25 @@ return num
 
 
 def entries_key(kind: str) -> str:
-    """The HASH of all entries of a kind, such as worker or router."""
+    """Redis key of the HASH with all entries of a kind, such as worker or router."""
     return f"baton:{kind}s"
 
 
 def beat_key(kind: str, entry_id: str) -> str:
-    """The key that exists while the process lives."""
+    """Redis key that exists while the process with this entry sends heartbeats."""
     return f"baton:{kind}:{entry_id}:beat"
 
 
 def beat_age_s(ttl_left_ms: int, beat_ttl_ms: int = BEAT_TTL_MS) -> float:
-    """Seconds since a beat whose key has so many milliseconds left (PTTL)."""
+    """Seconds since a heartbeat whose key has so many milliseconds left (PTTL)."""
     return max(0.0, (beat_ttl_ms - ttl_left_ms) / 1000)
 
 
 class RegistryHeartbeat:
-    """Registers `entry()` until stopped; a clean `stop` removes the entry, if it is still this
-    life's. Without Redis the process serves on and tries again every beat, so that it is registered
-    well before others, BEAT_TTL_MS after Redis is back, take it for gone. One asyncio loop."""
+    """Writes one process's entry into the registry and sends its heartbeats, until `stop`, which
+    removes the entry if it is still this start's. Without Redis the process serves on and tries
+    again every beat, so that it is registered well before others, BEAT_TTL_MS after Redis is back,
+    take it for gone. One asyncio loop."""
 
     def __init__(
         self,
@@ -214,9 +224,10 @@ class RegistryHeartbeat:
         access: RedisAccess = NO_ACCESS,
         beside: Callable[[Pipeline], Callable[[list[Any]], None]] | None = None,
     ) -> None:
-        """`entry` returns the JSON to write at each beat. `ttl_ms`: how long a beat counts.
-        `timeout_s`: longest wait for Redis. `beside` is called at each beat: it adds commands of
-        its own to the pipeline and returns what takes their answers. None of these may raise."""
+        """Args: entry: makes the JSON to write at each beat. ttl_ms: how long a beat counts.
+        timeout_s: longest wait for Redis. beside: called at each beat: it adds commands of its
+        own to the pipeline and returns what takes their answers. None of these functions may
+        raise."""
         self._redis = connect_redis(redis_url, timeout_s, access)
         self._kind = kind
         self._entry_id = entry_id
@@ -231,18 +242,18 @@ class RegistryHeartbeat:
         self.is_registered = False
         self.num_beats = 0
         self.num_failures = 0
-        """Beats that Redis did not take."""
+        """The number of heartbeats that Redis did not take."""
 
     def start(self) -> None:
-        """Begin to beat, at once."""
+        """Start to send heartbeats, the first one at once."""
         self._task = start_task(self._beat_forever(), "heartbeat")
 
     def beat_now(self) -> None:
-        """Write the entry without waiting for the next beat."""
+        """Send a heartbeat, with the entry as it is now, without waiting for the next one."""
         self._now.set()
 
     async def stop(self) -> None:
-        """Stop beating and remove our entry; bounded by Redis' timeouts."""
+        """Stop sending heartbeats and remove the entry; bounded by Redis' timeouts."""
         await end_tasks([self._task])
         try:
             remove = self._redis.register_script(_REMOVE)

@@ -38,8 +38,8 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Largest message between our own processes; the router's client port has a smaller bound of its
-own."""
+"""Largest gRPC message between processes of a cluster; the router's client port has a smaller bound
+of its own."""
 
 MAX_METADATA_BYTES = 16 * 1024
 """Most bytes of a call's headers; gRPC refuses more with RESOURCE_EXHAUSTED."""
@@ -48,16 +48,18 @@ METADATA_OPTIONS = (
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
 )
+"""Channel arguments of gRPC that bound a call's headers."""
 
 CallOver: type[Exception] = cygrpc.ExecuteBatchError
-"""Raised by a write on a call that is over, or that can send nothing behind a write that hangs."""
+"""The exception of a write on a call that is over, or that can send nothing after a write that
+hangs."""
 
 ABORT_S = 5.0
-"""Time for a status to go out. If the client has stopped reading, the status waits behind what it
-did not read: then the call ends without one."""
+"""Time limit for a status to go out. If the client has stopped reading, the status waits behind
+what it did not read: then the call ends without one."""
 
 UNREADABLE = object()
-"""What a handler is called with instead of a request that cannot be parsed
+"""Stands for a request that cannot be parsed, where a handler expects a request
 (process.grpc_server)."""
 
 _MAX_RETRY_AFTER_S = 3600.0
@@ -93,7 +95,8 @@ _ERRORS: dict[grpc.StatusCode, type[errors.BatonError]] = {
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """The status a client sees. What we did not expect is INTERNAL and does not leak its text."""
+    """The gRPC status and message that a client sees for an error. An error that was not expected
+    is INTERNAL and does not leak its text."""
     for kind, code in _CODES:
         if isinstance(error, kind):
             return code, str(error)
@@ -113,7 +116,7 @@ def code_number(code: grpc.StatusCode) -> int:
 def error_of_code(
     number: int, message: str, retry_after_s: float | None = None
 ) -> errors.BatonError:
-    """The error of a code that a message carries as a field."""
+    """The BatonError for a google.rpc.Code number that a message carries as a field."""
     for code in grpc.StatusCode:
         if code_number(code) == number:
             return _error(code, message, retry_after_s, field=None)
@@ -121,8 +124,8 @@ def error_of_code(
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> errors.BatonError:
-    """The BatonError of a failed call: the one that the server raised, as far as its status and
-    trailing metadata say it, or that of the failed connection."""
+    """The BatonError of a failed call: the one that the server raised, as far as status and
+    trailing metadata name it, or that of the failed connection."""
     field, retry_after_s = _read_details(error.trailing_metadata() or ())
     return _error(error.code(), error.details() or "", retry_after_s, field)
 
@@ -194,9 +197,9 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
 
 
 async def write_first(context: grpc.aio.ServicerContext[Any, Any], message: Any) -> None:
-    """Write an answer's first message, which takes the call's headers along. A cancel waits for it:
-    gRPC (1.85) cannot send a status while headers are on their way, and its client would wait until
-    its own deadline."""
+    """Write the first message of an answer, which takes the call's headers along. A cancel waits
+    for it: gRPC (1.85) cannot send a status while headers are on their way, and its client would
+    wait until its own deadline."""
     writing = asyncio.ensure_future(context.write(message))
     try:
         await asyncio.shield(writing)
@@ -253,7 +256,7 @@ def streaming(handler: Streaming[Request, Reply]) -> Streaming[Request, Reply]:
 
 
 def unreadable() -> errors.InvalidArgument:
-    """The error for a request that cannot be parsed."""
+    """The InvalidArgument for a request that cannot be parsed."""
     return errors.InvalidArgument("request", "cannot be read")
 
 
@@ -269,8 +272,8 @@ def channel(
     identity: TlsIdentity | None = None,
     server_name: str = "",
 ) -> grpc.aio.Channel:
-    """A channel of its own connection (channels to one address do not share a broken one), with
-    keepalive.
+    """Open a gRPC channel on a connection of its own (channels to one address do not share a broken
+    one), with keepalive.
 
     Args: identity: over TLS, as this one. server_name: that the server's certificate must have;
         empty: the address's host.
@@ -299,15 +302,17 @@ def channel(
 
 
 class Dialer:
-    """How this process opens channels to its peers: as whom, and expecting whom."""
+    """Opens channels to this process's peers, with its own certificate, and expecting the peer's
+    role in the peer's."""
 
     def __init__(self, identity: TlsIdentity | None = None) -> None:
-        """None: in the clear."""
+        """Args: identity: this process's certificate; None: without TLS."""
         self._identity = identity
 
     @property
     def num_reloads(self) -> int:
-        """How often our certificate has changed: channels made before have the old one."""
+        """The number of times that this process's certificate has changed: channels made before
+        have the old one."""
         return self._identity.num_reloads if self._identity is not None else 0
 
     def __call__(self, address: str, role: PeerRole) -> grpc.aio.Channel:
@@ -316,4 +321,4 @@ class Dialer:
 
 
 PLAIN = Dialer()
-"""Dials without TLS."""
+"""Opens channels without TLS."""

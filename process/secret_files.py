@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 RETRY_S = 1.0
-"""How soon changed files that could not be read are tried again."""
+"""Time after which changed files that could not be read are tried again."""
 
 _FORBIDDEN_MODE = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
 
 
 def read_secret(path: Path, *, what: str, max_bytes: int, fix: str) -> bytes:
-    """The content of a file that only its owner may read and, for secrets that a pod mounts, its
-    group.
+    """Read a file that only its owner may read and, for secrets that a pod mounts, its group.
 
     Args: what: names the file in errors. fix: what to do when there is none.
+    Returns: its content.
     Raises: SettingsError naming the file and the fix; never with a part of its content.
     """
     try:
@@ -133,10 +133,10 @@ class WatchedFile(Generic[Value]):
         self._value = read()
         self._retry_at_s = 0.0
         self.num_reloads = 0
-        """Changes of the value since the start."""
+        """The number of changes of the value since the start."""
 
     def get(self) -> Value:
-        """The value in the files now, or when they could last be read."""
+        """The value as it is in the files now; if they cannot be read, as they last could be."""
         stamp = _stamps(self._paths)
         with self._lock:
             if stamp != self._stamp and self._clock() >= self._retry_at_s:

@@ -47,18 +47,18 @@ _BOUNDS = (
 )
 
 UNIX = "unix:"
-"""Before the path of a Unix socket, in an address."""
+"""Prefix of an address that is the path of a Unix socket."""
 _MAX_SOCKET_BYTES = 107
 """Most bytes of a Unix socket's path (sun_path, less its final zero)."""
 
 
 class SettingsError(Exception):
-    """A wrong key or value; the message names it and the fix, in one line."""
+    """A setting has a wrong key or value; the message names it and the fix, in one line."""
 
 
 @functools.cache
 def ranges(cls: Any) -> Mapping[str, Sequence[Meta]]:
-    """The `Meta` of each field of a settings class."""
+    """The `Meta` objects (the ranges) of each field of a settings class, by field."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
         field.name: [
@@ -69,7 +69,8 @@ def ranges(cls: Any) -> Mapping[str, Sequence[Meta]]:
 
 
 def check_ranges(settings: Any) -> None:
-    """Raises: SettingsError for a field that is out of its range, infinite or not a number."""
+    """Check that each field of a settings object is within its range, finite and a number. Raises:
+    SettingsError naming the field."""
     cls: Any = type(settings)
     for name, metas in ranges(cls).items():
         value = getattr(settings, name)
@@ -83,7 +84,8 @@ def check_ranges(settings: Any) -> None:
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """Host, an IPv6 one without its brackets, and port. Raises: ValueError."""
+    """Split host:port. Returns: the host, an IPv6 one without its brackets, and the port. Raises:
+    ValueError."""
     host, colon, port = address.rpartition(":")
     # gRPC would take the port modulo 65536 in silence.
     if not (host and colon and port.isascii() and port.isdigit() and int(port) < 65536):
@@ -92,7 +94,7 @@ def split_host_port(address: str) -> tuple[str, int]:
 
 
 def check_host_port(name: str, address: str) -> None:
-    """A setting that is host:port, or empty. Raises: SettingsError."""
+    """Check that a setting is host:port, or empty. Raises: SettingsError."""
     try:
         if address:
             split_host_port(address)
@@ -101,7 +103,7 @@ def check_host_port(name: str, address: str) -> None:
 
 
 def check_address(name: str, address: str) -> None:
-    """A setting that is host:port, or unix:/path of a Unix socket. Raises: SettingsError."""
+    """Check that a setting is host:port, or unix:/path of a Unix socket. Raises: SettingsError."""
     if address.startswith(UNIX):
         path = address.removeprefix(UNIX)
         if not path.startswith("/") or len(os.fsencode(path)) > _MAX_SOCKET_BYTES:
@@ -119,12 +121,12 @@ def check_address(name: str, address: str) -> None:
 def load(
     cls: type[Settings], *, files: Sequence[Path] = (), overrides: Sequence[str] = ()
 ) -> Settings:
-    """Build `cls` from its defaults, then TOML `files` (later ones win, key by key, so that secrets
-    may lie in one of their own), then `a.b=value` overrides: values as in TOML, but that a bare
-    word is a string.
+    """Build a settings object from the defaults of `cls`, then TOML `files` (later ones win, key by
+    key, so that secrets may lie in one of their own), then `a.b=value` overrides: values as in
+    TOML, but that a bare word is a string.
 
     Raises: SettingsError naming the file and key, and the nearest known key when the key is
-    unknown, or what the class says of it in `REMOVED` when it was known once.
+        unknown, or what the class says of it in `REMOVED` when it was known once.
     """
     values: dict[str, Any] = {}
     for file in files:
@@ -142,9 +144,11 @@ def load(
 def build(
     cls: type[Settings], values: Mapping[str, Any], *, where: str = "settings", group: str = ""
 ) -> Settings:
-    """Build `cls` from nested mappings, checking every key and type.
+    """Build a settings object of `cls` from nested mappings, checking every key and type.
 
-    Args: group: of a class that is a group within another one, such as `engine.`.
+    Args: group: prefix of the fields of a class that is a group within another one, such as
+        `engine.`.
+    Raises: SettingsError.
     """
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -215,8 +219,8 @@ def _merge(values: dict[str, Any], later: Mapping[str, Any]) -> None:
 
 
 def to_json(settings: Any) -> str:
-    """One line of JSON, for the log at start. Fields that hold a secret by their name are masked,
-    and so is the user's part of a URL."""
+    """Settings as one line of JSON, for the log at start. Fields that hold a secret by their name
+    are masked, and so is the user's part of a URL."""
 
     def mask(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return {key: "***" if value and _is_secret(key) else _masked(value) for key, value in pairs}
@@ -263,7 +267,8 @@ def _masked(value: Any) -> Any:
 
 
 def field_docstrings(cls: type[Any]) -> dict[str, str]:
-    """The attribute docstring of each field of a settings class, as one line; out of its source."""
+    """The attribute docstring of each field of a settings class, as one line, read from its
+    source."""
     module = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
     definition = next(
         node for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__
@@ -281,7 +286,7 @@ def field_docstrings(cls: type[Any]) -> dict[str, str]:
 
 
 def text_of(value: str) -> str:
-    """What the value of an override means where a string is wanted."""
+    """The string that the value of a `--set` override means where a string is wanted."""
     try:
         found = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -290,7 +295,8 @@ def text_of(value: str) -> str:
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """The key and the value of one `--set key=value`: TOML, and a bare word is a string.
+    """Parse one `--set key=value`: the value is TOML, and a bare word is a string. Returns: key and
+    value.
 
     Raises: SettingsError for what is no `key=value`.
     """

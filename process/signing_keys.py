@@ -22,6 +22,8 @@ from process import secret_files
 from process.settings import SettingsError
 
 KEY_BYTES = 32
+"""Length of a signing key's secret."""
+
 MAX_KEYS = 4
 """Most keys in a file: one that signs, one that is coming, and old ones."""
 
@@ -34,12 +36,12 @@ _SECRET = re.compile(r"[0-9a-fA-F]{64}")
 
 @dataclass(frozen=True)
 class SigningKey:
-    """A key that signs and verifies handles."""
+    """A key that signs and verifies the handles of KV blocks."""
 
     key_id: str
-    """Named by signatures; no secret."""
+    """Name of the key in signatures; no secret."""
     secret: bytes = field(repr=False)
-    """32 bytes."""
+    """The secret: 32 bytes."""
 
     def __post_init__(self) -> None:
         if not _KEY_ID.fullmatch(self.key_id):
@@ -49,12 +51,12 @@ class SigningKey:
 
 
 def new_key() -> SigningKey:
-    """A random key under a random name."""
+    """Make a random key under a random name."""
     return SigningKey(f"k-{secrets.token_hex(6)}", secrets.token_bytes(KEY_BYTES))
 
 
 def load(path: Path) -> tuple[SigningKey, ...]:
-    """The keys of a file, the one that signs first.
+    """Read the keys of a file, the one that signs first.
 
     Raises: SettingsError naming the file, the line and the fix. A key is never part of a message.
     """
@@ -72,7 +74,7 @@ def load(path: Path) -> tuple[SigningKey, ...]:
 
 
 def parse(text: str, *, where: str) -> tuple[SigningKey, ...]:
-    """Keys from the text of a file. Raises: SettingsError as `load`."""
+    """Read keys from the text of a key file. Raises: SettingsError as `load`."""
     keys: list[SigningKey] = []
     for number, line in enumerate(text.splitlines(), 1):
         line = line.partition("#")[0].strip()
@@ -87,7 +89,8 @@ def parse(text: str, *, where: str) -> tuple[SigningKey, ...]:
 
 
 def check(keys: Sequence[SigningKey], *, where: str) -> None:
-    """Raises: SettingsError for no key, too many, or two that are the same."""
+    """Check the keys of a file. Raises: SettingsError for no key, too many, or two that are the
+    same."""
     if not keys:
         raise SettingsError(f"{where}: holds no key; `baton keys new FILE` makes one")
     if len(keys) > MAX_KEYS:
@@ -99,7 +102,7 @@ def check(keys: Sequence[SigningKey], *, where: str) -> None:
 
 
 def create(path: Path) -> SigningKey:
-    """Make a file with one new key, readable by us only.
+    """Make a key file with one new key, readable by its owner only. Returns: the key.
 
     Raises: SettingsError when there is a file already, or no place for one.
     """
@@ -121,7 +124,8 @@ def create(path: Path) -> SigningKey:
 
 
 def rotate(path: Path) -> SigningKey:
-    """A new key signs from now on; the one that signed stays valid, older ones go."""
+    """Add a new key to a file, which signs from now on; the one that signed before stays valid,
+    older ones are removed. Returns: the new key."""
     old = load(path)
     key = new_key()
     _replace(path, [key, old[0]])
@@ -129,7 +133,8 @@ def rotate(path: Path) -> SigningKey:
 
 
 def add_next(path: Path) -> SigningKey:
-    """First of three steps: a new key is known and does not sign yet."""
+    """Add a new key to a file that verifies and does not sign yet: the first of three steps of a
+    rotation. Returns: the new key."""
     old = load(path)
     key = new_key()
     keys = [*old, key]
@@ -139,7 +144,8 @@ def add_next(path: Path) -> SigningKey:
 
 
 def use_next(path: Path) -> SigningKey:
-    """Second step: the key that came last signs; the others stay valid."""
+    """Let the key that was added last sign; the others stay valid: the second step of a rotation.
+    Returns: that key."""
     old = load(path)
     if len(old) < 2:
         raise SettingsError(f"key file {path}: holds one key only; add the next one first")
@@ -148,7 +154,8 @@ def use_next(path: Path) -> SigningKey:
 
 
 def drop_old(path: Path) -> SigningKey:
-    """Third step: only the key that signs stays."""
+    """Remove all keys of a file but the one that signs: the third step of a rotation. Returns: the
+    key that is left."""
     old = load(path)
     _replace(path, old[:1])
     return old[0]

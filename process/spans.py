@@ -32,7 +32,8 @@ TRACESTATE = "tracestate"
 BAGGAGE = "baggage"
 
 MAX_TRACEPARENT_CHARS = 256
-"""Version 00 has 55; what a later version adds is ignored."""
+"""Most characters of a traceparent header that are read: version 00 has 55, and what a later
+version adds is ignored."""
 MAX_TRACESTATE_CHARS = 512
 MAX_TRACESTATE_MEMBERS = 32
 MAX_BAGGAGE_CHARS = 8192
@@ -50,29 +51,30 @@ _LOW_64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """One span's place in its trace. Ids are numbers above 0, of 128 and 64 bits."""
+    """The place of one span in its trace. Ids are numbers above 0, of 128 and 64 bits."""
 
     trace_id: int
     span_id: int
     is_sampled: bool
     state: str = ""
-    """tracestate, as it came."""
+    """The header tracestate, as it came."""
 
     @property
     def traceparent(self) -> str:
-        """The header."""
+        """The context as a `traceparent` header."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """What a call carries."""
+        """The context as the headers that a call carries."""
         if self.state:
             return (TRACEPARENT, self.traceparent), (TRACESTATE, self.state)
         return ((TRACEPARENT, self.traceparent),)
 
 
 def parse_traceparent(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """The context that headers name; None when there is none, or it is not of the form."""
+    """Parse a traceparent and a tracestate header. Returns: None when there is no traceparent, or
+    it is not of the form."""
     if not traceparent or len(traceparent) > MAX_TRACEPARENT_CHARS:
         return None
     found = _VERSION_00.fullmatch(traceparent)
@@ -87,8 +89,8 @@ def parse_traceparent(traceparent: str, tracestate: str = "") -> TraceContext | 
 
 
 def trace_headers(pairs: Iterable[tuple[str, object]]) -> dict[str, str]:
-    """The headers of a call that are about traces, by lower-case name. A repeated header is joined
-    to a list, as W3C has it; a repeated traceparent is then invalid, and no trace."""
+    """Select the headers of a call that are about traces, by lower-case name. A repeated header is
+    joined to a list, as W3C has it; a repeated traceparent is then invalid, and no trace."""
     found: dict[str, str] = {}
     for name, value in pairs:
         name = name.lower()
@@ -98,13 +100,15 @@ def trace_headers(pairs: Iterable[tuple[str, object]]) -> dict[str, str]:
 
 
 def parse_headers(headers: Mapping[str, str]) -> TraceContext | None:
-    """The trace context in headers that `trace_headers` yields, as `parse_traceparent`."""
+    """Parse the trace context in headers that `trace_headers` selected. Returns: None when there is
+    none."""
     parent = headers.get(TRACEPARENT)
     return parse_traceparent(parent, headers.get(TRACESTATE, "")) if parent else None
 
 
 def parse_baggage(header: str, wanted: Iterable[str]) -> dict[str, str]:
-    """Values of the wanted keys of a baggage header; nothing of one that is too long."""
+    """Parse the values of the wanted keys of a baggage header; a header that is too long has
+    none."""
     names = set(wanted)
     if not names or not header or len(header) > MAX_BAGGAGE_CHARS:
         return {}
@@ -148,7 +152,7 @@ _FIELD = re.compile(r"[A-Za-z0-9_.\[\]-]{1,128}")
 
 
 class SpanKind(Enum):
-    """On which side of a call a span is."""
+    """The side of a call that a span is on."""
 
     INTERNAL = "internal"
     SERVER = "server"
@@ -157,7 +161,7 @@ class SpanKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SpanLink:
-    """A related span, maybe of another trace."""
+    """A link from a span to a related one, maybe of another trace."""
 
     context: TraceContext
     attributes: Attributes
@@ -165,7 +169,7 @@ class SpanLink:
 
 @dataclass(frozen=True, slots=True)
 class SpanEvent:
-    """Something that happened at one moment within a span."""
+    """An event at one moment within a span."""
 
     name: str
     at_ns: int
@@ -173,7 +177,8 @@ class SpanEvent:
 
 
 class Span:
-    """The span of a request that is not sampled: every method does nothing."""
+    """The interface of a span, and the span of a request that is not sampled: every method does
+    nothing."""
 
     is_recording = False
 
@@ -185,14 +190,14 @@ class Span:
         kind: SpanKind = SpanKind.INTERNAL,
         begin_s: float | None = None,
     ) -> Span:
-        """A span within this one, from `begin_s` on (None: from now on). The caller ends it, or
-        uses it as a context manager, which also makes it the current one."""
+        """Make a span within this one, from `begin_s` on (None: from now on). The caller ends it,
+        or uses it as a context manager, which also makes it the current one."""
         return self
 
     def add_child(
         self, name: str, begin_s: float, end_s: float, attributes: Attributes | None = None
     ) -> None:
-        """A span within this one that is over already."""
+        """Record a span within this one that is over already."""
 
     def set(self, attributes: Attributes) -> None:
         """Add attributes to the span, over those of the same name; beyond MAX_ATTRIBUTES new names
@@ -201,27 +206,28 @@ class Span:
     def event(
         self, name: str, attributes: Attributes | None = None, *, at_s: float | None = None
     ) -> None:
-        """Note something that happened."""
+        """Record an event at this moment of the span."""
 
     def link(self, context: TraceContext | None, attributes: Attributes | None = None) -> None:
-        """Link a related span; None: does nothing."""
+        """Link the span to a related one; None: does nothing."""
 
     def end(self, error: BaseException | None = None, *, at_s: float | None = None) -> None:
         """End the span; a second call does nothing."""
 
     @property
     def context(self) -> TraceContext | None:
-        """The span's ids, to be sent in a message; None: not sampled."""
+        """The ids of the span, to be sent in a message; None: it is not sampled."""
         return None
 
     @property
     def traceparent(self) -> str:
-        """The span as a `traceparent`, to be sent in a message's field; empty: not sampled."""
+        """The span as a `traceparent`, to be sent in a field of a message; empty: it is not
+        sampled."""
         return ""
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...] | None:
-        """The span as headers, to be sent in a call's metadata; None: not sampled."""
+        """The span as headers, to be sent in a call's metadata; None: it is not sampled."""
         return None
 
     def __enter__(self) -> Span:
@@ -243,8 +249,8 @@ _current: contextvars.ContextVar[Span] = contextvars.ContextVar("span", default=
 
 
 def current_span() -> Span:
-    """The span that the running task works for; NOOP_SPAN once it has ended, so that a task that
-    outlives its request adds nothing to its trace."""
+    """The span that the running task works for; NOOP_SPAN once that span has ended, so that a task
+    that outlives its request adds nothing to its trace."""
     span = _current.get()
     return span if span.is_recording else NOOP_SPAN
 
@@ -257,8 +263,8 @@ def without_span() -> contextvars.Context:
 
 
 class RecordingSpan(Span):
-    """The span of a sampled request: collects, bounded, and hands itself to its sink
-    when it ends. Times are Unix nanoseconds."""
+    """The span of a sampled request: collects attributes, events and links, bounded, and hands
+    itself to its sink when it ends. Times are Unix nanoseconds."""
 
     def __init__(
         self,
@@ -273,7 +279,7 @@ class RecordingSpan(Span):
         attributes: Attributes | None = None,
         offset_ns: int | None = None,
     ) -> None:
-        """offset_ns: from the monotonic clock to the wall clock's; None: taken now."""
+        """Args: offset_ns: from the monotonic clock to the wall clock; None: taken now."""
         self.is_recording = True
         self._sink = sink
         self.name = name
@@ -287,7 +293,7 @@ class RecordingSpan(Span):
         self.events: list[SpanEvent] = []
         self.links: list[SpanLink] = []
         self.problem: str | None = None
-        """Why it failed; None: it did not fail."""
+        """Why the work of the span failed; None: it did not fail."""
         self._tokens: list[contextvars.Token[Span]] = []
         if attributes:
             self.set(attributes)
@@ -379,12 +385,12 @@ class RecordingSpan(Span):
 
 
 def new_span_id() -> int:
-    """Random, above 0."""
+    """A random span id, above 0."""
     return random.getrandbits(64) or 1
 
 
 def wall_offset_ns() -> int:
-    """What to add now to a time of the monotonic clock to have the wall clock's."""
+    """Nanoseconds to add now to a time of the monotonic clock to have the wall clock's."""
     return time.time_ns() - round(time.monotonic() * 1e9)
 
 
@@ -413,8 +419,7 @@ def _problem(error: BaseException) -> str:
 
 
 def server_attributes(address: str) -> Attributes:
-    """The attributes of a CLIENT span that say where the server is; `address`: host:port, or a
-    path."""
+    """The attributes of a CLIENT span that name the server. address: host:port, or a path."""
     try:
         host, port = split_host_port(address)
     except ValueError:
@@ -423,5 +428,5 @@ def server_attributes(address: str) -> Attributes:
 
 
 def rpc_attributes(service: str, method: str) -> Attributes:
-    """The attributes of both sides of a gRPC call."""
+    """The attributes that the spans of both sides of a gRPC call have."""
     return {"rpc.system.name": "grpc", "rpc.method": f"baton.v1.{service}/{method}"}

@@ -23,8 +23,9 @@ _GIVE_UP_S = 30.0
 def start_task(
     work: Coroutine[Any, Any, None], name: str, *, is_for_many: bool = False
 ) -> asyncio.Task[None]:
-    """Run `work` as a task; its owner keeps it and ends it. `is_for_many`: it works for others than
-    the request that starts it, too, and is no part of that one's trace."""
+    """Run `work` as a background task, whose error is logged; its owner keeps it and ends it.
+    is_for_many: the task works for others than the request that starts it, too, and is no part of
+    that request's trace."""
     context = spans.without_span() if is_for_many else None
     task = asyncio.create_task(work, name=name, context=context)
     task.add_done_callback(_report)
@@ -37,7 +38,7 @@ async def end_tasks(
     again_s: float = _AGAIN_S,
     give_up_s: float = _GIVE_UP_S,
 ) -> None:
-    """Cancel the tasks and see them to their end; what they end with is theirs to report.
+    """Cancel tasks and wait for their end; their results and errors are not looked at.
 
     A single cancel is a wish that can be lost: before Python 3.12 `asyncio.wait_for` swallows one
     that arrives in the turn in which its own work is done, and libraries use it. So it is repeated.
@@ -68,8 +69,8 @@ async def complete_despite_cancel(work: asyncio.Future[Any]) -> None:
 
 
 class BackgroundTasks:
-    """Work that outlives its callers; its owner waits for all of it with `settle`. One asyncio
-    loop."""
+    """Tasks that outlive the calls that started them; their owner waits for all of them with
+    `settle`. One asyncio loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -87,7 +88,7 @@ class BackgroundTasks:
         return task
 
     async def settle(self) -> None:
-        """Wait until no task is left. Each must have a bound of its own."""
+        """Wait until no task is left. Each task must have a bound of its own."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 

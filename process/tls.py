@@ -29,13 +29,14 @@ class TlsSettings:
     """Files in PEM: a process's certificate, its private key, and the CA that it trusts."""
 
     ca_file: str = ""
-    """Certificates that peers' certificates are signed by."""
+    """Certificates (PEM) that peers' certificates must be signed by."""
 
     cert_file: str = ""
-    """This process's certificate and what leads to its CA. Empty: no TLS."""
+    """Certificate of this process, and those that lead to its CA. Empty: no TLS."""
 
     key_file: str = ""
-    """The certificate's private key, not encrypted; only its owner may be able to read the file."""
+    """Private key of the certificate, not encrypted; only its owner may be able to read the
+    file."""
 
     allow_plaintext: bool = False
     """Whether to listen without TLS where other machines can connect. For networks that encrypt
@@ -61,8 +62,10 @@ class TlsSettings:
             raise SettingsError(f"{name}.ca_file: goes with cert_file and key_file")
 
     def check_listen(self, name: str, listen: str, group: str) -> None:
-        """Raises: SettingsError for what is no address, or one that other machines reach without
-        TLS. `name`: of the setting with the address, `group`: of these.
+        """Check that `listen` is an address, and one that other machines reach only with TLS. name:
+        of the setting with the address; group: of the TLS settings.
+
+        Raises: SettingsError.
         """
         check_address(name, listen)
         if not (self.is_on or self.allow_plaintext or is_loopback(listen)):
@@ -92,11 +95,11 @@ class _Pem:
 
 
 class TlsIdentity:
-    """Credentials of gRPC servers and channels, and the context of an HTTP server. Any thread."""
+    """A process's TLS certificate and trusted CA: makes credentials of gRPC servers and channels,
+    and the context of an HTTP server. Any thread."""
 
     def __init__(self, settings: TlsSettings, role: PeerRole | None = None) -> None:
-        """`role`: that the certificate must name; None: any, or none.
-
+        """Args: role: the role that the certificate must name; None: any, or none.
         Raises: SettingsError naming the file and the fix.
         """
         self._settings = settings
@@ -108,18 +111,18 @@ class TlsIdentity:
 
     @classmethod
     def of(cls, settings: TlsSettings, role: PeerRole | None = None) -> TlsIdentity | None:
-        """The identity that the settings describe; None where nothing is set. Raises: SettingsError
-        as the constructor."""
+        """The identity that the settings describe; None where no TLS file is set. Raises:
+        SettingsError as the constructor."""
         return cls(settings, role) if settings.is_on or settings.ca_file else None
 
     def take_over(self, other: TlsIdentity) -> None:
-        """Take the other one's role, and its files as it has read them. Servers show them with the
-        next handshake."""
+        """Take over another identity's role, and its files as it has read them. Servers show them
+        with the next handshake."""
         self._settings, self._role, self._pem = other._settings, other._role, other._pem
 
     @property
     def num_reloads(self) -> int:
-        """Changes of the files, up to now."""
+        """The number of times that the files have changed, up to now."""
         self._pem.get()
         return self._pem.num_reloads
 
@@ -145,7 +148,8 @@ class TlsIdentity:
         return grpc.dynamic_ssl_server_credentials(config(last[0]), fetch, self.asks_clients)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """The credentials of a new channel. Without a CA it trusts the machine's own."""
+        """The credentials of a new gRPC channel. Without a CA file it trusts the CAs that the
+        machine trusts."""
         pem = self._pem.get()
         return grpc.ssl_channel_credentials(pem.ca or None, pem.key or None, pem.cert or None)
 
@@ -217,7 +221,7 @@ def _content(name: str, what: str) -> bytes:
 
 
 def _check_certificate(name: str, content: bytes, role: PeerRole | None) -> None:
-    """Raises: SettingsError for a certificate that is over, or of another role."""
+    """Check that a certificate is valid now and names the role. Raises: SettingsError."""
     from cryptography import x509  # here: a process without TLS does without
 
     certificate = x509.load_pem_x509_certificates(content)[0]

@@ -48,12 +48,12 @@ logger = logging.getLogger(__name__)
 BATCH_SPANS = 512
 SCOPE = "baton"
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
-"""The version of OpenTelemetry's semantic conventions whose names our attributes have."""
+"""Version of OpenTelemetry's semantic conventions whose names the spans' attributes have."""
 
 
 @dataclass(frozen=True)
 class TracingSettings:
-    """Traces of requests, for an OpenTelemetry collector."""
+    """Settings of traces of requests, which go to an OpenTelemetry collector."""
 
     endpoint: str = ""
     """host:port of an OTLP receiver (gRPC); empty: no traces."""
@@ -63,8 +63,8 @@ class TracingSettings:
     the clear, for a receiver on this host or in this pod."""
 
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    """Share of the requests that are traced, of those that do not say so themselves. The router's:
-    workers and stores follow it."""
+    """Share of the requests that are traced, of those whose traceparent does not decide it. The
+    router's: workers and stores follow it."""
 
     follow_callers: bool = True
     """Whether a request's own traceparent decides if it is traced. False: `sample_ratio` decides
@@ -76,20 +76,20 @@ class TracingSettings:
     takes anyway does not count: with a ratio of 1 all are joined."""
 
     baggage: tuple[str, ...] = ()
-    """Keys of a request's W3C baggage that become attributes of its span. Others are passed
+    """Keys of a request's W3C baggage that become attributes of its span. Other keys are passed
     over."""
 
     max_waiting_spans: PositiveInt = 8192
-    """Spans that wait to be sent; one more is dropped and counted."""
+    """Most spans that wait to be sent; one more is dropped and counted."""
 
     send_interval_s: Annotated[float, Meta(gt=0, le=3600)] = 1.0
-    """How often spans are sent."""
+    """Time between two batches of spans."""
 
     send_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
     """Time limit of one attempt to send a batch."""
 
     stop_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 2.0
-    """How long a stopping process tries to send what waits."""
+    """Longest time that a stopping process tries to send the spans that wait."""
 
     def __post_init__(self) -> None:
         if self.max_followed_per_s == 0:
@@ -104,7 +104,8 @@ class TracingSettings:
 
 @dataclass
 class SpanCounters:
-    """Spans since start. Invariant: ended = exported + failed + dropped + waiting."""
+    """Counts of the spans of a process since its start. Invariant: ended = exported + failed +
+    dropped + waiting."""
 
     num_ended: int = 0
     num_exported: int = 0
@@ -137,7 +138,8 @@ class _Allowance:
 
 
 class Tracing:
-    """Decides which requests are traced. Off without an exporter.
+    """Decides which requests of a process are traced, and makes their spans. Off without an
+    exporter.
 
     Life: made with the process, `start`, spans end at any time on any thread, `stop` sends what
     waits within its bound.
@@ -155,12 +157,13 @@ class Tracing:
 
     @property
     def num_not_followed(self) -> int:
-        """Sampled requests of callers beyond max_followed_per_s."""
+        """The number of requests that their callers had sampled and that were not traced, beyond
+        max_followed_per_s."""
         return self._callers.num_refused
 
     @classmethod
     def of(cls, settings: TracingSettings, component: str, instance_id: str) -> Tracing:
-        """The tracing of one process, as its settings say.
+        """Make the tracing of one process, as its settings say.
 
         Raises: SettingsError when OpenTelemetry is not installed, or `ca_file` cannot be read.
         """
@@ -176,30 +179,32 @@ class Tracing:
 
     @property
     def is_on(self) -> bool:
+        """Whether this process records traces."""
         return self._exporter is not None
 
     @property
     def counters(self) -> SpanCounters:
-        """Spans by what became of them."""
+        """Counts of the spans by what became of them."""
         return self._exporter.counters if self._exporter is not None else SpanCounters()
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start to send ended spans."""
         if self._exporter is not None:
             self._exporter.start()
 
     def stop(self) -> None:
-        """Send what waits; blocking, bounded. Idempotent."""
+        """Send the spans that wait; blocks, for a bounded time. A second call does nothing."""
         if self._exporter is not None:
             self._exporter.stop(self._settings.stop_timeout_s)
 
     def check_integrity(self) -> None:
-        """Raises: Internal when the counters do not add up."""
+        """Check that the span counters add up. Raises: Internal."""
         if self._exporter is not None:
             self._exporter.check_integrity()
 
     def begin(self, name: str, headers: Mapping[str, str], *, begin_s: float | None = None) -> Span:
-        """The span of a request from outside, with its headers."""
+        """Make the span of a request from outside, by its headers; NOOP_SPAN if the request is not
+        sampled."""
         if self._exporter is None:
             return NOOP_SPAN
         settings = self._settings
@@ -228,7 +233,8 @@ class Tracing:
         *,
         begin_s: float | None = None,
     ) -> Span:
-        """The span of a call that another process of ours made; NOOP_SPAN unless it is sampled."""
+        """Make the span of a call that another process of the cluster made; NOOP_SPAN unless that
+        process sampled it."""
         if self._exporter is None or parent is None or not parent.is_sampled:
             return NOOP_SPAN
         return self._record(
@@ -275,15 +281,15 @@ def _new_trace_id() -> int:
 class OtlpExporter:
     """Sends ended spans to an OTLP receiver, in batches, from a thread of its own.
 
-    They wait in a bounded queue, so that a request's thread pays for an append. While the receiver
+    Spans wait in a bounded queue, so that a request's thread pays for an append. While the receiver
     is away its spans are counted as failed; its loss and its return are one log line each.
     """
 
     def __init__(
         self, settings: TracingSettings, component: str, instance_id: str, sender: Any = None
     ) -> None:
-        """sender: of OpenTelemetry's SpanExporter kind; None: one over gRPC, as the settings say.
-
+        """Args: sender: of OpenTelemetry's SpanExporter kind; None: one over gRPC, as the settings
+            say.
         Raises: SettingsError when OpenTelemetry is not installed, or `ca_file` cannot be read.
         """
         self.counters = SpanCounters()
@@ -300,12 +306,12 @@ class OtlpExporter:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that sends spans."""
         self._thread = threading.Thread(target=self._run, name="span export", daemon=True)
         self._thread.start()
 
     def take(self, span: RecordingSpan) -> None:
-        """Queue an ended span; never waits."""
+        """Queue an ended span to be sent; never waits."""
         counters = self.counters
         with self._lock:
             counters.num_ended += 1
@@ -318,8 +324,9 @@ class OtlpExporter:
             self._wake.set()
 
     def stop(self, timeout_s: float) -> None:
-        """Send what waits and end; spans that are not sent by then count as failed. Does not wait
-        for a receiver that was away at the last attempt. Idempotent."""
+        """Send the spans that wait and end the thread; spans that are not sent by then count as
+        failed. Does not wait for a receiver that was away at the last attempt. A second call does
+        nothing."""
         thread, self._thread = self._thread, None
         self._is_stopping = True
         self._wake.set()
@@ -332,7 +339,7 @@ class OtlpExporter:
             self._waiting.clear()
 
     def check_integrity(self) -> None:
-        """Raises: Internal for a span that is neither exported, failed, dropped nor waiting."""
+        """Check that each span is exported, failed, dropped or waiting. Raises: Internal."""
         with self._lock:
             counters, num_waiting = self.counters, len(self._waiting) + self._num_sending
             known = counters.num_exported + counters.num_failed + counters.num_dropped
@@ -386,7 +393,8 @@ class OtlpExporter:
 
 
 def check_export(settings: TracingSettings) -> None:
-    """Raises: SettingsError when OpenTelemetry is not installed, or `ca_file` cannot be read."""
+    """Check that traces can be exported as the settings say. Raises: SettingsError when
+    OpenTelemetry is not installed, or `ca_file` cannot be read."""
     for name in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"):
         try:
             importlib.import_module(name)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Panel:
-    """queries: (legend, PromQL). kind: timeseries, stat, heatmap or table."""
+    """One panel of a dashboard. queries: (legend, PromQL). kind: timeseries, stat, heatmap or
+    table."""
 
     title: str
     queries: tuple[tuple[str, str], ...]

@@ -24,7 +24,7 @@ _SOURCE = {"type": "prometheus", "uid": "${source}"}
 
 
 def dashboard(uid: str, title: str, text: str, panels: Sequence[Panel]) -> dict[str, Any]:
-    """One dashboard as Grafana imports it."""
+    """Make one dashboard as Grafana imports it."""
     return {
         "uid": uid,
         "title": title,
@@ -96,7 +96,7 @@ def _panel(number: int, panel: Panel, place: Mapping[str, int]) -> dict[str, Any
 
 
 def texts() -> dict[str, str]:
-    """File name -> its content."""
+    """Make the content of each dashboard's file, by file name."""
     return {
         f"{uid}.json": json.dumps(dashboard(uid, *parts), indent=1) + "\n"
         for uid, parts in DASHBOARDS.items()
@@ -104,7 +104,7 @@ def texts() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns: the exit code."""
+    """Write the dashboards, or check that they are up to date. Returns: the exit code."""
     stale = [
         name
         for name, text in texts().items()

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def generate(out: Path) -> list[Path]:
-    """Write the stubs of every `.proto` under `protos/` into `out`; returns their paths relative to
-    `out`."""
+    """Write the stubs of every `.proto` under `protos/` into `out`. Returns: their paths relative
+    to `out`."""
     from grpc_tools import protoc  # a generator-only dependency, absent at run time
 
     protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "protos").glob("*.proto"))

@@ -23,10 +23,11 @@ from typing import Any
 from urllib.parse import quote
 
 Component = dict[str, Any]
-"""One entry of `components`, as CycloneDX has it."""
+"""One entry of a CycloneDX document's `components`."""
 
 OWN = "baton"
-"""Our own distribution. Not `pkg:pypi`: that name belongs to somebody else's package there."""
+"""Name of our own distribution. It is not under `pkg:pypi`: that name belongs to another project's
+package there."""
 
 _SERIAL_NUMBERS = uuid.UUID("2c1d2a3e-7c59-5f0a-9a59-1d2f6a0c8b47")
 _TYPES = frozenset(
@@ -38,11 +39,11 @@ _EXPRESSION = re.compile(r"[A-Za-z0-9.+-]+( (AND|OR|WITH) [A-Za-z0-9.+-]+)*")
 
 
 class SbomError(Exception):
-    """The image does not say what is in it; the message says where."""
+    """An image does not say what is in it; the message says where."""
 
 
 def purl(kind: str, name: str, version: str, qualifiers: Mapping[str, str] | None = None) -> str:
-    """A package URL. `kind` may hold a namespace: `deb/debian`."""
+    """Write a package URL. `kind` may hold a namespace: `deb/debian`."""
     told = "&".join(
         f"{key}={quote(value, safe=':')}" for key, value in sorted((qualifiers or {}).items())
     )
@@ -51,7 +52,7 @@ def purl(kind: str, name: str, version: str, qualifiers: Mapping[str, str] | Non
 
 
 def operating_system(root: Path) -> Component:
-    """What /etc/os-release says. Raises: SbomError."""
+    """Read the operating system of an image from /etc/os-release. Raises: SbomError."""
     told = {}
     for line in _read(root / "etc/os-release").splitlines():
         key, _, value = line.partition("=")
@@ -69,7 +70,7 @@ def operating_system(root: Path) -> Component:
 
 
 def debian_components(root: Path) -> list[Component]:
-    """Packages that dpkg has installed below `root`. Raises: SbomError."""
+    """List the packages that dpkg has installed below `root`. Raises: SbomError."""
     system = operating_system(root)
     distro = f"{system['name']}-{system['version']}"
     found = []
@@ -104,10 +105,10 @@ def debian_components(root: Path) -> list[Component]:
 def python_components(
     sites: Iterable[Path], hashes: Mapping[str, str] | None = None
 ) -> list[Component]:
-    """Python distributions in these folders.
+    """List the Python distributions in these folders.
 
-    hashes: SHA-256 (hex) of wheels by `name==version`; all but our own must be there. None: no
-        component has one.
+    Args: hashes: SHA-256 (hex) of wheels by `name==version`; all but our own must be there. None:
+        no component has one.
     Raises: SbomError for metadata without a name or a version, and for what has no hash.
     """
     found = {}
@@ -140,7 +141,7 @@ def python_components(
 
 
 def bill(image: str, version: str, components: Iterable[Component]) -> dict[str, Any]:
-    """The whole document about one image."""
+    """Make the whole document (the software bill of materials) of one image."""
     content = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -161,7 +162,8 @@ def bill(image: str, version: str, components: Iterable[Component]) -> dict[str,
 
 
 def read_hashes(file: Path) -> dict[str, str]:
-    """SHA-256 by `name==version` out of lines `HASH  NAME==VERSION`. Raises: SbomError."""
+    """Read the SHA-256 of wheels, by `name==version`, from lines `HASH NAME==VERSION`. Raises:
+    SbomError."""
     found = {}
     for line in _read(file).splitlines():
         match = re.fullmatch(r"([0-9a-f]{64})  ([^ =]+)==([^ ]+)", line)
@@ -274,7 +276,7 @@ def _is_same(url: str, component: Component) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns: the exit code."""
+    """Write the bill of an image. Returns: the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--image", required=True, help="its name, as baton/control")
     parser.add_argument("--version", required=True, help="of the image")

@@ -31,7 +31,7 @@ PROCESSES: Mapping[str, tuple[type[Any], str]] = {
     "draft": (MANAGED["draft"][0], "python -m services.draft"),
     "autoscaler": (MANAGED["autoscaler"][0], "python -m services.autoscaler"),
 }
-"""By part: the class of its settings, and the command that loads them."""
+"""The settings class of each kind of process, and the command that loads it."""
 
 _INTRODUCTION = """\
 # Settings
@@ -62,7 +62,7 @@ The same keys can be set in four places:
 
 
 def text() -> str:
-    """The page's content."""
+    """Make the content of docs/settings.md."""
     users = _users()
     shared = {cls: paths for cls, paths in users.items() if _num_parts(paths) > 1}
     lines = [_INTRODUCTION]
@@ -186,7 +186,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns: the exit code."""
+    """Write docs/settings.md, or check that it is up to date. Returns: the exit code."""
     made = text()
     if "--check" in arguments:
         is_stale = not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != made

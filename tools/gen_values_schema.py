@@ -124,7 +124,8 @@ MANAGED: Mapping[str, tuple[type, tuple[str, ...]]] = {
         ),
     ),
 }
-"""Of each part that has `settings`: their class, and what the chart sets or nobody heeds."""
+"""The settings class of each part of the chart that has `settings`, and the settings that the chart
+sets itself or that are not used there."""
 
 _KINDS: Mapping[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
@@ -170,7 +171,7 @@ FREE: Mapping[str, Schema] = {
     "fileTier": _OPTIONAL_BYTES,
     "maxUnavailable": {"type": ["integer", "string"], "pattern": "^[0-9]+%$", "minimum": 0},
 }
-"""By a value's name, wherever it stands."""
+"""Schemas of values without a settings class, by the value's name, wherever it stands."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "model.source": ("bundled", "hub", "pvc", "image"),
@@ -193,7 +194,7 @@ _MOST: Mapping[str, float] = {"monitoring.tracing.sampleRatio": 1}
 
 
 def schema() -> Schema:
-    """The whole."""
+    """Make the whole JSON schema of the chart's values."""
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     made = _of_value(values, "")
     made["properties"]["global"] = {**_OBJECT, "description": "Helm's, of a chart above this one."}
@@ -243,13 +244,13 @@ class SettingsField:
 
     name: str
     hint: Any
-    """Its resolved type."""
+    """Type of the field, resolved."""
     default: Any
-    """`dataclasses.MISSING` for a group."""
+    """Default of the field; `dataclasses.MISSING` for a group."""
     text: str
-    """Its docstring, as one line."""
+    """Docstring of the field, as one line."""
     ranges: Sequence[Meta]
-    """Of its value."""
+    """Ranges of the field's value."""
 
     @property
     def group(self) -> type[Any] | None:
@@ -258,7 +259,7 @@ class SettingsField:
 
 
 def settings_fields(cls: Any) -> Iterator[SettingsField]:
-    """The fields of a settings class, in their order."""
+    """List the fields of a settings class, in their order."""
     hints, explained = typing.get_type_hints(cls), field_docstrings(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
@@ -268,8 +269,8 @@ def settings_fields(cls: Any) -> Iterator[SettingsField]:
 
 
 def of_settings(cls: type[Any], managed: Sequence[str]) -> Schema:
-    """Of a settings class, less what is managed. Raises: KeyError for a managed key that is not
-    there (any more)."""
+    """Make the schema of a settings class, less what is managed. Raises: KeyError for a managed key
+    that is not there (any more)."""
     fields = list(settings_fields(cls))
     for key in managed:
         if key.partition(".")[0] not in [field.name for field in fields]:
@@ -318,12 +319,12 @@ def _described(made: Schema, text: str) -> Schema:
 
 
 def text() -> str:
-    """The file's content."""
+    """Make the content of values.schema.json."""
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns: the exit code."""
+    """Write values.schema.json, or check that it is up to date. Returns: the exit code."""
     made = text()
     if "--check" in arguments:
         is_stale = not SCHEMA.is_file() or SCHEMA.read_text(encoding="utf-8") != made

@@ -26,10 +26,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "images"
 PYTHON_VERSION = "3.11"
-"""Of the base image, Debian 12."""
+"""Version of Python in the base image, Debian 12."""
 
 PLATFORMS = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
-"""Machines, as wheels name them, by platforms of images."""
+"""Machine names in wheels' platform tags, by the platforms of images."""
 
 _HEAD = """\
 # Made by tools/lock_image_packages.py; not edited by hand. {what}
@@ -37,24 +37,24 @@ _HEAD = """\
 
 
 class LockError(Exception):
-    """There is no one lock; the message says what hinders it."""
+    """No one lock file serves all platforms; the message says what hinders it."""
 
 
 @dataclass(frozen=True)
 class Lock:
-    """One lock file."""
+    """One lock file of an image's packages."""
 
     name: str
-    """Of the file, without its ending."""
+    """Name of the file, without its ending."""
 
     what: str
-    """Whose packages these are, for the file's first line."""
+    """Description of whose packages these are, for the file's first line."""
 
     extras: tuple[str, ...]
-    """Of the project."""
+    """Extras of the project whose packages are locked."""
 
     is_cpu: bool = False
-    """torch comes from PyTorch's index of builds without CUDA."""
+    """Whether torch comes from PyTorch's index of builds without CUDA."""
 
     without: tuple[str, ...] = ()
     """Packages that others ask for and that nothing of ours uses in this image."""
@@ -68,17 +68,16 @@ LOCKS = (
 
 
 def compile_lock(lock: Lock, scratch: Path, torch_links: str) -> str:
-    """The text of one lock file.
-
-    Raises: CalledProcessError when uv finds no solution, LockError when it finds different ones.
-    """
+    """Make the text of one lock file. Raises: CalledProcessError when uv finds no solution,
+    LockError when it finds different ones."""
     platforms = platforms_of(lock, torch_links)
     text = the_same({each: _compile(lock, each, scratch, torch_links) for each in platforms})
     return _HEAD.format(what=lock.what) + f"# For {' and '.join(platforms)}.\n" + text
 
 
 def platforms_of(lock: Lock, torch_links: str) -> Sequence[str]:
-    """What images a lock can be for. Raises: LockError when a folder has torch for none."""
+    """The platforms of images that a lock can be for. Raises: LockError when a folder has torch for
+    none."""
     if not (lock.is_cpu and torch_links):
         return tuple(PLATFORMS)
     files = [file.name for file in Path(torch_links).glob("torch-*.whl")]
@@ -93,7 +92,8 @@ def platforms_of(lock: Lock, torch_links: str) -> Sequence[str]:
 
 
 def the_same(texts: Mapping[str, str]) -> str:
-    """What was found for every platform. Raises: LockError with the lines that differ."""
+    """The one solution that was found for every platform. Raises: LockError with the lines that
+    differ."""
     (first, text), *others = texts.items()
     for platform, other in others:
         if other != text:
@@ -133,7 +133,7 @@ def _compile(lock: Lock, platform: str, scratch: Path, torch_links: str) -> str:
 
 
 def compile_build_lock(scratch: Path) -> str:
-    """What makes our own wheel, apart from every image."""
+    """Make the lock of the packages that build our own wheel, apart from every image."""
     out = scratch / "build.txt"
     command = ["uv", "pip", "compile", "--quiet", "--no-config", "--no-header", "--no-annotate"]
     command += ["--generate-hashes", "--python-version", PYTHON_VERSION, "--output-file", str(out)]
@@ -149,7 +149,7 @@ def _without_links(lines: list[str]) -> list[str]:
 
 
 def main() -> int:
-    """Returns: the exit code."""
+    """Write all lock files. Returns: the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torch-links", default="", help="folder with torch's CPU wheel")
     parsed = parser.parse_args()

@@ -31,7 +31,7 @@ _NEIGHBOURS = 25
 
 @dataclass(frozen=True)
 class Span:
-    """From one moment of the monotonic clock to another."""
+    """A span of time, from one moment of the monotonic clock to another."""
 
     begun_s: float
     ended_s: float
@@ -41,7 +41,7 @@ class Span:
 
 
 def cuts(values_ms: Sequence[float]) -> dict[str, float]:
-    """How many, p50, p99, p99.9 and the longest."""
+    """Summarize times: how many, p50, p99, p99.9 and the longest."""
     if len(values_ms) < 2:
         return {"num": len(values_ms)}
     found = statistics.quantiles(values_ms, n=1000, method="inclusive")
@@ -55,7 +55,8 @@ def cuts(values_ms: Sequence[float]) -> dict[str, float]:
 
 
 def step_periods(entries: Entries, spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """(when a step ended, s; time since the one before ended, ms) within one of the spans."""
+    """The times between the ends of steps within one of the spans: (when a step ended, s; time
+    since the one before ended, ms)."""
     ends = [begun_s + took_s for begun_s, took_s, _, _ in entries["step"]]
     found = []
     for span in spans:
@@ -65,8 +66,8 @@ def step_periods(entries: Entries, spans: Iterable[Span]) -> list[tuple[float, f
 
 
 def excess(entries: Entries, spans: Iterable[Span]) -> dict[str, Any]:
-    """How much longer than their neighbours' median steps were, ms, by what went on: a request
-    joined (more tokens than usual), blocks came meanwhile, or neither."""
+    """Milliseconds by which steps were longer than their neighbours' median, by what went on: a
+    request joined (more tokens than usual), blocks came meanwhile, or neither."""
     steps = [
         (begun_s, begun_s + took_s, num_tokens)
         for begun_s, took_s, num_tokens, _ in entries["step"]
@@ -90,8 +91,8 @@ def excess(entries: Entries, spans: Iterable[Span]) -> dict[str, Any]:
 
 
 def explain(entries: Entries, spans: Sequence[Span]) -> dict[str, Any]:
-    """The periods' cuts, how they differ by what went on beside, what jobs and transfers took, and
-    the longest periods with all that went on beside."""
+    """Report the periods' distribution, how they differ by what went on beside, what jobs and
+    transfers took, and the longest periods with all that went on beside."""
     periods = step_periods(entries, spans)
     longest = sorted(periods, key=lambda period: -period[1])[:_NUM_LONGEST]
     jobs: dict[str, list[float]] = {}

@@ -37,7 +37,7 @@ from baton.load.workload import Planned
 from process import settings
 
 API_KEY = "OPENAI_API_KEY"
-"""The environment variable that clients of the OpenAI API read."""
+"""The environment variable with the API key that clients of the OpenAI API read."""
 
 
 @options.group("bench")

@@ -33,7 +33,7 @@ class RedisTarget(RouterTarget):
     """The Redis of a cluster, with its TLS files and password."""
 
     redis: str = ""
-    """Its URL; empty: the Redis of a cluster that this user started."""
+    """URL of the Redis; empty: that of a cluster that this user started."""
     redis_ca_file: str = ""
     redis_cert_file: str = ""
     redis_key_file: str = ""
@@ -42,11 +42,13 @@ class RedisTarget(RouterTarget):
 
     @functools.cached_property
     def state(self) -> ClusterState | None:
-        """As of `RouterTarget`; None where --redis names the Redis of another cluster."""
+        """The cluster of this user whose Redis it is; None where --redis names the Redis of another
+        cluster."""
         return None if self.redis else super().state
 
     def redis_url(self) -> str:
-        """Raises: Unavailable where no Redis is named and no cluster of this user runs."""
+        """The URL of the Redis. Raises: Unavailable where none is named and no cluster of this user
+        runs."""
         if self.redis:
             return self.redis
         if self.state is not None and self.state.redis_url:
@@ -60,7 +62,7 @@ class RedisTarget(RouterTarget):
         )
 
     def access(self) -> RedisAccess:
-        """Raises: SettingsError."""
+        """The TLS files and password of the Redis. Raises: SettingsError."""
         return RedisAccess(
             ca_file=self.redis_ca_file,
             cert_file=self.redis_cert_file,

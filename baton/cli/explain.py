@@ -53,7 +53,8 @@ def explain(request_id: str, tenant: str, as_json: bool, target: RouterTarget) -
 
 
 def explanation(reply: inference_pb2.ExplainReply) -> RenderableType:
-    """A headline, the state of the request, then each decision with its candidates by role."""
+    """The explanation of a request: a headline, the state of the request, then each decision with
+    its candidates by role."""
     parts: list[RenderableType] = [
         Text(f"request {reply.request_id} of {reply.tenant}, model {reply.model}", style="bold")
     ]
@@ -70,7 +71,7 @@ def explanation(reply: inference_pb2.ExplainReply) -> RenderableType:
 
 
 def standing(request: inference_pb2.RequestInfo, admission: inference_pb2.Admission) -> list[str]:
-    """The state of the request and, before its admission, its place in the queue."""
+    """A line with the state of the request and, before its admission, its place in the queue."""
     spent = {span.stage: span.end_s - span.begin_s for span in request.spans}
     came = f"came as number {admission.arrival}"
     if admission.HasField("standing"):
@@ -99,7 +100,7 @@ def standing(request: inference_pb2.RequestInfo, admission: inference_pb2.Admiss
 
 
 def headline(decision: inference_pb2.RoutingDecision) -> str:
-    """The workers that were chosen."""
+    """A line with the workers that were chosen for the request."""
     if not decision.prefill_id:
         won = f"{decision.decode_id} computes the prompt itself"
     elif not decision.decode_id:
@@ -198,7 +199,7 @@ def decisions_as_json(reply: autoscaler_pb2.GetDecisionsReply) -> dict[str, Any]
 def decisions_view(
     reply: autoscaler_pb2.GetDecisionsReply, *, with_why: bool = False
 ) -> RenderableType:
-    """The pools, problems and decisions."""
+    """The view of the autoscaler's reply: its pools, problems and decisions."""
     acts = "acts" if reply.is_leader else "does not act: it is not the leader"
     parts: list[RenderableType] = [Text(f"{reply.autoscaler_id} {acts}")]
     parts += [Text(f"problem: {problem}", style="bold red") for problem in reply.problems]
@@ -213,7 +214,7 @@ def decisions_view(
 
 
 def _autoscaler_address(target: RouterTarget) -> str:
-    """Raises: Unavailable where no autoscaler is known."""
+    """The address of the cluster's autoscaler. Raises: Unavailable where none is known."""
     if target.state is None and target.address:
         return target.address
     if target.state is None:

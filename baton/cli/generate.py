@@ -116,7 +116,7 @@ def _show_samples(completions: Sequence[Completion], *, as_ids: bool) -> None:
 
 
 def to_json(completion: Completion) -> str:
-    """The whole completion as one line of JSON."""
+    """The whole completion, with its provenance, as one line of JSON."""
     value = record.plain(dataclasses.asdict(completion))
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import click
 
-from baton import key_files
+from baton import api_key_file
+from baton.api_key_file import KeyFileError
 from baton.cli import options
 from baton.cli.options import FILE, RouterTarget, flag, value
 from baton.errors import InvalidArgument
-from baton.key_files import KeyFileError
 from process import api_keys, signing_keys
 from process.authorization import PeerRole
 
@@ -123,7 +123,7 @@ def _add(
     expires_s = entry.expires_unix_s()
     if expires_s is not None and expires_s <= time.time():
         raise InvalidArgument("--expires", f"{expires} is in the past")
-    key_files.add(path, key_id, entry)
+    api_key_file.add(path, key_id, entry)
     sys.stderr.write(f"{path}: key {key_id} of tenant {tenant}; it is not shown again\n")
     sys.stdout.write(f"{key}\n")
 
@@ -146,7 +146,7 @@ def _list(path: Path) -> None:
 @_keys_file
 def _remove(key_id: str, path: Path) -> None:
     """Remove a key from a file; the router refuses it from then on."""
-    key_files.remove(path, key_id)
+    api_key_file.remove(path, key_id)
     sys.stdout.write(f"{path}: key {key_id} was removed\n")
 
 

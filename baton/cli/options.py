@@ -50,7 +50,7 @@ class SectionOption(click.Option):
         self.section = "Options"
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """As click's, without an empty default."""
+        """The extra items of an option's help as click has them, without an empty default."""
         extra = super().get_help_extra(ctx)
         if self.default in ("", ()):
             extra.pop("default", None)
@@ -58,7 +58,7 @@ class SectionOption(click.Option):
 
 
 class SectionCommand(click.Command):
-    """A command whose options are `SectionOption`s."""
+    """A click command whose options are `SectionOption`s."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
@@ -86,7 +86,7 @@ class SectionCommand(click.Command):
 
 
 class SectionGroup(click.Group):
-    """A group of `SectionCommand`s."""
+    """A click group whose commands are `SectionCommand`s."""
 
     command_class = SectionCommand
 
@@ -109,13 +109,11 @@ def value(
     dest: str = "",
     **more: Any,
 ) -> Decorator:
-    """An option with a value. Its type is `type`, or else that of the default.
+    """Make an option with a value. Its type is `type`, or else that of the default.
 
-    Args:
-        metavar: the name of the value in the help; None: that of its type.
-        short: a second name of the option, such as -n.
-        dest: the name of the command's argument; by default that of the option.
-        more: `one_of`, and further arguments of a click option.
+    Args: metavar: the name of the value in the help; None: that of its type. short: a second name
+        of the option, such as -n. dest: the name of the command's argument; by default that of the
+        option. more: `one_of`, and further arguments of a click option.
     """
     names = filter(None, (short, name, dest))
     return click.option(
@@ -124,12 +122,12 @@ def value(
 
 
 def flag(name: str, help: str, *, dest: str = "", **more: Any) -> Decorator:
-    """An option without a value; arguments as `value`."""
+    """Make an option without a value; arguments as `value`."""
     return value(name, None, help, False, dest=dest, is_flag=True, **more)
 
 
 def seconds(text: str) -> float:
-    """A positive time on the command line. Raises: BadParameter."""
+    """Check that the value of an option is a positive time in seconds. Raises: BadParameter."""
     try:
         value = float(text)
     except ValueError:
@@ -148,7 +146,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def section(title: str, *options: Decorator) -> Decorator:
-    """Show these options in a section of their own of the help."""
+    """Show these options of a command in a section of their own of the help."""
 
     def decorate(callback: Callable[..., Any]) -> Callable[..., Any]:
         for param in _add(callback, options):
@@ -160,8 +158,7 @@ def section(title: str, *options: Decorator) -> Decorator:
 
 def as_argument(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
     """Add `options` to a command, which gets `make(their values)` as its argument `name`. What
-    `make` raises is raised when the command runs.
-    """
+    `make` raises is raised when the command runs."""
 
     def decorate(callback: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(callback)
@@ -176,7 +173,7 @@ def as_argument(name: str, make: Callable[..., Any], *options: Decorator) -> Dec
 
 
 def _add(callback: Callable[..., Any], options: Sequence[Decorator]) -> list[SectionOption]:
-    """Returns: the added options; click keeps the options of a function in an attribute."""
+    """Add options to a function; click keeps these in an attribute. Returns: the added options."""
     num_others = len(callback.__dict__.get("__click_params__", ()))
     for add in reversed(options):
         add(callback)
@@ -192,7 +189,7 @@ class RouterTarget:
     """The router that a command calls, and its TLS files and API key."""
 
     address: str = ""
-    """host:port; empty: the router of a cluster that this user started."""
+    """Address of the router, host:port; empty: the router of a cluster that this user started."""
     cluster: str = ""
     """Name of a cluster that this user started; empty: the last one."""
     tls: bool = False
@@ -228,8 +225,9 @@ class RouterTarget:
         return running[-1] if running else None
 
     def router_address(self) -> str:
-        """Raises: Unavailable where no cluster is named and none runs; InvalidArgument where the
-        address is the HTTP port of a cluster that this user started."""
+        """The address of the router, host:port. Raises: Unavailable where no cluster is named and
+        none runs; InvalidArgument where the address is the HTTP port of a cluster that this user
+        started."""
         if not self.address:
             if self.state is None:
                 raise Unavailable(
@@ -268,11 +266,12 @@ class RouterTarget:
         return Credentials(tls, api_key)
 
     def client(self) -> SyncClient:
-        """A client of the router. Raises: Unavailable, SettingsError, InvalidArgument."""
+        """Make a client of the router. Raises: Unavailable, SettingsError, InvalidArgument."""
         return SyncClient(self.router_address(), self.credentials())
 
     def dialer(self) -> Dialer:
-        """Makes channels to the workers and stores of the cluster, with these credentials."""
+        """Make a Dialer of channels to the workers and stores of the cluster, with these
+        credentials."""
         return Dialer(self.credentials().identity())
 
 
@@ -298,7 +297,8 @@ cluster_name: Decorator = value(
 def router_target(
     address: str = "Call the router at this address.", *, has_tls: bool = True
 ) -> Decorator:
-    """`target: RouterTarget`. has_tls: False where the command has another option --tls."""
+    """Add the options that choose a router to a command, which gets `target: RouterTarget`.
+    has_tls: False where the command has another option --tls."""
     options = (address_option(address), cluster_name, trust_options(has_tls=has_tls))
     return as_argument("target", RouterTarget, *options)
 
@@ -321,7 +321,7 @@ def trust_options(*, has_tls: bool = True) -> Decorator:
 
 
 def as_json(help: str = "Print one JSON object.") -> Decorator:
-    """`as_json: bool`."""
+    """Add the option --json to a command, which gets `as_json: bool`."""
     return flag("--json", help, dest="as_json")
 
 
@@ -442,8 +442,9 @@ shaping = as_argument(
 
 
 def cluster_config(*, port: int = DEFAULT_PORT, model: str = ClusterConfig.model) -> Decorator:
-    """`config: ClusterConfig`. Each field is an option, its docstring the help. The command raises
-    ClusterError for a wrong value."""
+    """Add the options of a local cluster to a command, which gets `config: ClusterConfig`. Each
+    field is an option, its docstring the help. The command raises ClusterError for a wrong value.
+    """
     fields = {each.name: each for each in dataclasses.fields(ClusterConfig)}
     kinds, explained = typing.get_type_hints(ClusterConfig), field_docstrings(ClusterConfig)
     defaults = {"port": port, "model": (model,) if model else ()}

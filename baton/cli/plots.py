@@ -39,12 +39,13 @@ _WAIT, _STREAM = _COLOURS[PREFILL][0], _COLOURS[DECODE][0]
 _LEAST_LABELLED = 0.07
 """Share of the width: a narrower bar has no room for its name."""
 _MAX_BARS = 2000
-"""Of more requests every n-th is drawn, and the title says so."""
+"""Most requests that are drawn; of more, every n-th is drawn, and the title says so."""
 
 
 def check(option: str, file: Path) -> None:
-    """Raises: InvalidArgument for a file name that says no format; FailedPrecondition where
-    matplotlib is missing. To be called before the request or load, not after it."""
+    """Check before a request or load that its picture can be written afterwards. Raises:
+    InvalidArgument for a file name that says no format; FailedPrecondition where matplotlib is
+    missing."""
     if file.suffix not in FORMATS:
         raise InvalidArgument(option, f"{file.name}: name it *{', *'.join(FORMATS)}")
     try:
@@ -65,7 +66,7 @@ def _save(figure: Figure, file: Path) -> None:
 
 @dataclass(frozen=True)
 class Bar:
-    """A stage of a request, in seconds since the sending."""
+    """A bar of the timeline: one stage of a request, in seconds since it was sent."""
 
     lane: str
     stage: str
@@ -74,7 +75,7 @@ class Bar:
 
 
 def bars_of(times: Mapping[str, float], begin_s: float = 0.0) -> list[Bar]:
-    """The stages one after the other, each in the lane of its process."""
+    """The bars of a request's stages, one after the other, each in the lane of its process."""
     bars: list[Bar] = []
     at_s = begin_s
     for stage, seconds in times.items():
@@ -86,12 +87,11 @@ def bars_of(times: Mapping[str, float], begin_s: float = 0.0) -> list[Bar]:
 def draw_timeline(
     completion: Completion, arrivals_s: Sequence[float], ended_s: float, file: Path
 ) -> None:
-    """Write the picture of one request.
+    """Write the timeline picture of one request.
 
-    Args:
-        arrivals_s: when each message with tokens arrived, in seconds since the sending.
-        ended_s: when the last message arrived. What the router does not account for was the way to
-            the router.
+    Args: arrivals_s: when each message with tokens arrived, in seconds since the sending. ended_s:
+        when the last message arrived. What the router does not account for was the way to the
+        router.
     Raises: OSError.
     """
     from matplotlib.figure import Figure
@@ -206,7 +206,7 @@ def _leg_line(leg: KvLeg) -> str:
 
 
 def draw_load(outcomes: Sequence[Outcome], limits: Limits, file: Path, title: str) -> None:
-    """Write the picture of a load. Raises: OSError."""
+    """Write the picture of a load: its requests, rates and latencies over time. Raises: OSError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8.5), layout="constrained")

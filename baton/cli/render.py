@@ -32,17 +32,17 @@ class Column(NamedTuple):
 
 
 def text(title: str, value: str | Callable[[Any], Any]) -> Column:
-    """A column of text. `value` may be the name of an attribute."""
+    """Make a column of text. `value` may be the name of an attribute."""
     return Column(title, operator.attrgetter(value) if isinstance(value, str) else value)
 
 
 def number(title: str, value: str | Callable[[Any], Any]) -> Column:
-    """A column of numbers, aligned to the right."""
+    """Make a column of numbers, aligned to the right."""
     return Column(title, text(title, value).value, is_number=True)
 
 
 def show(renderable: RenderableType) -> None:
-    """Print on standard output, 160 columns wide where that is not a terminal."""
+    """Print a rich object on standard output, 160 columns wide where that is not a terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
@@ -57,7 +57,7 @@ def print_json(value: Any) -> None:
 def table(
     columns: Sequence[Column], items: Iterable[Any], *, header: str = "bold", no_wrap: bool = True
 ) -> Table:
-    """A table with a row for each item.
+    """Make a table with a row for each item.
 
     Args: header: the style of the titles. no_wrap: keep numbers on one line.
     """
@@ -74,7 +74,7 @@ def table(
 
 
 def progress(console: Console, name: str, *columns: ProgressColumn) -> Progress:
-    """A progress bar with the elapsed time, shown only on a terminal."""
+    """Make a progress bar with the elapsed time, shown only on a terminal."""
     return Progress(
         TextColumn(name),
         BarColumn(bar_width=24),
@@ -86,12 +86,12 @@ def progress(console: Console, name: str, *columns: ProgressColumn) -> Progress:
 
 
 def percent(part: int, whole: int) -> str:
-    """A share in percent; "-" where the whole is 0."""
+    """Write a share in percent, such as "37 %"; "-" where the whole is 0."""
     return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Write a number of bytes with a unit: 1536 -> "1.5 KiB"."""
     value, unit = float(num_bytes), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -99,12 +99,12 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.0123 -> "12.3 ms"."""
+    """Write a time with a unit: 0.0123 -> "12.3 ms"."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """A message as JSON values with the names of the proto; 64-bit numbers are strings."""
+    """Convert a message to JSON values with the names of the proto; 64-bit numbers are strings."""
     plain: dict[str, Any] = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -112,7 +112,7 @@ def to_dict(message: Message) -> dict[str, Any]:
 
 
 def stream(chunks: Generator[Chunk, None, None], *, as_ids: bool = False) -> Completion:
-    """Write the answer while it arrives. Closes `chunks` in any case."""
+    """Print an answer while it arrives. Closes `chunks` in any case."""
 
     def written() -> Iterator[Chunk]:
         for chunk in chunks:
@@ -131,7 +131,7 @@ def stream(chunks: Generator[Chunk, None, None], *, as_ids: bool = False) -> Com
 def stream_with_provenance(
     chunks: Generator[Chunk, None, None], *, as_ids: bool = False
 ) -> Completion:
-    """Write the answer while it arrives, then its provenance."""
+    """Print an answer while it arrives, then its provenance."""
     completion = stream(chunks, as_ids=as_ids)
     show(provenance_block(completion))
     return completion
@@ -151,7 +151,8 @@ def short_line(completion: Completion) -> str:
 
 
 def provenance_block(completion: Completion) -> RenderableType:
-    """Usage, the source of the KV by worker, and the time of each stage."""
+    """The lines that show an answer's usage, the source of its KV by worker, and the time of each
+    stage."""
     times = "  ".join(
         f"{stage} {format_seconds(seconds)}" for stage, seconds in completion.times.items()
     )

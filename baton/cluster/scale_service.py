@@ -28,7 +28,8 @@ _WAIT_S = 10.0
 
 
 class Workers(Protocol):
-    """The workers of a cluster, as `LocalCluster` has them."""
+    """The interface by which the service lists, starts and stops a cluster's workers;
+    `LocalCluster` has it."""
 
     def list_workers(self) -> Sequence[tuple[str, str, str]]:
         """Name, role at its start, and state (as in the proto) of each worker."""
@@ -41,10 +42,11 @@ class Workers(Protocol):
 
 
 class ScaleService:
-    """Serves LocalScale for the workers of one cluster."""
+    """Serves the gRPC service LocalScale for the workers of one cluster, so that the autoscaler can
+    start and stop them."""
 
     def __init__(self, workers: Workers, socket: Path) -> None:
-        """socket: the socket file to listen at, in a private folder."""
+        """Args: socket: the socket file to listen at, in a private folder."""
         self.address = f"unix:{socket}"
         self._workers = workers
         self._changing = asyncio.Lock()
@@ -54,7 +56,7 @@ class ScaleService:
         self._thread = threading.Thread(target=self._run, name="scale service", daemon=True)
 
     def start(self) -> None:
-        """Start to serve. Raises: ClusterError."""
+        """Start to serve at the socket. Raises: ClusterError."""
         self._thread.start()
         try:
             self._ready.result(_WAIT_S)
@@ -62,7 +64,7 @@ class ScaleService:
             raise ClusterError(f"workers cannot be scaled: {error}") from error
 
     def stop(self) -> None:
-        """Stop, within a limited time. Idempotent."""
+        """Stop serving, within a limited time. A second call does nothing."""
         loop = self._loop
         if loop is not None and self._thread.is_alive():
             loop.call_soon_threadsafe(self._stop.set)
@@ -90,7 +92,7 @@ class ScaleService:
     async def ListWorkers(
         self, request: local_scale_pb2.ListWorkersRequest, context: Context
     ) -> local_scale_pb2.ListWorkersReply:
-        """All workers, including those that are ending."""
+        """Answer with all workers, including those that are ending."""
         reply = local_scale_pb2.ListWorkersReply()
         for name, role, state in await asyncio.to_thread(self._workers.list_workers):
             reply.workers.add(worker_id=name, role=role, state=state)
@@ -100,7 +102,7 @@ class ScaleService:
     async def StartWorkers(
         self, request: local_scale_pb2.StartWorkersRequest, context: Context
     ) -> local_scale_pb2.StartWorkersReply:
-        """Start more workers of a role."""
+        """Start more workers of a role, and answer with their names."""
         if request.role not in ROLES:
             raise InvalidArgument("role", f"is one of {', '.join(ROLES)}")
         if not request.num_workers:
@@ -118,7 +120,7 @@ class ScaleService:
     async def StopWorkers(
         self, request: local_scale_pb2.StopWorkersRequest, context: Context
     ) -> local_scale_pb2.StopWorkersReply:
-        """Stop these workers."""
+        """Ask the named workers to end."""
         try:
             async with self._changing:
                 await asyncio.to_thread(self._workers.stop_workers, list(request.worker_ids))

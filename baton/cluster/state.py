@@ -30,26 +30,27 @@ from process.secret_files import replace_file
 
 @dataclass(frozen=True)
 class ClusterState:
-    """A running cluster, as its `baton up` describes it."""
+    """A running cluster of this user, as its `baton up` describes it in a file for other
+    commands."""
 
     address: str
     model: str
     owner: str = field(default_factory=lambda: owner_of(os.getpid()))
     """Identity of the process of `baton up`, by `owner_of`."""
     started_s: float = field(default_factory=time.time)
-    """Start time (wall clock), by which commands find the last one started."""
+    """Time of the cluster's start (wall clock), by which commands find the last one started."""
     redis_url: str = field(default="", repr=False)
-    """URL of the Redis with its prefix index."""
+    """URL of the Redis with the cluster's prefix index."""
     tls_dir: str = ""
-    """Folder of its certificates; empty: no TLS."""
+    """Folder of the cluster's certificates; empty: no TLS."""
     api_key: str = field(default="", repr=False)
-    """API key of an admin; empty: it needs none."""
+    """API key of an admin; empty: the cluster needs none."""
     api_keys_file: str = ""
     """File to which `baton api-key` adds keys."""
     autoscaler_address: str = ""
-    """Address of its autoscaler; empty: it has none."""
+    """Address of the autoscaler; empty: the cluster has none."""
     http_address: str = ""
-    """Address of its HTTP API; empty: it has none."""
+    """Address of the HTTP API; empty: the cluster has none."""
     chosen_name: str = ""
     """The name given to `baton up --cluster`; empty: none."""
 
@@ -60,7 +61,8 @@ class ClusterState:
 
 
 def announce(state: ClusterState) -> Path:
-    """Write the file of this process's cluster. Returns: the file, to be removed at the end.
+    """Write the file that describes this process's cluster. Returns: the file, to be removed at the
+    end.
 
     Raises: ClusterError when it cannot be written.
     """
@@ -92,7 +94,7 @@ def _write(folder: Path, state: ClusterState) -> Path:
 
 
 def find(address: str = "") -> ClusterState | None:
-    """The last started cluster of this user; None: none runs.
+    """Find the last started cluster of this user; None: none runs.
 
     Args: address: host:port of its gRPC API, HTTP API or autoscaler; empty: any cluster.
     """
@@ -101,7 +103,7 @@ def find(address: str = "") -> ClusterState | None:
 
 
 def running() -> list[ClusterState]:
-    """All running clusters of this user, the last started last."""
+    """Find all running clusters of this user, the last started last."""
     alive = []
     for path in _announcements():
         try:
@@ -173,7 +175,7 @@ class RunFolder:
     path: Path
     memory: Path
     disk: Path | None = None
-    """For file tiers, in the folder that the user chose; None: no file tier."""
+    """Folder for file tiers, in the folder that the user chose; None: no file tier."""
 
     @classmethod
     def make(cls, disk_base: str = "", shared_memory: Path = SHARED_MEMORY) -> RunFolder:
@@ -198,14 +200,15 @@ class RunFolder:
             raise
 
     def remove(self) -> None:
-        """Remove all folders with their content. Idempotent."""
+        """Remove all folders with their content. A second call does nothing."""
         for folder in (self.path, self.memory, self.disk):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def owner_of(pid: int) -> str:
-    """Identity of a process as "pid start-time", since ids are reused; empty if it has ended."""
+    """The identity of a process as "pid start-time", since ids are reused; empty if it has
+    ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 STOP_TIMEOUT_S = 5.0
-"""From SIGTERM to SIGKILL, added to the time for requests to end (`drain_s`)."""
+"""Time from SIGTERM to SIGKILL, added to the time for requests to end (`drain_s`)."""
 _FAILURE_LOOK_S = 0.1
 _COMMAND_TIMEOUT_S = 30.0
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.2, 5.0
@@ -64,7 +64,8 @@ _READ_BYTES = 4096
 
 
 class PipePulse:
-    """The pulse of a Baton process: it writes a byte whenever its event loop turns."""
+    """Watches the event loop of a Baton process by a pipe, into which the loop writes a byte as
+    long as it turns."""
 
     def __init__(self) -> None:
         self._read: int | None
@@ -73,7 +74,8 @@ class PipePulse:
         os.set_blocking(self._read, False)
 
     def started(self) -> None:
-        """The child was started, or could not be started."""
+        """Close the child's end of the pipe here: the child was started, or could not be
+        started."""
         os.close(self.write_fd)
 
     def has_beaten(self) -> bool:
@@ -86,21 +88,21 @@ class PipePulse:
             return False
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the pipe. A second call does nothing."""
         if self._read is not None:
             os.close(self._read)
             self._read = None
 
 
 class RedisPulse:
-    """The pulse of a Redis without a password, at a socket file: it answers PING."""
+    """Watches a Redis without a password, at a socket file, by PING."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._socket: socket.socket | None = None
 
     def has_beaten(self) -> bool:
-        """Whether it has answered since the last call. Sends the next PING."""
+        """Whether the Redis has answered since the last call. Sends the next PING."""
         has_answered = False
         with self._failures():
             if self._socket is None:
@@ -115,7 +117,7 @@ class RedisPulse:
         return has_answered
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket. A second call does nothing."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -133,7 +135,7 @@ class RedisPulse:
 
 @dataclass(frozen=True)
 class LogEvent:
-    """An event in the log of a child."""
+    """An event that a child has written to its log, with its fields."""
 
     child: Child
     event: str
@@ -153,19 +155,19 @@ Notify = Callable[["LogEvent | Exited"], None]
 
 @dataclass(eq=False)
 class Child:
-    """One life of a part: a process from its start to its end."""
+    """A child process of the supervisor, from its start to its end."""
 
     spec: ProcessSpec
     log_path: Path
     notify: Notify
     address: str = ""
-    """The address that it serves at; known when it is ready."""
+    """Address that the child serves at; known when it is ready."""
     incarnation: str = ""
     """The incarnation of a worker, in hex."""
     metrics_address: str = ""
-    """Address of its /metrics; empty: it has none."""
+    """Address of the child's /metrics; empty: it has none."""
     http_address: str = ""
-    """Address of its HTTP API; empty: it has none."""
+    """Address of the child's HTTP API; empty: it has none."""
     last_lines: collections.deque[str] = field(
         default_factory=lambda: collections.deque(maxlen=_NUM_LAST_LINES)
     )
@@ -175,12 +177,12 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """0 before it was started."""
+        """Process id of the child; 0 before it was started."""
         return 0 if self._process is None else self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Exit code of the child; None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
@@ -217,24 +219,24 @@ class Child:
         self._reader.start()
 
     def has_beaten(self) -> bool:
-        """Whether there was a sign of life since the last call."""
+        """Whether the child has shown a sign of life since the last call."""
         return self._pulse is not None and self._pulse.has_beaten()
 
     def close(self) -> None:
-        """To be called when the process has ended: completes its log and closes its pulse.
-        Idempotent."""
+        """Complete the log of a child that has ended, and close its pulse. A second call does
+        nothing."""
         if self._reader is not None:
             self._reader.join(_LAST_WORDS_S)
         if self._pulse is not None:
             self._pulse.close()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process has ended."""
+        """Send a signal to the child, unless it has ended."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s`. Returns: whether the process has ended."""
+        """Wait up to `timeout_s` for the child's end. Returns: whether it has ended."""
         if self._process is None:
             return True
         try:
@@ -282,7 +284,7 @@ def last_error(child: Child) -> str:
 
 
 class State(enum.Enum):
-    """The state of a part; see the transitions above."""
+    """The state of a part; the top of this file shows the transitions."""
 
     STARTING = "starting"
     READY = "ready"
@@ -298,7 +300,7 @@ _TIMED = (State.BACKOFF, State.RETIRING)
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """A part at one moment."""
+    """A part of the cluster as it is at one moment."""
 
     name: str
     kind: str
@@ -308,17 +310,17 @@ class ProcessInfo:
     num_restarts: int
     log_path: Path
     metrics_address: str = ""
-    """Address of its /metrics; empty: it has none."""
+    """Address of the part's /metrics; empty: it has none."""
     http_address: str = ""
-    """Address of its HTTP API; empty: it has none."""
+    """Address of the part's HTTP API; empty: it has none."""
     incarnation: str = ""
     """The incarnation of a worker, in hex."""
 
 
 @dataclass(frozen=True)
 class ClusterEvent:
-    """A change to show: `what` is starting, loading, ready, silent, died, restarting, retiring or
-    stopped."""
+    """A change of a part, to be shown: `what` is starting, loading, ready, silent, died,
+    restarting, retiring or stopped."""
 
     name: str
     what: str
@@ -339,15 +341,15 @@ class Part:
     state: State = State.STARTING
     started_s: float = 0.0
     backoff_s: float = 0.0
-    """The pause before the next restart; the first restart has none."""
+    """Pause before the part's next restart; the first restart has none."""
     due_s: float = 0.0
     num_restarts: int = 0
     silent_s: float = 0.0
-    """How long a READY part has shown no sign of life."""
+    """Time for which a READY part has shown no sign of life."""
 
     @property
     def info(self) -> ProcessInfo:
-        """The part at this moment."""
+        """Describe the part as it is at this moment."""
         return ProcessInfo(
             name=self.spec.name,
             kind=self.spec.kind,
@@ -363,7 +365,7 @@ class Part:
 
     @property
     def last_line(self) -> str:
-        """The last line that it printed, for an error."""
+        """The last line that the part printed, for an error."""
         lines = list(self.child.last_lines)
         return f"its last line: {lines[-1]}" if lines else "it printed nothing"
 
@@ -375,7 +377,8 @@ class _Command:
 
 
 class Supervisor:
-    """The children of one cluster and the thread that owns them."""
+    """Runs the processes of one cluster, in a thread that owns them: starts, watches, restarts and
+    stops them."""
 
     def __init__(
         self,
@@ -384,8 +387,8 @@ class Supervisor:
         max_silence_s: float = math.inf,
         stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> None:
-        """`on_event` is called in the supervisor's thread and must not block. Its first exception
-        is logged; none of them stops the supervisor."""
+        """Args: on_event: called in the supervisor's thread; must not block. Its first exception is
+        logged; none of them stops the supervisor."""
         self._log_dir = log_dir
         self._on_event = on_event
         self._on_event_failed = False
@@ -405,7 +408,7 @@ class Supervisor:
     # From any thread
 
     def launch(self, specs: Sequence[ProcessSpec]) -> None:
-        """Start a part for each. Raises: ClusterError when a program cannot be started."""
+        """Start a part for each spec. Raises: ClusterError when a program cannot be started."""
 
         def begin() -> None:
             for spec in specs:
@@ -414,7 +417,7 @@ class Supervisor:
         self._do(begin)
 
     def replace_spec(self, spec: ProcessSpec) -> None:
-        """Use this spec for the next start of the part of that name."""
+        """Use `spec` for the next start of the part of its name."""
         self._do(lambda: setattr(self._part(spec.name), "spec", spec))
 
     def wait_ready(self, names: Sequence[str], deadline_s: float) -> None:
@@ -434,7 +437,8 @@ class Supervisor:
             raise ClusterError(f"not ready in time: {', '.join(missing)}")
 
     def check_failure(self) -> None:
-        """Raises: ClusterError when a part died before `keep_up`, or the supervisor ended."""
+        """Check that the cluster can be kept running. Raises: ClusterError when a part died before
+        `keep_up`, or the supervisor ended."""
         if self._failure is not None:
             raise self._failure
 
@@ -451,7 +455,7 @@ class Supervisor:
         self.check_failure()
 
     def keep_up(self) -> None:
-        """From now on, start parts that die again."""
+        """Begin to start parts again that die."""
         self._do(lambda: setattr(self, "_keep_up", True))
 
     def processes(self) -> dict[str, ProcessInfo]:
@@ -539,7 +543,7 @@ class Supervisor:
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
-        """This thread ends by a bug, and the children end with it: fail all waiting callers."""
+        """Fail all waiting callers: this thread ends by a bug, and the children end with it."""
         failure = ClusterError(f"the supervisor of the local cluster ended unexpectedly: {error!r}")
         failure.__cause__ = error
         with self._changed:

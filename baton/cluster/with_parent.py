@@ -13,7 +13,8 @@ from process import entrypoint, errors
 
 
 def main() -> int:
-    """Becomes the program. Returns: 2 without a program, or when the parent has ended already."""
+    """Become the named program, which dies with this process's parent. Returns: 2 without a
+    program, or when the parent has ended already."""
     if len(sys.argv) < 2:
         sys.stderr.write("with_parent: name a program to run\n")
         return 2

@@ -18,12 +18,13 @@ from dataclasses import dataclass, fields
 
 from baton.load.runner import Outcome
 from process.errors import InvalidArgument
-from process.spread import Spread
+from process.latency_summary import LatencySummary
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Service-level objectives: a request that keeps all of them is good. None: no limit."""
+    """Service-level objectives of a load: a request that keeps all of them is good. None: no
+    limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -31,7 +32,8 @@ class Limits:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Limits:
-        """From texts such as "ttft:500", "tpot:50", "e2e:10000". Raises: InvalidArgument."""
+        """Parse limits from texts such as "ttft:500", "tpot:50", "e2e:10000" (milliseconds).
+        Raises: InvalidArgument."""
         names = {field.name.removesuffix("_ms"): field.name for field in fields(cls)}
         limits: dict[str, float] = {}
         for text in texts:
@@ -66,18 +68,18 @@ class Failure:
     kind: str
     num: int
     example: str
-    """The message of the first one's error."""
+    """Error message of the first of these requests."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of a load. Rates are over `seconds`, from its beginning to the end of the last
-    request."""
+    """The figures of a load. Rates are over `seconds`, from the load's beginning to the end of the
+    last request."""
 
     num_requests: int
     num_served: int
     failures: tuple[Failure, ...]
-    """By kind of error, the most frequent first."""
+    """Failed requests by kind of error, the most frequent first."""
     seconds: float
     requests_per_s: float
     offered_requests_per_s: float
@@ -86,23 +88,23 @@ class Report:
     hit_rate: float | None
     """Share of the prompt tokens of served requests that came from a cache."""
     tokens_per_chunk: float | None
-    ttft: Spread | None
-    tpot: Spread | None
-    itl: Spread | None
-    e2e: Spread | None
-    lag: Spread | None
-    """How much later than planned requests were sent. Large values mean that the load generator was
-    the bottleneck."""
+    ttft: LatencySummary | None
+    tpot: LatencySummary | None
+    itl: LatencySummary | None
+    e2e: LatencySummary | None
+    lag: LatencySummary | None
+    """Summary of how much later than planned requests were sent. Large values mean that the load
+    generator was the bottleneck."""
     num_good: int
     good_requests_per_s: float
     good_share: float
-    """Share of all requests, failed ones included."""
+    """Share of the requests that kept all limits, of all requests, failed ones included."""
     stages_ms: Mapping[str, float]
     """Mean time by stage of served requests, as the router accounts for it."""
 
 
 def report(outcomes: Sequence[Outcome], limits: Limits) -> Report:
-    """The figures of at least one outcome."""
+    """Compute the figures of a load with at least one outcome."""
     served = [outcome for outcome in outcomes if outcome.is_served]
     seconds = max(max(outcome.end_s for outcome in outcomes), 1e-9)
     planned_s = max(outcome.planned_s for outcome in outcomes)
@@ -121,11 +123,11 @@ def report(outcomes: Sequence[Outcome], limits: Limits) -> Report:
         output_tokens_per_s=_rate(num_output, seconds),
         hit_rate=_share(sum(outcome.num_cached_tokens for outcome in served), num_input),
         tokens_per_chunk=_share(num_output, num_chunks),
-        ttft=_spread([o.ttft_s for o in served if o.ttft_s is not None]),
-        tpot=_spread([o.tpot_s for o in served if o.tpot_s is not None]),
-        itl=_spread([gap for o in served for gap in o.gaps_s]),
-        e2e=_spread([o.e2e_s for o in served]),
-        lag=_spread([o.lag_s for o in outcomes]),
+        ttft=_summary([o.ttft_s for o in served if o.ttft_s is not None]),
+        tpot=_summary([o.tpot_s for o in served if o.tpot_s is not None]),
+        itl=_summary([gap for o in served for gap in o.gaps_s]),
+        e2e=_summary([o.e2e_s for o in served]),
+        lag=_summary([o.lag_s for o in outcomes]),
         num_good=num_good,
         good_requests_per_s=_rate(num_good, seconds),
         good_share=_share(num_good, len(outcomes)) or 0.0,
@@ -158,6 +160,6 @@ def _share(num: int, of: int) -> float | None:
     return round(num / of, 4) if of else None
 
 
-def _spread(seconds: Sequence[float]) -> Spread | None:
-    """None of no value."""
-    return Spread.of(seconds) if seconds else None
+def _summary(seconds: Sequence[float]) -> LatencySummary | None:
+    """The summary of some durations; None where there is none."""
+    return LatencySummary.of(seconds) if seconds else None

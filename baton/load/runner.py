@@ -17,7 +17,7 @@ from baton.load.workload import Planned
 from process import errors
 
 OnProgress = Callable[[int, int, int], None]
-"""Called with the numbers of requests planned, sent and ended."""
+"""A function that is called with the numbers of requests planned, sent and ended."""
 
 _GRACE_S = 5.0
 """A sender itself ends a request that takes too long; this much later it is cancelled here."""
@@ -25,30 +25,31 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Arrival:
-    """Tokens that arrived in one message."""
+    """The tokens of an answer that arrived in one message."""
 
     at_s: float
-    """Seconds since the load began, as all times of an `Outcome`."""
+    """Time of the arrival in seconds since the load began, as all times of an `Outcome`."""
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request, as its sender saw it."""
+    """The outcome of one request, as its sender saw it."""
 
     planned_s: float
     sent_s: float
     end_s: float
     arrivals: tuple[Arrival, ...] = ()
-    """Messages without tokens are left out."""
+    """The messages of the answer that had tokens, in order."""
     num_input_tokens: int = 0
     num_cached_tokens: int = 0
     error: str = ""
-    """The class of the error, such as NoCapacity; empty: the request was served."""
+    """Class of the error, such as NoCapacity; empty: the request was served."""
     error_text: str = ""
     retry_after_s: float | None = None
     stages: tuple[tuple[str, float], ...] = field(default=(), repr=False)
-    """(stage, seconds) of the router's account; empty: the server sends none."""
+    """Stages of the request as the router accounts for it: (stage, seconds); empty: the server
+    sends none."""
 
     @property
     def is_served(self) -> bool:
@@ -60,22 +61,23 @@ class Outcome:
 
     @property
     def lag_s(self) -> float:
-        """How much later than planned it was sent; the load generator's own delay."""
+        """Time by which the request was sent later than planned: the load generator's own delay."""
         return self.sent_s - self.planned_s
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token, since the sending; None: no token arrived."""
+        """Time to first token, from the sending; None: no token arrived."""
         return self.arrivals[0].at_s - self.sent_s if self.arrivals else None
 
     @property
     def e2e_s(self) -> float:
-        """From the sending to the end."""
+        """Time from the sending to the end of the answer."""
         return self.end_s - self.sent_s
 
     @property
     def tpot_s(self) -> float | None:
-        """(E2E - TTFT) / (output tokens - 1); None with fewer than two tokens."""
+        """Time per output token after the first: (E2E - TTFT) / (output tokens - 1); None with
+        fewer than two tokens."""
         ttft_s, num_tokens = self.ttft_s, self.num_output_tokens
         return (
             None if ttft_s is None or num_tokens < 2 else (self.e2e_s - ttft_s) / (num_tokens - 1)
@@ -83,7 +85,7 @@ class Outcome:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Seconds between one message with tokens and the next."""
+        """Times between one message with tokens and the next, in seconds."""
         times = [arrival.at_s for arrival in self.arrivals]
         return [after - before for before, after in itertools.pairwise(times)]
 
@@ -96,12 +98,11 @@ async def run(
     max_concurrency: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Outcome]:
-    """Send all of `load`.
+    """Send all requests of `load`, each at its time.
 
-    Args:
-        timeout_s: limit of each request, from its sending.
-        max_concurrency: at most this many are in flight; the others wait, which closes the loop and
-            shows as `Outcome.lag_s`. None: no limit.
+    Args: timeout_s: limit of each request, from its sending. max_concurrency: at most this many are
+        in flight; the others wait, which closes the loop and shows as `Outcome.lag_s`. None: no
+        limit.
     Returns: outcomes in the order of `load`.
     """
     if max_concurrency is not None and max_concurrency < 1:
@@ -120,7 +121,7 @@ async def run(
 
 
 class _Run:
-    """What the requests of one load share: the sender, the clock and the progress."""
+    """The state that the requests of one load share: the sender, the clock and the progress."""
 
     def __init__(
         self, sender: Sender, timeout_s: float, num_planned: int, on_progress: OnProgress | None

@@ -23,17 +23,17 @@ _ERROR_LIMIT_CHARS = 500
 
 @dataclass(frozen=True)
 class Update:
-    """What one message of an answer says."""
+    """The content of one message of an answer, as a load counts it."""
 
     num_tokens: int = 0
     num_cached_tokens: int | None = None
     num_output_tokens: int | None = None
-    """Output tokens of the whole answer; None: this message does not say."""
+    """Number of output tokens of the whole answer; None: this message does not say."""
     stages: tuple[tuple[str, float], ...] = ()
 
 
 class Sender(Protocol):
-    """Sends requests to one server."""
+    """The interface of a load generator's client of one server."""
 
     def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[Update, None]:
         """Send a request and yield its messages until the answer ends. Closing the generator early
@@ -47,15 +47,15 @@ class Sender(Protocol):
 
 
 class GrpcSender:
-    """Sends over gRPC, by `baton.client.Client`."""
+    """Sends a load's requests over gRPC, by `baton.client.Client`."""
 
     def __init__(self, client: Client, options: Mapping[str, Any]) -> None:
-        """`options`: further arguments of `Client.generate`, such as model and tenant."""
+        """Args: options: further arguments of `Client.generate`, such as model and tenant."""
         self._client = client
         self._options = dict(options)
 
     async def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[Update, None]:
-        """See `Sender`."""
+        """Send a request and yield its messages until the answer ends. Raises: BatonError."""
         chunks = self._client.generate(
             list(planned.prompt_token_ids),
             max_tokens=planned.num_output_tokens,
@@ -76,7 +76,7 @@ class GrpcSender:
             await chunks.aclose()
 
     async def vocab_size(self) -> int:
-        """See `Sender`."""
+        """The vocabulary size of the model. Raises: BatonError."""
         models = await self._client.models()
         wanted = self._options.get("model", "")
         sizes = [model.vocab_size for model in models if wanted in ("", model.model)]
@@ -85,12 +85,12 @@ class GrpcSender:
         return min(sizes)
 
     async def close(self) -> None:
-        """See `Sender`."""
+        """Close the connection to the router."""
         await self._client.close()
 
 
 class OpenAiSender:
-    """Sends over HTTP to a server of the OpenAI API."""
+    """Sends a load's requests over HTTP to a server of the OpenAI API."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class OpenAiSender:
         )
 
     async def send(self, planned: Planned, timeout_s: float) -> AsyncGenerator[Update, None]:
-        """See `Sender`."""
+        """Send a request and yield its messages until the answer ends. Raises: BatonError."""
         import aiohttp
 
         body = {
@@ -147,11 +147,11 @@ class OpenAiSender:
             raise errors.Unavailable(f"{self._url}: {error or type(error).__name__}") from error
 
     async def vocab_size(self) -> int:
-        """See `Sender`. The API has no call for it."""
+        """Always 0 (unknown): the API has no call for it."""
         return 0
 
     async def close(self) -> None:
-        """See `Sender`."""
+        """Close all HTTP connections."""
         await self._session.close()
 
 

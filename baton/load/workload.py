@@ -26,28 +26,28 @@ from process.errors import InvalidArgument
 ArrivalKind = Literal["poisson", "constant"]
 
 MAX_REQUESTS = 1_000_000
-"""Limit of a load: the outcomes of more would not fit into memory."""
+"""Most requests of a load: the outcomes of more would not fit into memory."""
 FIRST_TOKEN_ID = 8
-"""Random prompts have no lower id: those are control tokens of the bundled and many other
+"""Lowest token id of random prompts: lower ids are control tokens of the bundled and many other
 models."""
 BLOCK_TOKENS = 512
-"""Prompt tokens that one hash id of a trace stands for."""
+"""Number of prompt tokens that one hash id of a trace stands for."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A request to send."""
+    """A request of a load that is to be sent."""
 
     at_s: float
-    """When to send it, in seconds since the load began."""
+    """Time to send the request, in seconds since the load began."""
     prompt_token_ids: tuple[int, ...]
     num_output_tokens: int
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Token counts of prompts and answers: uniform within +-`spread` (a share) of the given
-    ones."""
+    """Distribution of the token counts of prompts and answers: uniform within +-`spread` (a share)
+    of the given ones."""
 
     num_input_tokens: int = 128
     num_output_tokens: int = 64
@@ -62,7 +62,7 @@ class Lengths:
             raise InvalidArgument("--spread", f"{self.spread} is outside [0, 1)")
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
-        """The tokens of one prompt, and of its answer."""
+        """Draw the numbers of tokens of one prompt and of its answer."""
         return self._one(rng, self.num_input_tokens), self._one(rng, self.num_output_tokens)
 
     def _one(self, rng: random.Random, mean: int) -> int:
@@ -93,10 +93,8 @@ def random_load(
     seed: int,
     shared: SharedPrefixes | None = None,
 ) -> list[Planned]:
-    """A request for each arrival.
-
-    With `shared`, each prompt begins with one of the prefixes, chosen at random with equal chance.
-    The prefixes depend on the seed alone.
+    """Plan a request with a random prompt for each arrival. With `shared`, each prompt begins with
+    one of the prefixes, chosen at random with equal chance. The prefixes depend on the seed alone.
     """
     prefixes = []
     if shared is not None:
@@ -114,8 +112,8 @@ def random_load(
 
 
 def random_ids(rng: random.Random, num_tokens: int, vocab_size: int) -> tuple[int, ...]:
-    """Random token ids, no control tokens. Raises: InvalidArgument where the vocabulary has only
-    those."""
+    """Draw random token ids, no control tokens. Raises: InvalidArgument where the vocabulary has
+    only those."""
     if vocab_size <= FIRST_TOKEN_ID:
         raise InvalidArgument("vocab_size", f"{vocab_size} leaves no token but control tokens")
     return tuple(rng.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(num_tokens))
@@ -126,12 +124,12 @@ def random_ids(rng: random.Random, num_tokens: int, vocab_size: int) -> tuple[in
 
 @dataclass(frozen=True)
 class Phase:
-    """A time with one rate, or with a rate that changes linearly."""
+    """A part of a load with one rate of requests, or with a rate that changes linearly."""
 
     rate_per_s: float
     end_rate_per_s: float
     seconds: float
-    """Infinite: the phase has no end."""
+    """Length of the phase in seconds; infinite: it has no end."""
 
     @property
     def num_expected(self) -> float:
@@ -148,8 +146,8 @@ class Phase:
 
 
 def parse_rates(text: str) -> list[Phase]:
-    """The phases of a text such as "4" (4 requests a second, without end), "2:30,8:10" (30 s at 2,
-    then 10 s at 8) or "0..8:60" (from 0 to 8 within 60 s).
+    """Parse the phases of a text such as "4" (4 requests a second, without end), "2:30,8:10" (30 s
+    at 2, then 10 s at 8) or "0..8:60" (from 0 to 8 within 60 s).
 
     Raises: InvalidArgument naming the wrong part.
     """
@@ -182,12 +180,11 @@ def arrival_times(
     burstiness: float = 1.0,
     seed: int = 0,
 ) -> list[float]:
-    """When to send requests, in seconds since the load began, in order.
+    """Plan when to send requests, in seconds since the load began, in order.
 
-    Args:
-        num_requests: at most this many; None: until the phases end.
-        kind: "constant" spaces them evenly; "poisson" draws the gaps from a gamma distribution with
-            the shape `burstiness`, as vLLM's benchmark: 1 is Poisson, less than 1 comes in bursts.
+    Args: num_requests: at most this many; None: until the phases end. kind: "constant" spaces them
+        evenly; "poisson" draws the gaps from a gamma distribution with the shape `burstiness`, as
+        vLLM's benchmark: 1 is Poisson, less than 1 comes in bursts.
     Raises: InvalidArgument when the load has no end, or a number is out of range.
     """
     if num_requests is None and math.isinf(phases[-1].seconds):
@@ -241,7 +238,7 @@ def _rate(text: str, part: str) -> float:
 
 @dataclass(frozen=True)
 class TraceLine:
-    """One request of a trace."""
+    """One request of a recorded trace of requests."""
 
     timestamp_ms: float
     num_input_tokens: int
@@ -250,7 +247,7 @@ class TraceLine:
 
 
 def read_trace(file: Path, *, limit: int | None = None) -> list[TraceLine]:
-    """The first `limit` requests of the file, ordered by time.
+    """Read the first `limit` requests of a trace file, ordered by time.
 
     Raises: InvalidArgument naming the line and the field that is wrong; OSError.
     """
@@ -269,12 +266,10 @@ def read_trace(file: Path, *, limit: int | None = None) -> list[TraceLine]:
 def replay_trace(
     trace: Sequence[TraceLine], *, vocab_size: int, seed: int, speed: float = 1.0, shrink: int = 1
 ) -> list[Planned]:
-    """The requests of a trace.
+    """Plan the requests of a trace.
 
-    Args:
-        speed: 2.0 sends them in half of the time that they took.
-        shrink: divide all lengths by this, so that a trace of long prompts fits a small window;
-            equal prefixes stay equal.
+    Args: speed: 2.0 sends them in half of the time that they took. shrink: divide all lengths by
+        this, so that a trace of long prompts fits a small window; equal prefixes stay equal.
     Raises: InvalidArgument when a number is out of range.
     """
     if not speed > 0:

@@ -43,18 +43,18 @@ _HPA_APIS = {
 
 
 class Status(Enum):
-    """How serious a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
-    """It may work, or it could not be checked."""
+    """The deployment may work, or it could not be checked."""
     FAIL = "fail"
     """The installed deployment would not work."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     """The name of the check, in one or two words."""
@@ -62,14 +62,15 @@ class Finding:
     status: Status
 
     what: str
-    """What was found, in one line."""
+    """Result of the check, in one line."""
 
     fix: str = ""
-    """What the user can do about it; empty: nothing needs to be done."""
+    """Advice to the user on what to do about it; empty: nothing needs to be done."""
 
 
 def all_of(needs: Needs, cluster: Cluster) -> tuple[Finding, ...]:
-    """The findings of every check, good ones included, in the order in which to fix them."""
+    """Run every check. Returns: the findings, good ones included, in the order in which to fix
+    them."""
     return (
         *version(needs, cluster),
         *kinds(needs, cluster),
@@ -84,7 +85,7 @@ def all_of(needs: Needs, cluster: Cluster) -> tuple[Finding, ...]:
 
 
 def version(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
-    """Is Kubernetes new enough for what these pods use?"""
+    """Check whether Kubernetes is new enough for what these pods use."""
     oldest, what = (1, 25), "these pods"
     if any(_has_sidecar(pod) for pod in needs.pods):
         oldest, what = OLDEST, "a store beside each worker (a native sidecar)"
@@ -106,7 +107,7 @@ def _has_sidecar(pod: PodNeed) -> bool:
 
 
 def kinds(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
-    """Does the API server know all kinds?"""
+    """Check whether the API server knows all kinds of the objects."""
     unknown = [kind for kind in needs.kinds if cluster.resources.get(kind) is None]
     for kind in unknown:
         fix = _FIXES.get(kind.group, f"install what brings {kind.group or 'it'}, or switch it off")
@@ -118,7 +119,7 @@ def kinds(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
 
 
 def permissions(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
-    """May this user make these objects?"""
+    """Check whether this user may make these objects."""
     denied = sorted(asked for asked, may in cluster.allowed.items() if not may)
     by_verb: dict[str, list[str]] = defaultdict(list)
     for verb, group, plural in denied:
@@ -136,7 +137,7 @@ def permissions(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
 
 
 def security(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
-    """Does the namespace's Pod Security level let the pods in?"""
+    """Check whether the namespace's Pod Security level lets the pods in."""
     labels = cluster.namespace_labels
     if labels is None:
         exists = "may not be looked at" if not cluster.is_namespace_known else "does not exist yet"
@@ -169,7 +170,7 @@ def _all_fit(needs: Needs, level: str) -> bool:
 
 
 def references(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
-    """Do the objects exist that pods refer to and the chart does not create?"""
+    """Check whether the objects exist that pods refer to and the chart does not create."""
     num_known = 0
     for wanted in needs.references:
         key = (wanted.kind, wanted.name)
@@ -205,7 +206,7 @@ def references(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
 
 
 def devices(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
-    """Do nodes offer the devices that pods ask for?"""
+    """Check whether nodes offer the devices that pods ask for."""
     names = sorted({name for pod in needs.pods for name in pod.requests if "/" in name})
     if cluster.nodes is None:
         return  # `room` says so
@@ -219,7 +220,7 @@ def devices(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
 
 
 def room(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
-    """Do all pods find a node?"""
+    """Check whether all pods find a node with room."""
     if cluster.nodes is None:
         yield Finding(
             "room",
@@ -266,7 +267,7 @@ def _room_to_update(pods: Sequence[PodNeed], nodes: Sequence[Node]) -> Iterator[
 
 
 def metrics(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
-    """Does the cluster serve the metrics APIs that the HorizontalPodAutoscalers ask?"""
+    """Check whether the cluster serves the metrics APIs that the HorizontalPodAutoscalers ask."""
     asked: dict[str, str] = {}
     for each in needs.objects:
         if each["kind"] == "HorizontalPodAutoscaler":
@@ -283,7 +284,7 @@ def metrics(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
 
 
 def images(needs: Needs, cluster: Cluster) -> Iterator[Finding]:
-    """Are the images on the nodes, or can they be pulled?"""
+    """Check whether the images are on the nodes, or can be pulled."""
     names = dict.fromkeys(image for pod in needs.pods for image in pod.images)
     absent = []
     for image in names:
@@ -324,7 +325,7 @@ class NoRoom:
     owner: str
     num_pods: int
     why: str
-    """What is short, or why no node suits."""
+    """The resource that is short, or why no node suits."""
 
 
 def place(pods: Iterable[PodNeed], nodes: Iterable[Node]) -> tuple[NoRoom, ...]:
@@ -457,7 +458,8 @@ _BASELINE_CAPABILITIES = {
 
 
 def breaks(pod: PodNeed, level: str) -> tuple[str, ...]:
-    """What this level forbids in the pod, in a few words each; empty: the pod fits the level."""
+    """The parts of a pod that this level of Pod Security forbids, in a few words each; empty: the
+    pod fits the level."""
     if level == "privileged":
         return ()
     found = list(_baseline(pod))

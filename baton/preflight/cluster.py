@@ -18,7 +18,7 @@ from process import kubernetes_config
 from process.settings import SettingsError
 
 CALL_S = 15.0
-"""Limit of one call to the API server."""
+"""Time limit of one call to Kubernetes' API server."""
 
 _PAGE = 500
 _MAX_PAGES = 1000
@@ -31,9 +31,9 @@ class Taint:
 
     key: str
     value: str
-    """May be empty."""
+    """Value of the taint; may be empty."""
     effect: str
-    """NoSchedule, PreferNoSchedule or NoExecute."""
+    """Effect of the taint: NoSchedule, PreferNoSchedule or NoExecute."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Node:
 
     name: str
     allocatable: Mapping[str, float]
-    """What all its pods together may use."""
+    """Amounts that all pods of the node together may use."""
 
     requested: Mapping[str, float] = field(default_factory=dict)
-    """What its pods ask for; empty where the user may not list pods."""
+    """Amounts that the node's pods ask for; empty where the user may not list pods."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
     taints: tuple[Taint, ...] = ()
@@ -53,26 +53,26 @@ class Node:
     """Names of the images that the node reports."""
 
     is_ready: bool = True
-    """The node is ready and takes new pods."""
+    """Whether the node is ready and takes new pods."""
 
 
 @dataclass(frozen=True)
 class Resource:
-    """How the API server serves a kind of objects."""
+    """A kind of objects as the API server serves it."""
 
     plural: str
-    """Such as deployments."""
+    """Name of the kind in URLs, such as deployments."""
 
     is_namespaced: bool
-    """Objects of this kind belong to a namespace."""
+    """Whether objects of this kind belong to a namespace."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the checks want to know of a cluster."""
+    """The facts of a Kubernetes cluster that the checks use."""
 
     version: tuple[int, int]
-    """Such as (1, 33)."""
+    """Version of Kubernetes, such as (1, 33)."""
 
     namespace: str
     """The namespace that the objects would be created in."""
@@ -81,34 +81,34 @@ class Cluster:
     """The labels of that namespace; None: it does not exist, or the user may not look at it."""
 
     is_namespace_known: bool = True
-    """False: the user may not look at the namespace."""
+    """Whether the user may look at the namespace."""
 
     resources: Mapping[Kind, Resource | None] = field(default_factory=dict)
-    """By kind that is needed; None: the server does not know the kind."""
+    """The kinds that are needed, as the server serves them; None: the server does not know the
+    kind."""
 
     groups: frozenset[str] = frozenset()
     """API groups that the server has, such as metrics.k8s.io."""
 
     allowed: Mapping[tuple[str, str, str], bool] = field(default_factory=dict)
-    """By (verb, group, plural), whether the user may do this."""
+    """Whether the user may do (verb, group, plural)."""
 
     nodes: tuple[Node, ...] | None = None
-    """None: the user may not list nodes."""
+    """The nodes of the cluster; None: the user may not list nodes."""
 
     is_usage_known: bool = False
     """Whether the user may list pods, so that `Node.requested` is known."""
 
     found: Mapping[tuple[str, str], frozenset[str] | None] = field(default_factory=dict)
-    """By (kind, name) of an object that pods refer to, its keys; None: it does not exist. An object
-    that the user may not look at is left out.
-    """
+    """Keys of each object that pods refer to, by (kind, name); None: it does not exist. An object
+    that the user may not look at is left out."""
 
 
 class Reader:
-    """Reads a cluster as one user."""
+    """Reads the facts of a Kubernetes cluster as one user."""
 
     def __init__(self, api: Any, namespace: str) -> None:
-        """`api`: an ApiClient of the official package."""
+        """Args: api: an ApiClient of the official package."""
         from kubernetes import client
 
         self._api = api
@@ -126,7 +126,7 @@ class Reader:
         return int(major), int(minor)
 
     def look(self, needs: Needs) -> Cluster:
-        """Read what the checks want to know. Raises: PreflightError without an answer."""
+        """Read the facts that the checks use. Raises: PreflightError without an answer."""
         resources = {kind: self._resource(kind) for kind in needs.kinds}
         labels, is_known = self._namespace()
         nodes, is_usage_known = self._nodes()
@@ -293,9 +293,11 @@ def _node(body: Mapping[str, Any], requested: Mapping[str, float]) -> Node:
 
 
 def connect(context: str, namespace: str) -> Reader:
-    """A reader as the user's kubeconfig says, or in a pod without one as its service account.
+    """Connect to a Kubernetes cluster as the user's kubeconfig says, or in a pod without one as its
+    service account. Returns: a reader.
 
-    Args: namespace: empty: that of the context. Raises: PreflightError.
+    Args: namespace: empty: that of the context.
+    Raises: PreflightError.
     """
     try:
         settings, own_namespace = kubernetes_config.load(context)

@@ -31,7 +31,7 @@ from checkpoints import CheckpointError, bundled_names, resolve
 from checkpoints.files import read_config, weight_files
 
 PROCESS_BYTES = 450 * 2**20
-"""What a worker takes before it loads a model: Python and torch, measured on CPU."""
+"""Memory that a worker takes before it loads a model: Python and torch, measured on CPU."""
 
 _HUB_S = 15.0
 _GPU_MEMORY = "nvidia.com/gpu.memory"
@@ -48,32 +48,32 @@ _BYTES = {
 _MAX_GUESSED_WINDOW = 8192
 """The context window in tokens, where neither the settings nor the config name one."""
 MAX_NUM_ADAPTERS = 8
-"""Default of the engine: lora.max_num_adapters."""
+"""Most LoRA adapters of a worker by default (lora.max_num_adapters of the engine)."""
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What one worker of a model needs, in bytes."""
+    """The memory that one worker of a model needs, in bytes."""
 
     weight_bytes: float
-    """All weights, in the dtype that they are computed with."""
+    """Bytes of all weights, in the dtype that they are computed with."""
 
     kv_bytes_per_token: float
-    """KV of one token, over all layers."""
+    """Bytes of the KV of one token, over all layers."""
 
     context_window: int
-    """The length of the longest request, in tokens."""
+    """Length of the longest request, in tokens."""
 
     streamed_bytes: float = 0.0
-    """Weights that stay in host memory beside a GPU (weights_device_bytes)."""
+    """Bytes of weights that stay in host memory beside a GPU (weights_device_bytes)."""
 
     stack_bytes: float = 0.0
-    """Room for launched adapters of Baton's own decoder, taken at the start."""
+    """Bytes of room for launched adapters of Baton's own decoder, taken at the start."""
 
     @property
     def least_bytes(self) -> float:
-        """What a worker needs to start: weights, room for adapters, and the KV of one request that
-        fills the window."""
+        """Bytes that a worker needs to start: weights, room for adapters, and the KV of one request
+        that fills the window."""
         kv_bytes = self.kv_bytes_per_token * self.context_window
         return self.weight_bytes + self.stack_bytes + kv_bytes
 
@@ -81,7 +81,8 @@ class ModelMemory:
 def estimate(
     config: Mapping[str, Any], stored_bytes: float, engine: Mapping[str, Any]
 ) -> ModelMemory | None:
-    """The memory of a checkpoint with this config.json, run with these settings of the engine.
+    """Estimate the memory of a checkpoint with this config.json, run with these settings of the
+    engine.
 
     Args: stored_bytes: the size of its weights' files.
     Returns: None where the config does not say enough.
@@ -150,17 +151,17 @@ def _kv_numbers_per_token(config: Mapping[str, Any]) -> float | None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A checkpoint that was not loaded."""
+    """Config and size of a checkpoint that was not loaded."""
 
     config: Mapping[str, Any]
-    """Its config.json."""
+    """Content of the checkpoint's config.json."""
 
     stored_bytes: float
-    """The size of its weights' files."""
+    """Size of the files with its weights."""
 
 
 def engines(needs: Needs) -> dict[str, Mapping[str, Any]]:
-    """The engine's settings by role, out of the chart's ConfigMaps."""
+    """The engine's settings by role, read from the chart's ConfigMaps."""
     found: dict[str, Mapping[str, Any]] = {}
     for each in needs.objects:
         if each["kind"] != "ConfigMap":
@@ -173,8 +174,8 @@ def engines(needs: Needs) -> dict[str, Mapping[str, Any]]:
 
 
 def sizes_of(model: str) -> Sizes | str:
-    """Config and size of a bundled model, a folder here, or a model on the hub; or one line that
-    says why they are not known. Blocking; the hub is asked for at most 15 s."""
+    """Find the config and size of a bundled model, a folder here, or a model on the hub; or one
+    line that says why they are not known. Blocking; the hub is asked for at most 15 s."""
     try:
         if model.startswith("/"):
             return f"{model} is a folder in the pods: it cannot be looked at from here"
@@ -201,7 +202,7 @@ def sizes_of(model: str) -> Sizes | str:
 
 
 def check(needs: Needs, cluster: Cluster, sizes: Mapping[str, Sizes | str]) -> Iterator[Finding]:
-    """One finding for each role.
+    """Check whether the model fits into a worker's memory: one finding for each role.
 
     Args: sizes: what `sizes_of` gave for each model that `engines` names.
     """

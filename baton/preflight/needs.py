@@ -23,7 +23,7 @@ from baton.errors import BatonError
 Object = Mapping[str, Any]
 """One object of Kubernetes, as its YAML has it."""
 Amounts = Mapping[str, float]
-"""Amounts by resource: cores, bytes, or a count."""
+"""Amounts by resource, in cores, bytes, or a count."""
 
 _HELM_S = 60.0
 """Limit of a rendering; the bundled chart takes well below a second."""
@@ -31,33 +31,34 @@ _MAX_BYTES = 64 * 1024 * 1024
 
 
 class PreflightError(BatonError):
-    """Preflight could not look at the chart or at the cluster; it found out nothing."""
+    """Preflight could not look at the chart or at the cluster, so it found out nothing."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """What would be installed."""
+    """The release of the chart that would be installed."""
 
     chart: Path
-    """The chart's folder or archive."""
+    """Folder or archive of the chart."""
 
     name: str
-    """The release's name."""
+    """Name of the release."""
 
     namespace: str
-    """The namespace that it would be installed into."""
+    """Namespace that the release would be installed into."""
 
     value_files: tuple[str, ...] = ()
-    """As helm's --values."""
+    """Files of values, as helm's --values."""
 
     values: tuple[str, ...] = ()
-    """As helm's --set."""
+    """Single values, as helm's --set."""
 
 
 def render(release: Release, kubernetes_version: tuple[int, int]) -> tuple[Object, ...]:
-    """The chart's objects, as helm would send them to a cluster of this version.
+    """Render the chart's objects, as helm would send them to a cluster of this version. Blocking,
+    at most 60 s.
 
-    Blocking, at most 60 s. Raises: PreflightError with helm's own words, or that helm is missing.
+    Raises: PreflightError with helm's own words, or that helm is missing.
     """
     helm = shutil.which(os.environ.get("HELM", "helm"))
     if helm is None:
@@ -85,7 +86,7 @@ def render(release: Release, kubernetes_version: tuple[int, int]) -> tuple[Objec
 
 
 def read(file: str) -> tuple[Object, ...]:
-    """The objects in this file; "-" is standard input. Raises: PreflightError."""
+    """Read the Kubernetes objects in a file; "-" is standard input. Raises: PreflightError."""
     if file == "-":
         text = sys.stdin.read(_MAX_BYTES)
     else:
@@ -97,7 +98,8 @@ def read(file: str) -> tuple[Object, ...]:
 
 
 def parse(text: str, *, what: str) -> tuple[Object, ...]:
-    """The objects of a YAML text, empty ones left out. Raises: PreflightError naming `what`."""
+    """Parse the Kubernetes objects of a YAML text; empty ones are left out. Raises: PreflightError
+    naming `what`."""
     import yaml
 
     # Errors of helm's own templates can be long; one line says enough.
@@ -125,7 +127,8 @@ _FACTORS: dict[str, float] = {
 
 
 def parse_quantity(text: str | int | float) -> float:
-    """A quantity as Kubernetes writes it, in cores, bytes or a count. Raises: ValueError."""
+    """Parse a quantity as Kubernetes writes it. Returns: cores, bytes or a count. Raises:
+    ValueError."""
     written = str(text).strip()
     for unit in sorted(_FACTORS, key=len, reverse=True):
         if written.endswith(unit):
@@ -134,24 +137,24 @@ def parse_quantity(text: str | int | float) -> float:
 
 
 def parse_quantities(amounts: Mapping[str, str | int | float]) -> dict[str, float]:
-    """The same of a map of resources, such as `requests`, `limits` or `allocatable`."""
+    """Parse a map of quantities by resource, such as `requests`, `limits` or `allocatable`."""
     return {name: parse_quantity(amount) for name, amount in amounts.items()}
 
 
 def total(*parts: Amounts) -> dict[str, float]:
-    """The sum of each resource."""
+    """Add up amounts, resource by resource."""
     names = dict.fromkeys(itertools.chain(*parts))
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
 
 def most(*parts: Amounts) -> dict[str, float]:
-    """The largest amount of each resource."""
+    """The largest amount of each resource among several amounts."""
     names = dict.fromkeys(itertools.chain(*parts))
     return {name: max(part.get(name, 0.0) for part in parts) for name in names}
 
 
 def format_amount(name: str, amount: float) -> str:
-    """Such as "1.5 cores", "4.0 GiB memory", "2 nvidia.com/gpu"."""
+    """Write an amount with its unit, such as "1.5 cores", "4.0 GiB memory", "2 nvidia.com/gpu"."""
     if name == "cpu":
         return f"{amount:.2g} cores" if amount < 10 else f"{amount:.0f} cores"
     if name in ("memory", "ephemeral-storage") or name.startswith("hugepages-"):
@@ -173,42 +176,43 @@ _TEMPLATES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of objects."""
+    """One kind of Kubernetes objects."""
 
     api_version: str
-    """Such as apps/v1."""
+    """API group and version, such as apps/v1."""
 
     name: str
-    """Such as Deployment."""
+    """Name of the kind, such as Deployment."""
 
     @property
     def group(self) -> str:
-        """Such as apps; empty for the core."""
+        """API group, such as apps; empty for the core."""
         return self.api_version.rpartition("/")[0]
 
 
 @dataclass(frozen=True)
 class PodNeed:
-    """The pods of one owner."""
+    """The pods of one owner, such as a Deployment, and what they need of a node."""
 
     owner: str
-    """Such as Deployment baton-decode."""
+    """Owner of the pods, such as Deployment baton-decode."""
 
     num_pods: int
-    """How many run at once; 0: one on each node."""
+    """Number of pods that run at once; 0: one on each node."""
 
     spec: Object = field(repr=False)
-    """The pod's spec, as Kubernetes has it."""
+    """Spec of the pods, as Kubernetes has it."""
 
     is_brief: bool = False
-    """True of a job or a test, which needs room for a moment only."""
+    """Whether the pods belong to a job or a test, which needs room for a moment only."""
 
     starts_new_first: bool = False
-    """A rolling update starts a new pod before it ends an old one: it needs room for one more."""
+    """Whether a rolling update starts a new pod before it ends an old one: it needs room for one
+    more."""
 
     @property
     def containers(self) -> tuple[Object, ...]:
-        """Init containers and containers."""
+        """All containers of a pod: init containers, then containers."""
         return (*(self.spec.get("initContainers") or ()), *(self.spec.get("containers") or ()))
 
     @property
@@ -218,11 +222,9 @@ class PodNeed:
 
     @property
     def requests(self) -> dict[str, float]:
-        """What a node must have free for one pod, as the scheduler counts.
-
-        It is the larger of two sums: all containers and sidecars; or one init container and the
-        sidecars that start before it.
-        """
+        """Amounts that a node must have free for one pod, as the scheduler counts: the larger of
+        two sums: all containers and sidecars; or one init container and the sidecars that start
+        before it."""
         sidecars: dict[str, float] = {}
         largest_before: dict[str, float] = {}
         for each in self.spec.get("initContainers") or ():
@@ -240,7 +242,8 @@ class Reference:
     """An object that a pod names and that is not among these objects."""
 
     kind: str
-    """Secret, ConfigMap, PersistentVolumeClaim, ServiceAccount or PriorityClass."""
+    """Kind of the object: Secret, ConfigMap, PersistentVolumeClaim, ServiceAccount or
+    PriorityClass."""
 
     name: str
     keys: tuple[str, ...] = ()
@@ -252,23 +255,23 @@ class Reference:
 
 @dataclass(frozen=True)
 class Needs:
-    """What these objects need of a cluster."""
+    """The needs of a chart's objects: kinds, pods, and objects that they refer to."""
 
     kinds: tuple[Kind, ...]
-    """Each once, in the order of the objects."""
+    """Kinds of the objects, each once, in the order of the objects."""
 
     pods: tuple[PodNeed, ...]
     """The pods of all owners."""
 
     references: tuple[Reference, ...]
-    """What pods refer to, each once."""
+    """Objects that pods refer to, each once."""
 
     objects: tuple[Object, ...] = field(repr=False, default=())
     """The objects themselves."""
 
 
 def of(objects: Iterable[Object]) -> Needs:
-    """The needs of these objects. Raises: ValueError naming one that is no object of
+    """Collect the needs of these objects. Raises: ValueError naming one that is no object of
     Kubernetes."""
     objects = tuple(_flat(objects))
     kinds = dict.fromkeys(Kind(str(each["apiVersion"]), str(each["kind"])) for each in objects)

@@ -117,7 +117,7 @@ class Flight:
         self._pipeline.release_queue(queue)
 
     def _next_end(self) -> int | None:
-        """Where the piece to be given next ends; None: there is none, or no room for it yet."""
+        """The end of the piece that is queued next; None: there is none, or no room for it yet."""
         num_queued = self._num_queued
         if num_queued == self._num_items:
             return None
@@ -175,7 +175,7 @@ class CopyPipeline:
         Args:
             queue_piece: queues the copies of a piece.
             on_copied: called with each piece whose copy is over.
-            on_queued: called with each piece that is queued and the mark behind it, once as many
+            on_queued: called with each piece that is queued and the mark after it, once as many
                 are queued as may be.
         Raises: DeadlineExceeded when `is_stopped`; TransferFailed; what `queue_piece` raises.
         """
@@ -312,7 +312,7 @@ async def run_copy(
             cause = DeadlineExceeded("copy: the device did not answer in time")
         raise Unsettled(cause, _settled(job)) from cause
     if cause is not None:
-        job.exception()  # it ended because we told it to
+        job.exception()  # it ended because it was told to stop
         raise cause
     return job.result()
 

@@ -106,7 +106,7 @@ class CudaDevice:
         self.driver.call("cuMemHostUnregister", c_void_p(address))
 
     def compute_mark(self) -> Mark:
-        """A mark behind all kernels on the legacy default stream, where the engine's run."""
+        """A mark after all kernels on the legacy default stream, where the engine's run."""
         self.use_in_this_thread()
         return CudaMark(self, c_void_p(_DEFAULT_STREAM))
 
@@ -234,7 +234,7 @@ class CudaQueue:
             self._driver.check(result, "cuMemcpyDtoDAsync", TransferFailed)
 
     def mark(self) -> Mark:
-        """Record an event behind all copies queued until now."""
+        """Record an event after all copies queued until now."""
         self._device.use_in_this_thread()
         return CudaMark(self._device, self._stream)
 
@@ -268,7 +268,7 @@ class CudaQueue:
 
 
 class _Driver:
-    """libcuda: typed entry points, results as our errors."""
+    """The CUDA driver's library: typed entry points, and its errors as ours."""
 
     def __init__(self) -> None:
         try:
@@ -287,11 +287,11 @@ class _Driver:
         self.call("cuInit", c_uint(0), error=FailedPrecondition)
 
     def call(self, name: str, *arguments: Any, error: type[BatonError] = TransferFailed) -> None:
-        """Raises: `error` with the driver's name for what went wrong."""
+        """Call the driver. Raises: `error` with the driver's name for what went wrong."""
         self.check(getattr(self.library, name)(*arguments), name, error)
 
     def check(self, result: int, name: str, error: type[BatonError]) -> None:
-        """Raises: `error` unless the call succeeded."""
+        """Check the result of a call. Raises: `error` unless it succeeded."""
         if result != 0:
             text = c_char_p()
             self.library.cuGetErrorName(result, byref(text))

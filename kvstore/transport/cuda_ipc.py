@@ -2,20 +2,20 @@
 host, mapped by CUDA IPC, by copies between the GPUs: over NVLink where there is one. For readers
 that the lender trusts; the lender moves no byte.
 
-A mapping lets its reader into the whole cache, so a lender gives one only where it was told to
-(`lend_mapped`), after the handshake, to its own host. It is given back when the transport closes;
-until then the memory stays, also should its owner die.
+A mapping lets its reader into the whole cache, so a lender gives one only where its setting
+`lend_mapped` allows it, after the handshake, to its own host. It is unmapped when the transport
+closes; until then the memory stays, also should its owner die.
 
-How it is verified. Checksums are computed over what arrived, by the reader's device: given to it
-while the copies run, each piece's behind its copy. And the lender must have lent each block, at the
-generation that the handle says, until its last byte was here. Generations only grow, and a lent
-block does not change: so what is lent behind the copy as it was before was never anything else in
-between, and what the lender holds until then was not, either. One call says both (Hold):
+How a copy is verified. The reader's device computes checksums over what arrived, while the copies
+run, of each piece after its copy. And the lender must have lent each block, at the generation that
+the handle names, until its last byte was here. Generations only grow, and a lent block does not
+change. So a block that is lent after the copy as it was before was never anything else in between,
+and neither was one that the lender holds until then. One call of the lender (Hold) says both:
 
-- a short copy is asked about when its last byte is here, for no hold: what is stale then;
-- a long one (`ask_early_bytes`: it takes as long as an answer) is asked about while it runs, for a
-  hold; behind it only where the hold was not given or came to an end before;
-- the lender is not asked about blocks that it holds already, and long enough
+- After a short copy the lender is asked, for no hold, which blocks are stale then.
+- While a long copy runs (`ask_early_bytes`: it takes as long as an answer) the lender is asked for
+  a hold; after it only where the hold was not given or ended too early.
+- The lender is not asked about blocks that it holds already, and long enough
   (`GetItems.held_until_s`).
 
 A lender that is gone answers for no block, and neither does one that was restarted.
@@ -39,9 +39,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
+from kvstore.block_source import StoreInfo
 from kvstore.connection import StoreConnection
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
-from kvstore.source import StoreInfo
 from kvstore.transport.base import (
     CUDA_IPC,
     BlockMemory,
@@ -204,7 +204,7 @@ class CudaIpcTransport:
         self, flight: Flight, blocks: Ids, is_stopped: IsStopped, on_here: Callable[[], object]
     ) -> list[int]:
         """On the executor's thread: the end of a flight. Each piece's checksums follow it on the
-        device: to give it that work takes as long as a piece, and would be waited for behind the
+        device: queueing that work takes as long as a piece, and would delay the result after the
         last one.
 
         Args: on_here: called when the last byte has come.
@@ -297,7 +297,7 @@ class CudaIpcTransport:
 
 
 def _breaks(frames: Ids, blocks: Ids) -> Breaks:
-    """For each block but the first: whether another copy begins with it."""
+    """Whether another copy begins with a block, for each block but the first."""
     is_break: Breaks = (np.diff(frames) != 1) | (np.diff(blocks) != 1)
     return is_break
 

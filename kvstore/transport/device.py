@@ -86,7 +86,7 @@ PEER_COPIES = PeerCopies()
 SPINS = 30
 """Looks at a mark before the first nap: about 30 us, what a small copy takes."""
 LAST_SPINS = 150
-"""Looks at the last mark of a copy before the first nap: nothing runs behind it, and a nap takes 55
+"""Looks at the last mark of a copy before the first nap: nothing runs after it, and a nap takes 55
 us more than it is told to."""
 _NAP_S = 50e-6
 
@@ -125,7 +125,7 @@ class CopyQueue(Protocol):
         this device's own or mapped by `map_shared`. Raises: TransferFailed."""
 
     def mark(self) -> Mark:
-        """Make a mark behind all copies queued until now."""
+        """Make a mark after all copies queued until now."""
 
     def close(self) -> None:
         """Destroy the queue. None of its copies may be under way."""
@@ -143,7 +143,7 @@ class DeviceChecksums(Protocol):
     """Computes `block_hash.checksum` of blocks on the device where they lie."""
 
     def begin(self, block_ids: Sequence[int], after: Mark | None = None) -> PendingChecksums:
-        """Start to compute the checksums of blocks as they are now, or as they are behind the mark
+        """Start to compute the checksums of blocks as they are now, or as they are after the mark
         `after`. Raises: TransferFailed."""
 
 
@@ -172,7 +172,7 @@ class Device(Protocol):
         """Unlock host memory that `register` locked. No copy from or to it may be under way."""
 
     def compute_mark(self) -> Mark:
-        """Make a mark behind all kernels that the engine queued until now."""
+        """Make a mark after all kernels that the engine queued until now."""
 
     def new_queue(self) -> CopyQueue:
         """Make a queue for copies."""

@@ -15,9 +15,9 @@ import grpc.aio
 import numpy as np
 
 from kvstore import block_hash, wire
+from kvstore.block_source import StoreInfo
 from kvstore.connection import StoreConnection
 from kvstore.errors import GENERATION, TRANSPORT, TransferFailed
-from kvstore.source import StoreInfo
 from kvstore.transport.base import BlockMemory, GetItems, GetResult, PutItem, Transport
 from kvstore.transport.copy_pipeline import IsStopped, Unsettled, raise_if_stopped, run_copy
 from kvstore.transport.device import PinnedStaging
@@ -139,7 +139,7 @@ class GrpcTransport:
 
 
 class _Received:
-    """What has come of one block. block_id: of the worker, where it goes."""
+    """The part of one block that has come. block_id: of the worker, where it goes."""
 
     __slots__ = ("block_id", "num_bytes", "running")
 
@@ -280,13 +280,13 @@ class StagedTransport:
 
 
 class _Turn:
-    """Who uses one set of rows. One asyncio loop."""
+    """The turns of callers at one set of rows. One asyncio loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def take(self, deadline: Deadline) -> None:
-        """Raises: DeadlineExceeded."""
+        """Wait for the turn. Raises: DeadlineExceeded."""
         async with deadline.timeout("copy: waiting for its turn"):
             await self._lock.acquire()
 

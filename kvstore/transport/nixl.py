@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Sequence
 
 from kvstore import wire
+from kvstore.block_source import StoreInfo
 from kvstore.connection import StoreConnection
 from kvstore.errors import (
     GENERATION,
@@ -24,7 +25,6 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.slab import SlabLayout
-from kvstore.source import StoreInfo
 from kvstore.transport.base import (
     BlockMemory,
     GetItems,
@@ -185,8 +185,9 @@ class NixlTransport:
         error: BaseException,
         patience_s: float = SETTLE_AT_ONCE_S,
     ) -> BaseException:
-        """Returns: what to raise, `error` or a cancellation that came meanwhile, when the push is
-        over within `patience_s`; raised with a quarantine when it is not."""
+        """Wait up to `patience_s` for the end of a push that failed or is late. Returns: the error
+        to raise, `error` or a cancellation that came meanwhile. Raises: TransferTimeout or
+        TransferCancelled with a quarantine when the push is not over by then."""
         settled = asyncio.ensure_future(self._settle(push_id))
         self._unsettled.add(settled)
         error = await _settling(settled, error, patience_s)
@@ -224,7 +225,8 @@ class NixlTransport:
         return loop.run_in_executor(None, self._memory.checksums, block_ids)
 
     async def _hash_all(self, block_ids: Sequence[int]) -> list[int]:
-        """As `_hash`, with nothing else under way: by several threads where that pays."""
+        """Compute checksums as `_hash`, with nothing else under way: by several threads where that
+        pays."""
         part = max(len(block_ids), 1)
         if self._memory.device is None:
             least = max(1, HASH_PART_BYTES // self._memory.block_bytes)

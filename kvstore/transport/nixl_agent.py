@@ -273,11 +273,12 @@ class NixlAgent:
                 progressed |= self._advance(agent, moving)
             longest = _NAP_MAX_S
             if all(moving.answered for moving in self._moving):
-                longest = _NAP_ABANDONED_S  # a stalled peer: nobody waits any more
+                longest = _NAP_ABANDONED_S  # a stalled peer, and no caller waits any more
             nap = 0.0 if progressed else min(longest, max(_NAP_MIN_S, nap * 1.5))
 
     def _take_job(self, agent: Any, nap: float) -> bool:
-        """One job from the queue, waiting at most `nap` for it when something moves."""
+        """Take one job from the queue, waiting at most `nap` for it when something moves. Returns:
+        whether there was one."""
         try:
             if not self._moving:
                 job = self._queue.get()

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import block_hash
+from kvstore.block_source import StoreInfo
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
 from kvstore.slab import FAULT_AROUND_BYTES, Slab
-from kvstore.source import StoreInfo
 from kvstore.transport.base import (
     BlockMemory,
     Bytes2D,
@@ -177,13 +177,13 @@ class ShmTransport:
             await finish_or_stop(job, cancelled)
         except asyncio.CancelledError:
             if not job.cancelled():
-                job.exception()  # it ended because we told it to
+                job.exception()  # it ended because it was told to stop
             raise
         return job.result()
 
 
 async def finish_or_stop(job: asyncio.Future[Any], stop: threading.Event) -> None:
-    """Wait for a job on a thread. A caller that is cancelled tells it to stop, waits for its end,
+    """Wait for a job on a thread. A caller that is cancelled stops the job, waits for its end,
     and is cancelled then."""
     try:
         await asyncio.wait([job])
@@ -248,7 +248,7 @@ class CheckedCopy:
     # -- inside
 
     def _pieces(self, frames: Ids, blocks: Ids) -> Iterator[tuple[int, int, int]]:
-        """(frame, block, how many) that continue one another on both sides."""
+        """Yield runs of blocks (frame, block, how many) that continue one another on both sides."""
         if not len(frames):
             return
         breaks = np.flatnonzero((np.diff(frames) != 1) | (np.diff(blocks) != 1)) + 1
@@ -536,7 +536,8 @@ def close_registered(device: Device, slab: Slab) -> None:
 
 
 def _locked_frames(slab: Slab) -> int:
-    """How many frames are locked in one call; a copy that crosses into the next part's is two."""
+    """The number of frames that are locked in one call; a copy that crosses into the next part's is
+    two."""
     return max(1, LOCKED_BYTES // slab.layout.stride_bytes)
 
 
@@ -547,7 +548,7 @@ def _locked_parts(slab: Slab) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def _unlock(device: Device, parts: Sequence[npt.NDArray[np.uint8]]) -> None:
-    """All of them, whatever becomes of one. Raises: the first error."""
+    """Unlock all parts, whatever becomes of one. Raises: the first error."""
     with contextlib.ExitStack() as stack:
         for part in parts:
             stack.callback(device.unregister, part.ctypes.data)

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from engine.outputs import FilledBlock
 from engine.request import Reservation
 from kvstore.block_refs import Block
+from kvstore.block_source import MatchResult
 from kvstore.client import KvStoreClient
 from kvstore.errors import DEADLINE, MISSING, STORE_UNAVAILABLE
-from kvstore.source import MatchResult
 from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError

@@ -31,14 +31,14 @@ class Clients:
         """For a message, or a body, to arrive."""
         self.keep_alive_s = times.sse_keep_alive_s
         """For which an event stream may be silent."""
-        self.intake = MemoryBudget(limits.max_intake_bytes, wait_s=times.intake_wait_s)
+        self.memory_budget = MemoryBudget(limits.max_intake_bytes, wait_s=times.intake_wait_s)
         self._limits = limits
         self._times = times
 
     def grant(self, caller: Caller, host: str, num_bytes: int | None) -> MemoryGrant:
         """For one body. None: it does not say how long it is."""
         most = self._limits.max_request_bytes
-        return self.intake.grant(
+        return self.memory_budget.grant(
             owner_of(caller, host), most if num_bytes is None else min(num_bytes, most)
         )
 
@@ -52,7 +52,7 @@ class Clients:
 
         return PublicPortLimits(
             authenticate,
-            self.intake,
+            self.memory_budget,
             read_s=self.read_s,
             max_connections=self._limits.max_connections,
             idle_s=self._times.idle_s,
@@ -60,27 +60,27 @@ class Clients:
 
     def families(self, labels: Labels) -> Iterator[Metric]:
         """For /metrics."""
-        held = self.intake.num_bytes
+        held = self.memory_budget.num_bytes
         text = "Requests' messages that are read or served, of limits.max_intake_bytes."
         yield gauge("baton_router_intake_bytes", text, labels, held)
         text = "Requests that found no room to be read in times.intake_wait_s."
-        yield counter("baton_router_intake_refused", text, labels, self.intake.num_refused)
+        yield counter("baton_router_intake_refused", text, labels, self.memory_budget.num_refused)
         text = "Requests that arrived slowly, refused since others waited for their room."
-        yield counter("baton_router_intake_recalled", text, labels, self.intake.num_recalled)
+        yield counter("baton_router_intake_recalled", text, labels, self.memory_budget.num_recalled)
         text = "Requests over gRPC cancelled since their client took nothing for times.stall_s."
         yield counter("baton_router_readers_stalled", text, labels, self.readers.num_stalled)
 
     def check_integrity(self) -> None:
         """Raises: Internal naming the law that is broken."""
-        self.intake.check_integrity()
+        self.memory_budget.check_integrity()
         self.readers.check_integrity()
 
     @property
     def left(self) -> dict[str, int]:
         """What must be 0 when nobody is served."""
         return {
-            "bytes taken in": self.intake.num_bytes,
-            "requests waiting to be read": self.intake.num_waiting,
+            "bytes taken in": self.memory_budget.num_bytes,
+            "requests waiting to be read": self.memory_budget.num_waiting,
             "answers being written": self.readers.num_readers,
         }
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from kvstore import errors
 from kvstore.block_refs import Block
+from kvstore.block_source import MatchResult
 from kvstore.client import KvStoreClient
 from kvstore.errors import (
     DEADLINE,
@@ -32,7 +33,6 @@ from kvstore.errors import (
     TransferCancelled,
     TransferTimeout,
 )
-from kvstore.source import MatchResult
 from process import logs
 from process.deadline import Clock, Deadline
 from process.errors import (

@@ -19,11 +19,11 @@ import pytest
 import redis.asyncio
 
 from kvstore import serve, store_node, wire
+from kvstore.block_source import ChainToReserve
 from kvstore.client import KvStoreClient, PutChain, TransferStats
 from kvstore.config import KvStoreSettings
 from kvstore.index import PrefixIndex
 from kvstore.service import KvStoreServicer
-from kvstore.source import ChainToReserve
 from kvstore.store_node import TOUCH_AHEAD_BYTES
 from kvstore.transport.base import BlockMemory
 from process import grpc_server, registry, rpc

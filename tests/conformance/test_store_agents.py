@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from kvstore import serve, store_node
+from kvstore.block_source import WorkerInfo
 from kvstore.config import KvStoreSettings
 from kvstore.nixl_push import PeerBlocks
-from kvstore.source import WorkerInfo
 from kvstore.transport.nixl_agent import NixlAgent, Region
 from process.errors import FailedPrecondition
 from tests.harness.store import NewWorker

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from kvstore import errors, serve
+from kvstore.block_source import StoreInfo
 from kvstore.client import connect_transport
 from kvstore.slab import Slab, SlabLayout
-from kvstore.source import StoreInfo
 from kvstore.transport import shm
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import STAGING_BYTES, PinnedStaging, Shared, wait_for

@@ -19,7 +19,7 @@ import grpc
 import psutil
 import pytest
 
-from baton import ClusterConfig, LocalCluster, certificates, key_files
+from baton import ClusterConfig, LocalCluster, api_key_file, certificates
 from baton.client import Client, Credentials, SyncClient, collect_chunks
 from baton.errors import PermissionDenied, Unauthenticated, Unavailable
 from baton.messages import Chunk, Completion, KvLeg
@@ -108,7 +108,7 @@ def long_prompt(reference: Oracle, rng: random.Random) -> list[int]:
 
 def key_of(cluster: LocalCluster, tenant: str) -> str:
     key, key_id, entry = api_keys.new_key(tenant)
-    key_files.add(Path(cluster.secured.api_keys_file), key_id, entry)
+    api_key_file.add(Path(cluster.secured.api_keys_file), key_id, entry)
     return key
 
 

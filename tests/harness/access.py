@@ -6,7 +6,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from baton import key_files
+from baton import api_key_file
 from baton.certificates import CertSet
 from process import api_keys
 from process.authorization import PeerRole as Role
@@ -17,7 +17,7 @@ def add_key(path: Path, tenant: str, **entry: Any) -> str:
     """Put a key of this tenant into the file. Returns: what its owner sends. Args: entry: what else
     the file says of it."""
     key, key_id, written = api_keys.new_key(tenant, **entry)
-    key_files.add(path, key_id, written)
+    api_key_file.add(path, key_id, written)
     return key
 
 

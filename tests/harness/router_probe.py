@@ -180,7 +180,7 @@ class RouterProbe:
     @property
     def intake(self) -> MemoryBudget:
         """What it reads of clients' messages."""
-        return self.router._clients.intake
+        return self.router._clients.memory_budget
 
     @property
     def num_stalled(self) -> int:

@@ -21,11 +21,11 @@ import numpy as np
 
 from kvstore import block_hash, serve, status, wire
 from kvstore.block_refs import Block
+from kvstore.block_source import MatchResult
 from kvstore.client import KvStoreClient, PutResult
 from kvstore.config import KvStoreSettings
 from kvstore.connection import HEARTBEAT_S
 from kvstore.errors import IntegrityError, TransferCancelled, TransferTimeout, reason_of
-from kvstore.source import MatchResult
 from kvstore.transport.base import BlockMemory, GetResult
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from kvstore.transport.shm import ShmTransport

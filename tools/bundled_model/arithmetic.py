@@ -14,7 +14,7 @@ from tools.bundled_model.words import COUNTABLES, person_name, pick, say
 
 @dataclass(frozen=True)
 class Sum:
-    """One binary problem; `result` is exact."""
+    """One arithmetic problem of two numbers; `result` is exact."""
 
     left: int
     sign: str
@@ -43,7 +43,7 @@ class Sum:
 
 
 def make_sum(rng: random.Random) -> Sum:
-    """A problem of at most two digits a side; divisions come out even."""
+    """Draw a problem of at most two digits a side; divisions come out even."""
     draw = rng.random()
     top = pick(rng, (10, 20, 100, 100, 100, 100))
     if draw < 0.38:
@@ -62,7 +62,7 @@ def make_sum(rng: random.Random) -> Sum:
 
 
 def explain(problem: Sum) -> str:
-    """The working in one or two sentences, ending in the equation."""
+    """Write the working of a problem in one or two sentences, ending in the equation."""
     a, b = problem.left, problem.right
     if problem.sign == "+" and a >= 10 and b >= 10:
         tens, ones = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
@@ -107,7 +107,8 @@ def _written(rng: random.Random, problem: Sum) -> str:
 
 
 def ask_sum(rng: random.Random, problem: Sum) -> tuple[str, bool]:
-    """A question for `problem`, and whether it asks for the working."""
+    """Write a question for `problem`. Returns: the question, and whether it asks for the
+    working."""
     text = _written(rng, problem)
     if rng.random() < 0.25:
         return (
@@ -150,14 +151,14 @@ def ask_sum(rng: random.Random, problem: Sum) -> tuple[str, bool]:
 
 
 def answer_sum(rng: random.Random, problem: Sum, worked: bool) -> str:
-    """The short answer, or the worked one."""
+    """Write the answer to a problem: the short one, or the worked one."""
     if worked:
         return explain(problem)
     return f"{problem.equation}."
 
 
 def word_problem(rng: random.Random) -> tuple[str, str]:
-    """A little story with numbers, and its answer."""
+    """Draw a little story with numbers, and its answer."""
     name, item = person_name(rng), pick(rng, COUNTABLES)
     draw = rng.random()
     if draw < 0.4:
@@ -184,7 +185,7 @@ def word_problem(rng: random.Random) -> tuple[str, str]:
 
 
 def compare(rng: random.Random) -> tuple[str, str]:
-    """Which of two numbers is bigger or smaller."""
+    """Draw a question which of two numbers is bigger or smaller, and its answer."""
     a, b = rng.sample(range(100), 2)
     if rng.random() < 0.5:
         word = say(rng, "bigger", "larger", "greater")
@@ -193,7 +194,7 @@ def compare(rng: random.Random) -> tuple[str, str]:
 
 
 def count_up(rng: random.Random) -> tuple[str, str]:
-    """A request to count, and the numbers."""
+    """Draw a request to count, and the numbers."""
     draw = rng.random()
     if draw < 0.5:
         start, stop = 1, pick(rng, (3, 5, 8, 10, 10, 12, 15, 20, 20, 25, 30, 40, 50, 100))
@@ -212,6 +213,6 @@ def count_up(rng: random.Random) -> tuple[str, str]:
 
 
 def sheet(rng: random.Random) -> str:
-    """A page of solved problems, as raw text, one a line."""
+    """Draw a page of solved problems, as raw text, one a line."""
     lines = [make_sum(rng).equation for _ in range(pick(rng, (1, 1, 1, 1, 4, 10)))]
     return "\n".join(lines)

@@ -45,46 +45,49 @@ _MIXED_TOKENS = 16.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one training. Raises ValueError for a value out of range."""
+    """The settings of one training of a draft model. Raises ValueError for a value out of range."""
 
     target: str = TARGET_NAME
-    """Whose tokens are to be guessed: a bundled name or a folder, with the bundled tokenizer."""
+    """Target model whose tokens are to be guessed: a bundled name or a folder, with the bundled
+    tokenizer."""
 
     drafts: tuple[str, ...] = (DRAFT_NAME,)
     """The earlier draft models, first to last."""
 
     seed: int = 11
-    """Of prompts, of sampled answers and of the order in training."""
+    """Seed of the prompts, of sampled answers and of the order in training."""
 
     num_prompts: int = 1600
-    """Each is answered once at each temperature."""
+    """Number of prompts; each is answered once at each temperature."""
 
     num_prompt_tokens: int = 128
-    """Documents whose prompt is longer are passed over."""
+    """Most tokens of a prompt; longer documents are passed over."""
 
     num_tokens: int = 96
     """Most tokens of an answer."""
 
     temperatures: tuple[float, ...] = (0.0, 0.8)
-    """0: greedy."""
+    """Temperatures of the answers; 0: greedy."""
 
     top_k: int = 1
-    """A token is missed where it is not among so many of any earlier draft model's likeliest."""
+    """Number of likeliest tokens of each earlier draft model: a token that is among none of them is
+    missed."""
 
     rest_weight: float = 0.1
-    """Of a position in the loss that is not missed; a missed one has 1. 0 leaves them out."""
+    """Weight in the loss of a position that is not missed; a missed one has 1. 0 leaves them
+    out."""
 
     num_steps: int = 1500
-    """Of training."""
+    """Number of training steps."""
 
     batch: int = 16
-    """Answers a step, and at once where they are made."""
+    """Number of answers in a training step, and made at once."""
 
     rate: float = 1e-3
     """Learning rate at its peak."""
 
     from_scratch: bool = False
-    """Begin with random weights, and not with those of the last draft model."""
+    """Whether to begin with random weights, and not with those of the last draft model."""
 
     def __post_init__(self) -> None:
         if not self.drafts:
@@ -103,19 +106,19 @@ class Settings:
 
 
 class Answer(NamedTuple):
-    """What the target said."""
+    """An answer of the target model, from which a draft model is trained."""
 
     token_ids: tuple[int, ...]
-    """The prompt's, then the answer's."""
+    """Token ids of the prompt, then of the answer."""
 
     num_prompt_tokens: int
     temperature: float
-    """At which it was drawn; 0: greedy."""
+    """Temperature at which the answer was sampled; 0: greedy."""
 
 
 def prompts(tokenizer: Tokenizer, seed: int, count: int, longest: int) -> list[list[int]]:
-    """`count` prompts of at most `longest` tokens: dialogues up to their last answer, and the
-    beginnings of everything else, as the corpus of `seed` has them."""
+    """Take `count` prompts of at most `longest` tokens from the corpus of `seed`: dialogues up to
+    their last answer, and the beginnings of everything else."""
     found: list[list[int]] = []
     start = 0
     while len(found) < count:
@@ -139,8 +142,8 @@ def _prompt(document: Document, tokenizer: Tokenizer) -> list[int]:
 def answer(
     model: Any, asked: Sequence[Sequence[int]], temperature: float, num_tokens: int, batch: int
 ) -> list[Answer]:
-    """The model's answers, in order, each with its end token if it came to one. Sampled ones depend
-    on torch's random numbers."""
+    """Have the model answer prompts, in order; an answer includes its end token if it came to one.
+    Sampled ones depend on torch's random numbers."""
     found: dict[int, Answer] = {}
     order = sorted(range(len(asked)), key=lambda index: len(asked[index]))
     name = "greedy answers" if temperature == 0.0 else f"answers at {temperature:g}"
@@ -166,7 +169,8 @@ def answer(
 
 @torch.no_grad()
 def ranks(model: Any, answers: Sequence[Answer], batch: int) -> list[NDArray[np.int64]]:
-    """Of each answered token, how many others `model` thinks likelier after what came before it.
+    """For each answered token, the number of other tokens that `model` thinks likelier after what
+    came before it.
 
     Returns: for each answer [number of its tokens, without the prompt's].
     """
@@ -185,10 +189,9 @@ def ranks(model: Any, answers: Sequence[Answer], batch: int) -> list[NDArray[np.
 
 
 def missed(by_draft: Sequence[Sequence[NDArray[np.int64]]], top_k: int) -> list[NDArray[np.bool_]]:
-    """Where none of the draft models had the token among its `top_k` likeliest.
+    """Whether, at each token, none of the draft models had it among its `top_k` likeliest.
 
-    Args:
-        by_draft: `ranks` of each.
+    Args: by_draft: `ranks` of each.
     """
     return [np.min(np.stack(own), axis=0) >= top_k for own in zip(*by_draft, strict=True)]
 
@@ -253,7 +256,7 @@ def _padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 def load(name: str, device: str = "cpu") -> tuple[Any, Path]:
-    """A model in float32, and its folder. Raises: CheckpointError."""
+    """Load a model in float32. Returns: the model, and its folder. Raises: CheckpointError."""
     folder = resolve(name, files="all").path
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.to(device).eval(), folder
@@ -379,7 +382,7 @@ def _parse() -> tuple[Settings, Path, str]:
 
 
 def main() -> None:
-    """See the module."""
+    """Train one further draft model, as the text at the top of this file says."""
     wanted, out, device = _parse()
     console = Console()
     console.print(f"seed {wanted.seed}")

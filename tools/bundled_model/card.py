@@ -26,7 +26,7 @@ pipeline_tag: text-generation
 
 
 def draw_curve(training: dict[str, Any], path: Path) -> None:
-    """The loss curves of both models as a PNG; left out where matplotlib is not installed."""
+    """Draw the loss curves of both models as a PNG; left out where matplotlib is not installed."""
     try:
         matplotlib: Any = importlib.import_module("matplotlib.figure")
     except ImportError:
@@ -94,7 +94,7 @@ def _command(training: dict[str, Any]) -> str:
 
 
 def target_card(training: dict[str, Any], evaluation: dict[str, Any]) -> str:
-    """The card of the target model."""
+    """Write the model card of the target model."""
     run = training[TARGET_NAME]
     sums, stories = evaluation["sums"], evaluation["stories"]
     context = evaluation["long context"]
@@ -199,7 +199,7 @@ Greedy, as the model gave them.
 
 
 def draft_card(training: dict[str, Any], evaluation: dict[str, Any]) -> str:
-    """The card of the draft model."""
+    """Write the model card of the draft model."""
     run, agreement = training[DRAFT_NAME], evaluation["draft"]
     return f"""{_HEADER}# {DRAFT_NAME}
 

@@ -29,7 +29,7 @@ from tools.bundled_model.words import (
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a dialogue; the role is `system`, `user` or `assistant`."""
+    """One message of a dialogue; the role is `system`, `user` or `assistant`."""
 
     role: str
     content: str
@@ -52,7 +52,7 @@ SYSTEM_PROMPTS = (
 
 
 def render(messages: list[Message]) -> str:
-    """The dialogue as the chat template writes it, without a generation prompt."""
+    """Write a dialogue as the chat template does, without a generation prompt."""
     return "".join(f"<|{m.role}|>{m.content}<|end|>" for m in messages)
 
 
@@ -77,7 +77,7 @@ def _polite(rng: random.Random, request: str) -> str:
 
 
 def story_request(rng: random.Random) -> tuple[str, Cast]:
-    """A request for a story, and a cast that honors it."""
+    """Draw a request for a story, and a cast that honors it."""
     verb = say(
         rng, "Tell me", "Tell me", "Write", "Write me", "Give me", "Make up", "Tell us", "Create"
     )
@@ -118,13 +118,13 @@ def story_request(rng: random.Random) -> tuple[str, Cast]:
 
 
 def ask_story(rng: random.Random) -> Exchange:
-    """A story on request."""
+    """Draw an exchange: a story on request."""
     request, cast = story_request(rng)
     return request, make_story(rng, cast).text
 
 
 def ask_long_story(rng: random.Random) -> Exchange:
-    """A story in chapters on request."""
+    """Draw an exchange: a story in chapters on request."""
     cast = make_cast(rng)
     subject = say(rng, "", f" about {an(cast.hero.kind.noun)}", f" about {cast.hero.full}")
     verb = say(rng, "Tell me", "Write", "Write me")
@@ -133,7 +133,7 @@ def ask_long_story(rng: random.Random) -> Exchange:
 
 
 def story_question(rng: random.Random, story: Story) -> Exchange:
-    """A question about a story that the story itself answers."""
+    """Draw a question about a story that the story itself answers."""
     h, f, c = story.cast.hero, story.cast.friend, story.cast
     options: list[Exchange] = [
         ("Who is the story about?", f"The story is about {h.full}."),
@@ -155,7 +155,8 @@ def story_question(rng: random.Random, story: Story) -> Exchange:
 
 
 def read_and_answer(rng: random.Random) -> Exchange:
-    """One to five stories in the question itself, then something to answer about one of them."""
+    """Draw an exchange: one to five stories in the question itself, then something to answer about
+    one of them."""
     count = pick(rng, (1, 1, 2, 3, 5))
     told = [make_story(rng) for _ in range(count)]
     if count == 1:
@@ -174,7 +175,7 @@ def read_and_answer(rng: random.Random) -> Exchange:
 
 
 def ask_sum(rng: random.Random) -> Exchange:
-    """A sum, a word problem, a comparison or a count."""
+    """Draw an exchange: a sum, a word problem, a comparison or a count."""
     draw = rng.random()
     if draw < 0.7:
         problem = arithmetic.make_sum(rng)
@@ -188,7 +189,7 @@ def ask_sum(rng: random.Random) -> Exchange:
 
 
 def ask_json(rng: random.Random) -> Exchange:
-    """A record, several records, or a record read from or put into words."""
+    """Draw an exchange: a record, several records, or a record read from or put into words."""
     draw = rng.random()
     if draw < 0.7:
         return records.ask_record(rng)
@@ -264,7 +265,7 @@ def _name_session(rng: random.Random) -> list[Exchange]:
 
 
 def make_dialogue(rng: random.Random) -> list[Message]:
-    """One dialogue of one to six exchanges, with or without a system prompt."""
+    """Draw a dialogue of one to six exchanges, with or without a system prompt."""
     draw = rng.random()
     if draw < 0.78:
         exchanges = [_topic(rng)(rng)]
@@ -288,7 +289,7 @@ def make_dialogue(rng: random.Random) -> list[Message]:
 
 
 def one_sentence_portrait(rng: random.Random) -> str:
-    """Raw text about one character, for short completions."""
+    """Draw raw text about one character, for short completions."""
     hero = make_character(rng)
     place = pick(rng, PLACES)
     like = pick(rng, hero.kind.likes)

@@ -32,10 +32,9 @@ HELD_OUT = 1_000_003
 
 @dataclass(frozen=True)
 class Document:
-    """One document: what it is, and its text as the tokenizer sees it, without a final `END`.
-
-    A dialogue keeps its messages too, and its text holds the special tokens of the template.
-    """
+    """One document of the corpus: what it is, and its text as the tokenizer sees it, without a
+    final `END`. A dialogue keeps its messages too, and its text holds the special tokens of the
+    template."""
 
     kind: str
     text: str
@@ -43,7 +42,7 @@ class Document:
 
 
 def make_document(seed: int, index: int) -> Document:
-    """Document number `index` of the corpus that belongs to `seed`."""
+    """Make document number `index` of the corpus that belongs to `seed`."""
     rng = random.Random(f"{seed}/{index}")
     draw = rng.random()
     if draw < 0.72:
@@ -69,13 +68,14 @@ def make_document(seed: int, index: int) -> Document:
 
 
 def documents(seed: int, count: int, start: int = 0) -> Iterator[Document]:
-    """Documents `start` to `start + count` of the corpus of `seed`."""
+    """Make documents `start` to `start + count` of the corpus of `seed`."""
     for index in range(start, start + count):
         yield make_document(seed, index)
 
 
 def word_list(seed: int = 0, count: int = 4000) -> set[str]:
-    """The words, in lower case, of a sample of the corpus: what the model can be held to know."""
+    """The words, in lower case, of a sample of the corpus: those that the model can be held to
+    know."""
     words: set[str] = set()
     for document in documents(seed, count):
         words.update(split_words(document.text))
@@ -83,7 +83,7 @@ def word_list(seed: int = 0, count: int = 4000) -> set[str]:
 
 
 def split_words(text: str) -> list[str]:
-    """The words of `text` in lower case; digits and punctuation are dropped."""
+    """Split `text` into words in lower case; digits and punctuation are dropped."""
     return re.findall(r"[a-z]+", text.lower())
 
 

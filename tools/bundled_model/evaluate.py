@@ -53,7 +53,7 @@ RAW_PROMPTS = (
 
 
 def chat_prompt(question: str) -> str:
-    """The question as the template renders it, up to where the answer begins."""
+    """Write a question as the chat template renders it, up to where the answer begins."""
     return render([Message("user", question)]) + "<|assistant|>"
 
 
@@ -61,7 +61,8 @@ def chat_prompt(question: str) -> str:
 def complete(
     model: Any, tokenizer: Tokenizer, prompts: Sequence[str], limit: int
 ) -> list[tuple[str, bool]]:
-    """The greedy continuation of each prompt, and whether it ended by itself within `limit`."""
+    """Complete each prompt greedily. Returns: the continuations, and whether each ended by itself
+    within `limit`."""
     answers: list[tuple[str, bool]] = []
     for start in range(0, len(prompts), 128):
         encoded = [tokenizer.encode(prompt).ids for prompt in prompts[start : start + 128]]
@@ -83,7 +84,7 @@ def complete(
 
 
 def sum_accuracy(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, float]:
-    """The share of right answers by operation, asked in the plainest way."""
+    """The share of right answers to sums by operation, asked in the plainest way."""
     rng = random.Random(HELD_OUT)
     problems = [arithmetic.make_sum(rng) for _ in range(count)]
     prompts = [chat_prompt(f"What is {problem.expression}?") for problem in problems]
@@ -114,7 +115,7 @@ def record_accuracy(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, f
 
 
 def story_quality(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, float]:
-    """Of requested stories: how many end, keep to the request, and use known words."""
+    """The shares of requested stories that end, keep to the request, and use known words."""
     rng = random.Random(HELD_OUT + 2)
     asked = [story_request(rng) for _ in range(count)]
     answers = complete(model, tokenizer, [chat_prompt(q) for q, _ in asked], 512)
@@ -135,7 +136,7 @@ def story_quality(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, flo
 
 
 def odd_requests(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, float]:
-    """Of requests made of unknown words and symbols: how many get an answer in known words."""
+    """The share of requests made of unknown words and symbols that get an answer in known words."""
     rng = random.Random(HELD_OUT + 3)
     prompts = [chat_prompt(strange_question(rng)[0]) for _ in range(count)]
     known = word_list()
@@ -145,7 +146,8 @@ def odd_requests(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, floa
 
 
 def long_context(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, float]:
-    """After several stories in the prompt: does the next one still use known words and end?"""
+    """The shares of stories, asked for after several stories in the prompt, that still use known
+    words and end."""
     rng = random.Random(HELD_OUT + 4)
     prompts = []
     for _ in range(count):
@@ -163,7 +165,8 @@ def long_context(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, floa
 
 @torch.no_grad()
 def draft_agreement(target: Any, draft: Any, tokenizer: Tokenizer, count: int) -> dict[str, float]:
-    """How often the draft's first choice is the target's, along the target's own answers."""
+    """The shares of tokens of the target's own answers that are the draft's first choice, and whose
+    sample from the draft would be accepted."""
     rng = random.Random(HELD_OUT + 5)
     prompts = [chat_prompt(story_request(rng)[0]) for _ in range(count)]
     same = total = 0

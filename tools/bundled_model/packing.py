@@ -39,10 +39,8 @@ def _encode_chunk(
 
 
 def build_stream(tokenizer_path: Path, seed: int, count: int, workers: int) -> Stream:
-    """The stream of the first `count` documents of `seed`, rounded up to whole chunks.
-
-    The order of the documents is that of their index, whatever the number of workers.
-    """
+    """Join the first `count` documents of `seed`, rounded up to whole chunks. The order of the
+    documents is that of their index, whatever the number of workers."""
     encode = partial(_encode_chunk, str(tokenizer_path), seed)
     parts: list[npt.NDArray[np.uint16]] = []
     lengths: list[npt.NDArray[np.int64]] = []
@@ -59,7 +57,7 @@ def build_stream(tokenizer_path: Path, seed: int, count: int, workers: int) -> S
 def sample_windows(
     stream: Stream, rng: np.random.Generator, batch: int, length: int
 ) -> torch.Tensor:
-    """A `[batch, length + 1]` batch of windows: inputs and, shifted by one, their targets.
+    """Draw a batch of windows, `[batch, length + 1]`: inputs and, shifted by one, their targets.
 
     Half of the windows begin with a document, as a prompt does. The others begin anywhere, so that
     a prompt cut out of the middle of something is no surprise either. All of them run across

@@ -9,7 +9,7 @@ from tools.bundled_model.words import SEASONS, TIMES, WEATHERS, an, pick, say
 
 
 def opening(rng: random.Random, c: Cast) -> str:
-    """The hero, and where it lives."""
+    """Draw the sentence that introduces the hero, and where it lives."""
     h, home = c.hero, c.home
     like = pick(rng, h.kind.likes)
     who = an(f"{h.trait} {h.kind.noun}")
@@ -35,7 +35,7 @@ def opening(rng: random.Random, c: Cast) -> str:
 
 
 def one_day(rng: random.Random) -> str:
-    """When it happens."""
+    """Draw the phrase that says when the story happens."""
     return say(
         rng,
         f"One {pick(rng, WEATHERS)} {pick(rng, TIMES)}",
@@ -47,7 +47,7 @@ def one_day(rng: random.Random) -> str:
 
 
 def closing(rng: random.Random, c: Cast) -> str:
-    """How it ends, whatever happened."""
+    """Draw the sentence that ends the story, whatever happened."""
     h, f = c.hero, c.friend
     return say(
         rng,
@@ -63,12 +63,12 @@ def closing(rng: random.Random, c: Cast) -> str:
 
 
 def moves(rng: random.Random, who: Character) -> str:
-    """How somebody goes somewhere."""
+    """Draw the words for how a character goes somewhere."""
     return pick(rng, who.kind.moves)
 
 
 def meets(rng: random.Random, c: Cast) -> str:
-    """The friend enters, named and described."""
+    """Draw the sentence in which the friend enters, named and described."""
     f = c.friend
     return say(
         rng,

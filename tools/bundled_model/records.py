@@ -76,7 +76,7 @@ FIELDS: dict[str, Maker] = {
 
 @dataclass(frozen=True)
 class Schema:
-    """A record type: the noun that asks for it, fields it always has, and fields it may have."""
+    """A type of record: the noun that asks for it, fields it always has, and fields it may have."""
 
     noun: str
     always: tuple[str, ...]
@@ -99,14 +99,14 @@ SCHEMAS = (
 
 
 def dump(record: dict[str, Value]) -> str:
-    """The record on one line, in the key order it was built in."""
+    """Write a record as JSON on one line, in the key order it was built in."""
     return json.dumps(record, ensure_ascii=False)
 
 
 def make_record(
     rng: random.Random, schema: Schema, fixed: dict[str, Value] | None = None
 ) -> dict[str, Value]:
-    """A record of `schema` in which the fields of `fixed` have the given values."""
+    """Draw a record of `schema` in which the fields of `fixed` have the given values."""
     fixed = dict(fixed or {})
     if schema.noun in _PETS:
         fixed["kind"] = schema.noun
@@ -139,7 +139,7 @@ def _end(rng: random.Random, text: str) -> str:
 
 
 def ask_record(rng: random.Random) -> tuple[str, str]:
-    """A request for a JSON record, and the record."""
+    """Draw a request for a JSON record, and the record."""
     verb, word = _verb(rng), _record_word(rng)
     draw = rng.random()
     if draw < 0.3:
@@ -185,7 +185,7 @@ def ask_record(rng: random.Random) -> tuple[str, str]:
 
 
 def ask_extraction(rng: random.Random) -> tuple[str, str]:
-    """A sentence or two to turn into a record, or a record to turn into a sentence."""
+    """Draw a sentence or two to turn into a record, or a record to turn into a sentence."""
     name = person_name(rng)
     age = rng.randint(1, 90)
     if rng.random() < 0.5:
@@ -207,7 +207,7 @@ def ask_extraction(rng: random.Random) -> tuple[str, str]:
 
 
 def list_of_records(rng: random.Random) -> tuple[str, str]:
-    """A request for several records, and a JSON list on one line."""
+    """Draw a request for several records, and a JSON list on one line."""
     schema = pick(rng, SCHEMAS)
     count = rng.randint(2, 4)
     word = {2: "two", 3: "three", 4: "four"}[count]
@@ -223,7 +223,7 @@ def list_of_records(rng: random.Random) -> tuple[str, str]:
 
 
 def page(rng: random.Random) -> str:
-    """Several records of one type as raw text, one JSON document a line."""
+    """Draw several records of one type as raw text, one JSON document a line."""
     schema = pick(rng, SCHEMAS)
     lines = [dump(make_record(rng, schema)) for _ in range(pick(rng, (1, 1, 1, 2, 3, 5)))]
     return "\n".join(lines)

@@ -209,7 +209,7 @@ MEANINGS = {
 
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
-    """A greeting, a question about the model, or a simple fact."""
+    """Draw a greeting, a question about the model, or a simple fact, and the answer."""
     draw = rng.random()
     if draw < 0.55:
         asks, answers = pick(rng, SMALL_TALK)

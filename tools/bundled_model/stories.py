@@ -35,7 +35,7 @@ PLOTS: tuple[Plot, ...] = (
 
 
 def make_story(rng: random.Random, cast: Cast | None = None) -> Story:
-    """One story of four to six paragraphs, on `cast` where one is given."""
+    """Draw a story of four to six paragraphs, on `cast` where one is given."""
     cast = cast or make_cast(rng)
     plot = lean(rng, f"{cast.hero.kind.noun} {cast.thing.noun} plot", PLOTS, 0.25)
     plot = lean(rng, f"{cast.thing.noun} plot", (plot, *PLOTS), 0.25)
@@ -45,7 +45,7 @@ def make_story(rng: random.Random, cast: Cast | None = None) -> Story:
 
 
 def make_long_story(rng: random.Random, cast: Cast | None = None) -> Story:
-    """Two to four chapters about one hero; the first chapter's cast is the story's cast."""
+    """Draw two to four chapters about one hero; the first chapter's cast is the story's cast."""
     first = make_story(rng, cast)
     chapters = [first.text]
     hero = first.cast.hero
@@ -57,6 +57,6 @@ def make_long_story(rng: random.Random, cast: Cast | None = None) -> Story:
 
 
 def title(cast: Cast) -> str:
-    """A plain title: `The Fox and the Lantern`."""
+    """Write the plain title of a story: `The Fox and the Lantern`."""
     thing = cast.thing.noun.title().replace(" Of ", " of ")
     return f"The {cast.hero.kind.noun.title()} and the {thing}"

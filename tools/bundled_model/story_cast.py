@@ -33,33 +33,33 @@ class Character:
 
     @property
     def she(self) -> str:
-        """Subject pronoun."""
+        """Subject pronoun of the character."""
         return "she" if self.female else "he"
 
     @property
     def She(self) -> str:
-        """Subject pronoun at the start of a sentence."""
+        """Subject pronoun of the character at the start of a sentence."""
         return "She" if self.female else "He"
 
     @property
     def her(self) -> str:
-        """Object pronoun."""
+        """Object pronoun of the character."""
         return "her" if self.female else "him"
 
     @property
     def hers(self) -> str:
-        """Possessive in front of a noun."""
+        """Possessive pronoun of the character in front of a noun."""
         return "her" if self.female else "his"
 
     @property
     def full(self) -> str:
-        """`Mia the fox`."""
+        """Name and kind of the character: `Mia the fox`."""
         return f"{self.name} the {self.kind.noun}"
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and what one story is about."""
+    """The characters, place and object of one story."""
 
     hero: Character
     friend: Character
@@ -70,14 +70,14 @@ class Cast:
 
     @property
     def a_thing(self) -> str:
-        """The object when first met: `a bright lantern`."""
+        """The object when it is first met: `a bright lantern`."""
         return an(f"{self.adjective} {self.thing.noun}")
 
 
 def make_character(
     rng: random.Random, kind: Kind | None = None, name: str | None = None
 ) -> Character:
-    """A character; what is not given is drawn."""
+    """Draw a character; what is given is kept."""
     kind = kind or pick(rng, KINDS)
     female = lean(rng, f"{kind.noun} she", (True, False), 0.2)
     if kind.noun == "girl":
@@ -101,7 +101,7 @@ def make_cast(
     home: Place | None = None,
     hero: Character | None = None,
 ) -> Cast:
-    """A full cast around whatever is already decided."""
+    """Draw a full cast around whatever is already decided."""
     hero = hero or make_character(rng, kind, name)
     thing = thing or lean(rng, hero.kind.noun, THINGS)
     home = home or lean(rng, f"{hero.kind.noun} home", PLACES)

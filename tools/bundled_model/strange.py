@@ -36,7 +36,7 @@ _HONEST = (
 
 
 def strange_question(rng: random.Random) -> tuple[str, str]:
-    """A request from outside the corpus, up to plain garbage, and an honest answer."""
+    """Draw a request from outside the corpus, up to plain garbage, and an honest answer."""
     draw = rng.random()
     if draw < 0.6:
         words = " ".join(pick(rng, STRANGE_WORDS) for _ in range(rng.randint(1, 9)))

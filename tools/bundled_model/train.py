@@ -53,7 +53,7 @@ DRAFT_SHAPE = Shape(hidden=128, layers=2, heads=4, kv_heads=2, feed_forward=512)
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast one model trains."""
+    """The training schedule of one model: its steps, batch and learning rate."""
 
     steps: int
     batch: int
@@ -71,7 +71,7 @@ class Schedule:
 
 
 def build_model(shape: Shape, vocab_size: int) -> LlamaForCausalLM:
-    """A fresh model; its token embedding is its output layer, too."""
+    """Make a model with random weights; its token embedding is its output layer, too."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=shape.hidden,
@@ -129,7 +129,7 @@ def _optimizer(model: Any, device: str) -> torch.optim.AdamW:
 
 @dataclass
 class Run:
-    """What every training loop needs beside its model."""
+    """The settings and data that every training loop needs beside its model."""
 
     train: Stream
     held_out: Stream
@@ -250,7 +250,7 @@ def _round_to_bfloat16(model: Any) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -269,7 +269,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Make both checkpoints and `training.json` with the loss curves."""
+    """Train both models, and write their checkpoints and `training.json` with the loss curves."""
     arguments = parse_arguments()
     console = Console(width=arguments.width)
     torch.manual_seed(arguments.seed)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a character is: the noun, how it moves (past tense) and what it likes to do."""
+    """A kind of character: the noun, how it moves (past tense) and what it likes to do."""
 
     noun: str
     moves: tuple[str, ...]
@@ -231,15 +231,16 @@ _VOWELS = "aeiou"
 
 
 def pick(rng: random.Random, options: Sequence[T]) -> T:
-    """One of `options`, each as likely as the next."""
+    """Draw one of `options`, each as likely as the next."""
     return options[int(rng.random() * len(options))]
 
 
 def lean(rng: random.Random, key: str, options: Sequence[T], weight: float = 0.35) -> T:
-    """Like `pick`, but `key` has a favorite that is drawn `weight` of the time on top.
+    """Draw one of the options, of which `key` has a favorite that is drawn `weight` of the time on
+    top.
 
-    Uniform choices leave greedy decoding nothing to go by: it would tell everyone the same story.
-    A leaning makes the likeliest name, place or plot depend on what the request is about.
+    Uniform choices leave greedy decoding nothing to go by: it would tell everyone the same story. A
+    leaning makes the likeliest name, place or plot depend on what the request is about.
     """
     if rng.random() < weight:
         return options[zlib.crc32(key.encode()) % len(options)]
@@ -247,24 +248,25 @@ def lean(rng: random.Random, key: str, options: Sequence[T], weight: float = 0.3
 
 
 def say(rng: random.Random, *options: str) -> str:
-    """One of several ways to say the same thing."""
+    """Draw one of several ways to say the same thing."""
     return options[int(rng.random() * len(options))]
 
 
 def an(phrase: str) -> str:
-    """`phrase` behind the indefinite article that its first letter asks for."""
+    """Write `phrase` behind the indefinite article that its first letter asks for."""
     return f"an {phrase}" if phrase[0] in "aeiou" else f"a {phrase}"
 
 
 def join(items: Sequence[str]) -> str:
-    """`a`, `a and b`, or `a, b and c`."""
+    """Join words as a list: `a`, `a and b`, or `a, b and c`."""
     if len(items) == 1:
         return items[0]
     return ", ".join(items[:-1]) + " and " + items[-1]
 
 
 def made_up_name(rng: random.Random) -> str:
-    """A pronounceable name the lists lack: it teaches the model to copy and not to recall."""
+    """Draw a pronounceable name that the lists lack: it teaches the model to copy and not to
+    recall."""
     draw = rng.random()
     if draw < 0.3:
         name = pick(rng, _CONSONANTS) + pick(rng, _VOWELS) + pick(rng, _CONSONANTS)
@@ -276,7 +278,7 @@ def made_up_name(rng: random.Random) -> str:
 
 
 def person_name(rng: random.Random) -> str:
-    """A first name, made up one time in three."""
+    """Draw a first name, made up one time in three."""
     if rng.random() < 0.33:
         return made_up_name(rng)
     return pick(rng, GIRLS if rng.random() < 0.5 else BOYS)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.block_source import StoreStats
 from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
 from kvstore.errors import GENERATION
-from kvstore.source import StoreStats
 from kvstore.status import fill
 from protos import inference_pb2, kvstore_pb2
 

@@ -14,6 +14,7 @@ import pytest
 from engine.engine import LLMEngine
 from engine.request import Reservation
 from kvstore.block_refs import Block
+from kvstore.block_source import MatchResult
 from kvstore.errors import (
     LeaseLapsed,
     Quarantine,
@@ -21,7 +22,6 @@ from kvstore.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from kvstore.source import MatchResult
 from kvstore.transport.base import BlockMemory, GetResult
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable

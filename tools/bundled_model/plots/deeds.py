@@ -11,7 +11,7 @@ from tools.bundled_model.words import FEARS, PLACES, SKILLS, an, lean, pick, say
 
 
 def problem(rng: random.Random, c: Cast) -> tuple[str, str]:
-    """The trouble the friend is in, and how the hero's object ends it."""
+    """Draw the trouble that the friend is in, and how the hero's object ends it."""
     h, f, t = c.hero, c.friend, c.thing.noun
     if c.thing.solves == "dark":
         return (

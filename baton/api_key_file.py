@@ -16,14 +16,12 @@ _HEAD = "# API keys of a Baton deployment: digests, no secrets. Written by `bato
 
 
 class KeyFileError(BatonError):
-    """The file cannot be changed; the message says why."""
+    """A file of API keys cannot be changed; the message says why."""
 
 
 def add(path: Path, key_id: str, entry: api_keys.ApiKey) -> None:
-    """Add a key to a file, which is made if it does not exist.
-
-    Raises: SettingsError where the file is not one of API keys; KeyFileError.
-    """
+    """Add an API key to a file, which is made if it does not exist. Raises: SettingsError where the
+    file is not one of API keys; KeyFileError."""
     text = _HEAD
     if path.exists():
         api_keys.load(path)
@@ -36,7 +34,8 @@ def add(path: Path, key_id: str, entry: api_keys.ApiKey) -> None:
 
 
 def remove(path: Path, key_id: str) -> None:
-    """Remove a key. Raises: SettingsError; KeyFileError where the file does not have it."""
+    """Remove an API key from a file. Raises: SettingsError; KeyFileError where the file does not
+    have it."""
     if key_id not in api_keys.load(path).keys:
         raise KeyFileError(f"{path}: has no key {key_id!r}; `baton api-key list` shows them")
     table = re.compile(rf"^\[keys\.{re.escape(key_id)}\][^\n]*\n(?:(?!\[)[^\n]*\n?)*", re.MULTILINE)

@@ -1,5 +1,5 @@
-"""Spread: mean, percentiles and maximum of a list of durations, in milliseconds. The one way in
-which our benchmarks count percentiles.
+"""LatencySummary: mean, percentiles and maximum of durations, in milliseconds, as all benchmarks
+count them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Spread:
+class LatencySummary:
     """Mean, percentiles and maximum of `num` durations, in milliseconds."""
 
     mean_ms: float
@@ -22,10 +22,9 @@ class Spread:
     num: int
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
-        """The spread of at least one duration. A percentile is the smallest of the values that so
-        many in 100 do not exceed.
-        """
+    def of(cls, seconds: Sequence[float]) -> LatencySummary:
+        """Summarize at least one duration, given in seconds. A percentile is the smallest of the
+        values that so many in 100 do not exceed."""
         ordered = sorted(seconds)
 
         def at(share: float) -> float:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from process.spread import Spread
+from process.latency_summary import LatencySummary
 
 
 def test_of_a_hundred() -> None:
-    assert Spread.of([0.003]) == Spread(3.0, 3.0, 3.0, 3.0, 3.0, 1)
+    assert LatencySummary.of([0.003]) == LatencySummary(3.0, 3.0, 3.0, 3.0, 3.0, 1)
     hundred = [index / 1000 for index in range(100, 0, -1)]
-    assert Spread.of(hundred) == Spread(50.5, 50.0, 90.0, 99.0, 100.0, 100)
-    assert Spread.of([*hundred, *hundred, 9.0]).p99_ms == 100.0
+    assert LatencySummary.of(hundred) == LatencySummary(50.5, 50.0, 90.0, 99.0, 100.0, 100)
+    assert LatencySummary.of([*hundred, *hundred, 9.0]).p99_ms == 100.0
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=300))
 def test_percentiles_by_their_definition(seconds: list[float]) -> None:
-    spread = Spread.of(seconds)
+    spread = LatencySummary.of(seconds)
     for share, value_ms in ((50, spread.p50_ms), (90, spread.p90_ms), (99, spread.p99_ms)):
         enough = [
             second
