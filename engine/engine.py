@@ -45,7 +45,7 @@ from engine.input_processor import InputProcessor
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.memory import KvMemory
-from engine.kv.radix_tree import RadixTree
+from engine.kv.prefix_cache import PrefixCache
 from engine.kv.sizing import choose_num_blocks, free_memory_bytes, held_bytes
 from engine.lora.adapter import Adapter
 from engine.lora.config import LoraLimits
@@ -149,7 +149,7 @@ class LLMEngine:
         is_ahead = config.overlap and stop_policy is None
         self._ahead = model.ahead if is_ahead else None
         self._in_flight = InFlight(self._ahead, self._pool, self.kv.layout.block_size)
-        self._cache_manager = KVCacheManager(self.kv, RadixTree(self._pool), self._in_flight)
+        self._cache_manager = KVCacheManager(self.kv, PrefixCache(self._pool), self._in_flight)
         self._metrics = EngineMetrics(clock, num_blocks)
         parking = choose_parking(config, self.kv.device, self.park_bytes, parking)
         self._preemptor = Preemptor(self._cache_manager, parking, self._metrics)
@@ -397,7 +397,7 @@ class LLMEngine:
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """The transfer is over. Raises: WrongState naming a block that is not quarantined; nothing
         was done."""
-        self._pool.unhold(block_ids)
+        self._pool.unhold(tuple(block_ids))
 
     def refill(self, request_id: str) -> tuple[int, ...]:
         """New blocks for a RESERVED request in place of those that were quarantined, now instead of

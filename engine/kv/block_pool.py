@@ -1,80 +1,75 @@
-"""BlockPool: which block of the device cache is whose. Knows numbers only: no tokens, no hashes, no
-bytes.
+"""BlockPool: which block of the device cache is free, cached or in use. It knows numbers of blocks
+only: no tokens, no hashes, no bytes. engine/kv/prefix_cache.py maps hashes to blocks.
 
 Each block is in exactly one class, and that is the conservation law:
 
-    free         nobody references it, its bytes mean nothing
-    evictable    nobody references it, but the prefix cache maps a chain hash to it; taken last, the
+    free         no request references it, and its bytes mean nothing
+    evictable    cached, and neither referenced, held nor pinned; taken when no block is free, the
                  least recently used one first
     referenced   one or more requests reference it, or it is pinned: a cached block that follows it
-                 in a chain is referenced or quarantined, so it cannot be evicted before that one
-    quarantined  nobody references it, but a transfer may still touch it: neither free nor
-                 evictable until that is over
+                 in a chain is in use, so it cannot be evicted before that one
+    quarantined  held and not referenced: a transfer may still touch it, so it is neither free nor
+                 evictable until the transfer is over
 
     free + evictable + referenced + quarantined == total
 
-A hold (quarantine) and references are independent: a held block that is referenced counts as
-referenced, and falls into quarantine with its last reference.
+References and holds are counted apart: a held block that is referenced counts as referenced, and is
+quarantined when its last reference ends.
 
-Cached blocks form chains: each knows the one before it (`_parent`), which stays out of `evictable`
-as long as any block after it does. So in `evictable` every block stands before the one that it
-follows, the first of them never has cached blocks after it, and eviction takes chains from their
-tail with no search.
+Cached blocks form chains: each knows its parent, the block before it, and pins it while in use. So
+the parent of an evictable block is in use, or evictable and later in the order of eviction, which
+therefore takes chains from their tail without a search.
 
-What is known of a block lies in arrays by its number, and neighbours are worked off by slices: a
-long request's blocks come, are cached and go in the middle of everybody's steps. Called from the
-engine's thread only.
+A list of blocks is worked off in one loop: blocks of long requests come, are cached, held and freed
+between the steps of all others. Called from the engine's thread only.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress, islice, pairwise, starmap
 
 from engine.errors import IntegrityError, NoBlocks, WrongState
-from engine.kv.block_classes import name_what_is_wrong
-from engine.kv.eviction_order import EvictionOrder
-from engine.kv.free_runs import FreeRuns
-from engine.kv.neighbours import MANY, Piece, all_are, runs
 
 NO_BLOCK = -1
-"""Stands for the block before a chain's first."""
+"""The parent of a chain's first block."""
+
+_NOT_CACHED = -2
+"""Stands for the parent of a block that is not cached."""
+
+_NUM_RUNS_TRIED = 32
+"""Free runs that `take` looks at for one that is long enough. A pool with more is fragmented."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Blocks handed out, and those among them that were cached: their mappings must be forgotten
-    now."""
+    """Blocks that `take` referenced, and those of them that were cached: the prefix cache must
+    forget their hashes before anything else."""
 
     block_ids: tuple[int, ...]
     evicted: tuple[int, ...]
 
 
 class BlockPool:
-    """Reference counts and the free list."""
+    """References, holds, chains and the classes that follow from them."""
 
-    def __init__(self, num_blocks: int, many: int = MANY) -> None:
-        """many: so many neighbours are worked off by slices."""
+    def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError("a pool needs at least one block")
         self.num_blocks = num_blocks
         self.num_evicted = 0
-        self._many = many
+        """Blocks evicted so far."""
+        self.num_quarantined = 0
+        """Held blocks that no request references."""
         self._free = FreeRuns(num_blocks)
-        self.numbers = array("q", range(num_blocks))
-        """0, 1, 2 and so on: to copy slices from, and to compare them with."""
-        self._evictable = EvictionOrder(self.numbers, many)
-        self._num_references = array("q", (0,)) * num_blocks
-        self._is_cached = bytearray(num_blocks)
-        self._num_holds: dict[int, int] = {}
-        self._num_quarantined = 0  # held blocks without a reference
-        self._parent = array("q", (NO_BLOCK,)) * num_blocks  # of a cached block: that before it
-        # What keeps a block from being free or evictable beside references: cached blocks after it
-        # that are not evictable, and one more if it is held.
-        self._num_pins = array("q", (0,)) * num_blocks
+        self._evictable = EvictionOrder(num_blocks)
+        self._num_references = [0] * num_blocks
+        self._num_holds = [0] * num_blocks
+        self._num_pins = [0] * num_blocks  # cached blocks in use whose parent this one is
+        self._parents = [_NOT_CACHED] * num_blocks
 
     @property
     def num_free(self) -> int:
@@ -86,13 +81,8 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """What `take` can hand out."""
+        """Blocks that `take` can give."""
         return len(self._free) + len(self._evictable)
-
-    @property
-    def num_quarantined(self) -> int:
-        """Held blocks that no request references."""
-        return self._num_quarantined
 
     @property
     def num_referenced(self) -> int:
@@ -102,38 +92,48 @@ class BlockPool:
     def num_references(self, block_id: int) -> int:
         return self._num_references[block_id]
 
-    def is_cached(self, block_id: int) -> bool:
-        return bool(self._is_cached[block_id])
+    def num_holds(self, block_id: int) -> int:
+        return self._num_holds[block_id]
 
-    def cached(self) -> set[int]:
-        """All that are."""
-        return set(compress(self.numbers, self._is_cached))
+    def is_held(self, block_id: int) -> bool:
+        return self._num_holds[block_id] > 0
+
+    def is_used(self, block_id: int) -> bool:
+        """Whether it is referenced or held."""
+        return self._num_references[block_id] > 0 or self._num_holds[block_id] > 0
+
+    def is_pinned(self, block_id: int) -> bool:
+        """Whether nothing but a cached block after it, which is in use, keeps it."""
+        return self._num_pins[block_id] > 0 and not self.is_used(block_id)
+
+    def is_cached(self, block_id: int) -> bool:
+        return self._parents[block_id] != _NOT_CACHED
+
+    def is_evictable(self, block_id: int) -> bool:
+        is_idle = not (self._num_pins[block_id] or self.is_used(block_id))
+        return is_idle and self._parents[block_id] != _NOT_CACHED
 
     def parent_of(self, block_id: int) -> int:
         """The block before a cached one in its chain, or NO_BLOCK."""
-        return self._parent[block_id]
+        return self._parents[block_id]
 
-    def is_evictable(self, block_id: int) -> bool:
-        return block_id in self._evictable
+    def chain_to(self, block_id: int, num_blocks: int) -> tuple[int, ...]:
+        """The last `num_blocks` blocks of the chain that ends with a cached one, fewer where it has
+        not as many."""
+        parents, block_ids = self._parents, list[int]()
+        while block_id != NO_BLOCK and len(block_ids) < num_blocks:
+            block_ids.append(block_id)
+            block_id = parents[block_id]
+        block_ids.reverse()
+        return tuple(block_ids)
 
-    def is_pinned(self, block_id: int) -> bool:
-        """Nobody references or holds it, but a cached block after it is in use."""
-        return self._num_pins[block_id] > 0 and not self.is_used(block_id)
-
-    def is_used(self, block_id: int) -> bool:
-        """Somebody references or holds it."""
-        return self._num_references[block_id] > 0 or block_id in self._num_holds
-
-    def is_held(self, block_id: int) -> bool:
-        return block_id in self._num_holds
-
-    def num_holds(self, block_id: int) -> int:
-        """How often it is held."""
-        return self._num_holds.get(block_id, 0)
+    def cached(self) -> set[int]:
+        """All cached blocks."""
+        return set(compress(range(self.num_blocks), map(_NOT_CACHED.__ne__, self._parents)))
 
     def take(self, num_blocks: int) -> Taken:
-        """Reference `num_blocks` blocks once each: free ones first, neighbours preferred, then the
-        least recently used.
+        """Reference `num_blocks` blocks once each: free ones first, adjacent ones preferred, then
+        the least recently used evictable ones.
 
         Raises: NoBlocks, and nothing was taken.
         """
@@ -142,273 +142,395 @@ class BlockPool:
                 f"{num_blocks} blocks wanted, {self.num_available} are free or evictable"
             )
         block_ids = self._free.take(min(num_blocks, len(self._free)))
-        num_evicted = num_blocks - len(block_ids)
-        evicted = self._evictable.take_first(num_evicted)
-        self.num_evicted += num_evicted
+        evicted = self._evictable.take_first(num_blocks - len(block_ids))
+        self.num_evicted += len(evicted)
+        for block_id in evicted:
+            self._parents[block_id] = _NOT_CACHED
         block_ids = sorted(block_ids + evicted)
         num_references = self._num_references
-        if block_ids and block_ids[-1] - block_ids[0] == num_blocks - 1:  # none is there twice
-            start, end = block_ids[0], block_ids[-1] + 1
-            num_references[start:end] = array("q", (1,)) * num_blocks
-            self._is_cached[start:end] = bytes(num_blocks)
-            self._parent[start:end] = array("q", (NO_BLOCK,)) * num_blocks
-        else:
-            for block_id in block_ids:
-                num_references[block_id] = 1
-            for block_id in evicted:
-                self._is_cached[block_id] = False
-                self._parent[block_id] = NO_BLOCK
+        for block_id in block_ids:
+            num_references[block_id] = 1
         return Taken(tuple(block_ids), tuple(evicted))
 
-    def reference(self, block_id: int) -> None:
-        """One more request uses a cached or referenced block."""
-        if self._num_references[block_id] == 0:
-            if not self._is_cached[block_id]:
-                raise IntegrityError(
-                    f"block {block_id} is neither referenced nor cached: nothing to share"
-                )
-            self._wake(block_id)
-            self._num_quarantined -= block_id in self._num_holds
-        self._num_references[block_id] += 1
+    # -- references and holds
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Reference each block once more. Raises: IntegrityError for one that is free."""
+        num_held, _ = self._begin_use(block_ids, self._num_references, self._num_holds)
+        self.num_quarantined -= num_held
 
     def put_back(self, block_ids: Iterable[int]) -> None:
-        """Give up one reference of each, in this order: of blocks left at zero, the first given is
-        evicted first."""
-        upwards = array("q", [*block_ids])
-        upwards.reverse()  # mostly a chain from its tail on
-        for start, end, is_run in reversed([*runs(upwards, self.numbers, self._many)]):
-            if is_run and self._put_back_run(upwards[start], upwards[end - 1] + 1):
-                continue
-            self._put_back_each(reversed(upwards[start:end]))
+        """End one reference of each, in this order: of blocks that become evictable, the first
+        given is evicted first. Raises: IntegrityError for one that has no reference."""
+        num_held, _ = self._end_use(block_ids, self._num_references, self._num_holds)
+        self.num_quarantined += num_held
 
-    def _put_back_each(self, block_ids: Iterable[int]) -> None:
-        num_references, idle = self._num_references, list[int]()
-        try:
-            for block_id in block_ids:
-                num_left = num_references[block_id] - 1
-                if num_left < 0:
-                    raise IntegrityError(f"block {block_id} was put back once too often")
-                num_references[block_id] = num_left
-                if not num_left:
-                    self._num_quarantined += block_id in self._num_holds
-                    self._settle(block_id, idle)
-        finally:
-            self._evictable.extend(idle)
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Keep each block, which is referenced, held or cached, out of use by others until as many
+        `unhold`, whatever becomes of its references. Raises: IntegrityError for one that is
+        free."""
+        _, num_unused = self._begin_use(block_ids, self._num_holds, self._num_references)
+        self.num_quarantined += num_unused
 
-    def _put_back_run(self, start: int, end: int) -> bool:
-        """`put_back` of [start, end), the last of them first, if nobody else uses them and they are
-        the end of a chain, or not cached, or one behind the other. False: they are something else,
-        and nothing was done."""
-        middle = self._is_cached.find(0, start, end)  # where the chain ends
-        middle = end if middle < 0 else middle
-        is_known = all_are(self._num_references[start:end], 1)
-        is_known = is_known and self._is_cached.find(1, middle, end) < 0
-        is_known = is_known and all_are(self._num_pins[middle:end], 0)
-        if not is_known or (start < middle and not self._is_chain_end(start, middle - 1)):
-            return False
-        self._num_references[start:end] = array("q", (0,)) * (end - start)
-        if middle < end:
-            self._free.give_run(middle, end)
-        if start < middle:
-            self._num_pins[start:middle] = array("q", (0,)) * (middle - start)
-            self._evictable.extend_down(start, middle)
-            self._unpin(self._parent[start])
-        return True
-
-    def _is_chain_end(self, start: int, last: int) -> bool:
-        """Of cached neighbours: each follows the one below it, and is pinned by nothing but the one
-        above it."""
-        if self._num_pins[last] or not all_are(self._num_pins[start:last], 1):
-            return False
-        return self._parent[start + 1 : last + 1] == self.numbers[start:last]
-
-    def _settle(self, block_id: int, idle: list[int]) -> None:
-        """File a block that may have lost its last reference, or what pinned it, where it belongs,
-        and then those before it. Takes those that are evictable now into `idle`."""
-        num_references, num_pins = self._num_references, self._num_pins
-        while not (num_references[block_id] or num_pins[block_id]):
-            if not self._is_cached[block_id]:
-                self._free.give(block_id)
-                return
-            idle.append(block_id)
-            block_id = self._parent[block_id]
-            if block_id == NO_BLOCK:
-                return
-            num_pins[block_id] -= 1
-
-    def _unpin(self, block_id: int) -> None:
-        """What pinned a block is over, or one that pinned it: nothing for NO_BLOCK."""
-        if block_id != NO_BLOCK:
-            idle: list[int] = []
-            self._num_pins[block_id] -= 1
-            self._settle(block_id, idle)
-            self._evictable.extend(idle)
-
-    def _wake(self, block_id: int) -> None:
-        """A cached block is in use from now on: neither it nor those before it are evictable."""
-        while block_id in self._evictable:
-            self._evictable.remove(block_id)
-            block_id = self._parent[block_id]
-            if block_id == NO_BLOCK:
-                return
-            self._num_pins[block_id] += 1
-
-    def mark_cached(self, block_id: int, parent: int = NO_BLOCK) -> None:
-        """The prefix cache maps a hash to this block now. It must be referenced, and `parent`, the
-        block before it in its chain, cached."""
-        if self._num_references[block_id] < 1 or self._is_cached[block_id]:
-            raise IntegrityError(
-                f"block {block_id} is not referenced, or cached already: it cannot enter the "
-                f"prefix cache"
-            )
-        if parent != NO_BLOCK:
-            if not self._is_cached[parent]:
-                raise IntegrityError(f"block {block_id} follows {parent}, which is not cached")
-            self._wake(parent)
-            self._num_pins[parent] += 1
-            self._parent[block_id] = parent
-        self._is_cached[block_id] = True
-
-    def mark_chain(self, block_ids: Sequence[int], parent: int) -> list[Piece]:
-        """`mark_cached` for blocks that follow one another, the first of them `parent`, which is
-        cached and referenced. They are referenced. Returns: their runs."""
-        chain = array("q", block_ids)
-        pieces = [*runs(chain, self.numbers, self._many)]
-        is_sound = self._is_cached[parent] and self._num_references[parent]
-        if not is_sound or not all(self._may_enter(chain[i:j], is_run) for i, j, is_run in pieces):
-            wrong = (one for one in block_ids if not self._may_enter(array("q", (one,)), False))
-            raise IntegrityError(
-                f"block {next(wrong, parent)} is not referenced, or cached already: it cannot "
-                f"enter the prefix cache behind {parent}"
-            )
-        for i, j, is_run in pieces:
-            start, end = chain[i], chain[i] + j - i
-            if is_run and all_are(self._num_pins[start:end], 0):
-                self._num_pins[parent] += 1
-                self._num_pins[start : end - 1] = array("q", (1,)) * (j - i - 1)
-                self._parent[start] = parent
-                self._parent[start + 1 : end] = self.numbers[start : end - 1]
-                self._is_cached[start:end] = b"\1" * (j - i)
-                parent = end - 1
-                continue
-            pins, parents, is_cached = self._num_pins, self._parent, self._is_cached
-            for block_id in chain[i:j]:
-                pins[parent] += 1
-                parents[block_id] = parent
-                is_cached[block_id] = True
-                parent = block_id
-        return pieces
-
-    def _may_enter(self, block_ids: array[int], is_run: bool) -> bool:
-        """They are referenced, and not cached."""
-        if is_run:
-            start, end = block_ids[0], block_ids[-1] + 1
-            if self._is_cached.find(1, start, end) >= 0:
-                return False
-            counts = self._num_references[start:end]
-            return all_are(counts, 1) or 0 not in counts
-        is_cached = any(map(self._is_cached.__getitem__, block_ids))
-        return not is_cached and all(map(self._num_references.__getitem__, block_ids))
-
-    def unmark_cached(self, block_id: int) -> None:
-        """The prefix cache maps nothing to this block any more. Those after it were unmarked
-        before."""
-        num_pins = self._num_pins[block_id] - self.is_held(block_id)
-        if not self._is_cached[block_id] or num_pins:
-            raise IntegrityError(f"block {block_id} is not cached, or has cached blocks after it")
-        self._is_cached[block_id] = False
-        parent, self._parent[block_id] = self._parent[block_id], NO_BLOCK
-        if block_id in self._evictable:
-            self._evictable.remove(block_id)
-            self._free.give(block_id)
-        else:
-            self._unpin(parent)
-
-    def hold(self, block_ids: Iterable[int]) -> None:
-        """Quarantine: keep each out of use once its references are gone, until as many `unhold`."""
-        for block_id in block_ids:
-            if self._num_references[block_id] == 0:
-                raise IntegrityError(
-                    f"block {block_id} is not referenced: it cannot be held any more"
-                )
-            if block_id not in self._num_holds:
-                self._num_pins[block_id] += 1
-            self._num_holds[block_id] = self._num_holds.get(block_id, 0) + 1
-
-    def hold_chain(self, block_ids: Sequence[int]) -> None:
-        """`hold` of cached blocks that follow one another, referenced or not."""
-        if block_ids:
-            self._wake(block_ids[-1])  # and those before it
-        for block_id in block_ids:
-            num_holds = self._num_holds.get(block_id, 0)
-            if num_holds == 0:
-                self._num_pins[block_id] += 1
-                self._num_quarantined += not self._num_references[block_id]
-            self._num_holds[block_id] = num_holds + 1
-
-    def unhold(self, block_ids: Iterable[int]) -> None:
+    def unhold(self, block_ids: Collection[int]) -> None:
         """End one hold of each. Raises: WrongState naming a block that is not held; nothing was
         done."""
-        block_ids = tuple(block_ids)
-        for block_id, num_ended in Counter(block_ids).items():
-            if self._num_holds.get(block_id, 0) < num_ended:
-                raise WrongState(f"block {block_id} is not quarantined")
+        num_holds = self._num_holds
+        if 0 in map(num_holds.__getitem__, block_ids) or len({*block_ids}) < len(block_ids):
+            for block_id, num_ended in Counter(block_ids).items():
+                if num_holds[block_id] < num_ended:
+                    raise WrongState(f"block {block_id} is not quarantined")
+        _, num_unused = self._end_use(block_ids, num_holds, self._num_references)
+        self.num_quarantined -= num_unused
+
+    def _begin_use(
+        self, block_ids: Sequence[int], counts: list[int], others: list[int]
+    ) -> tuple[int, int]:
+        """Count one more use of each block in `counts`, its references or its holds; `others` are
+        the uses of the other kind. Those that were evictable leave the order of eviction, and so do
+        the blocks before them, which they pin.
+
+        Args:
+            block_ids: the evictable ones are the last, and follow one another.
+        Returns: of the blocks without a use of this kind, how many had one of the other kind, and
+            how many had none.
+        """
+        pins, num_used, num_unused = self._num_pins, 0, 0
+        first_idle = bisect_left(block_ids, True, key=self.is_evictable)
+        for block_id in block_ids[:first_idle]:
+            count = counts[block_id]
+            if not count:
+                if others[block_id]:
+                    num_used += 1
+                elif pins[block_id]:
+                    num_unused += 1
+                else:
+                    raise IntegrityError(f"block {block_id} is free: it cannot be used")
+            counts[block_id] = count + 1
+        idle = block_ids[first_idle:]
+        if not idle:
+            return num_used, num_unused
+        self._evictable.remove(idle)
+        self._pin(self._parents[idle[0]])
+        for block_id in idle:
+            counts[block_id] = pins[block_id] = 1
+        pins[block_id] = 0  # no block of them follows the last
+        return num_used, num_unused + len(idle)
+
+    def _pin(self, block_id: int) -> None:
+        """One more cached block after this one is in use: neither it nor those before it are
+        evictable from now on. NO_BLOCK: nothing."""
+        while block_id != NO_BLOCK and self.is_evictable(block_id):
+            self._evictable.remove((block_id,))
+            self._num_pins[block_id] = 1
+            block_id = self._parents[block_id]
+        if block_id != NO_BLOCK:
+            self._num_pins[block_id] += 1
+
+    def _end_use(
+        self, block_ids: Iterable[int], counts: list[int], others: list[int]
+    ) -> tuple[int, int]:
+        """Count one use less of each block in `counts`, as in `_begin_use`. A block that nothing
+        keeps any more becomes free, or evictable if it is cached, and blocks before it may follow.
+
+        Returns: of the blocks without a use of this kind now, how many have one of the other kind,
+            and how many have none.
+        """
+        references, holds, pins = self._num_references, self._num_holds, self._num_pins
+        parents = self._parents
+        num_used, num_unused, evictable, free = 0, 0, list[int](), list[int]()
         for block_id in block_ids:
-            self._num_holds[block_id] -= 1
-            if self._num_holds[block_id] == 0:
-                del self._num_holds[block_id]
-                self._num_quarantined -= not self._num_references[block_id]
-                self._unpin(block_id)
+            num_left = counts[block_id] - 1
+            counts[block_id] = num_left
+            if num_left:
+                if num_left < 0:
+                    raise IntegrityError(f"block {block_id} was put back once too often")
+            elif others[block_id]:
+                num_used += 1
+            else:
+                num_unused += 1
+                if not pins[block_id]:
+                    parent = parents[block_id]
+                    if parent == _NOT_CACHED:
+                        free.append(block_id)
+                        continue
+                    evictable.append(block_id)
+                    while parent >= 0:
+                        num_left = pins[parent] - 1
+                        pins[parent] = num_left
+                        if num_left or references[parent] or holds[parent]:
+                            break
+                        evictable.append(parent)
+                        parent = parents[parent]
+        self._evictable.append(evictable)
+        self._free.give(free)
+        return num_used, num_unused
+
+    # -- chains of cached blocks
+
+    def mark_cached(self, block_ids: Sequence[int], parent: int = NO_BLOCK) -> None:
+        """The prefix cache maps hashes to these blocks from now on. Each must be referenced; they
+        follow one another, and the first of them follows `parent`, which is cached, or NO_BLOCK.
+
+        Raises: IntegrityError; nothing was done.
+        """
+        if not block_ids:
+            return
+        references, pins, parents = self._num_references, self._num_pins, self._parents
+        if parent != NO_BLOCK and parents[parent] == _NOT_CACHED:
+            raise IntegrityError(f"block {block_ids[0]} follows {parent}, which is not cached")
+        for block_id in block_ids:
+            if not references[block_id] or parents[block_id] != _NOT_CACHED:
+                raise IntegrityError(
+                    f"block {block_id} is not referenced, or cached already: it cannot enter the "
+                    f"prefix cache"
+                )
+        self._pin(parent)
+        for block_id in block_ids:
+            parents[block_id] = parent
+            pins[block_id] = 1
+            parent = block_id
+        pins[parent] = 0  # no block follows the last one
+
+    def unmark_cached(self, block_id: int) -> None:
+        """The prefix cache maps no hash to this block any more. Blocks that follow it were unmarked
+        before. Raises: IntegrityError."""
+        parent = self._parents[block_id]
+        if parent == _NOT_CACHED or self._num_pins[block_id]:
+            raise IntegrityError(f"block {block_id} is not cached, or has cached blocks after it")
+        if self.is_evictable(block_id):
+            self._evictable.remove((block_id,))
+            self._free.give((block_id,))
+        elif parent != NO_BLOCK:  # its pin ends as if it were a reference
+            self._num_pins[parent] -= 1
+            self._num_references[parent] += 1
+            self._end_use((parent,), self._num_references, self._num_holds)
+        self._parents[block_id] = _NOT_CACHED
+
+    # -- invariants
 
     def check_integrity(self, num_references: Mapping[int, int] | None = None) -> None:
-        """Recompute every class from scratch; `num_references`, counted by the caller, must equal
-        the pool's own counts.
+        """Recompute every class from scratch. Classes are compared as sets, since a worker is asked
+        for this between the steps of its requests.
 
+        Args:
+            num_references: of the blocks that have any, counted by the caller.
         Raises: IntegrityError naming the first block that is in no class, in two, or miscounted.
         """
         self._free.check_integrity()
         self._evictable.check_integrity()
-        self._check_chains()
-        if not self._is_sound(num_references):
-            name_what_is_wrong(self, set(self._free), set(self._evictable), num_references)
-            raise IntegrityError("the blocks' classes do not add up")
-
-    def _is_sound(self, num_references: Mapping[int, int] | None) -> bool:
-        """The laws over whole classes, whose members are counted in C: a worker is asked in the
-        middle of everybody's answers.
-        """
-        free, evictable = set(self._free), set(self._evictable)
+        order = [*self._evictable]
+        self._check_chains(order)
+        free, evictable, cached = set(self._free), set(order), self.cached()
+        numbers = range(self.num_blocks)
         counts = dict(compress(enumerate(self._num_references), self._num_references))
-        if num_references is not None and counts != num_references:
-            return False
-        quarantined = self._num_holds.keys() - counts.keys()
-        pinned = set(compress(self.numbers, self._num_pins))
-        pinned -= self._num_holds.keys() | counts.keys()
-        cached = self.cached()
-        classes = (free, evictable, counts.keys() | pinned, quarantined)
-        num_there = (self.num_free, self.num_evictable, self.num_referenced, self.num_quarantined)
-        return (
-            tuple(map(len, classes)) == num_there
-            and sum(num_there) == self.num_blocks == len(set().union(*classes))
-            and all(n > 0 for n in counts.values())
+        held = set(compress(numbers, self._num_holds))
+        pinned = set(compress(numbers, self._num_pins)) - held - counts.keys()
+        classes = (free, evictable, counts.keys() | pinned, held - counts.keys())
+        sizes = (self.num_free, self.num_evictable, self.num_referenced, self.num_quarantined)
+        is_sound = (
+            (num_references is None or counts == num_references)
+            and tuple(map(len, classes)) == sizes
+            and len(set().union(*classes)) == sum(sizes) == self.num_blocks
+            and all(
+                count > 0 for count in (*counts.values(), *map(self._num_holds.__getitem__, held))
+            )
             and evictable <= cached
             and free.isdisjoint(cached)
         )
+        if is_sound:
+            return
+        for block_id in numbers:
+            count = counts.get(block_id, 0)
+            if num_references is not None and num_references.get(block_id, 0) != count:
+                raise IntegrityError(
+                    f"block {block_id} has {count} references in the pool, "
+                    f"{num_references.get(block_id, 0)} by count"
+                )
+            names = ("free", "evictable", "referenced", "quarantined")
+            there = [
+                name for name, blocks in zip(names, classes, strict=True) if block_id in blocks
+            ]
+            if len(there) != 1 or (block_id in evictable) != self.is_evictable(block_id):
+                is_cached = self.is_cached(block_id)
+                raise IntegrityError(f"block {block_id} is in classes {there}, cached: {is_cached}")
+        raise IntegrityError(f"blocks counted {[*map(len, classes)]}, the pool says {sizes}")
 
-    def _check_chains(self) -> None:
-        """Parents are cached and stand behind their children in `evictable`; what pins a block is
-        counted right."""
-        place = {block_id: index for index, block_id in enumerate(self._evictable)}
-        num_pins = array("q", (0,)) * self.num_blocks
-        for block_id in self._num_holds:
-            num_pins[block_id] = 1
-        for block_id in compress(self.numbers, map(NO_BLOCK.__ne__, self._parent)):
-            parent = self._parent[block_id]
-            if not self._is_cached[block_id] or not self._is_cached[parent]:
-                raise IntegrityError(f"block {block_id} follows {parent}: one is not cached")
+    def _check_chains(self, order: Sequence[int]) -> None:
+        """Raises: IntegrityError where a parent is not cached, would be evicted before a block that
+        follows it, or is pinned by a wrong count."""
+        place = {block_id: index for index, block_id in enumerate(order)}
+        num_pins = [0] * self.num_blocks
+        for block_id, parent in enumerate(self._parents):
+            if parent < 0:
+                continue
+            if self._parents[parent] == _NOT_CACHED:
+                raise IntegrityError(f"block {block_id} follows {parent}, which is not cached")
             if block_id not in place:
                 num_pins[parent] += 1
-            elif parent in place and place[parent] < place[block_id]:
+            elif place.get(parent, len(place)) < place[block_id]:
                 raise IntegrityError(f"block {parent} would be evicted before {block_id} after it")
         if num_pins != self._num_pins:
-            raise IntegrityError("what pins cached or held blocks is miscounted")
+            raise IntegrityError("what pins cached blocks is miscounted")
+
+
+class EvictionOrder:
+    """The evictable blocks, the least recently used first: a list linked by block number, so that a
+    block leaves at O(1) from any place. Links of a block that is not in it mean nothing."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._end = num_blocks  # the place before the first block and after the last one
+        self._next = [self._end] * (num_blocks + 1)
+        self._previous = [self._end] * (num_blocks + 1)
+        self._num_blocks = 0
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    def __iter__(self) -> Iterator[int]:
+        block_id = self._next[self._end]
+        while block_id != self._end:
+            yield block_id
+            block_id = self._next[block_id]
+
+    def append(self, block_ids: Sequence[int]) -> None:
+        """Add blocks that are not in it, to be evicted last, in this order."""
+        following, previous = self._next, self._previous
+        last = previous[self._end]
+        for block_id in block_ids:
+            following[last] = block_id
+            previous[block_id] = last
+            last = block_id
+        following[last], previous[self._end] = self._end, last
+        self._num_blocks += len(block_ids)
+
+    def remove(self, block_ids: Sequence[int]) -> None:
+        """Remove blocks that are in it."""
+        following = self._next
+        first = last = NO_BLOCK
+        for block_id in block_ids:
+            if following[block_id] == first:  # a chain: it lies before those in front of it
+                first = block_id
+            else:
+                self._cut(first, last)
+                first = last = block_id
+        self._cut(first, last)
+        self._num_blocks -= len(block_ids)
+
+    def _cut(self, first: int, last: int) -> None:
+        """Join what is before `first` and after `last`."""
+        if first != NO_BLOCK:
+            before, after = self._previous[first], self._next[last]
+            self._next[before], self._previous[after] = after, before
+
+    def take_first(self, num_blocks: int) -> list[int]:
+        """Remove and return the first `num_blocks` blocks, which must be there."""
+        taken = [*islice(self, num_blocks)]
+        if taken:
+            first = self._next[taken[-1]]
+            self._next[self._end], self._previous[first] = first, self._end
+        self._num_blocks -= num_blocks
+        return taken
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError where the links of two blocks disagree, or the count is wrong."""
+        block_id, num_passed = self._end, 0
+        while num_passed <= self._num_blocks:
+            after = self._next[block_id]
+            if self._previous[after] != block_id:
+                raise IntegrityError(f"the order of eviction is broken after block {block_id}")
+            block_id, num_passed = after, num_passed + 1
+            if block_id == self._end:
+                break
+        if block_id != self._end or num_passed != self._num_blocks + 1:
+            raise IntegrityError(
+                f"{num_passed - 1} blocks or more are in the order of eviction, "
+                f"{self._num_blocks} by count"
+            )
+
+
+class FreeRuns:
+    """The free blocks as runs of adjacent ones, the longest unused run first. A run is a half-open
+    interval [start, end), and two runs never touch.
+
+    Adjacent blocks matter to transfers (one descriptor for a run) and to the CPU's attention (one
+    view of the cache). `take` looks for a long enough run among the first few only, so giving and
+    taking a block is O(1) however many runs there are.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._end_of: OrderedDict[int, int] = OrderedDict({0: num_blocks})
+        self._start_of: dict[int, int] = {num_blocks: 0}
+        self._num_blocks = num_blocks
+
+    def __len__(self) -> int:
+        """Free blocks."""
+        return self._num_blocks
+
+    def __iter__(self) -> Iterator[int]:
+        """Free blocks, ascending within a run."""
+        return chain.from_iterable(starmap(range, self._end_of.items()))
+
+    def give(self, block_ids: Sequence[int]) -> None:
+        """Add blocks that are not free. Neighbours in the list, in either direction, are added as a
+        run."""
+        start = end = -1
+        for block_id in block_ids:
+            if block_id == start - 1:
+                start = block_id
+            elif block_id == end:
+                end += 1
+            else:
+                self._give_run(start, end)
+                start, end = block_id, block_id + 1
+        self._give_run(start, end)
+
+    def _give_run(self, first: int, behind: int) -> None:
+        """Add blocks [first, behind)."""
+        if first == behind:
+            return
+        start, end = self._start_of.pop(first, first), self._end_of.pop(behind, behind)
+        self._end_of[start] = end
+        self._start_of[end] = start
+        self._num_blocks += behind - first
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Remove and return `num_blocks` blocks, which must be there: adjacent ones if a run looked
+        at is long enough, else runs as they come."""
+        if num_blocks == 0:
+            return []
+        for start, end in islice(self._end_of.items(), _NUM_RUNS_TRIED):
+            if end - start >= num_blocks:
+                return self._cut(start, num_blocks)
+        taken: list[int] = []
+        while len(taken) < num_blocks:
+            start, end = next(iter(self._end_of.items()))
+            taken += self._cut(start, min(end - start, num_blocks - len(taken)))
+        return taken
+
+    def _cut(self, start: int, num_blocks: int) -> list[int]:
+        """Take the first blocks of a run."""
+        end = self._end_of.pop(start)
+        middle = start + num_blocks
+        if middle < end:
+            self._end_of[middle] = end
+            self._end_of.move_to_end(middle, last=False)
+            self._start_of[end] = middle
+        else:
+            del self._start_of[end]
+        self._num_blocks -= num_blocks
+        return list(range(start, middle))
+
+    def check_integrity(self) -> None:
+        """Raises: IntegrityError where the two maps disagree, two runs touch, or the count is
+        wrong."""
+        runs = sorted(self._end_of.items())
+        if {end: start for start, end in runs} != self._start_of:
+            raise IntegrityError("the free runs' two maps disagree")
+        for (_, end), (start, _) in pairwise(runs):
+            if start <= end:
+                raise IntegrityError(f"free runs touch or overlap at block {start}")
+        if any(start >= end for start, end in runs) or self._num_blocks != sum(
+            end - start for start, end in runs
+        ):
+            raise IntegrityError("free blocks are miscounted")

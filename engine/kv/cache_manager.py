@@ -25,7 +25,7 @@ from engine.errors import IntegrityError, NoBlocks, WrongState
 from engine.group import Group
 from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
-from engine.kv.radix_tree import RadixTree
+from engine.kv.prefix_cache import PrefixCache
 from engine.outputs import FilledBlock
 from engine.parking import Blocks
 from engine.request import STARTED, WITHOUT_BLOCKS, State
@@ -33,13 +33,13 @@ from engine.sequence import HOLE, Sequence
 
 
 class KVCacheManager:
-    """The blocks of all sequences. Args: kv: the device cache; tree: the prefix cache, with its
-    block pool; in_flight: the pending steps."""
+    """The blocks of all sequences. Args: kv: the device cache; prefix_cache: with its block pool;
+    in_flight: the pending steps."""
 
-    def __init__(self, kv: KvMemory, tree: RadixTree, in_flight: InFlight) -> None:
+    def __init__(self, kv: KvMemory, prefix_cache: PrefixCache, in_flight: InFlight) -> None:
         self.kv = kv
-        self.tree = tree
-        self.pool = tree.pool
+        self.prefix_cache = prefix_cache
+        self.pool = prefix_cache.pool
         self.in_flight = in_flight
         self.block_size = kv.layout.block_size
         self.lent: set[int] = set()
@@ -98,7 +98,7 @@ class KVCacheManager:
 
     def count_needed(self, group: Group, sequence: Sequence) -> tuple[int, int]:
         """(free or evictable blocks that `allocate_first` would use, tokens that are cached)."""
-        num_shared, num_reused = self.tree.match_counts(self._shareable(sequence))
+        num_shared, num_reused = self.prefix_cache.match_counts(self._shareable(sequence))
         num_fresh = self.num_required(group, sequence) - num_shared
         return num_fresh + num_reused, num_shared * self.block_size
 
@@ -106,7 +106,7 @@ class KVCacheManager:
         """For a sequence without blocks: the chain hash of the first full block that it could share
         and that is not cached. None: all of them are cached."""
         hashes = self._shareable(sequence)
-        num_shared = self.tree.match_length(hashes)
+        num_shared = self.prefix_cache.match_length(hashes)
         return hashes[num_shared] if num_shared < len(hashes) else None
 
     def allocate_first(self, group: Group, sequence: Sequence) -> None:
@@ -136,11 +136,11 @@ class KVCacheManager:
 
     def _reserve(self, chain_hashes: list[bytes], num_blocks: int) -> tuple[tuple[int, ...], int]:
         try:
-            return self.tree.reserve(chain_hashes, num_blocks)
+            return self.prefix_cache.reserve(chain_hashes, num_blocks)
         except NoBlocks:
-            num_shared, num_reused = self.tree.match_counts(chain_hashes)
+            num_shared, num_reused = self.prefix_cache.match_counts(chain_hashes)
             self._make_room(num_blocks - num_shared + num_reused)
-            return self.tree.reserve(chain_hashes, num_blocks)
+            return self.prefix_cache.reserve(chain_hashes, num_blocks)
 
     def _shareable(self, sequence: Sequence) -> list[bytes]:
         """Chain hashes of the full blocks before the first token whose logits are needed."""
@@ -158,13 +158,13 @@ class KVCacheManager:
         if HOLE in sequence.block_ids:
             holes = [index for index, block_id in enumerate(sequence.block_ids) if block_id == HOLE]
             self._make_room(len(holes))
-            for index, block_id in zip(holes, self.tree.take(len(holes)), strict=True):
+            for index, block_id in zip(holes, self.prefix_cache.take(len(holes)), strict=True):
                 sequence.block_ids[index] = block_id
 
     def lend_blocks(self, num_blocks: int) -> tuple[int, ...]:
         """Reference scratch blocks for a caller that is not a request: at most half of the free
         ones; nothing is evicted for them. Returns: at most `num_blocks` ids."""
-        block_ids = self.tree.take(min(num_blocks, self.pool.num_free // 2))
+        block_ids = self.prefix_cache.take(min(num_blocks, self.pool.num_free // 2))
         self.lent.update(block_ids)
         return block_ids
 
@@ -178,8 +178,8 @@ class KVCacheManager:
 
     def share_cached(self, sequence: Sequence) -> None:
         """Give a sequence without blocks its cached prefix, and no new blocks."""
-        block_ids = self.tree.match(self._shareable(sequence))
-        self.tree.share(block_ids)
+        block_ids = self.prefix_cache.match(self._shareable(sequence))
+        self.pool.share(block_ids)
         sequence.block_ids = list(block_ids)
         sequence.num_cached_blocks = len(block_ids)
         sequence.num_local_tokens = len(block_ids) * self.block_size
@@ -217,7 +217,7 @@ class KVCacheManager:
             sequence.block_ids += spare[len(spare) - num_missing :]
             del spare[len(spare) - num_missing :]
         else:
-            sequence.block_ids += self.tree.take(num_missing)
+            sequence.block_ids += self.prefix_cache.take(num_missing)
 
     def fit_draft_blocks(self, sequence: Sequence, num_guesses: int) -> None:
         """Allocate or free blocks so that the sequence has exactly those for its tokens and
@@ -230,7 +230,7 @@ class KVCacheManager:
         index = sequence.num_computed_tokens // self.block_size
         if sequence.group.is_whole:
             self.pool.put_back((sequence.group.spare_block_ids.pop(),))  # allocated again below
-        block_id, source = self.tree.writable(sequence.block_ids[index])
+        block_id, source = self.prefix_cache.writable(sequence.block_ids[index])
         if source is not None:
             self.kv.copy(source, block_id)
             self.in_flight.has_copied = True
@@ -243,7 +243,7 @@ class KVCacheManager:
         twin = sequence.fork(sample_index)
         num_blocks = -(-sequence.num_computed_tokens // self.block_size)
         del twin.block_ids[num_blocks:]
-        self.tree.share(twin.block_ids)
+        self.pool.share(twin.block_ids)
         if sequence.num_computed_tokens % self.block_size:
             sequence.is_tail_shared = twin.is_tail_shared = True
         return twin
@@ -310,7 +310,7 @@ class KVCacheManager:
         parent_hash = sequence.chain_hashes[first - 1] if first else b""
         hashes = sequence.chain_hashes[first:num_full]
         block_ids = sequence.block_ids[first:num_full]
-        self.tree.insert_chain(parent_hash, hashes, block_ids)
+        self.prefix_cache.insert(parent_hash, hashes, block_ids)
         num_told = max(0, sequence.num_told_blocks - first)
         unreported = zip(
             range(first + num_told, num_full), block_ids[num_told:], hashes[num_told:], strict=True
@@ -323,9 +323,8 @@ class KVCacheManager:
     def uncache(self, sequence: Sequence) -> None:
         """Remove the sequence's own blocks from the prefix cache: its logits are not numbers, so
         its KV may not be either."""
-        for block_id in sequence.block_ids[sequence.num_trusted_blocks :]:
-            if block_id != HOLE:
-                self.tree.forget(block_id)
+        own = sequence.block_ids[sequence.num_trusted_blocks :]
+        self.prefix_cache.forget([block_id for block_id in own if block_id != HOLE])
 
     def num_resumable(self, num_tokens: int) -> int:
         """Of `num_tokens` computed tokens, those whose KV lies completely in the blocks: in a
@@ -373,8 +372,8 @@ class KVCacheManager:
     def hold_cached(self, chain_hashes: Values[bytes], first: int) -> tuple[int, ...]:
         """Hold blocks [first, ..) of a chain's longest cached prefix. Returns: their ids, in
         order."""
-        block_ids = self.tree.match(chain_hashes)[first:]
-        self.pool.hold_chain(block_ids)
+        block_ids = self.prefix_cache.match(chain_hashes, first)
+        self.pool.hold(block_ids)
         return block_ids
 
     # -- accepted draft tokens
@@ -479,7 +478,7 @@ class KVCacheManager:
         self.in_flight.check_integrity(
             sequence for group in groups.values() for sequence in group.samples.values()
         )
-        self.tree.check_integrity()
+        self.prefix_cache.check_integrity()
 
     def _check_group(self, group: Group) -> None:
         name = group.request.request_id

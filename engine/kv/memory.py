@@ -21,7 +21,7 @@ from baton_kernels.block_rows import BlockRows
 
 from engine.errors import LoadError
 from engine.kv.layout import KvLayout, Section
-from engine.kv.tails import Tails
+from engine.kv.partial_blocks import PartialBlockBuffer
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -150,9 +150,11 @@ class KvMemory:
                 raise self._no_room(error) from error
         self.address: int = self.cache.data_ptr()
         self._views: list[LayerView] | None = None
-        self.tails: Tails | None = None
+        self.tails: PartialBlockBuffer | None = None
         if layout.is_quantized:
-            self.tails = Tails(lambda num_slots: KvMemory(record.raw, num_slots, device))
+            self.tails = PartialBlockBuffer(
+                lambda num_slots: KvMemory(record.raw, num_slots, device)
+            )
 
     def _no_room(self, error: Exception) -> LoadError:
         num_bytes = self.num_blocks * self.record.block_bytes

@@ -117,10 +117,10 @@ def _of_drafts(device: DeviceMemory) -> str:
 
 
 def _tail_bytes(config: EngineConfig, layout: KvLayout) -> int:
-    """What `tails.Tails` of a quantized cache may grow to beside it: one unfilled block, as
-    computed, for each request that runs; where somebody guesses, what a step guesses for it, and as
-    many blocks that it may enter. Less than twice that, as it doubles; and while it grows the old
-    one lies beside the new."""
+    """What the PartialBlockBuffer of a quantized cache may grow to: one unfilled block, as
+    computed, for each request that runs; with speculation also a step's draft tokens for it, and as
+    many blocks that they may enter. Less than twice that, as it doubles; and while it grows the old
+    memory lies beside the new."""
     if not layout.is_quantized:
         return 0
     num_slots = 1

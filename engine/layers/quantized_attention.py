@@ -6,7 +6,7 @@ alone: not on the chunks a prompt came in, nor on prefix hits, nor on batch-mate
 quantized once, in the step that fills it (KvQuantizer); until then it lies as computed in a slot of
 `KvMemory.tails`. Draft tokens (Span.branches) see what plain ones would at their place
 (DraftBlockVersions), and are stored nowhere but in slots of their own: those that are kept join the
-sequence by `Tails.keep`.
+sequence by `PartialBlockBuffer.keep`.
 
 Spans of one token are attended together, on CUDA by a kernel that reads the cache as it is; longer
 ones one by one, over copies as numbers. Blocks that a step fills keep their tails until the step is
@@ -70,7 +70,7 @@ class KvQuantizer:
         scales[ids] = its_scales
 
     def freeze_tails(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        """Quantize blocks whose numbers lie in these slots, in all layers: Tails.quantize."""
+        """Quantize blocks whose numbers lie in these slots, in all layers: PartialBlockBuffer.quantize."""
         device = self._views[0].keys.device
         blocks, tails = (torch.tensor([list(one)], device=device) for one in (block_ids, slots))
         ids: dict[HeadRows, torch.Tensor] = {}

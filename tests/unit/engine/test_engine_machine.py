@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.errors import NoBlocks, WrongState
+from engine.errors import InvalidLogits, NoBlocks, UnknownRequest, WrongState
 from engine.models.interface import LoadedModel
 from engine.request import DetachedRequest, Request, Reservation, Sampling, State
 from engine.testing.ahead_model import AheadModel
@@ -49,8 +49,8 @@ class Known:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """reserve, load, start, submit, step, preempt, hold, abort, release, quarantine, unquarantine,
-    refill, hold_cached, lend and return, in any order."""
+    """reserve, load, start, submit, step, fail, preempt, hold, abort, release, quarantine,
+    unquarantine, refill, hold_cached, lend and return, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,6 +78,8 @@ class EngineMachine(RuleBasedStateMachine):
             park_bytes=400,
         )
         self.model = FakeModel(context_window=WINDOW)
+        self.oracle = FakeModel(context_window=WINDOW)
+        """The same model, without the tokens that `fail` poisons."""
         model: LoadedModel = self.model
         if is_late is not None:
             model = AheadModel(model, is_late=is_late)
@@ -185,10 +187,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert levels == (stats.num_running, stats.num_waiting)
         for event in output.events:
             known = self.live[event.request_id]
+            if event.error is not None:
+                assert isinstance(event.error, InvalidLogits) and self.model.poison
+                del self.live[event.request_id]
+                continue
             known.state = State.PREFILLING if known.state is State.WAITING else known.state
             for token_id in event.token_ids:
                 history = [*known.request.prompt_token_ids, *known.outputs]
-                assert token_id == self.model.next_token(history), event.request_id
+                assert token_id == self.oracle.next_token(history), event.request_id
                 known.outputs.append(token_id)
                 known.state = State.RUNNING
             hold_after = known.request.hold_after
@@ -198,6 +204,22 @@ class EngineMachine(RuleBasedStateMachine):
                 known.state = State.HOLDING
             elif event.finish_reason is not None:
                 del self.live[event.request_id]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        """A request fails in the middle, while a writer to a store holds its blocks: the model's
+        logits after its next tokens are NaN. So are those of other requests after these tokens."""
+        self.step()  # so that a waiting one may have begun
+        known = self.pick(data, State.PREFILLING, State.RUNNING)
+        if known is None:
+            return
+        tokens = [*known.request.prompt_token_ids, *known.outputs]
+        self.hold_chain(tokens, 0)
+        self.model.poison = frozenset((tokens[-1], *self.oracle.generate(tokens, 2)))
+        for _ in range(4):  # steps under way have computed the next tokens already
+            self.step()
+        self.model.poison = frozenset()
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -274,11 +296,15 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), family=st.integers(1, 3), first=st.integers(0, 2))
     def hold_cached(self, data: st.DataObject, family: int, first: int) -> None:
-        """Somebody wants to read a chain, of whatever request."""
+        """A chain is to be read, of whatever request."""
         tokens = [(family * 31 + i) % 97 for i in range(20)]
         known = self.pick(data, *State)
         if known is not None:
             tokens = [*known.request.prompt_token_ids, *known.outputs]
+        self.hold_chain(tokens, first)
+
+    def hold_chain(self, tokens: list[int], first: int) -> None:
+        """Hold blocks [first, ..) of what is cached of these tokens."""
         blocks = [tokens[i : i + SIZE] for i in range(0, len(tokens) - SIZE + 1, SIZE)]
         hashes: list[bytes] = []
         for block in blocks:
@@ -323,6 +349,23 @@ class EngineMachine(RuleBasedStateMachine):
             cell = self.engine.kv.cache[block_id, 0, 0, :, :, 0]
             assert cell[0].tolist() == tokens
             assert cell[1].tolist() == list(range(start, start + SIZE))
+
+    @invariant()
+    def what_is_read_is_given_to_no_request(self) -> None:
+        """A held block is a request's only as a part of the same prefix."""
+        held = {block_id: (start, tokens) for block_id, start, tokens in self.in_reading}
+        for name, known in self.live.items():
+            history = [*known.request.prompt_token_ids, *known.outputs]
+            for place, block_id in enumerate(self.block_ids(name)):
+                if block_id in held:
+                    start, tokens = held[block_id]
+                    assert (start, tokens) == (place * SIZE, history[start : start + SIZE])
+
+    def block_ids(self, name: str) -> tuple[int, ...]:
+        try:
+            return self.engine.block_ids(name)
+        except UnknownRequest:  # it has no sample now
+            return ()
 
     @invariant()
     def what_was_taken_out_stays_as_it_was(self) -> None:

@@ -18,7 +18,7 @@ from engine.engine import LLMEngine
 from engine.errors import IntegrityError
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
-from engine.kv.tails import Tails
+from engine.kv.partial_blocks import PartialBlockBuffer
 from engine.layers import quantized_attention
 from engine.layers.quantized_attention import QuantizedAttention, Scales
 from engine.request import Request
@@ -266,7 +266,7 @@ class TailsMachine(RuleBasedStateMachine):
         self.live: set[int] = set()
         self.expected: dict[int, float] = {}
         raw = layout_of([LayerKv(1, 2, 1, 2)], block_size=2, dtype="float32")
-        self.tails = Tails(lambda num_slots: KvMemory(raw, num_slots))
+        self.tails = PartialBlockBuffer(lambda num_slots: KvMemory(raw, num_slots))
         self.tails.is_live = lambda block_id: block_id in self.live
 
     @rule(block_id=st.integers(0, 40), number=st.floats(1, 9, width=32))
@@ -335,7 +335,9 @@ def test_a_block_that_was_loaded_full_keeps_no_tail(
 ) -> None:
     """Its last owner gave it back unfilled; now it is live again, and no step fills it."""
     engine = make_engine()
-    tails = engine.kv.tails = Tails(lambda num_slots: KvMemory(engine.kv.layout, num_slots))
+    tails = engine.kv.tails = PartialBlockBuffer(
+        lambda num_slots: KvMemory(engine.kv.layout, num_slots)
+    )
     for block_id in range(engine.kv.num_blocks):
         tails.open(block_id)
     reserved = engine.reserve(make_request("a", tuple(range(1, 10))))

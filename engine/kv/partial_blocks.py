@@ -1,7 +1,7 @@
-"""Tails: what of a quantized cache is not quantized yet: the numbers of unfilled blocks as the
-model computed them, and of guessed tokens until it is known which of them are kept.
+"""PartialBlockBuffer: values of a quantized cache that are not quantized yet: those of unfilled
+blocks as the model computed them, and those of draft tokens until it is known which are accepted.
 
-Knows no request. Engine thread only.
+It knows no request. Engine thread only.
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ from engine.errors import IntegrityError
 if TYPE_CHECKING:
     from engine.kv.memory import KvMemory
 
-_FIRST_TAILS = 8
+_FIRST_SLOTS = 8
 """Slots to begin with; doubled when all are in use."""
 
 
-class Tails:
-    """Unfilled blocks of a quantized cache: one slot of a raw memory per block being filled.
+class PartialBlockBuffer:
+    """One slot of a raw memory for each unfilled block of a quantized cache: the block's tail.
 
-    A slot is opened when a block is entered, closed when it is full and the step that filled it is
-    booked (or when it is cleared). One whose block was given back unfilled is found when room is
-    wanted: `is_live` says so. Grows as live sequences do.
+    A slot is opened when a block gets its first token, and closed when the block is full and the
+    step that filled it is processed, or when the block is cleared. A slot whose block was freed
+    unfilled is closed when slots run out: `is_live` tells it. The memory grows as live sequences
+    do.
 
-    Guessed tokens touch no block and no tail: theirs are slots of their own, from the step that
-    computes them (`guess`) to its draws (`keep`), or to the next step (`drop_guesses`) where those
-    never came. As many slots as they have stay free meanwhile, for the blocks that a kept path
-    enters: what is kept needs no memory that might not be there, once tokens have been told.
+    Draft tokens touch no block and no tail: they have slots of their own, from the step that
+    computes them (`guess`) to its acceptance (`keep`), or to the next step (`drop_guesses`) if that
+    never came. As many slots as they have stay free meanwhile, for the blocks that an accepted path
+    enters: once tokens are in an output, keeping them cannot fail for lack of memory.
 
     Args:
-        make: a raw memory of so many slots.
+        make: makes a raw memory of that many slots.
     """
 
     def __init__(self, make: Callable[[int], KvMemory]) -> None:
         self.is_live: Callable[[int], object] = lambda _: True
-        """Is this block referenced? Set by whoever owns the pool."""
+        """Whether this block is referenced or held. The engine sets it to its pool's."""
         self.quantize: Callable[[Sequence[int], Sequence[int]], None] | None = None
-        """Make these blocks of what lies in these slots, in all layers. Set by whoever computes
-        guesses."""
+        """Quantizes what lies in these slots into these blocks, in all layers. Set by the attention
+        that computes draft tokens."""
         self._make = make
-        self.memory = make(_FIRST_TAILS)
+        self.memory = make(_FIRST_SLOTS)
         self._slots: dict[int, int] = {}
-        self._free = list(range(_FIRST_TAILS))
+        self._free = list(range(_FIRST_SLOTS))
         self._guesses: dict[int, tuple[int, ...]] = {}  # slots, by the block of the token before
 
     def __len__(self) -> int:
@@ -56,43 +57,43 @@ class Tails:
 
     @property
     def num_guess_slots(self) -> int:
-        """In which numbers of guesses lie."""
+        """Slots that hold draft tokens."""
         return sum(len(slots) for slots in self._guesses.values())
 
     def slot(self, block_id: int) -> int:
-        """Of a block that is being filled. Raises: IntegrityError where it was never entered: its
-        first tokens came from elsewhere, which only full blocks can."""
+        """The slot of an unfilled block. Raises: IntegrityError where none was opened: its first
+        tokens came from elsewhere, which only those of full blocks can."""
         if block_id not in self._slots:
             raise IntegrityError(f"block {block_id} is entered in its middle, but has no tail")
         return self._slots[block_id]
 
     def open(self, block_id: int) -> int:
-        """A slot of zeros for a block that is entered."""
+        """Returns: a slot of zeros for a block that gets its first token."""
         self.close(block_id)
         slot = self._slots[block_id] = self._take()
         self.memory.clear(slot)
         return slot
 
     def close(self, block_id: int) -> None:
-        """Nothing, where the block has none."""
+        """Free the slot of a block, if it has one."""
         slot = self._slots.pop(block_id, None)
         if slot is not None:
             self._free.append(slot)
 
     def copy(self, source: int, target: int) -> None:
-        """What `source` has of a tail, or has not, becomes `target`'s, too."""
+        """Copy the tail of `source` to `target`, or close that of `target` if there is none."""
         self.close(target)
         if source in self._slots:
             slot = self.open(target)
             self.memory.copy(self._slots[source], slot)
 
-    # -- guesses
+    # -- draft tokens
 
     def guess(self, block_id: int, num_nodes: int) -> tuple[int, ...]:
-        """Slots for guessed tokens, node after node; what lies in them is not looked at.
+        """Returns: slots for the nodes of a tree of draft tokens, in order, with undefined bytes.
 
         Args:
-            block_id: of the last token before them: one sequence's own.
+            block_id: the block of the last token before them, one sequence's own.
         """
         num_slots = -(-num_nodes // self.memory.layout.block_size)
         slots = tuple(self._take() for _ in range(num_slots))
@@ -102,18 +103,17 @@ class Tails:
         return slots
 
     def keep(self, block_ids: Sequence[int], start: int, nodes: Sequence[int]) -> None:
-        """The sequence in these blocks goes on at position `start` with these of the nodes that
-        were guessed there, in their order. Blocks that they fill are quantized, as of any token;
-        the other nodes are forgotten.
+        """Move accepted draft tokens to the sequence's blocks, from position `start` on, in the
+        order of `nodes`. Blocks that they fill are quantized; the other nodes are dropped.
 
-        Raises: IntegrityError where no step has computed guesses for that place.
+        Raises: IntegrityError where no step has computed draft tokens for that place.
         """
         size = self.memory.layout.block_size
         before = block_ids[(start - 1) // size]
         if before not in self._guesses:
             if not nodes:
                 return
-            raise IntegrityError(f"no guesses were computed behind block {before}")
+            raise IntegrityError(f"no guesses were computed after block {before}")
         slots = self._guesses.pop(before)
         moves: list[tuple[int, int, int, int]] = []
         for position, node in enumerate(nodes, start):
@@ -125,16 +125,17 @@ class Tails:
         full = block_ids[start // size : (start + len(nodes)) // size]
         if full:
             if self.quantize is None:
-                raise IntegrityError("guesses fill a block, and nobody can quantize it")
+                raise IntegrityError("draft tokens fill a block, and nothing can quantize it")
             self.quantize(full, [self._slots[block_id] for block_id in full])
 
     def drop_guesses(self) -> None:
-        """Forget those that nobody has asked for: their step failed, or their sequence is gone."""
+        """Free the slots of draft tokens that were neither kept nor dropped: their step failed, or
+        their sequence is gone."""
         for slots in self._guesses.values():
             self._free += slots
         self._guesses = {}
 
-    # -- room
+    # -- slots
 
     def _take(self) -> int:
         num_promised = self.num_guess_slots
@@ -147,7 +148,7 @@ class Tails:
 
     def _grow(self) -> None:
         old = self.memory
-        # A step asks for room, and in between it is written to as well.
+        # A step asks for slots in inference mode; between steps they are written outside of it.
         with torch.inference_mode(False):
             self.memory = self._make(2 * old.num_blocks)
             self.memory.cache[: old.num_blocks].copy_(old.cache)
