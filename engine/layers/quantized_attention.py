@@ -70,7 +70,8 @@ class KvQuantizer:
         scales[ids] = its_scales
 
     def freeze_tails(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        """Quantize blocks whose numbers lie in these slots, in all layers: PartialBlockBuffer.quantize."""
+        """Quantize blocks whose numbers lie in these slots, in all layers
+        (PartialBlockBuffer.quantize)."""
         device = self._views[0].keys.device
         blocks, tails = (torch.tensor([list(one)], device=device) for one in (block_ids, slots))
         ids: dict[HeadRows, torch.Tensor] = {}
