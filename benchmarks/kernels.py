@@ -383,9 +383,9 @@ class PromptStep:
 
     def triton(self) -> torch.Tensor:
         """Run our Triton kernel on the step."""
-        from baton_kernels import prefill_attention_triton as gpu
+        from baton_kernels import prefill_attention_triton
 
-        gpu.prefill_attention(
+        prefill_attention_triton.prefill_attention(
             self.query, self.rows, self.tables, self.query_starts, self.starts, self.longest,
             DIM**-0.5, None, None, None, self.out,
         )  # fmt: skip
@@ -463,7 +463,7 @@ def _randn(*shape: int) -> torch.Tensor:
 
 def _rotation(name: str, num_tokens: int, ceiling: float) -> dict[str, Any]:
     """Sequences at random places (a decode), or one prompt where there are more than 256 tokens."""
-    from baton_kernels import layer_ops_triton as gpu
+    from baton_kernels import layer_ops_triton
 
     is_prompt = num_tokens > 256
     _, _, heads, kv_heads, has_norms = SHAPES[name]
@@ -493,7 +493,7 @@ def _rotation(name: str, num_tokens: int, ceiling: float) -> dict[str, Any]:
     num_bytes = 2 * qkv[0].nbytes + (2 * kv[0].nbytes if kv[0] is not None else 0)
 
     def launch(index: int) -> None:
-        gpu.rotate_and_write(
+        layer_ops_triton.rotate_and_write(
             qkv[index % sets], positions, cos_sin, rows, tables, ids, None, norms[0], norms[1],
             1e-6, out_q, kv[0], kv[1],
         )  # fmt: skip
@@ -507,25 +507,27 @@ def _rotation(name: str, num_tokens: int, ceiling: float) -> dict[str, Any]:
 
 
 def _norm(hidden: int, num_tokens: int, ceiling: float) -> dict[str, Any]:
-    from baton_kernels import layer_ops_triton as gpu
+    from baton_kernels import layer_ops_triton
 
     sets = num_sets(4 * num_tokens * hidden * 2)
     x = [_randn(num_tokens, hidden) for _ in range(sets)]
     weight, out = _randn(hidden), [torch.empty_like(x[0]) for _ in range(sets)]
 
     def launch(index: int) -> None:
-        gpu.rms_norm(x[index % sets], weight, 1e-5, out[index % sets])
+        layer_ops_triton.rms_norm(x[index % sets], weight, 1e-5, out[index % sets])
 
     return rate(graph_s(launch), 2 * x[0].nbytes, ceiling)
 
 
 def _silu_mul(width: int, num_tokens: int, ceiling: float) -> dict[str, Any]:
-    from baton_kernels import layer_ops_triton as gpu
+    from baton_kernels import layer_ops_triton
 
     sets = num_sets(3 * num_tokens * width * 2)
     gate_up = [_randn(num_tokens, 2 * width) for _ in range(sets)]
     out = [gate_up[0].new_empty(num_tokens, width) for _ in range(sets)]
-    seconds = graph_s(lambda index: gpu.silu_mul(gate_up[index % sets], out[index % sets]))
+    seconds = graph_s(
+        lambda index: layer_ops_triton.silu_mul(gate_up[index % sets], out[index % sets])
+    )
     return rate(seconds, 3 * out[0].nbytes, ceiling)
 
 
@@ -737,12 +739,12 @@ def _launch(
     half_norm: HalfNorm | None,
     leaves: HalfNorm | None,
 ) -> None:
-    from baton_kernels import linear_triton as gpu
+    from baton_kernels import linear_triton
 
     if shape.has_norm and not way.fuses_norm and half_norm is None:
         x = layer_ops.rms_norm(x, norm, 1e-6)
     if way.tile is not None:
-        gpu.launch(
+        linear_triton.launch(
             x,
             weight,
             out,
@@ -1060,7 +1062,7 @@ def checksums() -> dict[str, Any]:
     """XXH3-64 of KV blocks of 2 MiB on the device: each of the two kernels, and a whole call as a
     worker makes it; ceiling: torch's sum over the same bytes."""
     import triton
-    from baton_kernels import block_checksums_triton as gpu
+    from baton_kernels import block_checksums_triton
 
     from services.worker.device_checksums import DeviceChecksums
 
@@ -1080,8 +1082,8 @@ def checksums() -> dict[str, Any]:
         sums = torch.empty(room, dtype=torch.int64, device="cuda")
         part = words[:count]
         read_s = bench_s(part.sum)
-        sums_s = bench_s(partial(gpu.sum_pieces, words, ids, sums, keys))
-        chain_s = bench_s(partial(gpu.chain_pieces, words, ids, out, sums, keys))
+        sums_s = bench_s(partial(block_checksums_triton.sum_pieces, words, ids, sums, keys))
+        chain_s = bench_s(partial(block_checksums_triton.chain_pieces, words, ids, out, sums, keys))
         block_ids, times = ids.tolist(), []
         for _ in range(20):
             began = time.perf_counter()

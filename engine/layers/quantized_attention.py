@@ -35,6 +35,9 @@ from engine.layers.torch_attention import (
     size_class,
 )
 
+# -- numbers to bytes and back
+
+
 Scales = tuple[float, float | None]
 """One layer's fixed scales, of keys and of values (None: latents)."""
 
@@ -176,6 +179,9 @@ class DraftBlockVersions:
             columns = torch.from_numpy(self._positions).to(self._device)
             visible &= columns[None, :] > positions[:, None] - window
         return visible
+
+
+# -- the attention of one step
 
 
 def uses_kernel(device: torch.device) -> bool:
@@ -500,6 +506,9 @@ class QuantizedAttention:
         if window is not None:
             visible &= positions > queries - window
         return reference.as_bias(torch.cat([visible, *of_guesses], dim=1), dtype)
+
+
+# -- fixed scales
 
 
 _NUM_CALIBRATION_TOKENS = 128

@@ -28,10 +28,13 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import InvalidAdapter, TooManyAdapters
 from engine.lora.config import LoraLimits
 
-_MAX_CHARS = 512
-_MAX_REPEATS = 16
-_MAX_COUNT = 256
-_MAX_DEPTH = 16
+# -- patterns over modules' names
+
+
+_MAX_PATTERN_CHARS = 512
+_MAX_PATTERN_REPEATS = 16
+_MAX_PATTERN_COUNT = 256
+_MAX_PATTERN_DEPTH = 16
 
 _TOKEN = re.compile(
     r"(?P<escape>\\.)|(?P<set>\[\^?(?:\\.|[^\[\]\\])+\])|(?P<open>\((?:\?:)?)|(?P<close>\))"
@@ -130,8 +133,8 @@ class _Parser:
         self.num_repeats = 0
 
     def parse(self) -> _Node:
-        if len(self._text) > _MAX_CHARS:
-            self._refuse(f"above {_MAX_CHARS} characters")
+        if len(self._text) > _MAX_PATTERN_CHARS:
+            self._refuse(f"above {_MAX_PATTERN_CHARS} characters")
         root = self._either()
         if self._at < len(self._text):
             self._refuse("a closing bracket without an opening one")
@@ -165,8 +168,8 @@ class _Parser:
 
     def _group(self) -> _Node:
         self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            self._refuse(f"groups more than {_MAX_DEPTH} deep")
+        if self._depth > _MAX_PATTERN_DEPTH:
+            self._refuse(f"groups more than {_MAX_PATTERN_DEPTH} deep")
         inner = self._either()
         if self._at == len(self._text):
             self._refuse("an opening bracket without a closing one")
@@ -188,8 +191,8 @@ class _Parser:
 
     def _repeat(self, part: _Node, token: str) -> _Node:
         self.num_repeats += 1
-        if self.num_repeats > _MAX_REPEATS:
-            self._refuse(f"above {_MAX_REPEATS} repeats")
+        if self.num_repeats > _MAX_PATTERN_REPEATS:
+            self._refuse(f"above {_MAX_PATTERN_REPEATS} repeats")
         if isinstance(part, _Repeat | _Edge):
             self._refuse("nothing to repeat")
         if token[0] != "?" and _has_repeat(part):
@@ -200,7 +203,7 @@ class _Parser:
         first, comma, last = token.rstrip("?")[1:-1].partition(",")
         least = int(first)
         most = int(last) if last else None if comma else least
-        if max(least, most or 0) > _MAX_COUNT or (most is not None and most < least):
+        if max(least, most or 0) > _MAX_PATTERN_COUNT or (most is not None and most < least):
             self._refuse(f"{token} is out of bounds")
         return _Repeat(part, least, most)
 
@@ -249,6 +252,9 @@ def _repeat_ends(
     return found
 
 
+# -- adapter_config.json
+
+
 T = TypeVar("T")
 
 CONFIG = "adapter_config.json"
@@ -274,7 +280,7 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 """Fields that say nothing of what is computed when serving. Any other that is set is refused."""
 
-_REASONS = {
+_FIELD_REASONS = {
     "use_dora": "DoRA scales the base weights, too",
     "modules_to_save": "whole retrained modules are not LoRA",
     "target_parameters": "adapters on bare parameters (MoE experts)",
@@ -408,7 +414,7 @@ def _check_refused(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if name in _READ or name in _HARMLESS or value in (None, False, "", [], {}):
             continue
-        reason = _REASONS.get(name, "this engine does not know the field")
+        reason = _FIELD_REASONS.get(name, "this engine does not know the field")
         raise InvalidAdapter(name, f"{value!r} is not supported ({reason}); merge the adapter")
 
 
@@ -485,6 +491,9 @@ def _is_named(names: Pattern | tuple[str, ...], module: str) -> bool:
 def _find(patterns: Mapping[Pattern, T], module: str, default: T) -> T:
     """The value of the first key that matches the end of the name."""
     return next((each for pattern, each in patterns.items() if pattern.is_end(module)), default)
+
+
+# -- tensors
 
 
 WEIGHTS = "adapter_model.safetensors"

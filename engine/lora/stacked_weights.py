@@ -32,6 +32,9 @@ from torch.utils.hooks import RemovableHandle
 from engine.batch import Span
 from engine.errors import IntegrityError
 
+# -- adapter by adapter
+
+
 _MAX_WIDE_ROWS = 32
 """Up to this many rows of each adapter are multiplied in the dtype that factors are held in
 (float32 on CPU: a product costs 2-5 us where bfloat16 costs 12-20 us to dispatch, and that is more
@@ -162,6 +165,9 @@ class Deltas:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+# -- linear layers that adapters can add to
+
+
 class AdaptedLinear(nn.Module):
     """Base of our own linear layers: they add `deltas` themselves, before what they fuse behind the
     product. Any other linear layer is an nn.Linear, and gets a hook."""
@@ -207,6 +213,9 @@ def _adding(deltas: Deltas) -> Callable[..., None]:
             deltas.add(x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]))
 
     return hook
+
+
+# -- all adapters at once
 
 
 class StepRows:

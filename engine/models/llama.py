@@ -61,6 +61,9 @@ from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess, P
 from engine.request import ModelInfo
 from engine.sampling.copies import bring
 
+# -- config
+
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE whose frequencies do not depend on a request's length."""
@@ -263,6 +266,9 @@ class HiddenStateCapture:
         if self.every is not None:
             self.every = self.every.index_select(0, places)
         self.inputs = {layer: rows.index_select(0, places) for layer, rows in self.inputs.items()}
+
+
+# -- weights
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -541,6 +547,9 @@ class WeightsBuilder:
             self.placements.append(Placement(name, full_shape, values, rows, columns, scales))
         else:
             self.placements.append(Placement(name, full_shape, buffer[part], rows, columns))
+
+
+# -- the forward pass
 
 
 _LEAST_SPARED_ROWS = 64
@@ -856,6 +865,9 @@ class LlamaDecoder:
             out=out if self._collective is None else None,  # whose columns are some of them
         )
         return logits if self._collective is None else self._collective.join_columns(logits)
+
+
+# -- the model behind the engine's seam
 
 
 MakeAhead = Callable[[LlamaDecoder, KvMemory], AheadDecoder]

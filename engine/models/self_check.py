@@ -46,6 +46,9 @@ from engine.models.weights import take_weights
 if TYPE_CHECKING:
     from engine.models.checkpoint_config import Way
 
+# -- the kernels of this device
+
+
 NUM_VERIFY_TOKENS = 40
 """A chunk that is longer than a block and ends off its border, and one decode."""
 
@@ -135,6 +138,9 @@ def check_kernels(decoder: LlamaDecoder, layout: KvLayout, device: str, dtype: s
     compare_logits(actual, expected, dtype=dtype, is_fp8=is_fp8, device=device)
 
 
+# -- what a transformers model caches
+
+
 _NUM_PROBE_TOKENS = 3
 
 
@@ -213,6 +219,9 @@ def probe_kv_layout(model: Any, *, num_layers: int, device: str) -> Probed:
         tuple(recorder.layers[index] for index in range(num_layers)),
         tuple(recorder.windows[index] for index in range(num_layers)),
     )
+
+
+# -- a tiny config of the same architecture
 
 
 VOCAB_SIZE = 96
@@ -374,6 +383,9 @@ def _kept_layers(config: dict[str, Any], num_layers: int) -> list[int]:
         if len(kept) < _MIN_LAYERS:
             kept.add(index)
     return sorted(kept)
+
+
+# -- the architecture
 
 
 BLOCK_SIZE = 4

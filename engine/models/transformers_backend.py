@@ -72,6 +72,9 @@ from engine.models.weight_streaming import (
 )
 from engine.request import ModelInfo
 
+# -- latents (MLA)
+
+
 LATENTS = "baton_latents"
 """Attribute of an attention module: its Latents."""
 
@@ -119,6 +122,9 @@ def _hand_on(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor,
     first R columns."""
     both = torch.cat((latent, rotated), dim=-1)
     return both, both[..., : latent.shape[-1]]
+
+
+# -- the attention function that their code calls
 
 
 ATTENTION_NAME = "baton_paged"
@@ -178,6 +184,9 @@ def paged_attention(
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+# -- decoder layers, and linear layers that adapters can add to
 
 
 def layer_lists(model: Any) -> list[nn.ModuleList]:
@@ -246,6 +255,9 @@ def _num_rows_seen(
         for handle in handles:
             handle.remove()
     return counts
+
+
+# -- a model whose layers are streamed
 
 
 class OnHost:
@@ -360,6 +372,9 @@ def _rest_of(model: Any, layers: list[nn.Module]) -> list[torch.Tensor]:
     own = {id(tensor) for layer in layers for tensor in weights_of(layer)}
     every = [*model.parameters(), *model.buffers()]
     return [tensor for tensor in every if id(tensor) not in own]
+
+
+# -- the model
 
 
 class TransformersModel(InOneProcess):
@@ -515,6 +530,9 @@ def run(model: Any, batch: Batch, step: Attend, device: torch.device) -> torch.T
         baton_step=step,
     ).logits
     return logits[0]
+
+
+# -- build
 
 
 _MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 0.1}

@@ -39,6 +39,9 @@ NUM_BUFFERS = 2
 """One layer is computed from one while the next one's copy goes into the other."""
 
 
+# -- which layers are streamed
+
+
 @dataclass(frozen=True)
 class StreamingPlan:
     """Where each layer lies."""
@@ -84,6 +87,9 @@ def make_plan(layer_bytes: Sequence[int], rest_bytes: int, device_bytes: int) ->
         f"({max(layer_bytes, default=0)} bytes each) and what is no layer (embeddings, head, "
         f"norms: {rest_bytes} bytes) take {plan.device_bytes}"
     )
+
+
+# -- one layer as one run of bytes
 
 
 _ALIGN = 256
@@ -140,6 +146,9 @@ def weights_of(layer: nn.Module) -> Iterator[torch.Tensor]:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield tensor
+
+
+# -- copies, and the host memory that they come from
 
 
 class LayerCopies(Protocol):
@@ -259,6 +268,9 @@ class HostMemory:
     def close(self) -> None:
         """The bytes are pinned no longer; nothing may be copying from them. Idempotent."""
         self._unpin()
+
+
+# -- the layers of a model
 
 
 class DeviceBytes:

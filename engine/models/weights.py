@@ -38,6 +38,9 @@ from engine.models.llama import (
 )
 from engine.models.weight_streaming import make_plan
 
+# -- copies to the device
+
+
 _PIECE_BYTES = 64 * 1024 * 1024
 
 
@@ -85,6 +88,9 @@ class StagedCopy:
         if event is not None:
             event.synchronize()
         return self._buffers[self._turn]
+
+
+# -- weights of our own decoder
 
 
 Progress = Callable[[str, int, int], None]
@@ -280,6 +286,9 @@ def _cut(tensor: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
     return tensor[rows] if columns == ALL else tensor[rows, columns]
 
 
+# -- all tensors by name
+
+
 def read_tensors(
     folder: Path,
     dtype: torch.dtype,
@@ -317,6 +326,9 @@ def read_tensors(
     if progress is not None:
         progress("weights", total, total)
     return tensors
+
+
+# -- memory
 
 
 _FLOATS = ("F64", "F32", "F16", "BF16")

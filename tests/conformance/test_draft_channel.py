@@ -53,7 +53,7 @@ class Case(Protocol):
 
     def look(self, at: Callable[[DraftSessions], T]) -> T:
         """At what it keeps, behind all that it was asked; of what it is to forget it may hear later
-        (draft_port.py)."""
+        (draft_protocol.py)."""
 
 
 class FakeCase:

@@ -131,7 +131,7 @@ def test_split_sums_are_whole_and_leave_nothing_behind(
     cut: dict[str, Any], is_gated: bool, randn: Callable[..., torch.Tensor]
 ) -> None:
     """Whoever comes last adds up the partial sums: twice the same bits with the same counters."""
-    from baton_kernels import linear_triton as gpu
+    from baton_kernels import linear_triton
     from baton_kernels.linear_tiles import Tile
 
     x = randn(5, 300)
@@ -139,9 +139,9 @@ def test_split_sums_are_whole_and_leave_nothing_behind(
     tile = Tile(**({"block_m": 8, "block_n": 16, "block_k": 64, "num_stages": 2} | cut))
     results = []
     for _ in range(2):
-        gpu._counters(x.device)._next = 0
+        linear_triton._counters(x.device)._next = 0
         results.append(
-            gpu.launch(
+            linear_triton.launch(
                 x,
                 weight,
                 torch.full_like(x[:, :24], torch.nan),
@@ -151,13 +151,13 @@ def test_split_sums_are_whole_and_leave_nothing_behind(
         )
     assert error_of(results[0], truth_of(x, weight, {"is_gated": is_gated})) < 1e-5
     assert torch.equal(*results)
-    assert not gpu._counters(x.device)._ring.any()
+    assert not linear_triton._counters(x.device)._ring.any()
 
 
 def test_counters_go_round() -> None:
-    from baton_kernels import linear_triton as gpu
+    from baton_kernels import linear_triton
 
-    ring = gpu._Counters(torch.device(DEVICE))
+    ring = linear_triton._Counters(torch.device(DEVICE))
     size = len(ring._ring)
     first = ring.take(size - 7)
     assert ring.take(3).data_ptr() == first.data_ptr() + 4 * (size - 4), "aligned to 16 bytes"
