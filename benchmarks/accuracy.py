@@ -94,7 +94,8 @@ def drift(
 
 
 def _sums(logits: torch.Tensor, exact: torch.Tensor, text: list[int]) -> torch.Tensor:
-    """[6]: squared error, variance, equal best tokens, KL divergence, loss, exact loss."""
+    """Sums over the positions of a text, [6]: squared error, variance of the exact logits, equal
+    best tokens, KL divergence, loss, exact loss."""
     following = torch.tensor(text[1:])[:, None]
     log_p, log_q = exact.log_softmax(-1), logits.log_softmax(-1)
     return torch.tensor(

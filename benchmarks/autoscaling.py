@@ -355,8 +355,8 @@ def simulated_summary(run: SimulatedRun, seconds: float) -> dict[str, Any]:
 
 
 def _reaction_s(bins: Sequence[Sequence[Request]]) -> float | None:
-    """From the bin before which the load rose most until 9 of 10 meet the targets again; None:
-    never."""
+    """Seconds from the bin before which the load rose most until 9 of 10 requests meet the targets
+    again; None: never."""
     rises = [len(b) - len(a) for a, b in itertools.pairwise(bins)]
     first = rises.index(max(rises)) + 1
     for index in range(first, len(bins)):
@@ -485,7 +485,7 @@ def draw(runs: Mapping[str, tuple[Sequence[Outcome], Course]], file: Path) -> No
 
 
 def _draw(axes: Any, outcomes: Sequence[Outcome], course: Course) -> None:
-    """One load."""
+    """Draw one load."""
     axes[0].step(*zip(*offered(outcomes), strict=True), where="mid", color="#444444")
     times = [moment.at_s for moment in course.moments]
     for role, (kind, style) in itertools.product(ROLES, (("ready", "-"), ("wanted", ":"))):
@@ -578,7 +578,7 @@ async def _round(load: Sequence[Planned], send: Send, begin_s: float) -> list[Ou
 
 
 def _later(outcome: Outcome, by_s: float) -> Outcome:
-    """The same, with its times from an earlier moment on."""
+    """An outcome with its times counted from an earlier moment on."""
     return replace(
         outcome,
         planned_s=outcome.planned_s + by_s,
@@ -797,7 +797,8 @@ def config(*overrides: str, most: int = 3) -> ClusterConfig:
 
 
 def _paced_priors() -> dict[str, float]:
-    """What is so anyway, so that the first minute is not spent on finding out."""
+    """Priors of the plan that are the workers' true speeds, so that the first minute is not spent
+    on finding them out."""
     prefill, decode = PACED["prefill"], PACED["decode"]
     return {
         "prefill_tokens_per_s": round(1 / prefill.token_s, 3),

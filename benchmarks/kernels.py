@@ -71,7 +71,8 @@ def flop_rate(seconds: float, flop: float, ceiling_tflop_per_s: float) -> dict[s
 
 
 def _begin() -> dict[str, float]:
-    """Raises: click.UsageError without CUDA. Returns: the ceilings."""
+    """Check that there is a CUDA device, and measure its ceilings. Raises: click.UsageError without
+    one. Returns: the ceilings."""
     harness.needs_cuda()
     torch.manual_seed(0)
     return harness.device_ceilings()
@@ -214,7 +215,8 @@ def _measure_attention(one: Attention, copy_gb_per_s: float) -> dict[str, Any]:
 
 
 def _attention_error(one: Attention, its: Prepared) -> float:
-    """Against float64. A node of a chain is the newest token of a sequence that ends with it."""
+    """Relative error of attention against float64. A node of a chain is the newest token of a
+    sequence that ends with it."""
     if nodes := one.num_nodes:
         ends = its.ends[:1] + 1 + torch.arange(nodes, device="cuda").int()
         truth = decode_attention_reference(
@@ -280,7 +282,7 @@ def _raw_rows(one: Attention) -> BlockRows:
 
 
 def _double(rows: BlockRows) -> BlockRows:
-    """The same numbers in float64; a quantized cache is read as it is."""
+    """The same tensor in float64; a quantized cache is read as it is."""
     if rows.dtype:
         return rows
     values = None if rows.values is None else rows.values.double()
@@ -622,7 +624,8 @@ def _step_s(
     run: Callable[..., torch.Tensor],
     only: Linear | None = None,
 ) -> tuple[float, int]:
-    """(seconds, bytes of weights) of all linear layers of a step, or of one of every layer."""
+    """Time of all linear layers of a step, or of one of every layer: (seconds, bytes of
+    weights)."""
     num_layers, shapes = MODELS[model]
     stack = [shape for _ in range(num_layers) for shape in shapes[:-1]] + [shapes[-1]]
     if only is not None:
@@ -814,7 +817,7 @@ def _fp8_rows(pool: Pool, read: float) -> Iterator[dict[str, Any]]:
 
 
 def _lora_rows(pool: Pool) -> Iterator[dict[str, Any]]:
-    """Both launches of rows with four adapters of rank 16."""
+    """Rows of the table for both launches of rows with four adapters of rank 16."""
 
     def row(num_rows: int, width: int, depth: int) -> dict[str, Any]:
         x, out = (pool.take(num_rows, length) for length in (depth, width))
@@ -837,7 +840,8 @@ def _lora_rows(pool: Pool) -> Iterator[dict[str, Any]]:
 
 
 def _ways(shape: Linear, num_rows: int) -> Iterator[Way]:
-    """What is worth a try: enough programs for the device, no more shared memory than it has."""
+    """The tiles that are worth a try: enough programs for the device, no more shared memory than it
+    has."""
     from baton_kernels.linear_tiles import Tile
 
     if num_rows == 1:

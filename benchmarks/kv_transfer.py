@@ -225,7 +225,7 @@ def host(
 
 
 def _batch(batch_mib: int, block_bytes: Sequence[int]) -> int:
-    """Bytes of it. Raises: click.BadParameter where it is not of whole blocks."""
+    """Check the bytes of a batch. Raises: click.BadParameter where they are not of whole blocks."""
     if any(batch_mib * MIB % size for size in block_bytes):
         raise click.BadParameter("not of whole blocks", param_hint="--batch-mib")
     return batch_mib * MIB

@@ -365,7 +365,7 @@ class Way:
 
 
 def _bind(core: int | None) -> None:
-    """This thread, to a core."""
+    """Bind this thread to a core."""
     torch.set_num_threads(1)
     if core is not None:
         os.sched_setaffinity(0, {core})
@@ -426,7 +426,7 @@ def _prompts() -> list[list[int]]:
 
 
 class _Run:
-    """One way's engine answering all prompts, step by step."""
+    """A way's engine that answers all prompts, step by step."""
 
     def __init__(
         self, way: Way, prompts: list[list[int]], temperature: float, num_tokens: int
@@ -436,7 +436,7 @@ class _Run:
         self._num_kept = -self._engine.metrics().num_kept_tokens
         self._num_tokens = num_tokens
         self._ended_s: dict[str, float] = {}
-        """When each answer was whole, by the seconds of steps."""
+        """Time at which each answer was whole, by the seconds of steps."""
         self.steps: list[Step] = []
         for index, prompt in enumerate(prompts):
             sampling = Sampling(
@@ -455,7 +455,7 @@ class _Run:
         return not self._engine.has_work()
 
     def step(self) -> None:
-        """One, if there is one."""
+        """Take one step, if there is one."""
         if self.is_over:
             return
         self.steps.append(self._way.step(self._answers))
@@ -465,7 +465,7 @@ class _Run:
             self._ended_s.setdefault(name, now_s)
 
     def over(self) -> Round:
-        """What it was."""
+        """The round that the run was."""
         num_kept = self._num_kept + self._engine.metrics().num_kept_tokens
         num_tokens = sum(len(one) for one in self._answers.values())
         return Round(num_tokens, num_kept, sum(self._ended_s.values()))
@@ -504,7 +504,7 @@ def _cell(
     num_tokens: int,
     num_rounds: int,
 ) -> dict[str, dict[str, Any]]:
-    """Figures by way."""
+    """The figures of a cell by way."""
     prompts = _prompts()
     # A prefix of a shuffled list would do as well: neighbours differ in the name alone.
     own = prompts[:: len(prompts) // size][:size] if size < len(prompts) else prompts

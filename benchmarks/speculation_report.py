@@ -256,7 +256,8 @@ def _same(distribution: Distribution, _: int) -> Distribution:
 def _distributions(
     scored: Sequence[ScoredAnswer], num_drafts: int
 ) -> Iterator[tuple[Distribution, list[Distribution]]]:
-    """What the target and the draft models would draw each answered token from."""
+    """The distributions from which the target and the draft models would sample each answered
+    token."""
     for one in scored:
         shares = [
             torch.softmax(logits.double() / one.answer.temperature, dim=-1).numpy()

@@ -87,10 +87,11 @@ class _ZeroCostAhead:
     read_s = 0.0
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Nothing."""
+        """Do nothing: there is nothing to compile."""
 
     def takes(self, draw: Draw) -> bool:
-        """Greedy ones: the look that a real one must take, too."""
+        """Whether a step with this sampling can be launched ahead: greedy ones can. A real runner
+        must look at that, too."""
         return recipe_of(draw.sampling).is_plain
 
     def launch(self, rows: Sequence[DecodeRow]) -> Launch:
@@ -102,7 +103,7 @@ class _ZeroCostAhead:
         return [Drawn(1) for row in rows if row.draw is not None]
 
     def read(self, launch: Any) -> list[Drawn]:
-        """What `launch` gave."""
+        """The tokens that `launch` gave."""
         self.read_s = time.perf_counter()
         drawn: list[Drawn] = launch
         return drawn
@@ -604,7 +605,7 @@ def _spins_per_s() -> float:
 
 
 class _Trial:
-    """Both threads for a while."""
+    """Both threads at work for a while."""
 
     def __init__(self, step_s: float, spins_per_s: float, *, has_work: bool) -> None:
         self._step_s, self._rate, self._has_work = step_s, spins_per_s, has_work

@@ -113,8 +113,8 @@ class Turns:
 
 
 async def _serve(settings: dict[str, Any]) -> None:
-    """A store. Each line of stdin asks for its turns since the last one; `check` checks the laws to
-    the end before that."""
+    """Serve a store. Each line of stdin asks for its turns since the last one; `check` checks the
+    invariants to the end before that."""
     loop, asked = asyncio.get_running_loop(), asyncio.Queue[str]()
 
     def listen() -> None:
@@ -188,7 +188,7 @@ class StoreProcess:
 
 
 class Load:
-    """The calls of a worker. Blocks are written by none: the store's zeros are their bytes, and a
+    """The calls of a worker. No bytes are written: the store's zeros are the blocks' bytes, and a
     block is damaged when it was committed with another checksum."""
 
     def __init__(self, stub: Any, attachment_id: str, num_blocks: int, seed: int) -> None:

@@ -211,7 +211,7 @@ class StormOptions:
 async def _storm(
     client: Client, prompts: list[list[int]], ended_s: float, ttft_s: list[float]
 ) -> None:
-    """One long prompt after the other until the time is over."""
+    """Send one long prompt after the other until the time is over."""
     while (began_s := time.monotonic()) < ended_s:
         first = True
         async for _ in client.generate(
@@ -225,7 +225,8 @@ async def _storm(
 async def _storms(
     address: str, prompts: list[list[int]], options: StormOptions
 ) -> tuple[list[Span], list[Span], list[float]]:
-    """Returns: the quiet times, the storms, and the storm prompts' seconds to the first token."""
+    """Run the quiet times and the storms. Returns: the quiet times, the storms, and the storm
+    prompts' seconds to the first token."""
     quiet, stormy = [], []
     ttft_s: list[float] = []
     async with Client(address) as client:
@@ -246,7 +247,7 @@ async def _storms(
 
 
 def _seen(times: list[list[tuple[float, int]]], spans: list[Span]) -> dict[str, float]:
-    """What clients saw between messages."""
+    """Times between messages as the streams' clients saw them."""
     return cuts(
         [
             (after_s - before_s) * 1e3

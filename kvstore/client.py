@@ -369,7 +369,6 @@ class KvStoreClient:
         *,
         num_tokens: int,
         tenant: str = "",
-        puts_again: bool = False,
     ) -> PutResult:
         """Store consecutive blocks of one prompt, and optionally its tail, under one lease.
 
@@ -384,14 +383,11 @@ class KvStoreClient:
             tail: (name, block id, filled slots) of the unfilled last block; None: there is none.
             num_tokens: slots of a full block.
             tenant: whose share of the store the blocks are charged to.
-            puts_again: when the store lacks the parent, the caller puts the blocks again with it:
-                that is not counted as a failure.
         Raises: LeaseLapsed; FailedPrecondition when the store lacks the parent; Unavailable;
             DeadlineExceeded; TransferFailed. Nothing of this call stays reserved then.
         """
-        chain = PutChain(parent, blocks, num_tokens, tail, tenant, puts_again)
+        chain = PutChain(parent, blocks, num_tokens, tail, tenant)
         with self._transferring(), self._recorded("write", chain.num_blocks) as record:
-            record.puts_again = puts_again
             (put,) = await self._put([chain], ttl_s, deadline, lease_id=lease_id or "")
             if put.lacks_parent:
                 raise FailedPrecondition(f"parent {parent.hex()}: not in the store")

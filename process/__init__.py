@@ -1,4 +1,4 @@
-"""What every Baton process is made of: settings, errors, JSON logs, a gRPC server with a clean end.
+"""Parts of every Baton process: settings, errors, JSON logs, a gRPC server with a clean end.
 No torch, no policy."""
 
 import os

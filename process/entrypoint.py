@@ -1,5 +1,5 @@
-"""How a Baton process starts and ends: arguments, settings, event loop, signals, one-line errors,
-no orphans; and how it sets up its interpreter and gRPC.
+"""The start and the end of a Baton process: arguments, settings, event loop, signals, one-line
+errors, no orphans; and the set-up of its interpreter and gRPC.
 
     python -m <package> --config file.toml --set key=value --set group.key=value
     python -m <package> --set key=value --check     # only says whether these settings are right

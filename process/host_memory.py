@@ -1,4 +1,4 @@
-"""How much memory this process may still take: of its host, or of its container's limit."""
+"""Memory that this process may still take: of its host, or of its container's limit."""
 
 from __future__ import annotations
 

@@ -268,7 +268,6 @@ def _check_readable(request: object) -> None:
 def channel(
     address: str,
     *,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
     identity: TlsIdentity | None = None,
     server_name: str = "",
 ) -> grpc.aio.Channel:
@@ -280,8 +279,8 @@ def channel(
     """
     options: list[tuple[str, str | int]] = [
         ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         *METADATA_OPTIONS,
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),

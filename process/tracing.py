@@ -230,8 +230,6 @@ class Tracing:
         name: str,
         parent: TraceContext | None,
         attributes: Attributes | None = None,
-        *,
-        begin_s: float | None = None,
     ) -> Span:
         """Make the span of a call that another process of the cluster made; NOOP_SPAN unless that
         process sampled it."""
@@ -242,7 +240,6 @@ class Tracing:
             parent.trace_id,
             parent,
             kind=SpanKind.SERVER,
-            begin_s=begin_s,
             attributes=attributes,
         )
 

@@ -182,7 +182,7 @@ def _read(file: Path) -> str:
 
 
 def _paragraphs(text: str) -> Iterator[dict[str, str]]:
-    """Debian's control format: fields by name, first lines only."""
+    """Parse Debian's control format: fields by name, first lines only."""
     for paragraph in re.split(r"\n\s*\n", text):
         fields = {}
         for line in paragraph.splitlines():
@@ -223,7 +223,7 @@ def _python_licenses(distribution: Distribution) -> list[dict[str, Any]]:
 
 
 def _field(distribution: Distribution, name: str) -> str:
-    """One field of its metadata; empty where there is none."""
+    """A field of a distribution's metadata; empty where there is none."""
     return str((distribution.metadata.get_all(name) or [""])[0]).strip()
 
 
@@ -232,7 +232,8 @@ def _folder(distribution: Distribution) -> Path:
 
 
 def _add_what_is_inside(component: Component, distribution: Distribution) -> None:
-    """What a wheel says of libraries compiled into it, in its folder `sboms`, below `component`."""
+    """Add, below `component`, the libraries compiled into a wheel, as the wheel names them in its
+    folder `sboms`."""
     inside: dict[str, Component] = {}
     unread = []
     files = [

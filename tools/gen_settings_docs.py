@@ -79,7 +79,7 @@ def text() -> str:
 
 
 def _users() -> dict[type[Any], list[str]]:
-    """Of each class of a group: the paths at which parts have it."""
+    """The paths at which processes have each class of a group."""
     found: dict[type[Any], list[str]] = {}
 
     def visit(cls: type[Any], path: str) -> None:
@@ -98,7 +98,7 @@ def _num_parts(paths: Sequence[str]) -> int:
 
 
 def _tables(cls: type[Any], prefix: str, shared: Mapping[type[Any], list[str]]) -> Iterator[str]:
-    """One table of a class, then one of each group that is this part's alone."""
+    """The tables of a class: its own, then one of each group that is this process's alone."""
     yield from ("| key | type | default | meaning |", "|---|---|---|---|")
     own = []
     for field in settings_fields(cls):
@@ -124,7 +124,7 @@ def _tables(cls: type[Any], prefix: str, shared: Mapping[type[Any], list[str]]) 
 
 
 def _escaped(cell: str) -> str:
-    """What Markdown would take for the end of a cell, or for HTML, is text."""
+    """Escape what Markdown would take for the end of a cell, or for HTML."""
     return cell.replace("|", "\\|").replace("<", "&lt;")
 
 

@@ -207,7 +207,7 @@ def schema() -> Schema:
 
 
 def _of_value(value: Any, path: str) -> Schema:
-    """Of one of values.yaml, by its default."""
+    """Make the schema of one of values.yaml, by its default."""
     name = path.rpartition(".")[2]
     if name == "settings":
         cls, managed = MANAGED[path.partition(".")[0]]

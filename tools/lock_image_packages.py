@@ -144,7 +144,8 @@ def compile_build_lock(scratch: Path) -> str:
 
 
 def _without_links(lines: list[str]) -> list[str]:
-    """Where packages came from is an argument of the build, not part of the lock."""
+    """Remove from a lock where packages came from: that is an argument of the build, not part of
+    the lock."""
     return [line for line in lines if line and not line.startswith("--")]
 
 

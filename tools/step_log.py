@@ -23,7 +23,8 @@ Entries = dict[str, list[Any]]
 
 _NUM_LONGEST = 8
 _BEFORE_S = 0.02
-"""What began so long before a late step may have delayed it: the step before was launched then."""
+"""Time before a late step in which something that began may have delayed it: the step before was
+launched then."""
 
 _NEIGHBOURS = 25
 """Steps before and after one, whose median says how long it should have been: contexts grow."""

@@ -1,4 +1,4 @@
-"""What commands print: tables, JSON, sizes and times, a streamed answer and its provenance."""
+"""Output of the commands: tables, JSON, sizes and times, a streamed answer and its provenance."""
 
 from __future__ import annotations
 

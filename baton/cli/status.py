@@ -27,6 +27,7 @@ from process.errors import DeadlineExceeded
 from protos import common_pb2, inference_pb2
 
 NUM_REQUESTS = 64
+_MAX_NAME_CHARS = 24
 NUM_AT_ONCE = 16
 """Most requests that `baton top` shows in a single frame where the output is not a terminal."""
 _TIMEOUT_S = 3.0
@@ -488,8 +489,8 @@ def _hit_share(point: inference_pb2.UsagePoint) -> float | None:
     return found / asked if asked else None
 
 
-def _shortened(name: str, most: int = 24) -> str:
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+def _shortened(name: str) -> str:
+    return name if len(name) <= _MAX_NAME_CHARS else f"{name[: _MAX_NAME_CHARS - 1]}…"
 
 
 _TOP_WORKERS = (

@@ -1,4 +1,4 @@
-"""How a request of a load is sent: over Baton's gRPC, or to any server of the OpenAI API
+"""Senders of a load's requests: over Baton's gRPC, or to any server of the OpenAI API
 (`/v1/completions` with token ids as the prompt, streamed, with usage).
 
 A sender belongs to one event loop.

@@ -1,4 +1,4 @@
-"""What a Kubernetes cluster has, as one user may see it: `Cluster`, and the `Reader` that makes it.
+"""The facts of a Kubernetes cluster, as one user may see it: `Cluster`, made by a `Reader`.
 
 The reader uses the official client (`baton[kubernetes]`, imported when it is needed: that takes a
 second) and changes nothing there. Each call is bounded in time. What the user may not look at is

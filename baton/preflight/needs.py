@@ -1,4 +1,4 @@
-"""What a Helm chart would install (pods, services, ...), and what that needs of a cluster.
+"""The objects of a Helm chart (pods, services, ...), and what they need of a cluster.
 
 The objects come from a chart that `helm template` renders, or from a file with YAML (which needs
 PyYAML, of `baton[kubernetes]`). All else is pure and takes objects as dicts. It knows the kinds of
