@@ -13,6 +13,7 @@ from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
 from engine.sampling.copies import Mark
+from engine.sampling.sampler import Sampler
 from engine.sequence import Key, Sequence
 from engine.speculation.drafter import Guess
 from engine.speculation.heads.hidden import Wants
@@ -39,6 +40,7 @@ class PlainSteps:
         self._in_flight = in_flight
         self._speculator = speculator
         self._eos_token_ids = eos_token_ids
+        self._sampler = Sampler()
 
     def begin(
         self, planned: list[tuple[Sequence, int]], running: Mapping[Key, Sequence]
@@ -103,4 +105,4 @@ class PlainSteps:
             if masks is not None:
                 masks.wait()  # they are made of states that the next step will touch
             raise
-        return BegunStep(planned, guesses, step, logits, masks, copied)
+        return BegunStep(planned, guesses, step, logits, masks, copied, self._sampler)

@@ -2,7 +2,7 @@
 (acceptance.py): each with what it was drawn from, none chosen for its value.
 
 What it is drawn from is what plain decoding would draw from, if the draft model were the target
-(engine/sampling/pipeline.py), without what depends on the text before: penalties, n-gram bans,
+(engine/sampling/sampler.py), without what depends on the text before: penalties, n-gram bans,
 grammars. Any distribution is right; one nearer to the target's is accepted more often.
 
 The random numbers are a function of the task's seed and of the path to the parent, by which no two
@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from engine.request import Sampling
-from engine.sampling import pipeline
-from engine.sampling.history import needs_history
-from engine.sampling.row import Draw
+from engine.sampling.metadata import SamplingRequest
+from engine.sampling.sampler import Sampler
+from engine.sampling.token_history import needs_history
 from engine.speculation.acceptance import Distribution, at_nodes
 from engine.speculation.drafter import Draft, Guess, Task
 
@@ -72,7 +72,8 @@ def draw_children(
         logits: [P, V], after each.
     """
     # The position is of no account: no noise is drawn.
-    distributions = pipeline.distributions(logits, [Draw(one.sampling, 0) for one in parents])
+    requests = [SamplingRequest(one.sampling, 0) for one in parents]
+    distributions = Sampler().distributions(logits, requests)
     found: list[Children | None] = []
     for parent, own in zip(parents, distributions, strict=True):
         if np.isnan(own[0]):

@@ -20,6 +20,7 @@ from engine.outputs import RequestOutput
 from engine.plain_ahead import AheadModel
 from engine.request import Beam, Request
 from engine.sampling.copies import Mark
+from engine.sampling.sampler import Sampler
 from engine.speculation.heads.hidden import Computed, Wants
 from engine.step_builder import Step
 from tests.harness.engines import PROMPT, SIZE, WINDOW, all_steps, tokens_of, write_tokens
@@ -63,7 +64,7 @@ def test_waiting_reads_no_logits(dtype: torch.dtype) -> None:
     """numpy has no bfloat16."""
     logits = torch.zeros(1, 3, dtype=dtype)
     step = Step(Batch((), (), ()), (), frozenset(), 0, False, False, {})
-    BegunStep([], {}, step, logits, None, None).wait()
+    BegunStep([], {}, step, logits, None, None, Sampler()).wait()
 
 
 def test_where_a_pass_is_waited_for_nothing_is_begun_early(make_request: Make) -> None:
