@@ -47,7 +47,8 @@ from engine.parallel.place import Grid
 from engine.parallel.process_ranks import ProcessRanks
 from engine.parallel.rank_model import RankModel, share_of
 from engine.request import Sampling
-from engine.sampling import pipeline
+from engine.sampling.metadata import SamplingRequest
+from engine.sampling.sampler import Sampler
 from process import entrypoint
 
 CONTEXT = 1024
@@ -447,11 +448,11 @@ class VerifyBench:
         logits = torch.randn(num_rows, self.shape.vocab_size, device=self.device)
         logits = logits.to(self.decoder.weights.layers[0].norm.dtype)
         sampling = Sampling(max_tokens=1)
-        draws = [pipeline.Draw(sampling, self.context_len + row) for row in range(num_rows)]
+        draws = [SamplingRequest(sampling, self.context_len + row) for row in range(num_rows)]
         last = len(batch.spans[0].block_ids) - 1
         moves = [(last, slot + 8, last, slot) for slot in range(NUM_MOVED)]
         return {
-            "draw": self._waited(lambda: pipeline.begin(logits, draws)()),
+            "draw": self._waited(lambda: Sampler().begin(logits, draws).result()),
             "move": self._waited(lambda: self.memory.move_tokens(moves)),
         }
 

@@ -39,8 +39,7 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.models.interface import DecodeRow, Launch, MixedRow, Progress
 from engine.request import Request, Sampling
-from engine.sampling.recipe import recipe_of
-from engine.sampling.row import Draw, Drawn
+from engine.sampling.metadata import SamplerOutput, SamplingRequest, metadata_of
 from engine.testing.fake_model import FakeModel
 from kvstore import serve
 from kvstore.config import KvStoreSettings
@@ -89,23 +88,23 @@ class _ZeroCostAhead:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Do nothing: there is nothing to compile."""
 
-    def takes(self, draw: Draw) -> bool:
+    def takes(self, draw: SamplingRequest) -> bool:
         """Whether a step with this sampling can be launched ahead: greedy ones can. A real runner
         must look at that, too."""
-        return recipe_of(draw.sampling).is_plain
+        return metadata_of(draw.sampling).is_plain
 
     def launch(self, rows: Sequence[DecodeRow]) -> Launch:
         """Any token will do."""
-        return [Drawn(1)] * len(rows)
+        return [SamplerOutput(1)] * len(rows)
 
     def launch_mixed(self, rows: Sequence[MixedRow]) -> Launch:
         """Any token will do for each row that samples."""
-        return [Drawn(1) for row in rows if row.draw is not None]
+        return [SamplerOutput(1) for row in rows if row.draw is not None]
 
-    def read(self, launch: Any) -> list[Drawn]:
+    def read(self, launch: Any) -> list[SamplerOutput]:
         """The tokens that `launch` gave."""
         self.read_s = time.perf_counter()
-        drawn: list[Drawn] = launch
+        drawn: list[SamplerOutput] = launch
         return drawn
 
     def drain(self) -> None:
@@ -254,7 +253,7 @@ class PacedDevice:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Do nothing: there is nothing to compile."""
 
-    def takes(self, draw: Draw) -> bool:
+    def takes(self, draw: SamplingRequest) -> bool:
         """Whether a step with this sampling can be launched ahead: every one can."""
         return True
 
@@ -266,13 +265,13 @@ class PacedDevice:
         self._free_s = begun_s + self._step_s
         return _Launch(len(rows), self._free_s)
 
-    def read(self, launch: Any) -> list[Drawn]:
+    def read(self, launch: Any) -> list[SamplerOutput]:
         """Wait for a launch as for a device: without the interpreter's lock."""
         left_s = launch.over_s - time.monotonic()
         if left_s > 0:
             time.sleep(left_s)
             self._seen.late.append((launch.over_s, time.monotonic() - launch.over_s))
-        return [Drawn(1)] * launch.num_rows
+        return [SamplerOutput(1)] * launch.num_rows
 
     def drain(self) -> None:
         """Do nothing: no launch's result is needed."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.in_flight import StepRow
-from engine.sampling import pipeline
 from engine.sampling.copies import Mark
-from engine.sampling.row import LATE, Draw, Drawn
+from engine.sampling.metadata import LATE, SamplerOutput, SamplingRequest
+from engine.sampling.sampler import Sampler
 from engine.sequence import Key, Sequence
 from engine.speculation.proposer import DraftTokens
 from engine.step_builder import Step
@@ -43,6 +43,7 @@ class BegunStep:
         logits: torch.Tensor,
         masks: Masks | None,
         copied: Mark | None,
+        sampler: Sampler,
     ) -> None:
         self.planned = planned
         self.drafts = drafts
@@ -51,7 +52,8 @@ class BegunStep:
         self.logits = step.drawn_of(logits)
         self._masks = masks
         self._copied = copied
-        self._drawing: Callable[[], list[Drawn]] | None = None
+        self._sampler = sampler
+        self._drawing: Callable[[], list[SamplerOutput]] | None = None
 
     def rows(self) -> list[tuple[Sequence, StepRow]]:
         """What it writes, of whom. For a step in which each sample computes its last token."""
@@ -75,14 +77,16 @@ class BegunStep:
             return
         if self._masks is None:
             rows = None if step.is_plain else step.rows
-            self._drawing = pipeline.begin(self.logits, draws, rows)
+            self._drawing = self._sampler.begin(self.logits, draws, rows).result
             return
         masked = self._masks.masked(draws, step.rows)
         ready = [(one, row) for one, row in zip(masked, step.rows, strict=True) if one is not None]
-        drawing = pipeline.begin(self.logits, [one for one, _ in ready], [row for _, row in ready])
-        self._drawing = lambda: _with_late(drawing(), masked)
+        pending = self._sampler.begin(
+            self.logits, [one for one, _ in ready], [row for _, row in ready]
+        )
+        self._drawing = lambda: _with_late(pending.result(), masked)
 
-    def draws(self) -> list[Drawn]:
+    def draws(self) -> list[SamplerOutput]:
         """See in_flight.Begun: what was drawn from the logits of all rows that are not beams'."""
         self.begin_draws()
         assert self._drawing is not None
@@ -93,13 +97,13 @@ class BegunStep:
         Mark(self.logits.device).wait()
 
     def of_live(
-        self, drawn: list[Drawn], live: Set[Key]
-    ) -> tuple[list[tuple[Sequence, int]], list[Drawn], Mapping[Key, DraftTokens]]:
+        self, drawn: list[SamplerOutput], live: Set[Key]
+    ) -> tuple[list[tuple[Sequence, int]], list[SamplerOutput], Mapping[Key, DraftTokens]]:
         """What of plan, draws and drafts is still wanted."""
         if len(live) == len(self.planned):
             return self.planned, drawn, self.drafts
         planned: list[tuple[Sequence, int]] = []
-        own: list[Drawn] = []
+        own: list[SamplerOutput] = []
         first = 0
         for sequence, num_tokens in self.planned:
             draft = self.drafts.get(sequence.key)
@@ -112,7 +116,9 @@ class BegunStep:
         return planned, own, drafts
 
 
-def _with_late(drawn: list[Drawn], masked: list[Draw | None]) -> list[Drawn]:
+def _with_late(
+    drawn: list[SamplerOutput], masked: list[SamplingRequest | None]
+) -> list[SamplerOutput]:
     """Those that were drawn, and LATE where a mask was."""
     found = iter(drawn)
     return [LATE if one is None else next(found) for one in masked]

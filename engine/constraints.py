@@ -18,7 +18,7 @@ import torch
 from engine.errors import EngineError, InvalidRequest
 from engine.group import Group
 from engine.request import Request, Sampling
-from engine.sampling.row import Draw
+from engine.sampling.metadata import SamplingRequest
 from engine.sequence import Sequence as Sample
 
 if TYPE_CHECKING:
@@ -203,7 +203,9 @@ class Masks:
         """Until their states may be touched again."""
         self._service.filler.wait([row for row in self._rows if row is not None], None)
 
-    def masked(self, draws: Sequence[Draw], rows: Sequence[int]) -> list[Draw | None]:
+    def masked(
+        self, draws: Sequence[SamplingRequest], rows: Sequence[int]
+    ) -> list[SamplingRequest | None]:
         """The draws with their rows' masks; those without a grammar as they were, so that their
         traces name none. None: the mask is late, and the row draws in a later step. At least one
         draw is there: the step waits a moment for all masks, and if it has no other draw, until it
@@ -218,7 +220,7 @@ class Masks:
         late = filler.wait([state for _, state in own], self._service.limits.mask_wait_s)
         if len(late) == len(draws):
             late = filler.wait([state for _, state in own], None)
-        found: list[Draw | None] = list(draws)
+        found: list[SamplingRequest | None] = list(draws)
         for index, (place, state) in enumerate(own):
             mask = None if index in late else torch.from_numpy(state.mask())
             found[place] = None if mask is None else draws[place]._replace(bitmask=mask)

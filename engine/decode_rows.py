@@ -19,7 +19,7 @@ from engine.in_flight import Planned
 from engine.kv.cache_manager import KVCacheManager
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, DecodesAhead, LaunchRow, MixedRow
 from engine.request import State
-from engine.sampling.row import Draw
+from engine.sampling.metadata import SamplingRequest
 from engine.scheduler import NextPlan, samples_last_token
 from engine.sequence import Key, Sequence
 
@@ -30,7 +30,7 @@ class _Part(NamedTuple):
     sequence: Sequence
     start: int
     num_tokens: int
-    draw: Draw | None
+    draw: SamplingRequest | None
     has_drawn: bool
     """Before this launch."""
 
@@ -132,7 +132,7 @@ class DecodeRows:
             if not group.may_be_ahead or not group.is_forked or group.is_continued:
                 return None
             sampling = sequence.request.sampling
-            draw = Draw(
+            draw = SamplingRequest(
                 sampling,
                 position,
                 sampling.sample_index + sequence.sample_index,
@@ -203,7 +203,7 @@ class DecodeRows:
         if not group.is_forked or group.is_continued:
             return None
         sampling = sequence.request.sampling
-        draw = Draw(
+        draw = SamplingRequest(
             sampling,
             num_all,
             sampling.sample_index + sequence.sample_index,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from engine.beam_search import BeamState, Candidates
 from engine.request import Request, State
-from engine.sampling.history import needs_history
+from engine.sampling.token_history import needs_history
 from engine.sequence import Sequence
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol, cast
 from engine.errors import IntegrityError
 from engine.kv.block_pool import BlockPool
 from engine.models.interface import DecodeRow, DecodesAhead, Launch, LaunchRow, MixedRow
-from engine.sampling.row import Drawn
+from engine.sampling.metadata import SamplerOutput
 from engine.sequence import Key, Sequence
 
 Planned = tuple[Sequence, LaunchRow]
@@ -38,7 +38,7 @@ Planned = tuple[Sequence, LaunchRow]
 class Begun(Protocol):
     """A plain step that is under way."""
 
-    def draws(self) -> list[Drawn]:
+    def draws(self) -> list[SamplerOutput]:
         """Wait for it: its draws. Once."""
         ...
 
@@ -68,7 +68,7 @@ class Taken(NamedTuple):
     planned: list[tuple[Sequence, int]]
     """Its live rows' sequences, and how many tokens each computed."""
 
-    drawn: list[Drawn]
+    drawn: list[SamplerOutput]
     """By those that draw, in their order."""
 
 
@@ -85,7 +85,7 @@ class _Flight:
         if has_prompts:
             self.rows = tuple(row.key for _, row in self.live.values() if row.draw is not None)
         self.has_prompts = has_prompts
-        self.drawn: dict[Key, Drawn] = {}
+        self.drawn: dict[Key, SamplerOutput] = {}
         self.held: list[int] = []
 
 
@@ -97,7 +97,7 @@ class _Step:
     def __init__(self, begun: Begun, planned: Iterable[tuple[Sequence, StepRow]]) -> None:
         self.begun: Begun | None = begun  # None: it is over
         self.live = {row.key: (sequence, row) for sequence, row in planned}
-        self.drawn: list[Drawn] = []
+        self.drawn: list[SamplerOutput] = []
         self.held: list[int] = []
 
 
@@ -182,7 +182,7 @@ class InFlight:
             raise IntegrityError("a step was begun beside another, or beside a launch")
         self._step = _Step(begun, planned)
 
-    def take_step(self) -> tuple[list[Drawn], Set[Key]]:
+    def take_step(self) -> tuple[list[SamplerOutput], Set[Key]]:
         """Wait for the begun step, and forget it. An exception leaves nothing in flight.
 
         Returns: all its draws, those of rows that were left over, too; whose rows are live.

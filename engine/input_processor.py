@@ -35,7 +35,7 @@ from engine.metrics import EngineMetrics
 from engine.output_processor import OutputProcessor
 from engine.outputs import RequestOutput
 from engine.request import MAX_LOGPROBS, ModelInfo, Request, Reservation, Sampling, State
-from engine.sampling.history import TokenHistory, needs_history
+from engine.sampling.token_history import TokenHistory, needs_history
 from engine.scheduler import Scheduler
 from engine.sequence import HOLE, finish_reason
 

@@ -23,7 +23,7 @@ from engine.metrics import EngineMetrics, EngineTotals
 from engine.outputs import FilledBlock, RequestOutput, SampleTrace, TokenLogprobs, make_output
 from engine.preemptor import Preemptor
 from engine.request import FinishReason, State, StopPolicy, StopView
-from engine.sampling.row import LATE, Drawn
+from engine.sampling.metadata import LATE, SamplerOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, finish_reason, should_hold
 from engine.speculation.token_tree import ROOT, TokenTree
@@ -74,7 +74,7 @@ class OutputProcessor:
     # -- a step
 
     def advance(
-        self, sequence: Sequence, num_tokens: int, drawn: Values[Drawn], now: float
+        self, sequence: Sequence, num_tokens: int, drawn: Values[SamplerOutput], now: float
     ) -> list[RequestOutput]:
         """Apply what a step computed and sampled for one sequence.
 
@@ -118,7 +118,7 @@ class OutputProcessor:
         return outputs
 
     def decode(
-        self, sequence: Sequence, num_tokens: int, drawn: Drawn, now: float
+        self, sequence: Sequence, num_tokens: int, drawn: SamplerOutput, now: float
     ) -> RequestOutput:
         """`advance` for a sample that has forked already or is alone, with one sampled token: most
         rows of most steps."""
@@ -143,7 +143,7 @@ class OutputProcessor:
         sequence: Sequence,
         num_tokens: int,
         tree: TokenTree,
-        drawn: Values[Drawn],
+        drawn: Values[SamplerOutput],
         now: float,
     ) -> tuple[list[RequestOutput], int]:
         """`decode` for a sample with draft tokens: accepts the path through the tree that was
@@ -166,7 +166,7 @@ class OutputProcessor:
         if drawn[0] is LATE:
             return [self._sample_again(sequence, num_tokens)], 0
         num_before = len(sequence.token_ids)
-        taken: list[tuple[Drawn, int]] = []  # and how many tokens there are with it
+        taken: list[tuple[SamplerOutput, int]] = []  # and how many tokens there are with it
         path: list[int] = []
         node: int | None = ROOT
         reason: FinishReason | None = None
@@ -255,7 +255,7 @@ class OutputProcessor:
         return event
 
     def _take(
-        self, sequence: Sequence, drawn: Drawn, filled: tuple[FilledBlock, ...], now: float
+        self, sequence: Sequence, drawn: SamplerOutput, filled: tuple[FilledBlock, ...], now: float
     ) -> RequestOutput:
         """Append one sampled token, and those that the grammar forces after it."""
         num_before = len(sequence.token_ids)
@@ -269,7 +269,7 @@ class OutputProcessor:
     def _finish_step(
         self,
         sequence: Sequence,
-        taken: Values[tuple[Drawn, int]],
+        taken: Values[tuple[SamplerOutput, int]],
         num_before: int,
         reason: FinishReason | None,
         filled: tuple[FilledBlock, ...],
@@ -316,7 +316,7 @@ class OutputProcessor:
 
     # -- tokens and stop conditions
 
-    def _accept(self, sequence: Sequence, drawn: Drawn) -> FinishReason | None:
+    def _accept(self, sequence: Sequence, drawn: SamplerOutput) -> FinishReason | None:
         """Append a sampled token and those that the grammar forces after it, up to one that ends
         the sample. Returns: why it ends; None: it goes on. Raises: EngineError from its grammar or
         the stop policy."""
@@ -478,13 +478,13 @@ def _ask_policy(sequence: Sequence, policy: StopPolicy) -> FinishReason | None:
         raise PolicyFailed(f"the stop policy raised {type(error).__name__}: {error}") from error
 
 
-def _get_logprobs(taken: Values[tuple[Drawn, int]]) -> tuple[TokenLogprobs, ...]:
+def _get_logprobs(taken: Values[tuple[SamplerOutput, int]]) -> tuple[TokenLogprobs, ...]:
     """The log probabilities of each sampled token that has some."""
     return tuple(one.logprobs for one, _ in taken if one.logprobs is not None)
 
 
 def _make_traces(
-    taken: Values[tuple[Drawn, int]], token_ids: tuple[int, ...], num_before: int
+    taken: Values[tuple[SamplerOutput, int]], token_ids: tuple[int, ...], num_before: int
 ) -> tuple[SampleTrace, ...]:
     """The trace of each token that a step appended, in order."""
     traces: tuple[SampleTrace, ...] = ()

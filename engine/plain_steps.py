@@ -13,6 +13,7 @@ from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
 from engine.sampling.copies import Mark
+from engine.sampling.sampler import Sampler
 from engine.sequence import Key, Sequence
 from engine.speculation.manager import SpeculationManager
 from engine.speculation.proposer import DraftTokens, HiddenStateScope
@@ -38,6 +39,7 @@ class PlainSteps:
         self._in_flight = in_flight
         self._speculation = speculation
         self._eos_token_ids = eos_token_ids
+        self._sampler = Sampler()
 
     def begin(
         self, planned: list[tuple[Sequence, int]], running: Mapping[Key, Sequence]
@@ -104,4 +106,4 @@ class PlainSteps:
             if masks is not None:
                 masks.wait()  # they are made of states that the next step will touch
             raise
-        return BegunStep(planned, drafts, step, logits, masks, copied)
+        return BegunStep(planned, drafts, step, logits, masks, copied, self._sampler)

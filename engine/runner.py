@@ -41,8 +41,8 @@ from engine.output_processor import OutputProcessor
 from engine.outputs import RequestOutput, TokenLogprobs
 from engine.plain_steps import PlainSteps
 from engine.request import State
-from engine.sampling import pipeline
 from engine.sampling.logprobs import raw_logprobs
+from engine.sampling.metadata import SamplerOutput
 from engine.scheduler import NextPlan, Scheduler
 from engine.sequence import Key, Sequence
 from engine.speculation.manager import SpeculationManager
@@ -242,7 +242,7 @@ class Runner:
         self,
         begun: BegunStep,
         planned: list[tuple[Sequence, int]],
-        drawn: list[pipeline.Drawn],
+        drawn: list[SamplerOutput],
         drafts: Mapping[Key, DraftTokens],
         *,
         is_early: bool,
@@ -321,7 +321,7 @@ class Runner:
     def _book(
         self,
         planned: list[tuple[Sequence, int]],
-        drawn: list[pipeline.Drawn],
+        drawn: list[SamplerOutput],
         drafts: Mapping[Key, DraftTokens] | None = None,
         num_kept: dict[Key, int] | None = None,
         scored: Mapping[Key, tuple[TokenLogprobs, ...] | InvalidLogits] = _NOTHING,
@@ -338,7 +338,7 @@ class Runner:
         now = self._clock()
         for sequence, num_tokens in planned:
             group = sequence.group
-            own: list[pipeline.Drawn] = []
+            own: list[SamplerOutput] = []
             is_whole = sequence.num_computed_tokens + num_tokens == len(sequence.token_ids)
             if is_whole and not group.is_continued:
                 if sequence.request.beam is not None:
@@ -369,7 +369,7 @@ class Runner:
         self,
         sequence: Sequence,
         num_tokens: int,
-        drawn: list[pipeline.Drawn],
+        drawn: list[SamplerOutput],
         logprobs: tuple[TokenLogprobs, ...] | InvalidLogits,
         now: float,
     ) -> list[RequestOutput]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
     from engine.group import Group
     from engine.parking import Parked
-    from engine.sampling.history import TokenHistory
+    from engine.sampling.token_history import TokenHistory
 
 Key = tuple[str, int]
 """(request id, sample index)."""

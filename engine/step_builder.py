@@ -22,7 +22,7 @@ from engine.constraints import end_token_ids
 from engine.kv.memory import KvMemory
 from engine.request import State
 from engine.sampling.copies import bring
-from engine.sampling.row import Draw
+from engine.sampling.metadata import SamplingRequest
 from engine.sequence import Key, Sequence
 from engine.speculation.proposer import DraftTokens, HiddenStateScope
 from engine.speculation.rejection_sampler import Proposals
@@ -30,7 +30,7 @@ from engine.speculation.token_tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
-    from engine.sampling.history import TokenHistory
+    from engine.sampling.token_history import TokenHistory
 
 
 class _Drawing(NamedTuple):
@@ -45,7 +45,7 @@ class _Drawing(NamedTuple):
 class _Laid(NamedTuple):
     """See the properties of Step."""
 
-    draws: list[Draw]
+    draws: list[SamplingRequest]
     rows: list[int]
     samples: list[Sequence]
     grammars: list[GrammarState | None]
@@ -97,7 +97,7 @@ class Step:
         return _lay_out(self.drawing, self.eos_token_ids)
 
     @property
-    def draws(self) -> Values[Draw]:
+    def draws(self) -> Values[SamplingRequest]:
         """What to draw, in the order of the batch; a prompt that forks has one for each sample."""
         return self._laid.draws
 
@@ -211,7 +211,7 @@ def build(
 
 
 def _lay_out(drawing: Iterable[_Drawing], eos_token_ids: frozenset[int]) -> _Laid:
-    draws: list[Draw] = []
+    draws: list[SamplingRequest] = []
     rows: list[int] = []
     samples: list[Sequence] = []
     grammars: list[GrammarState | None] = []
@@ -223,7 +223,9 @@ def _lay_out(drawing: Iterable[_Drawing], eos_token_ids: frozenset[int]) -> _Lai
             num_drawn = num_tokens - sequence.num_prompt_tokens
             for index in range(first, first + sequence.group.num_places):
                 rows.append(len(samples))
-                draws.append(Draw(sampling, num_tokens, index, num_drawn, ends, sequence.history))
+                draws.append(
+                    SamplingRequest(sampling, num_tokens, index, num_drawn, ends, sequence.history)
+                )
         samples.append(sequence)
         grammars.append(sequence.grammar)
         if draft is not None:
@@ -247,7 +249,9 @@ def _tree_span(start: int, num_tokens: int, sequence: Sequence, tree: TokenTree)
     )
 
 
-def _tree_draws(root: Draw, tree: TokenTree, proposals: Values[Proposals | None]) -> list[Draw]:
+def _tree_draws(
+    root: SamplingRequest, tree: TokenTree, proposals: Values[Proposals | None]
+) -> list[SamplingRequest]:
     """What would be drawn after each node.
 
     Args:
@@ -260,7 +264,7 @@ def _tree_draws(root: Draw, tree: TokenTree, proposals: Values[Proposals | None]
     histories: dict[int, TokenHistory] = {}
     if root.history is not None:
         histories[ROOT] = root.history
-    draws: list[Draw] = []
+    draws: list[SamplingRequest] = []
     proposals = proposals or (None,) * len(tree)
     nodes = zip(tree.token_ids, tree.parents, tree.depths, proposals, strict=True)
     for node, (token_id, parent, depth, proposed) in enumerate(nodes):
@@ -272,13 +276,13 @@ def _tree_draws(root: Draw, tree: TokenTree, proposals: Values[Proposals | None]
 
 
 def _at_depth(
-    root: Draw,
+    root: SamplingRequest,
     depth: int,
     history: TokenHistory | None = None,
     proposed: Proposals | None = None,
-) -> Draw:
+) -> SamplingRequest:
     # Positional, as it is made while the device waits: a third of the price.
-    return Draw(
+    return SamplingRequest(
         root.sampling,
         root.position + depth,
         root.sample_index,

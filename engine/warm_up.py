@@ -8,7 +8,7 @@ import torch
 
 from engine import batch
 from engine.models.interface import DecodesAhead, LoadedModel, Progress
-from engine.sampling import pipeline
+from engine.sampling.sampler import Sampler
 
 _BESIDE = 2
 """Tokens of a prompt beside decodes: one more than a decode."""
@@ -38,7 +38,7 @@ def warm_up(
             progress("warm-up", done, len(steps))
         logits = model.forward(batch.warm_up(*lengths))[-1:]
         # Of many rows once: dtype and strides are those of all steps.
-        pipeline.warm_up(logits, max_num_tokens if done == 0 else 1)
+        Sampler().warm_up(logits, max_num_tokens if done == 0 else 1)
     if ahead is not None:
         ahead.warm_up(progress)
     else:

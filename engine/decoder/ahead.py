@@ -38,8 +38,7 @@ from engine.errors import IntegrityError, InvalidLogits, WrongState
 from engine.kv.memory import KvMemory
 from engine.lora.stacked_weights import StackedLora
 from engine.models.interface import DecodeRow, Launch, MixedRow, Progress
-from engine.sampling.recipe import masks_ends, recipe_of
-from engine.sampling.row import Draw, Drawn
+from engine.sampling.metadata import SamplerOutput, SamplingRequest, masks_ends, metadata_of
 
 if TYPE_CHECKING:
     from engine.models.llama import LlamaDecoder
@@ -172,17 +171,17 @@ class AheadDecoder:
         if self.plain is not None:
             self.plain.forget()
 
-    def takes(self, draw: Draw) -> bool:
+    def takes(self, draw: SamplingRequest) -> bool:
         """Whether the device can draw this: greedy or sampled, with temperature, top-k, top-p and
         min-p; nothing that changes logits, and nothing that is told beside the token."""
         sampling = draw.sampling
         if draw.bitmask is not None or sampling.grammar is not None:
             return False
-        recipe = recipe_of(sampling)
-        if recipe.is_plain:
+        metadata = metadata_of(sampling)
+        if metadata.is_plain:
             return True
         is_quiet = sampling.logprobs is None and not sampling.trace
-        return is_quiet and not recipe.adjusts and not masks_ends(draw)
+        return is_quiet and not metadata.adjusts and not masks_ends(draw)
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[DecodeRow]) -> RowLaunch:
@@ -260,7 +259,7 @@ class AheadDecoder:
         done.record()
         return done
 
-    def read(self, launch: Launch) -> list[Drawn]:
+    def read(self, launch: Launch) -> list[SamplerOutput]:
         """Wait for a launch; what its rows drew, in their order. A row whose best logit is not
         finite has an InvalidLogits of its own.
 
@@ -278,13 +277,13 @@ class AheadDecoder:
         if output[0] != oldest.number:
             raise IntegrityError(f"launch {oldest.number} left the draws of {output[0]}")
         token_ids, bits = output[HEADER_WORDS:].reshape(2, -1)
-        drawn = [Drawn(token_id) for token_id in token_ids[oldest.order].tolist()]
+        drawn = [SamplerOutput(token_id) for token_id in token_ids[oldest.order].tolist()]
         values = bits.view(np.float32)[oldest.order]
         is_valid = np.isfinite(values)
         if not is_valid.all():
             for at in np.flatnonzero(~is_valid).tolist():
                 message = f"the best logit for position {oldest.positions[at]} is {values[at]}"
-                drawn[at] = Drawn(-1, error=InvalidLogits(message))
+                drawn[at] = SamplerOutput(-1, error=InvalidLogits(message))
         return drawn
 
     def _on_device(self) -> AbstractContextManager[object]:

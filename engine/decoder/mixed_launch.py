@@ -19,8 +19,8 @@ from engine.batch import Batch, Span
 from engine.decoder.inputs import fill_drawn
 from engine.errors import IntegrityError
 from engine.models.interface import DRAWN_BEFORE, MixedRow
-from engine.sampling import pipeline
-from engine.sampling.row import Drawn
+from engine.sampling.metadata import SamplerOutput
+from engine.sampling.sampler import Sampler
 from engine.sequence import Key
 
 ForwardDrawn = Callable[[Batch, torch.Tensor | None], torch.Tensor]
@@ -32,7 +32,7 @@ token ids, which lie on the device; None: none of them is."""
 class MixedLaunch:
     """A mixed launch that is under way."""
 
-    finish: Callable[[], list[Drawn]]
+    finish: Callable[[], list[SamplerOutput]]
     """Waits for the draws and gives them; to be called once."""
 
     done: torch.cuda.Event | None
@@ -74,13 +74,13 @@ def begin_mixed(
     forward: ForwardDrawn,
     *,
     vocab_size: int,
-) -> tuple[Callable[[], list[Drawn]], dict[Key, int]]:
+) -> tuple[Callable[[], list[SamplerOutput]], dict[Key, int]]:
     """Queue a step.
 
     Args:
         places: where in `last_drawn` the launch before left each row's token.
-        last_drawn: [max_rows] int32 on the device; overwritten with this step's draws. An error's
-            token may be anything.
+        last_drawn: [max_rows] int32 on the device; overwritten with this step's tokens, a valid one
+            for a row in error, too.
     Returns: what waits for its draws and gives them, and where in `last_drawn` each is.
     Raises: IntegrityError for a row that takes a token which was not drawn.
     """
@@ -105,5 +105,5 @@ def begin_mixed(
     keys = [row.key for row in rows if row.draw is not None]
     if not draws:
         return list, {}
-    finish = pipeline.begin(logits, draws, into=last_drawn[: len(draws)])
-    return finish, {key: place for place, key in enumerate(keys)}
+    pending = Sampler().begin(logits, draws, into=last_drawn[: len(draws)])
+    return pending.result, {key: place for place, key in enumerate(keys)}

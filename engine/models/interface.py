@@ -20,7 +20,7 @@ from engine.kv.memory import KvMemory
 from engine.kv.sizing import DeviceMemory, device_memory
 from engine.lora.manager import LoraManager
 from engine.request import ModelInfo
-from engine.sampling.row import Draw, Drawn
+from engine.sampling.metadata import SamplerOutput, SamplingRequest
 from engine.sequence import Key
 
 DRAWN_BEFORE = -1
@@ -50,7 +50,7 @@ class DecodeRow(NamedTuple):
     """Blocks of tokens [0, position + 1), and maybe further ones of the same sample. The same
     object as in the launch before if they are the same: `is` tells what must be sent."""
 
-    draw: Draw
+    draw: SamplingRequest
     """`draw.position` is position + 1. With DRAWN_BEFORE, `draw.history` is None."""
 
     adapter: int = 0
@@ -79,7 +79,7 @@ class MixedRow(NamedTuple):
     """Blocks of tokens [0, position + num_tokens), and no further ones: they go to the device with
     the step."""
 
-    draw: Draw | None
+    draw: SamplingRequest | None
     """From the last one's logits; None: nothing is drawn, the prompt goes on. Its position is
     `position` + `num_tokens`."""
 
@@ -118,8 +118,8 @@ class DecodesAhead(Protocol):
         """Compile and capture whatever `launch` needs; writes no KV. Once, after `attach`."""
         ...
 
-    def takes(self, draw: Draw) -> bool:
-        """Whether a launch can make this draw: exactly as engine/sampling/pipeline.py would. Asked
+    def takes(self, draw: SamplingRequest) -> bool:
+        """Whether a launch can make this draw: exactly as engine/sampling/sampler.py would. Asked
         for each row before each launch: quick. Draws that depend on tokens drawn before (`history`)
         or on a grammar are never asked for."""
         ...
@@ -135,7 +135,7 @@ class DecodesAhead(Protocol):
         launch just before drew is known to either; their order is that of the calls."""
         ...
 
-    def read(self, launch: Launch) -> list[Drawn]:
+    def read(self, launch: Launch) -> list[SamplerOutput]:
         """Wait for a launch: its draws, in the order of its rows, those without one left out; its
         KV is in the cache. In the order in which they were launched, each once."""
         ...

@@ -12,7 +12,7 @@ from engine.batch import Batch, Span
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.models.interface import LoadedModel
-from engine.sampling import pipeline
+from engine.sampling.sampler import WARM_UP, Sampler
 from engine.scheduler import MAX_PROMPT_ROWS
 
 MOST_LAYERS = 3
@@ -39,8 +39,8 @@ def largest_step_bytes(model: LoadedModel, config: EngineConfig) -> int:
             batch = _largest(config, model.info.context_window, num_long)
             if config.speculation.draft_heads:
                 batch = _keeping(batch, model)
-            draws = [pipeline.WARM_UP] * len(batch.draw_indices)
-            pipeline.draw(model.forward(batch), draws)
+            requests = [WARM_UP] * len(batch.draw_indices)
+            Sampler().begin(model.forward(batch), requests).result()
         torch.cuda.synchronize(device)
     except torch.cuda.OutOfMemoryError as error:
         raise LoadError(

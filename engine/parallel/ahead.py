@@ -26,7 +26,7 @@ from engine.parallel.messages import Drain, LaunchWords, WarmUp
 from engine.parallel.processes import RankProcesses
 from engine.parallel.rank_model import RankModel
 from engine.parallel.ranks import Ranks
-from engine.sampling.row import Drawn
+from engine.sampling.metadata import SamplerOutput
 
 Built = TypeVar("Built", bound=AheadDecoder)
 
@@ -63,7 +63,7 @@ class ParallelAhead(AheadDecoder):
             self._processes.tell(launch)
             return super()._begin(placed, num_rows)
 
-    def read(self, launch: Launch) -> list[Drawn]:
+    def read(self, launch: Launch) -> list[SamplerOutput]:
         """See AheadDecoder. Raises: RankFailed; what was drawn then is not looked at."""
         with self._processes.step():
             return super().read(launch)

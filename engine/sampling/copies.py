@@ -13,7 +13,7 @@ def bring(words: NDArray[Any], device: torch.device) -> torch.Tensor:
     """The same numbers on a device. `words` may be changed afterwards, but for those of CPU."""
     host = torch.from_numpy(words)
     if device.type != "cuda":
-        return host.to(device)
+        return host if device.type == "cpu" else host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 
 

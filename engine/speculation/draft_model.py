@@ -27,8 +27,8 @@ from engine.batch import Batch, Span
 from engine.errors import IntegrityError
 from engine.models.interface import Guesses, LoadedModel
 from engine.request import ModelInfo, Sampling
-from engine.sampling import pipeline
-from engine.sampling.row import Draw
+from engine.sampling.metadata import SamplingRequest
+from engine.sampling.sampler import Sampler
 from engine.sequence import Key
 from engine.speculation.proposer import Draft, DraftTask, Proposer
 from engine.speculation.rejection_sampler import (
@@ -432,7 +432,7 @@ def _drawn(
 ) -> dict[int, DrawnChildren | None]:
     """Drawn children by row, of the newest nodes whose children are draws."""
     rows: list[int] = []
-    draws: list[Draw] = []
+    draws: list[SamplingRequest] = []
     keys: list[int] = []
     row = 0
     for one in growing:
@@ -440,13 +440,13 @@ def _drawn(
             sampling = proposal_sampling(one.task.sampling)
             for place, node in enumerate(one.newest):
                 rows.append(row + place)
-                draws.append(Draw(sampling, 0))  # no position: no noise is drawn
+                draws.append(SamplingRequest(sampling, 0))  # no position: no noise is drawn
                 keys.append(random_key(sampling.seed, *one.path(node)))
         row += len(one.newest)
     if not rows:
         return {}
     own = logits if len(rows) == len(logits) else logits[rows]
-    children = draw_children(pipeline.distributions(own, draws), keys, width)
+    children = draw_children(Sampler().distributions(own, draws), keys, width)
     return dict(zip(rows, children, strict=True))
 
 

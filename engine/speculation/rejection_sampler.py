@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.request import Sampling
-from engine.sampling.history import needs_history
+from engine.sampling.token_history import needs_history
 from engine.speculation.token_tree import ROOT, TokenTree
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 """AheadModel: any LoadedModel with steps that can be launched ahead, by its own forward passes and
-engine/sampling/pipeline.py. It gains nothing: it is the truth that others are compared with, and
+engine/sampling/sampler.py. It gains nothing: it is the truth that others are compared with, and
 shows an engine's mistakes.
 
 What a device may do, it does at its worst: a launch is computed when it is launched, or as late as
@@ -30,8 +30,8 @@ from engine.models.interface import (
     MixedRow,
     Progress,
 )
-from engine.sampling import pipeline
-from engine.sampling.row import Draw, Drawn
+from engine.sampling.metadata import SamplerOutput, SamplingRequest
+from engine.sampling.sampler import Sampler
 from engine.sequence import Key
 
 MAX_UNREAD = 2
@@ -43,7 +43,7 @@ class _Step:
     def __init__(self, rows: tuple[LaunchRow, ...], before: _Step | None) -> None:
         self.rows = rows
         self.before = before
-        self.drawn: list[Drawn] | None = None
+        self.drawn: list[SamplerOutput] | None = None
         needed = {row.key for row in rows if DRAWN_BEFORE in _token_ids(row)}
         known = set() if before is None else before.drawing
         if not needed <= known:
@@ -82,7 +82,7 @@ class AheadModel:
         *,
         is_late: bool = False,
         max_rows: int = 1 << 20,
-        takes: Callable[[Draw], bool] | None = None,
+        takes: Callable[[SamplingRequest], bool] | None = None,
         takes_prompts: bool = True,
     ) -> None:
         self._model = model
@@ -134,7 +134,7 @@ class PlainAhead:
         *,
         is_late: bool,
         max_rows: int,
-        takes: Callable[[Draw], bool] | None,
+        takes: Callable[[SamplingRequest], bool] | None,
         takes_prompts: bool,
     ) -> None:
         self.max_rows = max_rows
@@ -152,7 +152,7 @@ class PlainAhead:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Nothing to compile."""
 
-    def takes(self, draw: Draw) -> bool:
+    def takes(self, draw: SamplingRequest) -> bool:
         """See DecodesAhead."""
         if draw.history is not None or draw.bitmask is not None:
             raise IntegrityError("asked for a draw that depends on what was drawn before")
@@ -186,7 +186,7 @@ class PlainAhead:
         self._newest = step
         return step
 
-    def read(self, launch: Launch) -> list[Drawn]:
+    def read(self, launch: Launch) -> list[SamplerOutput]:
         """See DecodesAhead."""
         if not self._unread or launch is not self._unread[0]:
             raise IntegrityError("launches are read in their order, each once")
@@ -215,7 +215,7 @@ class PlainAhead:
         token_ids: list[int] = []
         spans: list[Span] = []
         draw_indices: list[int] = []
-        draws: list[Draw] = []
+        draws: list[SamplingRequest] = []
         for row in step.rows:
             end = row.position + row.num_tokens
             token_ids += [
@@ -229,5 +229,5 @@ class PlainAhead:
                 draw_indices.append(len(token_ids) - 1)
                 draws.append(row.draw)
         logits = self._model.forward(Batch(tuple(token_ids), tuple(spans), tuple(draw_indices)))
-        step.drawn = pipeline.draw(logits, draws) if draws else []
+        step.drawn = Sampler().begin(logits, draws).result() if draws else []
         step.before = None

@@ -1,8 +1,8 @@
 """What changes a row's logits before a token is drawn: penalties, biases, and masks.
 
-Each touches only the tokens that it names, in place, in float32, each step rounded on its own: the
-engine's pipeline (engine/sampling/penalties.py) gets the same bits from plain torch. Lists of ids
-are padded with -1 to one length, so that a captured graph can have them.
+Each touches only the tokens that it names, in place, in float32, each step rounded on its own: CPU
+and CUDA get the same bits. Lists of ids are padded with -1 to one length, so that a captured graph
+can have them.
 
 Knows no requests. Invariant: a row's result depends on its own arguments only. No state; any
 thread.
@@ -10,6 +10,7 @@ thread.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -62,15 +63,28 @@ def penalise(logits: torch.Tensor, penalties: Penalties, *, backend: Backend = "
 
 def penalise_reference(logits: torch.Tensor, penalties: Penalties) -> None:
     """`penalise` in plain torch; waits for how many tokens there are."""
-    rows, places = (penalties.token_ids >= 0).nonzero(as_tuple=True)
-    ids = penalties.token_ids[rows, places].long()
-    counts = penalties.counts[rows, places]
-    repetition = penalties.repetition[rows]
-    values = logits[rows, ids]
+    flat, rows, entries, places = _places(logits, penalties.token_ids)
+    counts = penalties.counts.view(-1).index_select(0, entries)
+    repetition = penalties.repetition.index_select(0, rows)
+    values = flat.index_select(0, places)
     values = torch.where(values > 0, values / repetition, values * repetition)
-    less = values - penalties.presence[rows]
-    less = less - penalties.frequency[rows] * counts
-    logits[rows, ids] = torch.where(counts > 0, less, values)
+    less = values - penalties.presence.index_select(0, rows)
+    less = less - penalties.frequency.index_select(0, rows) * counts
+    flat.index_copy_(0, places, torch.where(counts > 0, less, values))
+
+
+def _places(
+    logits: torch.Tensor, token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits as one row that shares their memory; and of each token in `token_ids` its row, its
+    entry in the flat `token_ids`, and its place among the logits."""
+    num_rows, num_tokens = logits.shape
+    stride = logits.stride(0)
+    flat = logits.as_strided(((num_rows - 1) * stride + num_tokens,), (1,))
+    ids = token_ids.view(-1)
+    entries = (ids >= 0).nonzero()[:, 0]
+    rows = entries // token_ids.shape[1]
+    return flat, rows, entries, ids.index_select(0, entries) + rows * stride
 
 
 def add_bias(
@@ -104,9 +118,9 @@ def add_bias(
 
 def add_bias_reference(logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> None:
     """`add_bias` in plain torch; waits for how many tokens there are."""
-    rows, places = (token_ids >= 0).nonzero(as_tuple=True)
-    ids = token_ids[rows, places].long()
-    logits[rows, ids] += values[rows, places]
+    flat, _, entries, places = _places(logits, token_ids)
+    biased = flat.index_select(0, places) + values.view(-1).index_select(0, entries)
+    flat.index_copy_(0, places, biased)
 
 
 def apply_bitmask(
@@ -138,8 +152,10 @@ def apply_bitmask(
         from baton_kernels import logit_ops_triton as gpu
 
         gpu.apply_bitmask(logits, words, rows)
-        return
-    apply_bitmask_reference(logits, words, rows)
+    elif backend == "auto" and logits.device.type == "cpu":
+        _apply_bitmask_on_cpu(logits, words, rows)
+    else:
+        apply_bitmask_reference(logits, words, rows)
 
 
 def apply_bitmask_reference(
@@ -154,6 +170,29 @@ def apply_bitmask_reference(
     used = (rows >= 0).nonzero()[:, 0]
     index = rows[used].long()
     logits[index] = logits[index].masked_fill(is_out[used], -torch.inf)
+
+
+def _apply_bitmask_on_cpu(
+    logits: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | None
+) -> None:
+    """Eight logits per byte by a table: several times faster than a select by a mask of bits."""
+    most = _most_of_byte(logits.dtype).index_select(0, words.view(torch.uint8).view(-1).int())
+    most = most.view(len(words), -1)[:, : logits.shape[1]]
+    if rows is None:
+        torch.minimum(logits, most, out=logits)
+        return
+    used = (rows >= 0).nonzero()[:, 0]
+    index = rows.index_select(0, used).long()
+    own = torch.minimum(logits.index_select(0, index), most.index_select(0, used))
+    logits.index_copy_(0, index, own)
+
+
+@functools.lru_cache
+def _most_of_byte(dtype: torch.dtype) -> torch.Tensor:
+    """[256, 8]: the most that a logit may be: infinity where bit i of the byte is set, else
+    -infinity."""
+    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    return torch.where(bits == 1, torch.inf, -torch.inf).to(dtype)
 
 
 def _check_logits(logits: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.models.interface import DecodeRow, Launch, LaunchRow, MixedRow
 from engine.outputs import RequestOutput, StepOutput
-from engine.sampling.row import Drawn
+from engine.sampling.metadata import SamplerOutput
 from engine.testing.ahead_model import AheadModel, PlainAhead
 from engine.testing.fake_model import FakeModel
 from tests.harness.compile_process import one_compile_process as one_compile_process
@@ -109,7 +109,7 @@ class Recording(PlainAhead):
         self._call(f"launch {len(self.launched)}")
         self.launched.append(rows)
 
-    def read(self, launch: Launch) -> list[Drawn]:
+    def read(self, launch: Launch) -> list[SamplerOutput]:
         self._call(f"read {sum(one.startswith('read') for one in self.calls)}")
         return super().read(launch)
 

@@ -156,6 +156,9 @@ class FakeDevice:
             def is_over(self) -> bool:
                 return not device.computes
 
+            def wait(self) -> None:
+                wait_for(self)
+
         return ComputeMark()
 
     def new_queue(self) -> FakeQueue:

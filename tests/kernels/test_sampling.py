@@ -1,4 +1,4 @@
-"""draw_tokens: exactly the tokens of the engine's pipeline, and of its own reference, whatever the
+"""draw_tokens: exactly the tokens of the engine's sampler, and of its own reference, whatever the
 rows ask for and however a row is split."""
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from baton_kernels.sampling import (
 )
 
 from engine.request import Sampling
-from engine.sampling import pipeline
+from engine.sampling.metadata import SamplingRequest
 from tests.conftest import LONG
 from tests.kernels.conftest import DEVICE, poisoned, some
+from tests.unit.engine.sampling.reference import sample
 
 ON_GPU = DEVICE == "cuda"
 
@@ -52,15 +53,15 @@ def _rows(samplings: Sequence[Sampling], positions: Sequence[int]) -> SamplingRo
     )
 
 
-def _by_pipeline(
+def _by_sampler(
     logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
 ) -> list[int]:
     """On CPU, where it is defined; -1 for rows that it calls an error."""
     draws = [
-        pipeline.Draw(one, position, one.sample_index)
+        SamplingRequest(one, position, one.sample_index)
         for one, position in zip(samplings, positions, strict=True)
     ]
-    return [drawn.token_id for drawn in pipeline.draw(logits.cpu(), draws)]
+    return [drawn.token_id for drawn in sample(logits.cpu(), draws)]
 
 
 def _by_kernels(
@@ -93,7 +94,7 @@ def _check(
     expected = draw_tokens_reference(logits, rows)
     assert drawn.token_ids.tolist() == expected.token_ids.tolist()
     assert drawn.best_values.equal(expected.best_values)
-    assert drawn.token_ids.tolist() == _by_pipeline(logits, samplings, positions)
+    assert drawn.token_ids.tolist() == _by_sampler(logits, samplings, positions)
     assert drawn.best_values.equal(logits.float().amax(dim=1))
 
 
@@ -164,7 +165,7 @@ def test_a_list_that_overflows_is_read_from_the_row(
     samplings = [Sampling(max_tokens=1, temperature=1.0, seed=seed, **kind) for kind in kinds]
     rows = _rows(samplings, [1, 2])
     drawn = _by_kernels(logits, rows, splits=1, list_length=list_length)
-    assert drawn.token_ids.tolist() == _by_pipeline(logits, samplings, [1, 2])
+    assert drawn.token_ids.tolist() == _by_sampler(logits, samplings, [1, 2])
 
 
 @pytest.mark.skipif(ON_GPU, reason="a compiled kernel keeps the slack it was compiled with")
@@ -190,7 +191,7 @@ def test_where_the_mass_is_not_known_well_enough_the_row_is_read(
     monkeypatch.setattr(sampling_triton, "_MASS_SLACK", tl.constexpr(0.95))
     positions = list(range(num_rows))
     drawn = _by_kernels(logits, _rows(samplings, positions), splits=1)
-    assert drawn.token_ids.tolist() == _by_pipeline(logits, samplings, positions)
+    assert drawn.token_ids.tolist() == _by_sampler(logits, samplings, positions)
     assert calls
 
 
@@ -204,7 +205,7 @@ def test_masked_rows_draw_from_what_is_left(seed: int, randn: Callable[..., torc
     rows = _rows(samplings, [1, 2, 3])
     drawn = _by_kernels(logits, rows, splits=4)
     assert drawn.token_ids.equal(draw_tokens_reference(logits, rows).token_ids)
-    assert drawn.token_ids.tolist() == _by_pipeline(logits, samplings, [1, 2, 3])
+    assert drawn.token_ids.tolist() == _by_sampler(logits, samplings, [1, 2, 3])
 
 
 def test_rows_that_are_no_numbers_say_so(seed: int, randn: Callable[..., torch.Tensor]) -> None:
@@ -225,7 +226,7 @@ def test_rows_that_are_no_numbers_say_so(seed: int, randn: Callable[..., torch.T
     assert drawn.token_ids.tolist()[:3] == [0, 0, 0]
     assert drawn.best_values.tolist()[1:3] == [infinity, -infinity]
     assert bool(drawn.best_values[0].isnan())
-    assert drawn.token_ids.tolist()[3:] == _by_pipeline(logits, samplings, positions)[3:]
+    assert drawn.token_ids.tolist()[3:] == _by_sampler(logits, samplings, positions)[3:]
 
 
 def test_places_without_a_row_draw_nothing(seed: int, randn: Callable[..., torch.Tensor]) -> None:
@@ -248,7 +249,7 @@ def test_less_is_done_where_less_is_needed(
     kind = {"temperature": 0.0 if needs == "greedy" else 1.3, "min_p": 0.01}
     samplings = [Sampling(max_tokens=1, seed=seed, **kind) for _ in range(4)]
     drawn = _by_kernels(logits, _rows(samplings, [1, 2, 3, 4]), needs=needs, splits=4)
-    assert drawn.token_ids.tolist() == _by_pipeline(logits, samplings, [1, 2, 3, 4])
+    assert drawn.token_ids.tolist() == _by_sampler(logits, samplings, [1, 2, 3, 4])
 
 
 def test_the_split_changes_nothing(seed: int, randn: Callable[..., torch.Tensor]) -> None:
@@ -272,7 +273,7 @@ def test_the_door(seed: int, randn: Callable[..., torch.Tensor]) -> None:
     out = DrawnTokens(poisoned(2, dtype=torch.int32), poisoned(2, dtype=torch.float32))
     assert draw_tokens(logits, rows, out=out, backend="triton") is out
     assert draw_tokens(logits, rows, backend="reference").token_ids.equal(out.token_ids)
-    assert draw_tokens(logits, rows).token_ids.tolist() == _by_pipeline(logits, samplings, [1, 2])
+    assert draw_tokens(logits, rows).token_ids.tolist() == _by_sampler(logits, samplings, [1, 2])
     assert (
         draw_tokens(logits[:0], SamplingRows(*(each[:0] for each in rows))).token_ids.numel() == 0
     )
@@ -281,7 +282,7 @@ def test_the_door(seed: int, randn: Callable[..., torch.Tensor]) -> None:
         ("logits", (logits.t(), rows), {}),
         ("logits", (torch.zeros(2, 1 << 19, device=DEVICE), rows), {}),
         ("needs", (logits, rows), {"needs": "all"}),
-        ("top_p", (logits, rows._replace(top_p=rows.top_p.double())), {}),
+        ("top_p", (logits, rows._replace(top_p=rows.top_p.half())), {}),
         ("positions", (logits, rows._replace(positions=rows.positions[:1])), {}),
         ("counters", (logits, rows), {"counters": rows.seed_keys}),
         ("out.token_ids", (logits, rows), {"out": out._replace(token_ids=out.best_values)}),

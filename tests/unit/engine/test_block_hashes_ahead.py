@@ -12,7 +12,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.request import Request, Sampling
-from engine.sampling import pipeline
+from engine.sampling.sampler import PendingSample
 from engine.testing.fake_model import FakeModel
 from tests.harness.engines import all_steps, hasher
 
@@ -39,7 +39,7 @@ def _request(number: int, hash_block: Callable[[bytes, Sequence[int]], bytes]) -
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of every engine: "forward", "draw", "hash", in their order."""
     told: list[str] = []
-    forward, draw = FakeModel.forward, pipeline.draw
+    forward, draw = FakeModel.forward, PendingSample.result
 
     def logged_forward(model: FakeModel, batch: Any) -> Any:
         told.append("forward")
@@ -50,7 +50,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return draw(*args)
 
     monkeypatch.setattr(FakeModel, "forward", logged_forward)
-    monkeypatch.setattr(pipeline, "draw", logged_draw)
+    monkeypatch.setattr(PendingSample, "result", logged_draw)
     return told
 
 

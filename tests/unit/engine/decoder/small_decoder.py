@@ -15,8 +15,8 @@ from engine.lora.config import LoraLimits
 from engine.models.llama import LlamaDecoder, LlamaModel, kv_layout, read_llama_config, rope_table
 from engine.models.weights import random_weights
 from engine.request import ModelInfo, Sampling
-from engine.sampling import pipeline
-from engine.sampling.row import Draw
+from engine.sampling.metadata import SamplingRequest
+from tests.unit.engine.sampling.reference import sample
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BLOCK = 8
@@ -116,9 +116,9 @@ class Run:
             spans.append(Span(start, len(own) - start, self.blocks(at, len(own))))
             token_ids += own[start:]
             ends.append(len(token_ids) - 1)
-            draws.append(Draw(samplings[at], len(own), at))
+            draws.append(SamplingRequest(samplings[at], len(own), at))
         logits = self.model.forward(Batch(tuple(token_ids), tuple(spans), tuple(ends)))
-        for at, drawn in zip(indices, pipeline.draw(logits, draws), strict=True):
+        for at, drawn in zip(indices, sample(logits, draws), strict=True):
             self.tokens[at].append(drawn.token_id)
 
 

@@ -1,4 +1,4 @@
-"""AheadDecoder: launches that are read late draw what the model and the pipeline draw step by step,
+"""AheadDecoder: launches that are read late draw what the model and the sampler draw step by step,
 whatever comes, goes, moves or grows between them."""
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from engine.errors import IntegrityError, InvalidLogits, LoadError, WrongState
 from engine.lora.stacked_weights import StackedLora
 from engine.models.interface import DecodeRow
 from engine.request import Sampling
-from engine.sampling import pipeline
-from engine.sampling.row import Draw
+from engine.sampling.metadata import SamplerOutput, SamplingRequest
 from tests.unit.engine.decoder.hash_decoder import NUM_SLOTS, SPOILED, HashDecoder
+from tests.unit.engine.sampling.reference import sample
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 VOCAB = 97
@@ -147,9 +147,9 @@ class _World:
         if num_tokens > len(sequence.block_ids) * BLOCK:
             sequence.block_ids += self._take(BLOCK)
 
-    def expected(self, sequence: _Sequence) -> pipeline.Drawn:
+    def expected(self, sequence: _Sequence) -> SamplerOutput:
         logits = self.decoder.logits_of(sequence.token_ids, sequence.adapter).cpu()
-        return pipeline.draw(logits, [_draw(sequence, len(sequence.token_ids))])[0]
+        return sample(logits, [_draw(sequence, len(sequence.token_ids))])[0]
 
     def launch(self, max_rows: int = 0) -> None:
         """Of some of those that are ready; or of as many as are named."""
@@ -217,8 +217,10 @@ class _World:
             self.read()
 
 
-def _draw(sequence: _Sequence, position: int) -> Draw:
-    return Draw(sequence.sampling, position, sequence.sampling.sample_index + sequence.key[1])
+def _draw(sequence: _Sequence, position: int) -> SamplingRequest:
+    return SamplingRequest(
+        sequence.sampling, position, sequence.sampling.sample_index + sequence.key[1]
+    )
 
 
 def _random_sampling(rng: random.Random) -> Sampling:
@@ -373,7 +375,7 @@ def test_no_memory_for_a_warm_up_is_said_in_one_line(
 
 def _row(world: _World, name: str, **changes: object) -> DecodeRow:
     sampling = Sampling(max_tokens=1)
-    row = DecodeRow((name, 0), 5, 0, world.free[:1], Draw(sampling, 1))
+    row = DecodeRow((name, 0), 5, 0, world.free[:1], SamplingRequest(sampling, 1))
     return row._replace(**changes)
 
 
@@ -415,7 +417,7 @@ def test_what_the_device_can_draw() -> None:
     world = _world("cpu", 0)
 
     def takes(**fields: object) -> bool:
-        return world.ahead.takes(Draw(Sampling(**({"max_tokens": 9} | fields)), 3))  # type: ignore[arg-type]
+        return world.ahead.takes(SamplingRequest(Sampling(**({"max_tokens": 9} | fields)), 3))  # type: ignore[arg-type]
 
     assert takes()
     assert takes(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=7)
@@ -433,10 +435,12 @@ def test_what_the_device_can_draw() -> None:
     ):
         assert not takes(**refused), refused
         assert not takes(temperature=1.0, **refused), refused
-    pending = Draw(Sampling(max_tokens=9, min_tokens=2), 3, 0, 1, frozenset({0}))
+    pending = SamplingRequest(Sampling(max_tokens=9, min_tokens=2), 3, 0, 1, frozenset({0}))
     assert not world.ahead.takes(pending)
     assert world.ahead.takes(pending._replace(num_output_tokens=2))
-    assert not world.ahead.takes(Draw(Sampling(max_tokens=9), 3, bitmask=torch.zeros(4).int()))
+    assert not world.ahead.takes(
+        SamplingRequest(Sampling(max_tokens=9), 3, bitmask=torch.zeros(4).int())
+    )
 
 
 def test_misuse_is_named() -> None:
@@ -548,6 +552,6 @@ def test_values_of_float32_are_told_as_the_pipeline_does(seed: int) -> None:
         ).contiguous()
         row = _row(world, "a")
         (drawn,) = world.ahead.read(world.ahead.launch([row]))
-        (expected,) = pipeline.draw(logits, [row.draw])
+        (expected,) = sample(logits, [row.draw])
         assert isinstance(drawn.error, InvalidLogits)
         assert str(drawn.error) == str(expected.error)

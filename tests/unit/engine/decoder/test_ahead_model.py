@@ -20,7 +20,7 @@ from engine.errors import IntegrityError, WrongState
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, MixedRow
 from engine.models.llama import LlamaModel
 from engine.request import Request, Sampling
-from engine.sampling.row import Draw
+from engine.sampling.metadata import SamplingRequest
 from tests.harness.engines import hasher
 from tests.unit.engine.decoder.small_decoder import (
     DEVICES,
@@ -88,7 +88,7 @@ def _launched(
             is_in_flight = bool(under_way) and at in under_way[-1][1]
             position = len(run.tokens[at]) - 1 + is_in_flight
             token_id = DRAWN_BEFORE if is_in_flight else run.tokens[at][-1]
-            draw = Draw(samplings[at], position + 1, at)
+            draw = SamplingRequest(samplings[at], position + 1, at)
             blocks = run.blocks(at, position + 1)
             rows.append(DecodeRow((str(at), 0), token_id, position, blocks, draw))
             indices.append(at)
@@ -183,7 +183,7 @@ def _mixed(
             known = run.tokens[at][start:end]
             if not known and at not in was_there:
                 continue  # drawn by a launch that is not the last one
-            draw = Draw(samplings[at], end, at) if is_drawing else None
+            draw = SamplingRequest(samplings[at], end, at) if is_drawing else None
             token_ids = tuple(known) or (DRAWN_BEFORE,)
             key, blocks = (str(at), 0), run.blocks(at, end)
             if is_mixed:
@@ -271,7 +271,7 @@ def test_mixed_launches_that_cannot_be(seed: int) -> None:
 
     def row(at: int, start: int, tokens: tuple[int, ...], *, draws: bool = True) -> MixedRow:
         end = start + len(tokens)
-        draw = Draw(sampling, end, at) if draws else None
+        draw = SamplingRequest(sampling, end, at) if draws else None
         return MixedRow((str(at), 0), tokens, start, run.blocks(at, end), draw)
 
     with pytest.raises(IntegrityError, match="drew none"):
@@ -287,7 +287,13 @@ def test_mixed_launches_that_cannot_be(seed: int) -> None:
         ahead.launch_mixed([])
     third = ahead.launch_mixed([row(0, 4, (7, 7), draws=False), row(1, 2, (7,), draws=False)])
     with pytest.raises(IntegrityError, match="was not in it"):
-        ahead.launch([DecodeRow(("0", 0), DRAWN_BEFORE, 6, run.blocks(0, 7), Draw(sampling, 7, 0))])
+        ahead.launch(
+            [
+                DecodeRow(
+                    ("0", 0), DRAWN_BEFORE, 6, run.blocks(0, 7), SamplingRequest(sampling, 7, 0)
+                )
+            ]
+        )
     assert ahead.read(third) == []
 
 
@@ -298,7 +304,7 @@ def test_what_launches_prompts_keeps_no_model_alive(seed: int) -> None:
     ahead = model.ahead
     assert ahead is not None
     ahead.warm_up()
-    draw = Draw(Sampling(max_tokens=9), 3, 0)
+    draw = SamplingRequest(Sampling(max_tokens=9), 3, 0)
     row = MixedRow(("0", 0), (1, 2, 3), 0, run.blocks(0, 3), draw)
     ahead.read(ahead.launch_mixed([row]))
     model_alive = weakref.ref(model)

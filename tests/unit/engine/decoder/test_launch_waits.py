@@ -13,7 +13,7 @@ import torch
 from engine.decoder.rows import Words
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, Launch, MixedRow
 from engine.request import Sampling
-from engine.sampling.row import Draw
+from engine.sampling.metadata import SamplingRequest
 from tests.unit.engine.cuda_waits import refused_waits
 from tests.unit.engine.decoder.small_decoder import DEVICES, Run, random_sampling, small_model
 
@@ -41,7 +41,7 @@ def test_a_mixed_launch_does_not_wait_for_the_device(seed: int) -> None:
 
         def row(at: int, start: int, tokens: list[int], *, draws: bool = True) -> MixedRow:
             end = start + len(tokens)
-            draw = Draw(samplings[at], end, at) if draws else None
+            draw = SamplingRequest(samplings[at], end, at) if draws else None
             return MixedRow((str(at), 0), tuple(tokens), start, run.blocks(at, end), draw)  # noqa: B023
 
         first = [
@@ -85,7 +85,7 @@ def test_a_launch_of_decodes_does_not_wait_for_the_device(seed: int) -> None:
         found = []
         for at, prompt in enumerate(prompts):
             position = len(prompt) + step
-            draw = Draw(samplings[at], position + 1, at)
+            draw = SamplingRequest(samplings[at], position + 1, at)
             token_id = DRAWN_BEFORE if step else run.tokens[at][-1]
             blocks = run.blocks(at, position + 1)
             found.append(DecodeRow((str(at), 0), token_id, position, blocks, draw))
@@ -115,7 +115,7 @@ def _begin_mixed(run: Run, indices: Sequence[int], samplings: Sequence[Sampling]
     prompts, decodes = [], []
     for at in indices:
         key, length = (str(at), 0), _LONG[at]
-        first, second = (Draw(samplings[at], length + step, at) for step in (0, 1))
+        first, second = (SamplingRequest(samplings[at], length + step, at) for step in (0, 1))
         prompts.append(
             MixedRow(key, tuple(run.tokens[at][:length]), 0, run.blocks(at, length), first)
         )
@@ -134,7 +134,10 @@ def _begin_decodes(run: Run, indices: Sequence[int], samplings: Sequence[Samplin
         for at in indices:
             position = _LONG[at] + step
             token_id = DRAWN_BEFORE if step else run.tokens[at][position]
-            blocks, draw = run.blocks(at, position + 1), Draw(samplings[at], position + 1, at)
+            blocks, draw = (
+                run.blocks(at, position + 1),
+                SamplingRequest(samplings[at], position + 1, at),
+            )
             rows.append(DecodeRow((str(at), 0), token_id, position, blocks, draw))
         launches.append(ahead.launch(rows))
     return launches

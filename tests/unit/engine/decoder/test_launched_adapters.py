@@ -19,9 +19,9 @@ from engine.lora.stacked_weights import StackedLora
 from engine.models.interface import DRAWN_BEFORE, DecodeRow
 from engine.models.llama import LlamaModel, find_sites
 from engine.request import Sampling
-from engine.sampling import pipeline
-from engine.sampling.row import Draw
+from engine.sampling.metadata import SamplingRequest
 from tests.unit.engine.decoder.small_decoder import BLOCK, DEVICES, NUM_BLOCKS, VOCAB, small_model
+from tests.unit.engine.sampling.reference import sample
 
 WINDOW = 64
 MAX_ROWS = 20
@@ -146,7 +146,7 @@ class _World:
         blocks, self.free = tuple(self.free[:size]), self.free[size:]
         one = _Sequence(str(self.num_begun), adapter, sampling, prompt, blocks, len(prompt))
         self.num_begun += 1
-        (drawn,) = pipeline.draw(self._plain(one, adapter)[-1:], [self._draw(one, len(prompt))])
+        (drawn,) = sample(self._plain(one, adapter)[-1:], [self._draw(one, len(prompt))])
         one.tokens.append(drawn.token_id)
         self.live.append(one)
 
@@ -160,8 +160,8 @@ class _World:
         )
         return self.model.forward(batch).clone()
 
-    def _draw(self, one: _Sequence, position: int) -> Draw:
-        return Draw(one.sampling, position, 0)
+    def _draw(self, one: _Sequence, position: int) -> SamplingRequest:
+        return SamplingRequest(one.sampling, position, 0)
 
     def end(self, one: _Sequence) -> None:
         """Not while it is in flight. Every token of it is looked at."""
@@ -175,11 +175,11 @@ class _World:
             draw, token_id = [self._draw(one, position)], one.tokens[position]
             row = logits[position - 1 : position].clone()
             self.num_adapted += one.adapter != ""
-            (other,) = pipeline.draw(others[position - 1 : position], draw)
+            (other,) = sample(others[position - 1 : position], draw)
             self.num_other += other.token_id != token_id
-            if pipeline.draw(row, draw)[0].token_id != token_id:
+            if sample(row, draw)[0].token_id != token_id:
                 row[0, token_id] += TIE
-                assert pipeline.draw(row, draw)[0].token_id == token_id, (one.name, position)
+                assert sample(row, draw)[0].token_id == token_id, (one.name, position)
 
     def launch(self) -> None:
         ahead = self.model.ahead
@@ -291,7 +291,7 @@ def test_a_slot_gets_another_adapter_while_a_launch_with_the_one_before_is_under
         for one, drawn in zip(own, ahead.read(launch), strict=True):
             row = logits[one.name]
             row[0, drawn.token_id] += TIE
-            (expected,) = pipeline.draw(row, [world._draw(one, len(one.tokens))])
+            (expected,) = sample(row, [world._draw(one, len(one.tokens))])
             assert drawn.token_id == expected.token_id, one.name
     news = [world._plain(one, "new")[-1] for one in world.live[:8]]
     others = sum(
@@ -333,7 +333,9 @@ def test_logits_are_those_of_a_plain_step(device: str, seed: int) -> None:
         ahead.warm_up()
     found.clear()
     rows = [
-        DecodeRow((str(at), 0), token_ids[at], 0, table, Draw(Sampling(max_tokens=9), 1), slot)
+        DecodeRow(
+            (str(at), 0), token_ids[at], 0, table, SamplingRequest(Sampling(max_tokens=9), 1), slot
+        )
         for at, (table, slot) in enumerate(zip(tables, slots, strict=True))
     ]
     if device == "cuda":  # the same kernels, launched one by one: a graph's tensors are its own

@@ -22,7 +22,7 @@ from engine.grammar.fill import MaskFiller
 from engine.grammar.state import CompiledGrammar, GrammarState
 from engine.grammar.vocabulary import Vocabulary
 from engine.request import Sampling
-from engine.sampling.row import Draw
+from engine.sampling.metadata import SamplingRequest
 from tests.unit.engine.grammar.driver import (
     END,
     VOCAB_SIZE,
@@ -235,7 +235,7 @@ def test_a_mask_that_is_late_delays_its_own_grammars_rows_only(
     masks = Masks(service, rows)
     assert stuck.is_in.wait(30)
     assert not service.filler.wait([good], None), "another grammar's mask is there"
-    draws = [Draw(Sampling(max_tokens=1), position=5)] * 4
+    draws = [SamplingRequest(Sampling(max_tokens=1), position=5)] * 4
     masked = masks.masked(draws, [0, 1, 2, 3])
     assert [one is None for one in masked] == [False, True, False, True]
     assert masked[0] is not None and masked[0].bitmask is not None
@@ -265,7 +265,7 @@ def test_a_step_without_any_other_draw_waits_for_its_masks(
     masks = Masks(service, [stuck])
     assert stuck.is_in.wait(30)
     threading.Timer(0.05, stuck.let_go.set).start()
-    (found,) = masks.masked([Draw(Sampling(max_tokens=1), position=5)], [0])
+    (found,) = masks.masked([SamplingRequest(Sampling(max_tokens=1), position=5)], [0])
     assert found is not None and found.bitmask is not None
     assert ids_of(found.bitmask) == [token(grammars, "a")]
     service.filler.close()

@@ -12,11 +12,16 @@ import torch
 from hypothesis import strategies as st
 
 from engine.request import Sampling
-from engine.sampling.history import TokenHistory, needs_history
-from engine.sampling.pipeline import Draw
-from engine.sampling.recipe import pack
+from engine.sampling.metadata import SamplerOutput, SamplingRequest, pack
+from engine.sampling.sampler import Sampler
+from engine.sampling.token_history import TokenHistory, needs_history
 
 F = np.float32
+
+
+def sample(logits: torch.Tensor, requests: Sequence[SamplingRequest]) -> list[SamplerOutput]:
+    """One call's outputs."""
+    return Sampler().begin(logits, requests).result()
 
 
 def banned(sampling: Sampling, tokens: Sequence[int]) -> set[int]:
@@ -36,7 +41,7 @@ def banned(sampling: Sampling, tokens: Sequence[int]) -> set[int]:
 
 
 def processed(
-    logits: torch.Tensor, draw: Draw, prompt: Sequence[int], output: Sequence[int]
+    logits: torch.Tensor, draw: SamplingRequest, prompt: Sequence[int], output: Sequence[int]
 ) -> torch.Tensor:
     """[V] in any dtype -> [V] float32 after steps 1 to 9."""
     one, values = draw.sampling, [F(value) for value in logits.float().tolist()]
@@ -72,10 +77,10 @@ def make_draw(
     ends: Sequence[int] = (),
     bitmask: torch.Tensor | None = None,
     **fields: Any,
-) -> Draw:
+) -> SamplingRequest:
     """As the engine would after `output`."""
     sampling = Sampling(**({"max_tokens": 1000} | fields))
-    return Draw(
+    return SamplingRequest(
         sampling,
         position=len(prompt) + len(output),
         sample_index=sampling.sample_index,
@@ -125,7 +130,7 @@ rows_of_batches = st.lists(
 )
 
 
-def batch(rows: list[Any]) -> list[Draw]:
+def batch(rows: list[Any]) -> list[SamplingRequest]:
     return [
         make_draw(
             prompt,

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from engine.errors import EmptySupport, InvalidRequest
 from engine.input_processor import MAX_BAD_WORD_TOKENS, MAX_NGRAM_SIZE, check_sampling
 from engine.request import MAX_LOGPROBS, Sampling
-from engine.sampling import pipeline
 from tests.conftest import LONG
-from tests.unit.engine.sampling.reference import make_draw
+from tests.unit.engine.sampling.reference import make_draw, sample
 
 NAN, INF = math.nan, math.inf
 
@@ -110,8 +109,8 @@ def test_what_is_let_through_can_be_drawn_with(fields: dict[str, Any], logits_se
     logits = torch.randn(2, 50, generator=generator) * 10
     one = make_draw((1, 2, 1), (3, 3), ends=sorted(sampling.stop_token_ids), **fields)
     calm = make_draw((1,), (), temperature=1.0, top_p=0.9, repetition_penalty=1.2)
-    drawn = pipeline.draw(logits, [one, calm])
-    assert drawn[1] == pipeline.draw(logits[1:], [calm])[0]
+    drawn = sample(logits, [one, calm])
+    assert drawn[1] == sample(logits[1:], [calm])[0]
     if drawn[0].error is not None:
         assert isinstance(drawn[0].error, EmptySupport)
         return

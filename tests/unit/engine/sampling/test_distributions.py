@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from engine.request import Sampling
-from engine.sampling import pipeline
-from engine.sampling.pipeline import Draw
+from engine.sampling.metadata import SamplingRequest
+from tests.unit.engine.sampling.reference import sample
 
 Scale = Callable[[int], int]
 
@@ -35,16 +35,16 @@ def _chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((observed.double() - expected.double()) ** 2 / expected.double()).sum())
 
 
-def _tokens(logits: torch.Tensor, draws: Iterable[Draw]) -> torch.Tensor:
+def _tokens(logits: torch.Tensor, draws: Iterable[SamplingRequest]) -> torch.Tensor:
     """Every draw from the same [V] logits."""
     draws = list(draws)
-    drawn = pipeline.draw(logits.expand(len(draws), -1), draws)
+    drawn = sample(logits.expand(len(draws), -1), draws)
     assert all(one.error is None for one in drawn)
     return torch.tensor([one.token_id for one in drawn])
 
 
-def _at(position: int, sampling: Sampling, sample_index: int = 0) -> Draw:
-    return Draw(sampling, position, sample_index)
+def _at(position: int, sampling: Sampling, sample_index: int = 0) -> SamplingRequest:
+    return SamplingRequest(sampling, position, sample_index)
 
 
 LOGITS = torch.tensor([2.0, 1.7, 1.4, 1.1, 0.8, 0.5, 0.2, -0.1, -0.4, -0.7, -1.0, -1.3, -1.6, -1.9])
@@ -86,11 +86,13 @@ def test_penalised_draws_follow_the_penalised_softmax(seed: int, scale: Scale) -
 UNIFORM = torch.zeros(8)
 
 
-def _pairs(seed: int, count: int) -> dict[str, tuple[Iterable[Draw], Iterable[Draw]]]:
+def _pairs(
+    seed: int, count: int
+) -> dict[str, tuple[Iterable[SamplingRequest], Iterable[SamplingRequest]]]:
     """Two draws each that differ in one part of the noise's key, and only slightly."""
     plain = Sampling(max_tokens=1, temperature=1.0, seed=seed)
 
-    def seeded(offset: int) -> list[Draw]:
+    def seeded(offset: int) -> list[SamplingRequest]:
         return [
             _at(9, Sampling(max_tokens=1, temperature=1.0, seed=(seed + 2 * i + offset)))
             for i in range(count)

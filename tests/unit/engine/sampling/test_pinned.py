@@ -13,8 +13,7 @@ import pytest
 import torch
 from baton_kernels import noise
 
-from engine.sampling import pipeline
-from tests.unit.engine.sampling.reference import bitmask_of, make_draw
+from tests.unit.engine.sampling.reference import bitmask_of, make_draw, sample
 
 NUM_TOKENS = 3000
 NUM_ROWS = 6
@@ -65,7 +64,7 @@ def test_what_is_sampled_never_changes(kind: str, is_flat: bool) -> None:
     fields = {"temperature": 1.0, "trace": True} | KINDS[kind]
     draws = [make_draw(PROMPT, OUTPUT, seed=row + 11, **fields) for row in range(NUM_ROWS)]
     found = []
-    for one in pipeline.draw(_logits(is_flat), draws):
+    for one in sample(_logits(is_flat), draws):
         assert one.trace is not None and one.error is None
         found.append([one.token_id, one.trace.support_size])
     assert found == RECORDED[kind + " of flat logits" * is_flat]
@@ -77,7 +76,7 @@ def test_log_probabilities_never_change() -> None:
         make_draw(PROMPT, OUTPUT, seed=row, temperature=0.8, trace=True, logprobs=3, **PENALTIES)
         for row in range(NUM_ROWS)
     ]
-    found = pipeline.draw(_logits(is_flat=False), draws)
+    found = sample(_logits(is_flat=False), draws)
     assert [one.token_id for one in found] == RECORDED["log probabilities"]["token_ids"]
     for one, wanted in zip(found, RECORDED["log probabilities"]["numbers"], strict=True):
         assert one.logprobs is not None and one.trace is not None
@@ -97,6 +96,6 @@ def test_errors_never_change() -> None:
     loud = {"repetition_penalty": 1e-6, "trace": True}
     kinds: list[dict[str, Any]] = [{}, {"logprobs": 2}, PENALTIES, nothing, loud, {"trace": True}]
     draws = [make_draw(PROMPT, OUTPUT, temperature=1.0, seed=4, **each) for each in kinds]
-    found = pipeline.draw(logits, draws)
+    found = sample(logits, draws)
     assert [[one.token_id, repr(one.error)] for one in found] == RECORDED["errors"]
     assert all(one.logprobs is None and one.trace is None for one in found[:5])

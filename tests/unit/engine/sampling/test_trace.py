@@ -12,20 +12,20 @@ import torch
 from baton_kernels import noise
 
 from engine.request import Sampling
-from engine.sampling import pipeline
-from engine.sampling.pipeline import NUM_TRACE_TOP, Draw
-from tests.unit.engine.sampling.reference import make_draw, processed
+from engine.sampling.metadata import SamplingRequest
+from engine.sampling.sampler import NUM_TRACE_TOP
+from tests.unit.engine.sampling.reference import make_draw, processed, sample
 
 Scale = Callable[[int], int]
 
 
-def _draw(**fields: Any) -> Draw:
-    return Draw(Sampling(**({"max_tokens": 1} | fields)), position=5)
+def _draw(**fields: Any) -> SamplingRequest:
+    return SamplingRequest(Sampling(**({"max_tokens": 1} | fields)), position=5)
 
 
 def test_logprobs_are_of_the_models_own_distribution() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0]])
-    (one,) = pipeline.draw(logits, [_draw(temperature=9.0, top_k=1, logprobs=3)])
+    (one,) = sample(logits, [_draw(temperature=9.0, top_k=1, logprobs=3)])
     expected = torch.log_softmax(logits[0], 0)
     assert one.logprobs is not None
     assert one.logprobs.token_id == one.token_id
@@ -35,7 +35,7 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
 
 
 def test_logprobs_only_where_asked_for() -> None:
-    drawn = pipeline.draw(torch.randn(2, 9), [_draw(logprobs=0), _draw()])
+    drawn = sample(torch.randn(2, 9), [_draw(logprobs=0), _draw()])
     assert drawn[0].logprobs is not None and drawn[0].logprobs.top == ()
     assert drawn[1].logprobs is None and drawn[1].trace is None
 
@@ -43,7 +43,7 @@ def test_logprobs_only_where_asked_for() -> None:
 def test_masks_and_penalties_do_not_reach_the_raw_logprobs() -> None:
     logits = torch.tensor([[5.0, 1.0, 0.0]])
     draw = make_draw((0,), (0,), bad_words=((0,),), repetition_penalty=3.0, logprobs=2, trace=True)
-    (one,) = pipeline.draw(logits, [draw])
+    (one,) = sample(logits, [draw])
     raw = torch.log_softmax(logits[0], 0)
     assert one.token_id == 1 and one.logprobs is not None and one.trace is not None
     assert one.logprobs.top[0] == (0, pytest.approx(float(raw[0])))
@@ -58,7 +58,7 @@ def test_every_rows_best_in_one_batch(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(40, 200, generator=generator).round(decimals=1)
     counts = [row % 12 for row in range(40)]
-    drawn = pipeline.draw(logits, [_draw(logprobs=count) for count in counts])
+    drawn = sample(logits, [_draw(logprobs=count) for count in counts])
     for row, (one, count) in enumerate(zip(drawn, counts, strict=True)):
         logprobs = torch.log_softmax(logits[row], 0).tolist()
         order = sorted(range(200), key=lambda i: (-logprobs[i], i))[:count]
@@ -90,7 +90,7 @@ def test_a_trace_names_what_was_applied_in_order() -> None:
     plain = make_draw((1, 2), (3,), temperature=1.0, trace=True)
     greedy = make_draw((1, 2), (3,), trace=True, top_k=5, top_p=0.5)
     names = []
-    for one in pipeline.draw(torch.randn(3, 60), [every, plain, greedy]):
+    for one in sample(torch.randn(3, 60), [every, plain, greedy]):
         assert one.trace is not None
         names.append(one.trace.processors)
     assert names[0] == (
@@ -139,7 +139,7 @@ def test_a_trace_draws_its_token_again(seed: int, scale: Scale) -> None:
             )._replace(sampling=_traced(fields, rng, row))
             for row, fields in enumerate(FIELDS)
         ]
-        for row, one in enumerate(pipeline.draw(logits, draws)):
+        for row, one in enumerate(sample(logits, draws)):
             trace, sampling = one.trace, draws[row].sampling
             assert trace is not None and trace.token_id == one.token_id
             assert trace.position == draws[row].position and len(trace.top) == NUM_TRACE_TOP
@@ -175,14 +175,14 @@ def test_a_trace_changes_no_token(seed: int) -> None:
     token_ids = {}
     for is_traced in (False, True):
         draws = [make_draw((4, 5), (6,), seed=seed, trace=is_traced, **one) for one in FIELDS]
-        token_ids[is_traced] = [one.token_id for one in pipeline.draw(logits, draws)]
+        token_ids[is_traced] = [one.token_id for one in sample(logits, draws)]
     assert token_ids[True] == token_ids[False]
 
 
 def test_a_token_that_is_certain_has_probability_one() -> None:
     logits = torch.randn(1, 30)
     draw = make_draw(temperature=1.0, allowed_token_ids=frozenset({7}), trace=True)
-    (one,) = pipeline.draw(logits, [draw])
+    (one,) = sample(logits, [draw])
     assert one.trace is not None and one.token_id == 7
     assert one.trace.processed_logprob == 0.0 and one.trace.support_size == 1
     assert not math.isinf(one.trace.raw_logprob)

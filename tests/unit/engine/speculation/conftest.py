@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import pytest
 from engine.config import EngineConfig
 from engine.models.interface import LoadedModel
 from engine.models.loader import load_model
-from engine.sampling import pipeline
 from engine.sampling.copies import Mark
+from engine.sampling.metadata import SamplerOutput
+from engine.sampling.sampler import PendingSample, Sampler
 from tests.harness.models import FAMILIES, Tiny, save
 from tests.unit.engine.speculation.late_steps import LateFake
 
@@ -21,17 +22,19 @@ from tests.unit.engine.speculation.late_steps import LateFake
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateFake]:
     """A model that writes no sooner than its draws, or its end, are waited for."""
     fake = LateFake()
-    begin = pipeline.begin
+    begin = Sampler.begin
 
-    def begin_late(*args: Any, **fields: Any) -> Callable[[], Any]:
-        drawing = begin(*args, **fields)
+    class LateSample:
+        def __init__(self, pending: PendingSample) -> None:
+            self.pending = pending
 
-        def wait() -> Any:
+        def result(self) -> list[SamplerOutput]:
             fake.num_waits += 1
             fake.settle()
-            return drawing()
+            return self.pending.result()
 
-        return wait
+    def begin_late(*args: Any, **fields: Any) -> LateSample:
+        return LateSample(begin(*args, **fields))
 
     class LateMark(Mark):
         def wait(self) -> None:
@@ -39,7 +42,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateFake]:
             fake.settle()
             super().wait()
 
-    monkeypatch.setattr("engine.begun.pipeline.begin", begin_late)
+    monkeypatch.setattr(Sampler, "begin", begin_late)
     monkeypatch.setattr("engine.begun.Mark", LateMark)
     yield fake
 

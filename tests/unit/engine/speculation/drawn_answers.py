@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.models.interface import Guesses
 from engine.request import FinishReason, Request, Sampling
-from engine.sampling.pipeline import Draw
+from engine.sampling.metadata import SamplingRequest
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.draft_model import DraftModelProposer
 from engine.speculation.proposer import Proposer
@@ -108,7 +108,7 @@ def _expected(table: Table, request: Request, output: Sequence[int]) -> Distribu
     prompt, one = request.prompt_token_ids, request.sampling
     own = table[context(*[*prompt, *output][-2:], VOCAB)]
     logits = torch.from_numpy(np.log(own).astype(np.float32))
-    draw = Draw(one, len(prompt) + len(output), num_output_tokens=len(output))
+    draw = SamplingRequest(one, len(prompt) + len(output), num_output_tokens=len(output))
     scores = processed(logits, draw, prompt, output).numpy().astype(np.float64)
     shares = np.exp((scores - scores.max()) / one.temperature)
     if one.top_k:

@@ -18,6 +18,7 @@ from engine.engine import LLMEngine
 from engine.outputs import RequestOutput
 from engine.request import Beam, Request
 from engine.sampling.copies import Mark
+from engine.sampling.sampler import Sampler
 from engine.speculation.proposer import HiddenStates, HiddenStateScope
 from engine.step_builder import Step
 from engine.testing.ahead_model import AheadModel
@@ -63,7 +64,7 @@ def test_waiting_reads_no_logits(dtype: torch.dtype) -> None:
     """numpy has no bfloat16."""
     logits = torch.zeros(1, 3, dtype=dtype)
     step = Step(Batch((), (), ()), (), frozenset(), 0, False, False, {})
-    BegunStep([], {}, step, logits, None, None).wait()
+    BegunStep([], {}, step, logits, None, None, Sampler()).wait()
 
 
 def test_where_a_pass_is_waited_for_nothing_is_begun_early(make_request: Make) -> None:

@@ -24,9 +24,9 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.models.interface import Guesses
 from engine.request import FinishReason, Sampling
-from engine.sampling import pipeline
-from engine.sampling.history import TokenHistory
-from engine.sampling.pipeline import Draw
+from engine.sampling.metadata import SamplingRequest
+from engine.sampling.sampler import Sampler
+from engine.sampling.token_history import TokenHistory
 from engine.speculation import draft_model, rejection_sampler
 from engine.speculation.config import NgramConfig, SpeculationConfig
 from engine.speculation.draft_protocol import DraftModelInfo
@@ -56,6 +56,7 @@ from process.settings import SettingsError
 from tests.conftest import third
 from tests.harness import draft_workers as bench
 from tests.harness.published_heads import save_eagle, save_medusa
+from tests.unit.engine.sampling.reference import sample
 from tests.unit.engine.speculation.drawn_answers import (
     LIMIT,
     NUM_TOKENS,
@@ -654,10 +655,10 @@ def test_masks_of_grammars_hold_for_what_was_proposed(seed: int) -> None:
         drawn = rng.choice(6, size=2, p=draft).tolist()
         tries = tuple(Proposal(token, float(draft[token]), draft) for token in drawn)
         proposals = Proposals(tries, rejection_sampler.random_key(seed, key))
-        draws.append(Draw(sampling, 0, bitmask=bitmask, proposals=proposals))
+        draws.append(SamplingRequest(sampling, 0, bitmask=bitmask, proposals=proposals))
     tally = Tally(6)
     shares = np.where([0, 1, 0, 1, 1, 0], np.exp(logits.double().numpy() / 0.7), 0.0)
-    for one in pipeline.draw(logits.expand(len(draws), -1), draws):
+    for one in sample(logits.expand(len(draws), -1), draws):
         tally.add("all", one.token_id, shares / shares.sum())
     assert tally.likelihood() > LIMIT
 
@@ -669,17 +670,17 @@ def test_what_a_draft_model_draws_from_is_what_the_target_would(seed: int) -> No
     )
     history = TokenHistory(sampling, (1, 2), (3,))
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=6).astype(np.float32))
-    own = pipeline.distributions(logits[None], [Draw(sampling, 3, history=history)])[0]
+    own = Sampler().distributions(logits[None], [SamplingRequest(sampling, 3, history=history)])[0]
     tally = Tally(6)
     rows = [
-        Draw(replace(sampling, seed=(seed + key) % 2**64), 3, history=history)
+        SamplingRequest(replace(sampling, seed=(seed + key) % 2**64), 3, history=history)
         for key in range(2_000)
     ]
-    for one in pipeline.draw(logits.expand(len(rows), -1), rows):
+    for one in sample(logits.expand(len(rows), -1), rows):
         tally.add("all", one.token_id, own)
     assert tally.likelihood() > LIMIT
     broken = torch.stack([torch.full((6,), torch.nan), logits])
-    found = pipeline.distributions(broken, [Draw(sampling, 3, history=history)] * 2)
+    found = Sampler().distributions(broken, [SamplingRequest(sampling, 3, history=history)] * 2)
     assert np.isnan(found[0]).all()
     assert np.array_equal(found[1], own)
 
@@ -692,18 +693,19 @@ def test_distributions_are_made_of_few_rows_at_once(
     logits = torch.from_numpy(drawn.astype(np.float32))
     logits[4] = torch.nan
     draws = [
-        Draw(Sampling(max_tokens=9, temperature=0.5 + row / 4, top_p=0.9), 3) for row in range(7)
+        SamplingRequest(Sampling(max_tokens=9, temperature=0.5 + row / 4, top_p=0.9), 3)
+        for row in range(7)
     ]
-    alone = [pipeline.distributions(logits[i : i + 1], draws[i : i + 1])[0] for i in range(7)]
+    alone = [Sampler().distributions(logits[i : i + 1], draws[i : i + 1])[0] for i in range(7)]
     most: list[int] = []
-    real = pipeline._shares
+    real = Sampler._distributions
 
-    def shares_of(scaled: torch.Tensor, floors: torch.Tensor) -> Any:
-        most.append(len(scaled))
-        return real(scaled, floors)
+    def few(sampler: Sampler, own: torch.Tensor, requests: list[SamplingRequest]) -> Any:
+        most.append(len(own))
+        return real(sampler, own, requests)
 
-    monkeypatch.setattr(pipeline, "_shares", shares_of)
-    found = pipeline.distributions(logits, draws)
+    monkeypatch.setattr(Sampler, "_distributions", few)
+    found = Sampler().distributions(logits, draws)
     assert np.array_equal(found, np.stack(alone), equal_nan=True)
     assert most == [5, 2]
 

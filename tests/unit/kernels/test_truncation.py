@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from baton_kernels import sampling
 from transformers.generation import logits_process as theirs
 
 from engine.request import Sampling
-from engine.sampling import dense
-from engine.sampling.truncation import thresholds
 
 Scale = Callable[[int], int]
+
+
+def thresholds(scaled: torch.Tensor, params: list[Sampling], **fields: Any) -> torch.Tensor:
+    """The least scaled logit that stays in."""
+    columns = ([getattr(one, name) for one in params] for name in ("top_k", "top_p", "min_p"))
+    return sampling._thresholds(scaled, *columns, **fields)
 
 
 def _definition(scaled: list[float], one: Sampling) -> tuple[float, float]:
@@ -157,14 +162,14 @@ def test_the_largest_values_are_those_of_a_sort(seed: int) -> None:
     values[0, :390] = -torch.inf
     in_order = values.sort(dim=-1, descending=True).values
     for count in (1, 2, 17, 399, 400):
-        assert torch.equal(dense.largest(values, count), in_order[:, :count])
+        assert torch.equal(sampling._largest(values, count), in_order[:, :count])
 
 
 def test_a_rows_sum_is_its_own_in_any_batch(seed: int) -> None:
     """torch's own sum is not: one row is summed in another order than several."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.rand(9, 70_000, generator=generator)
-    together = dense.row_sums(values)
-    assert torch.equal(torch.cat([dense.row_sums(row[None]) for row in values]), together)
+    together = sampling._row_sums(values)
+    assert torch.equal(torch.cat([sampling._row_sums(row[None]) for row in values]), together)
     assert together.tolist() == pytest.approx([math.fsum(row.tolist()) for row in values])
-    assert dense.row_sums(torch.ones(2, 5)).tolist() == [5.0, 5.0]
+    assert sampling._row_sums(torch.ones(2, 5)).tolist() == [5.0, 5.0]

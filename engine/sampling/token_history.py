@@ -19,7 +19,7 @@ from engine.request import Sampling
 
 
 def needs_history(sampling: Sampling) -> bool:
-    """Whether a row's draw depends on the tokens before it, beside their number."""
+    """Whether the sampling of a row depends on the tokens before it, beside their number."""
     return (
         sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
@@ -30,7 +30,7 @@ def needs_history(sampling: Sampling) -> bool:
 
 
 class TokenHistory:
-    """See the module.
+    """Tokens of one sequence, counted and indexed by what its parameters ask for.
 
     Args:
         prompt_token_ids, output_token_ids: all tokens of the sequence so far, each a valid id.

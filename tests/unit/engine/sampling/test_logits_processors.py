@@ -11,22 +11,19 @@ import pytest
 import torch
 from transformers.generation import logits_process as theirs
 
-from engine.sampling.masks import mask
-from engine.sampling.penalties import penalise
-from engine.sampling.pipeline import Draw
-from engine.sampling.recipe import Row, recipe_of
+from engine.sampling.logits_processors import process
+from engine.sampling.metadata import Row, SamplingRequest, metadata_of
 from tests.unit.engine.sampling.reference import bitmask_of, make_draw, processed
 
 Scale = Callable[[int], int]
 VOCAB_SIZE = 60
 
 
-def _ours(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+def _ours(logits: torch.Tensor, draws: list[SamplingRequest]) -> torch.Tensor:
     """[R, V] float32 after steps 1 to 9."""
-    rows = [Row(place, one, recipe_of(one.sampling), True) for place, one in enumerate(draws)]
+    rows = [Row(place, one, metadata_of(one.sampling)) for place, one in enumerate(draws)]
     out = logits.clone()
-    penalise(out, rows)
-    mask(out, rows)
+    process(out, rows)
     return out
 
 
@@ -80,7 +77,7 @@ def test_each_processor_is_what_the_slow_reference_says(name: str, seed: int, sc
         assert torch.equal(_ours(logits, draws), torch.stack(wanted)), draws
 
 
-def _their_processor(name: str, draw: Draw, prompt: list[int]) -> Any:
+def _their_processor(name: str, draw: SamplingRequest, prompt: list[int]) -> Any:
     one = draw.sampling
     if name == "repetition_penalty":
         return theirs.RepetitionPenaltyLogitsProcessor(one.repetition_penalty)

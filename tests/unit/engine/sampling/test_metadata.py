@@ -1,4 +1,4 @@
-"""Recipes are found by identity, and go when their Sampling goes."""
+"""Metadata are found by identity, and go when their Sampling goes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import gc
 import torch
 
 from engine.request import Sampling
-from engine.sampling import recipe
-from engine.sampling.recipe import pack, recipe_of
+from engine.sampling import metadata
+from engine.sampling.metadata import metadata_of, pack
 
 
-def test_one_sampling_has_one_recipe_and_equal_ones_their_own() -> None:
+def test_one_sampling_has_one_metadata_and_equal_ones_their_own() -> None:
     a, b = Sampling(max_tokens=1, logprobs=3), Sampling(max_tokens=1, logprobs=3)
-    assert recipe_of(a) is recipe_of(a)
-    assert recipe_of(a) is not recipe_of(b)
+    assert metadata_of(a) is metadata_of(a)
+    assert metadata_of(a) is not metadata_of(b)
 
 
 def test_nothing_is_kept_of_a_sampling_that_is_gone() -> None:
     """However many requests come and go, and whatever ids Python gives them."""
     gc.collect()
-    before = len(recipe._made)
+    before = len(metadata._made)
     for number in range(1000):
         one = Sampling(max_tokens=1, logit_bias=((number, 1.0),))
-        assert recipe_of(one).bias_ids.tolist() == [number]
+        assert metadata_of(one).bias_ids.tolist() == [number]
     del one
     gc.collect()
-    assert len(recipe._made) == before
+    assert len(metadata._made) == before
 
 
 def test_packed_bits_are_those_of_a_grammars_bitmask() -> None:
@@ -35,7 +35,7 @@ def test_packed_bits_are_those_of_a_grammars_bitmask() -> None:
 
 
 def test_only_what_needs_more_than_an_argmax_is_not_plain() -> None:
-    assert recipe_of(Sampling(max_tokens=1, top_k=5, top_p=0.3, min_p=0.1)).is_plain
+    assert metadata_of(Sampling(max_tokens=1, top_k=5, top_p=0.3, min_p=0.1)).is_plain
     for fields in (
         {"temperature": 0.1},
         {"min_tokens": 1},
@@ -47,4 +47,4 @@ def test_only_what_needs_more_than_an_argmax_is_not_plain() -> None:
         {"no_repeat_ngram": 2},
         {"presence_penalty": 0.1},
     ):
-        assert not recipe_of(Sampling(**({"max_tokens": 1} | fields))).is_plain, fields
+        assert not metadata_of(Sampling(**({"max_tokens": 1} | fields))).is_plain, fields

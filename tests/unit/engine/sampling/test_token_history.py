@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request import Sampling
-from engine.sampling.history import TokenHistory, needs_history
+from engine.sampling.token_history import TokenHistory, needs_history
 from tests.conftest import LONG
 from tests.unit.engine.sampling.reference import banned
 

@@ -1,8 +1,10 @@
-"""Recipe: what one Sampling asks for, in the form in which a step uses it. Worked out once per
-Sampling and found again by identity, since hashing twenty fields for each row of each step would
-cost more than the draw.
+"""What a row of logits is sampled by and what comes of it: SamplingRequest goes in, SamplerOutput
+comes out, one of each per row and step; SamplingMetadata is what a step reads of a `Sampling`.
 
-Knows no logits and no tokens drawn. Engine thread only; recipes themselves never change.
+Requests and outputs are named tuples and no dataclasses: some hundred are made in every step, at a
+third of the price. Metadata are made once per `Sampling` and found again by identity, since hashing
+twenty fields for each row of each step would cost more than sampling. Knows no logits. Engine
+thread only.
 """
 
 from __future__ import annotations
@@ -12,22 +14,70 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from baton_kernels.sampling import Needs
 from numpy.typing import NDArray
 
+from engine.errors import EngineError
+from engine.outputs import SampleTrace, TokenLogprobs
 from engine.request import Sampling
-from engine.sampling.history import needs_history
-from engine.sampling.row import Draw
+from engine.sampling.token_history import TokenHistory, needs_history
+from engine.speculation.rejection_sampler import Proposals
+
+
+class SamplingRequest(NamedTuple):
+    """What to sample in one row: the parameters, and all that they depend on at this step."""
+
+    sampling: Sampling
+
+    position: int
+    """The place that the sampled token will take; 0 is the prompt's first token."""
+
+    sample_index: int = 0
+    """Which sample of the request: part of the key of the noise."""
+
+    num_output_tokens: int = 0
+    """Output tokens so far; this one is not counted."""
+
+    end_token_ids: frozenset[int] = frozenset()
+    """EOS unless it is ignored, and stop token ids: masked until `min_tokens` are there."""
+
+    history: TokenHistory | None = None
+    """Must be there if `needs_history(sampling)`."""
+
+    bitmask: torch.Tensor | None = None
+    """int32 [ceil(V / 32)] on CPU, bit i of word w set: the grammar allows token 32 * w + i."""
+
+    proposals: Proposals | None = None
+    """By what the multi-step rule chooses a sampled row's token (rejection_sampler.py),
+    in place of its noise."""
+
+
+class SamplerOutput(NamedTuple):
+    """What came of one row: a token, or the error that ends its request."""
+
+    token_id: int
+    """-1 with an error."""
+
+    logprobs: TokenLogprobs | None = None
+    trace: SampleTrace | None = None
+    error: EngineError | None = None
+
+
+LATE = SamplerOutput(-1)
+"""Of a row whose grammar's mask was not there: nothing was sampled, and its last token is computed
+again by the next step."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Recipe:
-    """See the module."""
+class SamplingMetadata:
+    """One Sampling's parameters, in the form in which a step uses them."""
 
     is_plain: bool
     """The argmax of the raw logits is all that is wanted, unless a grammar masks them."""
 
-    is_sampled: bool
-    """Temperature above 0."""
+    needs: Needs
+    """What `draw_tokens` must do for it."""
 
     adjusts: bool
     """At every step some logits are changed or masked, whatever grammar and min-tokens do."""
@@ -51,59 +101,57 @@ class Recipe:
 
 
 class Row(NamedTuple):
-    """One row that takes more than an argmax of its raw logits."""
+    """A row of logits that takes more than an argmax of the model's own logits."""
 
     place: int
-    """Which row of the logits given it is."""
+    """Among the rows that are sampled together."""
 
-    draw: Draw
-    recipe: Recipe
-    adjusts: bool
-    """Its logits are changed at this step."""
+    request: SamplingRequest
+    metadata: SamplingMetadata
 
     @property
     def masks_ends(self) -> bool:
         """min_tokens are not there yet."""
-        return masks_ends(self.draw)
+        return masks_ends(self.request)
 
     @property
     def adjusting_names(self) -> tuple[str, ...]:
         """What changes this row's logits at this step, in order."""
-        names = self.recipe.names_before
-        if self.draw.bitmask is not None:
+        names = self.metadata.names_before
+        if self.request.bitmask is not None:
             names = (*names, "grammar")
         if self.masks_ends:
-            names = (*names, f"min_tokens={self.draw.sampling.min_tokens}")
+            names = (*names, f"min_tokens={self.request.sampling.min_tokens}")
         return names
 
     @property
     def names(self) -> tuple[str, ...]:
         """All that is applied at this step, in order."""
-        return self.adjusting_names + self.recipe.names_after
+        return self.adjusting_names + self.metadata.names_after
 
 
-def masks_ends(draw: Draw) -> bool:
+def masks_ends(request: SamplingRequest) -> bool:
     """End tokens are masked at this step. As transformers' MinNewTokensLength has it: the first
     `min_tokens` tokens are none of them."""
-    return draw.num_output_tokens < draw.sampling.min_tokens and bool(draw.end_token_ids)
+    return request.num_output_tokens < request.sampling.min_tokens and bool(request.end_token_ids)
 
 
-_made: dict[int, tuple[weakref.ref[Sampling], Recipe]] = {}
+_made: dict[int, tuple[weakref.ref[Sampling], SamplingMetadata]] = {}
 
 
-def recipe_of(sampling: Sampling) -> Recipe:
-    """The recipe of `sampling`, made at the first call and kept while `sampling` lives."""
+def metadata_of(sampling: Sampling) -> SamplingMetadata:
+    """The metadata of `sampling`, made at the first call and kept while `sampling` lives."""
     key = id(sampling)
     found = _made.get(key)
     if found is not None and found[0]() is sampling:
         return found[1]
-    recipe = _make(sampling)
+    metadata = _make(sampling)
     # Called before the memory, and so the id, can be used again.
-    _made[key] = (weakref.ref(sampling, lambda _: _made.pop(key, None)), recipe)
-    return recipe
+    _made[key] = (weakref.ref(sampling, lambda _: _made.pop(key, None)), metadata)
+    return metadata
 
 
-def _make(one: Sampling) -> Recipe:
+def _make(one: Sampling) -> SamplingMetadata:
     bad_ids = sorted({word[0] for word in one.bad_words if len(word) == 1})
     adjusts = (
         needs_history(one)
@@ -111,7 +159,7 @@ def _make(one: Sampling) -> Recipe:
         or bool(bad_ids)
         or one.allowed_token_ids is not None
     )
-    return Recipe(
+    return SamplingMetadata(
         is_plain=(
             one.temperature == 0.0
             and not adjusts
@@ -119,7 +167,7 @@ def _make(one: Sampling) -> Recipe:
             and one.logprobs is None
             and not one.trace
         ),
-        is_sampled=one.temperature > 0.0,
+        needs=_needs(one),
         adjusts=adjusts,
         needs_history=needs_history(one),
         bias_ids=np.array([token_id for token_id, _ in one.logit_bias], dtype=np.int64),
@@ -129,6 +177,12 @@ def _make(one: Sampling) -> Recipe:
         names_before=_names_before(one),
         names_after=_names_after(one),
     )
+
+
+def _needs(one: Sampling) -> Needs:
+    if one.temperature == 0.0:
+        return "greedy"
+    return "truncated" if one.top_k > 0 or one.top_p < 1.0 else "sampled"
 
 
 def pack(token_ids: frozenset[int]) -> NDArray[np.int32]:

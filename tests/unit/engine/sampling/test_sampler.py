@@ -1,4 +1,4 @@
-"""The whole pipeline: the draw against a slow reference that takes no short cut, its order, and
+"""The whole sampler: tokens against a slow reference that takes no short cut, its order, and
 that neither errors nor neighbours reach into another row."""
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from baton_kernels import noise
+from baton_kernels import sampling as kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import EmptySupport, InvalidLogits
 from engine.request import Sampling
-from engine.sampling import choose, dense, pipeline
-from engine.sampling.pipeline import Draw
+from engine.sampling.logprobs import rows_per_pass
+from engine.sampling.metadata import SamplerOutput, SamplingRequest
 from tests.conftest import LONG
 from tests.unit.engine.sampling.reference import (
     VOCAB_SIZE,
@@ -25,13 +26,14 @@ from tests.unit.engine.sampling.reference import (
     make_logits,
     processed,
     rows_of_batches,
+    sample,
 )
 
 EXAMPLES = 1000 if LONG else 50
 
 
-def _draw(position: int = 5, **fields: Any) -> Draw:
-    return Draw(Sampling(**({"max_tokens": 1} | fields)), position)
+def _draw(position: int = 5, **fields: Any) -> SamplingRequest:
+    return SamplingRequest(Sampling(**({"max_tokens": 1} | fields)), position)
 
 
 def _reference_support(logits: torch.Tensor, sampling: Sampling) -> set[int]:
@@ -51,7 +53,7 @@ def _reference_support(logits: torch.Tensor, sampling: Sampling) -> set[int]:
     return set(kept)
 
 
-def _reference_token(logits: torch.Tensor, draw: Draw) -> int:
+def _reference_token(logits: torch.Tensor, draw: SamplingRequest) -> int:
     """argmax over the whole support, noise for every token."""
     one = draw.sampling
     keys = torch.tensor([noise.row_key(one.seed, one.sample_index, draw.position)])
@@ -90,7 +92,7 @@ def test_a_draw_is_the_argmax_over_the_whole_support(
     num_rows = 40 if LONG else 12
     logits = torch.randn(num_rows, 3000, generator=generator) * spread
     draws = [_draw(seed=seed + row, position=row, **fields) for row in range(num_rows)]
-    drawn = pipeline.draw(logits, draws)
+    drawn = sample(logits, draws)
     for row, one in enumerate(drawn):
         assert one.error is None
         assert one.token_id == _reference_token(logits[row], draws[row])
@@ -101,7 +103,7 @@ def test_filters_of_all_kinds_in_one_batch(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(FILTERS) * 3, 3000, generator=generator)
     draws = [_draw(seed=seed, position=row, **FILTERS[row % len(FILTERS)]) for row in range(45)]
-    drawn = pipeline.draw(logits, draws)
+    drawn = sample(logits, draws)
     assert [one.token_id for one in drawn] == [
         _reference_token(logits[row], draws[row]) for row in range(45)
     ]
@@ -114,9 +116,9 @@ def test_every_way_to_find_the_winner_finds_it(
     large."""
     ways = [
         {"_MANY": 10**9},
-        {"_MANY": 0, "_GRID_SHARE": 2.0, "_CPU_BLOCK": 100},
+        {"_MANY": 0, "_GRID_SHARE": 2.0, "_BLOCK": 100},
         {"_MANY": 0, "_GRID_SHARE": 2.0},
-        {"_MANY": 0, "_GRID_SHARE": 0.0, "_CPU_BLOCK": 1000},
+        {"_MANY": 0, "_GRID_SHARE": 0.0, "_BLOCK": 1000},
         {"_MANY": 0, "_GRID_SHARE": 0.0},
     ]
     for number in range(scale(100)):
@@ -128,8 +130,8 @@ def test_every_way_to_find_the_winner_finds_it(
         found = []
         for way in ways:
             for name, value in way.items():
-                monkeypatch.setattr(choose, name, value)
-            found.append([one.token_id for one in pipeline.draw(logits, draws)])
+                monkeypatch.setattr(kernels, name, value)
+            found.append([one.token_id for one in sample(logits, draws)])
             monkeypatch.undo()
         assert all(token_ids == found[0] for token_ids in found)
 
@@ -170,20 +172,20 @@ PINNED: list[dict[str, Any]] = [
     ],
 )
 def test_pinned_draws_never_change(dtype: torch.dtype, expected: dict[int, list[int]]) -> None:
-    """By the first version of the sampler, before there was a pipeline: recorded requests must
+    """By the first version of the sampler, before there were processors: recorded requests must
     replay."""
     words = noise.words(torch.arange(8)[:, None], torch.arange(2000)[None])
     logits = (noise.uniform(words) * 12.0).round(decimals=3).to(dtype)
     for position, token_ids in expected.items():
         draws = [
-            Draw(
+            SamplingRequest(
                 Sampling(**({"max_tokens": 1, "seed": 77} | fields)),
                 position,
                 sample_index=fields.get("sample_index", 0),
             )
             for fields in PINNED
         ]
-        assert [one.token_id for one in pipeline.draw(logits, draws)] == token_ids
+        assert [one.token_id for one in sample(logits, draws)] == token_ids
 
 
 # -- rows and their neighbours
@@ -203,11 +205,11 @@ def test_a_row_does_not_depend_on_its_batch(
     draws = batch(rows)
     logits = make_logits(logits_seed, len(draws), VOCAB_SIZE, dtype)
     order = data.draw(st.permutations(range(len(draws))))
-    together = [_plain(one) for one in pipeline.draw(logits, draws)]
-    shuffled = pipeline.draw(logits[order], [draws[row] for row in order])
+    together = [_plain(one) for one in sample(logits, draws)]
+    shuffled = sample(logits[order], [draws[row] for row in order])
     assert [_plain(one) for one in shuffled] == [together[row] for row in order]
     for row, one in enumerate(draws):
-        assert _plain(pipeline.draw(logits[row : row + 1], [one])[0]) == together[row]
+        assert _plain(sample(logits[row : row + 1], [one])[0]) == together[row]
 
 
 @settings(max_examples=EXAMPLES)
@@ -218,7 +220,7 @@ def test_every_combination_is_what_the_slow_reference_says(
     """Steps 1 to 9 to the last bit; the draw is checked by the noise it must have used."""
     draws = batch(rows)
     logits = make_logits(logits_seed, len(draws), VOCAB_SIZE, torch.float32)
-    drawn = pipeline.draw(logits, draws)
+    drawn = sample(logits, draws)
     for (_, prompt, output, _, _), row, one, got in zip(rows, logits, draws, drawn, strict=True):
         wanted = processed(row, one, prompt, output)
         if not torch.isfinite(row).any():
@@ -232,7 +234,7 @@ def test_every_combination_is_what_the_slow_reference_says(
             _check_draw(wanted, one, got)
 
 
-def _check_draw(wanted: torch.Tensor, draw: Draw, got: pipeline.Drawn) -> None:
+def _check_draw(wanted: torch.Tensor, draw: SamplingRequest, got: SamplerOutput) -> None:
     one = draw.sampling
     keys = torch.tensor([noise.row_key(one.seed, one.sample_index, draw.position)])
     scaled = (wanted - wanted.max()) / one.temperature
@@ -244,7 +246,7 @@ def _check_draw(wanted: torch.Tensor, draw: Draw, got: pipeline.Drawn) -> None:
     assert not better or one.top_k or one.top_p < 1.0 or one.min_p
 
 
-def _plain(drawn: pipeline.Drawn) -> tuple[Any, ...]:
+def _plain(drawn: SamplerOutput) -> tuple[Any, ...]:
     """Comparable: errors are equal if they say the same."""
     return (drawn.token_id, drawn.logprobs, drawn.trace, repr(drawn.error))
 
@@ -253,7 +255,7 @@ def test_groups_of_rows_that_are_worked_on_apart_give_the_same(seed: int) -> Non
     """A large batch goes through in several passes."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(30, 100_000, generator=generator) * 3
-    assert dense.rows_per_pass(logits) == 10
+    assert rows_per_pass(logits) == 10
     fields: list[dict[str, Any]] = [
         {},
         {"temperature": 1.0, "trace": True},
@@ -263,15 +265,15 @@ def test_groups_of_rows_that_are_worked_on_apart_give_the_same(seed: int) -> Non
     ]
     draws = [make_draw((3, 4), (5, row), seed=row, **fields[row % 5]) for row in range(30)]
     for own in (logits, logits.bfloat16()):
-        together = pipeline.draw(own, draws)
-        alone = [pipeline.draw(own[row : row + 1], draws[row : row + 1])[0] for row in range(30)]
+        together = sample(own, draws)
+        alone = [sample(own[row : row + 1], draws[row : row + 1])[0] for row in range(30)]
         assert [_plain(one) for one in together] == [_plain(one) for one in alone]
 
 
 def test_the_callers_logits_stay_as_they_are() -> None:
     logits = torch.randn(3, 50)
     before = logits.clone()
-    pipeline.draw(
+    sample(
         logits,
         [
             make_draw((1, 2), (3,), repetition_penalty=2.0, allowed_token_ids=frozenset({4, 5})),
@@ -290,13 +292,13 @@ def test_the_callers_logits_stay_as_they_are() -> None:
 def test_logits_that_are_no_numbers_fail_their_row_only(bad: float, temperature: float) -> None:
     logits = torch.randn(3, 50)
     logits[1, 20] = bad
-    drawn = pipeline.draw(logits, [_draw(temperature=temperature)] * 3)
+    drawn = sample(logits, [_draw(temperature=temperature)] * 3)
     assert isinstance(drawn[1].error, InvalidLogits)
     assert drawn[0].error is None and drawn[2].error is None
 
 
 def test_logits_without_a_finite_one_are_the_models_fault() -> None:
-    drawn = pipeline.draw(torch.full((1, 9), -math.inf), [_draw(temperature=1.0)])
+    drawn = sample(torch.full((1, 9), -math.inf), [_draw(temperature=1.0)])
     assert isinstance(drawn[0].error, InvalidLogits)
 
 
@@ -315,13 +317,13 @@ def test_an_empty_support_names_what_emptied_it(temperature: float) -> None:
         bad_words=((7, 8),),
         **fields,
     )
-    drawn = pipeline.draw(logits, [calm, empty, calm])
+    drawn = sample(logits, [calm, empty, calm])
     error = drawn[1].error
     assert isinstance(error, EmptySupport)
     assert error.processors == ("allowed_token_ids=2 tokens", "bad_words=1 words", "min_tokens=4")
     assert error.position == 3 and "bad_words=1 words" in str(error)
     assert drawn[1].token_id == -1 and drawn[1].logprobs is None and drawn[1].trace is None
-    assert drawn[0] == drawn[2] == pipeline.draw(logits[:1], [calm])[0]
+    assert drawn[0] == drawn[2] == sample(logits[:1], [calm])[0]
     assert drawn[0].error is None
 
 
@@ -329,7 +331,7 @@ def test_a_penalty_that_leaves_float32_fails_its_row_only() -> None:
     logits = torch.full((2, 9), 1.0)
     logits[:, 3] = 3e38
     loud = make_draw((3,), repetition_penalty=1e-6)
-    drawn = pipeline.draw(logits, [loud, make_draw((3,))])
+    drawn = sample(logits, [loud, make_draw((3,))])
     assert isinstance(drawn[0].error, InvalidLogits)
     assert "repetition_penalty=1e-06" in str(drawn[0].error)
     assert drawn[1].token_id == 3
@@ -337,18 +339,18 @@ def test_a_penalty_that_leaves_float32_fails_its_row_only() -> None:
 
 def test_a_history_that_is_missing_is_never_ignored() -> None:
     with pytest.raises(AssertionError):
-        pipeline.draw(torch.randn(1, 9), [_draw(repetition_penalty=1.1)])
+        sample(torch.randn(1, 9), [_draw(repetition_penalty=1.1)])
 
 
 def test_an_id_without_a_logit_never_changes_another_row() -> None:
     """Rows lie behind one another: the id past the end of one is the first of the next."""
     draws = [make_draw((50,), (1,), repetition_penalty=2.0), make_draw()]
     with pytest.raises(AssertionError, match="without a logit"):
-        pipeline.draw(torch.randn(2, 50), draws)
+        sample(torch.randn(2, 50), draws)
     logits = torch.zeros(2, 50)
     logits[:, 0] = 1.0
     ends = make_draw(ends=(50, 51), min_tokens=3)
-    assert [one.token_id for one in pipeline.draw(logits, [ends, ends])] == [0, 0]
+    assert [one.token_id for one in sample(logits, [ends, ends])] == [0, 0]
 
 
 # -- what the order means
@@ -358,7 +360,7 @@ def test_an_id_without_a_logit_never_changes_another_row() -> None:
 def test_greedy_takes_the_lowest_id_among_equals(dtype: torch.dtype) -> None:
     logits = torch.zeros(1, 300, dtype=dtype)
     logits[0, [37, 200, 290]] = 2.0
-    assert pipeline.draw(logits, [_draw()])[0].token_id == 37
+    assert sample(logits, [_draw()])[0].token_id == 37
 
 
 def test_ties_at_the_edge_of_a_filter_stay_in(seed: int) -> None:
@@ -366,7 +368,7 @@ def test_ties_at_the_edge_of_a_filter_stay_in(seed: int) -> None:
     logits = torch.tensor([[1.0, 1.0, 1.0, 1.0, -9.0]])
     for fields in ({"top_k": 2}, {"top_p": 0.3}, {"min_p": 1.0}, {"top_k": 2, "top_p": 0.6}):
         draws = [_draw(seed=seed, position=i, temperature=1.0, **fields) for i in range(300)]
-        seen = {d.token_id for d in pipeline.draw(logits.expand(300, -1), draws)}
+        seen = {d.token_id for d in sample(logits.expand(300, -1), draws)}
         assert seen == {0, 1, 2, 3}, fields  # one of four missing: 4 * 0.75^300 = 1e-37
 
 
@@ -374,7 +376,7 @@ def test_masked_tokens_are_never_drawn(seed: int) -> None:
     logits = torch.full((200, 30), -math.inf)
     logits[:, 4] = -3.0
     draws = [_draw(seed=seed, position=i, temperature=9.0) for i in range(200)]
-    assert {d.token_id for d in pipeline.draw(logits, draws)} == {4}
+    assert {d.token_id for d in sample(logits, draws)} == {4}
 
 
 def test_truncation_shares_out_the_mass_that_masks_left(seed: int) -> None:
@@ -390,7 +392,7 @@ def test_truncation_shares_out_the_mass_that_masks_left(seed: int) -> None:
         )
         for i in range(200)
     ]
-    drawn = pipeline.draw(logits.expand(200, -1), draws)
+    drawn = sample(logits.expand(200, -1), draws)
     assert {one.token_id for one in drawn} == {2, 3}
 
 
@@ -406,15 +408,15 @@ def test_greedy_goes_through_penalties_and_masks() -> None:
         ({"no_repeat_ngram": 1}, 1),
     ):
         draw = make_draw((0,), (0,), **fields)
-        assert pipeline.draw(logits, [draw])[0].token_id == expected, fields
+        assert sample(logits, [draw])[0].token_id == expected, fields
 
 
 def test_end_tokens_come_back_once_min_tokens_are_there() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0]])
     for num_output, expected in ((0, 1), (1, 1), (2, 0), (3, 0)):
         draw = make_draw((2,), (2,) * num_output, min_tokens=2, ends=(0, 77))
-        assert pipeline.draw(logits, [draw])[0].token_id == expected
-    assert pipeline.draw(logits, [make_draw(min_tokens=2)])[0].token_id == 0  # nothing ends it
+        assert sample(logits, [draw])[0].token_id == expected
+    assert sample(logits, [make_draw(min_tokens=2)])[0].token_id == 0  # nothing ends it
 
 
 def test_a_grammars_bits_and_allowed_ids_are_combined() -> None:
@@ -428,11 +430,11 @@ def test_a_grammars_bits_and_allowed_ids_are_combined() -> None:
         ({"allowed_token_ids": frozenset({3, 31})}, 31),
     ):
         draw = make_draw(bitmask=bitmask, **fields)
-        assert pipeline.draw(logits, [draw])[0].token_id == expected
+        assert sample(logits, [draw])[0].token_id == expected
 
 
 def test_no_rows_is_no_draw() -> None:
-    assert pipeline.draw(torch.empty(0, 9), []) == []
+    assert sample(torch.empty(0, 9), []) == []
 
 
 @pytest.mark.gpu
@@ -456,8 +458,8 @@ def test_cuda_draws_the_same_tokens(seed: int) -> None:
         for row in range(60)
     ]
     for dtype in (torch.float32, torch.bfloat16):
-        on_cpu = pipeline.draw(logits.to(dtype), draws)
-        on_cuda = pipeline.draw(logits.to(dtype).cuda(), draws)
+        on_cpu = sample(logits.to(dtype), draws)
+        on_cuda = sample(logits.to(dtype).cuda(), draws)
         for a, b in zip(on_cpu, on_cuda, strict=True):
             assert a.token_id == b.token_id and repr(a.error) == repr(b.error)
             assert (a.trace is None) == (b.trace is None)
