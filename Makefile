@@ -41,7 +41,7 @@ PACKAGES := baton benchmarks checkpoints engine engine_client kernels/baton_kern
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # A file's tests stay in one process: they share what is slow to make. tests/conftest.py has the longest files first.
 TEST_OPTIONS := --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
-CHECK = $(MAKE) --no-print-directory check TEST_JOBS=1
+CHECK = $(MAKE) --no-print-directory check TEST_JOBS=0
 
 IMAGE_REGISTRY ?=
 IMAGE_TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
