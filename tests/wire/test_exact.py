@@ -329,7 +329,7 @@ async def test_a_cancelled_sample_is_decoded_no_further(p: Pair) -> None:
     assert answer.finished is not None and answer.failed is None
     await p.check()
     num_decoded = (await p.at_decode.metrics())["baton_output_tokens_total",] - before
-    assert 2 * 29 <= num_decoded < 3 * 29
+    assert 29 < num_decoded < 3 * 29
 
 
 async def test_the_last_cancelled_sample_ends_the_request(p: Pair) -> None:
