@@ -2,7 +2,7 @@
 #
 #   make demo        a cluster on this machine, an answer, and where its KV cache came from
 #   make oracle      the tests at public seams alone, for each step of a redesign
-#   make test        all checks and tests, at a fortieth of the stated counts (`make test-long`: all of them)
+#   make test        all checks, and beside them all tests, at a fortieth of the stated counts (`make test-long`: all of them)
 #   make test-clients  other people's clients of the OpenAI API, unmodified, against `baton up`; in an environment of their own
 #   make images      the three images, with docker (IMAGE_REGISTRY, IMAGE_TAG; TORCH_INDEX_URL must be given)
 #   make kind        the chart on a kind cluster: clients, load, scaling, upgrades, kills; needs docker, kind and helm
@@ -41,6 +41,7 @@ PACKAGES := baton benchmarks checkpoints engine engine_client kernels/baton_kern
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # A file's tests stay in one process: they share what is slow to make. tests/conftest.py has the longest files first.
 TEST_OPTIONS := --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+CHECK = $(MAKE) --no-print-directory check TEST_JOBS=0
 
 IMAGE_REGISTRY ?=
 IMAGE_TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -52,8 +53,12 @@ setup: $(READY)
 demo: $(READY)
 	$(BIN)/baton demo
 
-test: check
-	$(TEST_ENVIRONMENT) $(BIN)/pytest $(TEST_OPTIONS)
+# The checks run beside the tests, whose waits leave them a core; what they say comes last.
+test: $(READY) $(PROTOS_READY)
+	@checks=$$(mktemp); $(CHECK) > $$checks 2>&1 & number=$$!; code=0; \
+	trap 'kill $$number 2> /dev/null || true; rm -f $$checks' EXIT; \
+	$(TEST_ENVIRONMENT) $(BIN)/pytest $(TEST_OPTIONS) || code=$$?; \
+	wait $$number || code=$$?; cat $$checks; exit $$code
 
 oracle: $(READY)
 	$(TEST_ENVIRONMENT) $(BIN)/pytest $(TEST_OPTIONS) -m oracle $$(grep -rl --include='test_*.py' 'mark[.]oracle' tests)

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(2300 if LONG else 240)]
 
-NUM_ROUNDS = 40 if LONG else 2
+NUM_ROUNDS = 40 if LONG else 1
 NUM_STREAMS = 8 if LONG else 6
 
 # A store that holds about two of a round's prompts.

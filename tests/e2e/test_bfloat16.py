@@ -12,7 +12,14 @@ import pytest
 from baton import ClusterConfig, LocalCluster
 from baton.client import SyncClient
 from engine.request import Sampling
-from tests.harness.cluster import assert_idle, oracle, prompts, run_engine, single_engine
+from tests.harness.cluster import (
+    STORE_SIZE,
+    assert_idle,
+    oracle,
+    prompts,
+    run_engine,
+    single_engine,
+)
 
 # The long run takes minutes a test.
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
@@ -23,7 +30,7 @@ MAX_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    config = ClusterConfig(port=0, overrides=('worker.engine.dtype="bfloat16"',))
+    config = ClusterConfig(port=0, overrides=(STORE_SIZE, 'worker.engine.dtype="bfloat16"'))
     with LocalCluster(config) as running:
         yield running
         assert_idle(running)

@@ -21,6 +21,7 @@ from baton import ClusterConfig, cli
 from baton.client import SyncClient
 from checkpoints.resolve import resolve
 from tests.harness import fake_hub
+from tests.harness.cluster import STORE_SIZE
 from tests.harness.fake_hub import NAME, Hub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -114,8 +115,9 @@ def _with_disk(folder: Path, *options: str, **environment: str) -> Up:
     """A cluster with a file tier."""
     disk = folder / "disk"
     disk.mkdir()
-    tier = ("--set", f"store.file_tier_dir={disk}", "--set", "store.file_tier_bytes=100_000_000")
-    return Up(folder, *tier, *options, **environment)
+    settings = (STORE_SIZE, f"store.file_tier_dir={disk}", "store.file_tier_bytes=100_000_000")
+    given = [part for setting in settings for part in ("--set", setting)]
+    return Up(folder, *given, *options, **environment)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from baton import ClusterConfig, LocalCluster
 from baton.client import Client
 from baton.messages import Completion
-from tests.harness.cluster import assert_idle, oracle, prompts
+from tests.harness.cluster import STORE_SIZE, assert_idle, oracle, prompts
 
 # Every time, in tests/unit/engine/parallel: blocks of one degree that are read by another
 # (test_ranks.py), and ranks in processes of their own (test_parallel_engine.py).
@@ -23,6 +23,7 @@ MODEL = ClusterConfig().model
 MAX_TOKENS = 24
 NUM_PROMPTS = 6
 SETTINGS = (
+    STORE_SIZE,
     "worker.engine.num_threads=1",
     "prefill.engine.tensor_parallel=2",
     "decode.engine.pipeline_parallel=2",

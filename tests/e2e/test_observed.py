@@ -70,6 +70,8 @@ class Traced:
     cluster: LocalCluster
     receiver: OtlpReceiver
     log_dir: Path
+    stopped: dict[str, threading.Event]
+    """By part: set once it was stopped."""
 
     def generate(self, number: int, **fields: object) -> list[inference_pb2.GenerateResponse]:
         """One request to the first model, under a trace of its own, whose id is `number`."""
@@ -108,6 +110,12 @@ class Traced:
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
     log_dir = tmp_path_factory.mktemp("logs")
     quick = [f"{part}.tracing.send_interval_s=0.05" for part in ("router", "worker", "store")]
+    stopped = {part: threading.Event() for part in PARTS}
+
+    def on_event(event: ClusterEvent) -> None:
+        if event.what == "stopped" and event.name in PARTS:
+            stopped[event.name].set()
+
     with receiving() as receiver:
         config = ClusterConfig(
             port=0,
@@ -121,8 +129,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
             handover="store",
             overrides=(STORE_SIZE, *quick, "worker.engine.max_num_tokens_per_step=128"),
         )
-        with LocalCluster(config) as cluster:
-            yield Traced(cluster, receiver, log_dir)
+        with LocalCluster(config, on_event) as cluster:
+            yield Traced(cluster, receiver, log_dir, stopped)
             assert_idle(cluster)
 
 
@@ -387,38 +395,6 @@ def prometheus(cluster: LocalCluster, tmp_path: Path) -> Iterator[_Prometheus]:
         started.stop()
 
 
-def test_a_worker_that_was_stopped_for_good_is_no_scrape_target(tmp_path: Path) -> None:
-    """One that died stays a target, which is down."""
-    stopped = threading.Event()
-
-    def on_event(event: ClusterEvent) -> None:
-        if event.what == "stopped" and event.name == "decode-1":
-            stopped.set()
-
-    config = ClusterConfig(
-        port=0,
-        http_port=0,
-        num_decode=2,
-        metrics=True,
-        log_dir=str(tmp_path),
-        overrides=(STORE_SIZE,),
-    )
-    with LocalCluster(config, on_event) as cluster:
-        assert cluster.metrics_config is not None
-        targets = cluster.metrics_config.with_name("targets.json")
-
-        def parts() -> set[str]:
-            return {group["labels"]["part"] for group in json.loads(targets.read_text())}
-
-        before = parts()
-        assert before >= {"prefill-0", "decode-0", "decode-1"}
-        cluster.stop_workers(["decode-1"])
-        assert stopped.wait(BOUND_S)
-        assert parts() == before - {"decode-1"}
-        cluster.kill("prefill-0", restart=False)
-        assert parts() == before - {"decode-1"}
-
-
 def test_prometheus_scrapes_all_parts_and_answers_every_query(
     cluster: LocalCluster, prometheus: _Prometheus
 ) -> None:
@@ -499,3 +475,21 @@ def test_the_page_in_a_browser(cluster: LocalCluster, browser: Any) -> None:
     # A refused connection is the browser's own to log; anything else would be ours.
     said = [entry for entry in browser.get_log("browser") if "ERR_" not in entry["message"]]
     assert said == []
+
+
+def test_a_worker_that_was_stopped_for_good_is_no_scrape_target(traced: Traced) -> None:
+    """One that died stays a target, which is down. Last, since it ends workers of the tests
+    before."""
+    cluster = traced.cluster
+    assert cluster.metrics_config is not None
+    targets = cluster.metrics_config.with_name("targets.json")
+
+    def parts() -> set[str]:
+        return {group["labels"]["part"] for group in json.loads(targets.read_text())}
+
+    assert parts() == PARTS
+    cluster.stop_workers(["decode-1"])
+    assert traced.stopped["decode-1"].wait(BOUND_S)
+    assert parts() == PARTS - {"decode-1"}
+    cluster.kill("prefill-0", restart=False)
+    assert parts() == PARTS - {"decode-1"}

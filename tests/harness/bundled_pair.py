@@ -8,14 +8,12 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
-from engine.request import Request
-from kvstore import block_hash, serve
+from kvstore import serve
 from kvstore.config import KvStoreSettings
 from process import rpc, signing_keys
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -23,8 +21,6 @@ from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
-from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
-from services.worker.status import FINISH_REASONS, logprobs_to_proto
 from tests.harness.gated_engine import SALT
 from tests.harness.prefill_decode_pair import (
     PrefillCall,
@@ -32,6 +28,7 @@ from tests.harness.prefill_decode_pair import (
     Sample,
     handover,
     sampling_params,
+    served_by,
 )
 from tests.harness.worker_probe import translated
 
@@ -205,30 +202,7 @@ def bundled_engine(index: int = 0) -> LLMEngine:
 
 def alone(engine: LLMEngine, prompt: Sequence[int] = PROMPT, **sampling: Any) -> list[Sample]:
     """What one engine gives that serves the whole request by itself."""
-    params = sampling_params(**sampling)
-    root = block_hash.root_key(b"alone", engine.model_info.fingerprint)
-    asked = Request(
-        request_id="alone",
-        prompt_token_ids=tuple(prompt),
-        sampling=sampling_from_proto(params, 0),
-        block_hasher=partial(block_hash.extend, root),
-        cache_root=root,
-        num_samples=num_samples_of(params),
-        beam=beam_from_proto(params),
-    )
-    engine.reserve(asked)
-    engine.start("alone")
-    samples = [Sample() for _ in range(asked.num_samples)]
-    while engine.has_work():
-        for event in engine.step().events:
-            assert event.error is None, event.error
-            sample = samples[event.sample_index]
-            sample.token_ids += event.token_ids
-            sample.logprobs += logprobs_to_proto(event.logprobs or ())
-            if event.finish_reason is not None:
-                sample.finish_reason = FINISH_REASONS[event.finish_reason]
-    engine.check_integrity()
-    return samples
+    return served_by(engine, b"alone", prompt, **sampling)
 
 
 @contextlib.asynccontextmanager

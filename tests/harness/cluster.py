@@ -125,8 +125,8 @@ def run_engine(
 TRANSPORTS = ("shm", "nixl", "grpc")
 DRAWN_TRANSPORT = TRANSPORTS[1 + TURN % 2]
 """What a cluster has that may have any: by the seed one of those that are not the default."""
-STORE_SIZE = "store.capacity_bytes=256_000_000"
-"""For `overrides`: room for 4,000 blocks of a bundled model. A store that is given no size takes a
+STORE_SIZE = "store.capacity_bytes=128_000_000"
+"""For `overrides`: room for 2,000 blocks of a bundled model. A store that is given no size takes a
 tenth of the free memory, and starts later by the time in which the kernel clears it."""
 # Most tokens of a step: chunks of a prompt that do (48) and do not (37) divide into blocks, and one
 # that holds most prompts whole.

@@ -389,33 +389,7 @@ class Pair:
 
     def alone(self, prompt: Sequence[int], *, max_tokens: int = 8, **sampling: Any) -> list[Sample]:
         """What one engine gives that serves the whole request by itself."""
-        params = sampling_params(max_tokens=max_tokens, **sampling)
-        engine = fake_engine()
-        root = block_hash.root_key(SALT, engine.model_info.fingerprint)
-        asked = Request(
-            request_id="alone",
-            prompt_token_ids=tuple(prompt),
-            sampling=sampling_from_proto(params, 0),
-            block_hasher=partial(block_hash.extend, root),
-            cache_root=root,
-            num_samples=num_samples_of(params),
-            beam=beam_from_proto(params),
-        )
-        engine.reserve(asked)
-        engine.start("alone")
-        samples = [Sample() for _ in range(asked.num_samples)]
-        while engine.has_work():
-            for event in engine.step().events:
-                assert event.error is None, event.error
-                sample = samples[event.sample_index]
-                sample.token_ids += event.token_ids
-                sample.logprobs += logprobs_to_proto(event.logprobs or ())
-                sample.traces += traces_to_proto(event.traces or ())
-                sample.score = event.score
-                if event.finish_reason is not None:
-                    sample.finish_reason = FINISH_REASONS[event.finish_reason]
-        engine.check_integrity()
-        return samples
+        return served_by(fake_engine(), SALT, prompt, max_tokens=max_tokens, **sampling)
 
     def expected(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """What one engine alone draws."""
@@ -479,6 +453,38 @@ class Sample:
         self.finish_reason = part.finish_reason
         if isinstance(part, decode_pb2.DecodeTokens | decode_pb2.DecodeFinished):
             self.score = part.score if part.HasField("score") else None
+
+
+def served_by(
+    engine: LLMEngine, salt: bytes, prompt: Sequence[int], **sampling: Any
+) -> list[Sample]:
+    """What one engine gives that serves the whole request by itself."""
+    params = sampling_params(**sampling)
+    root = block_hash.root_key(salt, engine.model_info.fingerprint)
+    asked = Request(
+        request_id="alone",
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling_from_proto(params, 0),
+        block_hasher=partial(block_hash.extend, root),
+        cache_root=root,
+        num_samples=num_samples_of(params),
+        beam=beam_from_proto(params),
+    )
+    engine.reserve(asked)
+    engine.start("alone")
+    samples = [Sample() for _ in range(asked.num_samples)]
+    while engine.has_work():
+        for event in engine.step().events:
+            assert event.error is None, event.error
+            sample = samples[event.sample_index]
+            sample.token_ids += event.token_ids
+            sample.logprobs += logprobs_to_proto(event.logprobs or ())
+            sample.traces += traces_to_proto(event.traces or ())
+            sample.score = event.score
+            if event.finish_reason is not None:
+                sample.finish_reason = FINISH_REASONS[event.finish_reason]
+    engine.check_integrity()
+    return samples
 
 
 def command_of(

@@ -259,6 +259,18 @@ async def test_too_many_that_wait_are_refused(tmp_path: Path) -> None:
         await p.check()
 
 
+async def test_a_request_that_decodes_no_longer_waits(tmp_path: Path) -> None:
+    async with pair(tmp_path, limits=patient(max_waiting_requests=1)) as p, p.stream() as stream:
+        first = await stream.begin(p.reserve(p.new_prompt(5), name="first", max_tokens=100))
+        await stream.compute(first)
+        assert (await stream.next(first)).HasField("tokens")
+        second = await stream.begin(p.reserve(p.new_prompt(5), name="second"))
+        for key in (first, second):
+            await stream.cancel(key)
+            assert (await stream.collect(key)).finished is not None
+        await p.check()
+
+
 async def test_commands_that_do_not_fit_are_answered_under_their_key(p: Pair) -> None:
     async with p.stream() as stream:
         await stream.compute(77_777)

@@ -308,6 +308,30 @@ async def test_a_sample_that_is_cancelled_leaves_the_others_as_they_were(p: Pair
     await p.check()
 
 
+async def test_a_cancelled_sample_is_decoded_no_further(p: Pair) -> None:
+    prompt = p.new_prompt(10)
+    asked: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0, "n": 3}
+    before = (await p.at_decode.metrics())["baton_output_tokens_total",]
+    async with p.reserved(prompt, **asked) as (stream, key):
+        call = PrefillCall(
+            p.prefill_stub, p.prefill_request(prompt, **asked), timeout_s=LEASE_TTL_S
+        )
+        *firsts, account = await call.answer()
+        p.decode_model.hold()
+        await stream.generate_from(key, handover(account, firsts))
+        await until(p.decode_model.is_held.is_set)
+        await stream.cancel_sample(key, 1)
+        # Commands are read in their order: the refusal of this one comes behind that.
+        refused = await stream.reserve(p.reserve(prompt, tenant_salt=b""))
+        assert (await stream.next(refused)).HasField("failed")
+        p.decode_model.release()
+        answer = await stream.collect(key)
+    assert answer.finished is not None and answer.failed is None
+    await p.check()
+    num_decoded = (await p.at_decode.metrics())["baton_output_tokens_total",] - before
+    assert 29 < num_decoded < 3 * 29
+
+
 async def test_the_last_cancelled_sample_ends_the_request(p: Pair) -> None:
     prompt = p.new_prompt(10)
     asked: dict[str, Any] = {"max_tokens": 200, "temperature": 1.0, "n": 2}

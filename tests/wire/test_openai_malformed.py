@@ -26,7 +26,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 @pytest.fixture(scope="module")
 def router() -> Iterator[Served]:
-    with served(limits={"max_request_bytes": 64 * 1024}) as bench:
+    with served(limits={"max_request_bytes": 64 * 1024, "max_logprobs": 19}) as bench:
         yield bench
 
 
@@ -158,6 +158,17 @@ BODIES: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, chat(logprobs=5), 400, "logprobs", "true or false"),
     (CHAT, chat(top_logprobs=2), 400, "top_logprobs", "needs logprobs"),
     (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", "from 0 to 20"),
+    (CHAT, chat(logprobs=True, top_logprobs=20), 400, "top_logprobs", "at most 19"),
+    *(
+        (
+            CHAT,
+            chat(tools=[{**TOOL, "function": {"name": "f", "parameters": parameters}}]),
+            400,
+            "tools[0].function.parameters",
+            "surrogate",
+        )
+        for parameters in ({"type": "\ud800"}, {"properties": [{"\ud800": 1}]})
+    ),
     (CHAT, chat(stream="yes"), 400, "stream", "true or false"),
     (CHAT, chat(stream_options={"include_usage": True}), 400, "stream_options", "stream: true"),
     (CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type", "one of text"),

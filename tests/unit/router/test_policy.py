@@ -17,8 +17,8 @@ from services.router.policies.joint import Joint
 from services.router.policy import Ask, Choice, Pools, WorkerLoad, blocks_needed
 from services.router.prefix_runs import Prefixes, Run
 from services.router.views import Link
+from tests.unit.router.pools import COSTS, load
 
-COSTS = RouterCosts(prefill_tokens_per_s=1000, link_bytes_per_s=1e6, decode_request_s=0.1)
 ASK = Ask(num_prompt_tokens=160, max_tokens=17, affinity=b"a")
 
 
@@ -37,26 +37,9 @@ def _holding(held: Mapping[str, int], fingerprint: str = "f") -> Ask:
     return replace(ASK, prefixes=Prefixes({(fingerprint, 16): held}))
 
 
-def _load(worker_id: str, **changes: object) -> WorkerLoad:
-    base = WorkerLoad(
-        worker_id=worker_id,
-        fingerprint="f",
-        block_size=16,
-        block_bytes=1600,
-        num_blocks=100,
-        num_free_blocks=100,
-        num_requests=0,
-        num_queued_tokens=0,
-        store_node_id="s",
-        transport="shm",
-        remote_transport="grpc",
-    )
-    return replace(base, **changes)  # type: ignore[arg-type]
-
-
 def test_the_shorter_queue() -> None:
-    prefill = [_load("p0", num_queued_tokens=500), _load("p1")]
-    choice = choose(prefill, [_load("d0")], ASK, COSTS)
+    prefill = [load("p0", num_queued_tokens=500), load("p1")]
+    choice = choose(prefill, [load("d0")], ASK, COSTS)
     assert (choice.prefill_id, choice.decode_id, choice.num_pairs) == ("p1", "d0", 2)
     assert choice.why["prefill_compute"] == pytest.approx(0.16)
     assert choice.why["prefill_queue"] == 0
@@ -66,19 +49,19 @@ def test_a_cached_prefix_is_worth_a_queue_but_not_any_queue() -> None:
     """The other worker could pull it too, over one link more."""
     costs = replace(COSTS, link_bytes_per_s=2e5)
     ask = _holding({"s1": 10})
-    near = _load("p1", store_node_id="s1")
-    decode = [_load("d0", store_node_id="s1")]
-    choice = choose([_load("p0"), replace(near, num_queued_tokens=100)], decode, ask, costs)
+    near = load("p1", store_node_id="s1")
+    decode = [load("d0", store_node_id="s1")]
+    choice = choose([load("p0"), replace(near, num_queued_tokens=100)], decode, ask, costs)
     assert choice.prefill_id == "p1"
     assert choice.why["prefill_compute"] == pytest.approx(0.001)  # the last token always
-    choice = choose([_load("p0"), replace(near, num_queued_tokens=300)], decode, ask, costs)
+    choice = choose([load("p0"), replace(near, num_queued_tokens=300)], decode, ask, costs)
     assert choice.prefill_id == "p0"
 
 
 def test_what_the_union_holds_is_cached() -> None:
     """Its own store's part over one link, the rest from where it is longest over two."""
     ask = _holding({"s": 2, "t": 7, "u": 5})
-    choice = choose([_load("p0")], [_load("d0")], ask, COSTS)
+    choice = choose([load("p0")], [load("d0")], ask, COSTS)
     assert choice.runs == (Run("s", 0, 2), Run("t", 2, 5))
     assert choice.why["prefill_compute"] == pytest.approx((160 - 7 * 16) / 1000)
     assert choice.why["prefill_link"] == pytest.approx(2 * 1600 / 1e6)
@@ -86,29 +69,29 @@ def test_what_the_union_holds_is_cached() -> None:
 
 
 def test_a_worker_without_a_store_has_no_prefix() -> None:
-    choice = choose([_load("p0", store_node_id="")], [_load("d0")], _holding({"t": 7}), COSTS)
+    choice = choose([load("p0", store_node_id="")], [load("d0")], _holding({"t": 7}), COSTS)
     assert choice.runs == () and choice.why["prefill_pull"] == 0
 
 
 def test_who_never_reads_elsewhere_is_told_of_its_own_store_only() -> None:
-    stays = _load("p0", remote_transport="")
-    choice = choose([stays], [_load("d0")], _holding({"s": 2, "t": 7}), COSTS)
+    stays = load("p0", remote_transport="")
+    choice = choose([stays], [load("d0")], _holding({"s": 2, "t": 7}), COSTS)
     assert choice.runs == (Run("s", 0, 2),)
-    assert choose([stays], [_load("d0")], _holding({"t": 7}), COSTS).runs == ()
+    assert choose([stays], [load("d0")], _holding({"t": 7}), COSTS).runs == ()
 
 
 def test_a_decode_worker_that_cannot_read_the_prompt_costs_computing_it_again() -> None:
-    far = _load("far", store_node_id="t", remote_transport="")
-    choice = choose([_load("p0")], [far], ASK, COSTS)
+    far = load("far", store_node_id="t", remote_transport="")
+    choice = choose([load("p0")], [far], ASK, COSTS)
     assert choice.why["decode_compute"] == pytest.approx(0.16)
     assert choice.why["decode_link"] == choice.why["handover_put"] == 0
-    assert choose([_load("p0")], [far, _load("d0", num_requests=1)], ASK, COSTS).decode_id == "d0"
+    assert choose([load("p0")], [far, load("d0", num_requests=1)], ASK, COSTS).decode_id == "d0"
 
 
 def test_the_choice_says_which_way_the_kv_goes() -> None:
-    p = _load("p0", transport="grpc", lender_node_id="p0/lent")
+    p = load("p0", transport="grpc", lender_node_id="p0/lent")
     for mode, path in (("auto", Path.DIRECT), ("direct", Path.DIRECT), ("store", Path.STORE)):
-        choice = choose([p], [_load("d0")], ASK, COSTS, mode)
+        choice = choose([p], [load("d0")], ASK, COSTS, mode)
         assert choice.path is path
         assert (choice.why["handover_put"] > 0) == (path is Path.STORE)
     alone = choose([p], [], replace(ASK, needs_decode=False), COSTS, "direct")
@@ -116,16 +99,16 @@ def test_the_choice_says_which_way_the_kv_goes() -> None:
 
 
 def test_of_two_equal_prefill_workers_the_one_that_lends() -> None:
-    lends = _load("p1", transport="grpc", lender_node_id="p1/lent")
+    lends = load("p1", transport="grpc", lender_node_id="p1/lent")
     for affinity in (b"a", b"b", b"c", b"d"):
         ask = replace(ASK, affinity=affinity)
-        choice = choose([_load("p0", transport="grpc"), lends], [_load("d0")], ask, COSTS)
+        choice = choose([load("p0", transport="grpc"), lends], [load("d0")], ask, COSTS)
         assert choice.prefill_id == "p1"
 
 
 def test_measured_links_count_instead_of_the_guess() -> None:
-    p = _load("p0", links={"s": Link(1e5), "t": Link(5e5)})
-    d = _load("d0", links={"s": Link(2e4)})
+    p = load("p0", links={"s": Link(1e5), "t": Link(5e5)})
+    d = load("d0", links={"s": Link(2e4)})
     choice = choose([p], [d], _holding({"s": 2, "t": 7}), COSTS)
     assert choice.why["prefill_link"] == pytest.approx(2 * 1600 / 1e5)
     assert choice.why["prefill_pull"] == pytest.approx(5 * 1600 / 5e5)
@@ -141,13 +124,13 @@ def test_noise_of_measurements_moves_no_choice(rates: list[float], affinity: byt
     that affinity decides as if nothing had been measured."""
     names = ("p0", "p1", "d0", "d1")
     loads = [
-        _load(name, links={"s": Link(home), "t": Link(far)})
+        load(name, links={"s": Link(home), "t": Link(far)})
         for name, home, far in zip(names, rates[:4], rates[4:], strict=True)
     ]
     loads[0] = replace(loads[0], links={"s": Link(rates[0])})  # it has not met the other store
     ask = replace(_holding({"s": 2, "t": 7}), affinity=affinity)
     measured = choose(loads[:2], loads[2:], ask, COSTS)
-    plain = choose([_load("p0"), _load("p1")], [_load("d0"), _load("d1")], ask, COSTS)
+    plain = choose([load("p0"), load("p1")], [load("d0"), load("d1")], ask, COSTS)
     assert (measured.prefill_id, measured.decode_id) == (plain.prefill_id, plain.decode_id)
 
 
@@ -155,11 +138,11 @@ def test_a_link_that_failed_its_measurement_is_dear_and_not_pulled_over() -> Non
     """It gave wrong bytes, or too few. A busy start must not idle a worker for ever."""
     failed = {"t": Link(0.0, is_degraded=True)}
     ask, quick = _holding({"t": 7}), replace(COSTS, link_bytes_per_s=1e12)
-    assert choose([_load("p0", links=failed)], [_load("d0")], ask, quick).runs == ()
-    p, d = _load("p0"), _load("d0", links={"s": Link(0.0, is_degraded=True)})
-    choice = choose([p], [d, _load("d1", num_requests=15)], ASK, COSTS)
+    assert choose([load("p0", links=failed)], [load("d0")], ask, quick).runs == ()
+    p, d = load("p0"), load("d0", links={"s": Link(0.0, is_degraded=True)})
+    choice = choose([p], [d, load("d1", num_requests=15)], ASK, COSTS)
     assert choice.decode_id == "d1"
-    choice = choose([p], [d, _load("d1", num_requests=17)], ASK, COSTS)
+    choice = choose([p], [d, load("d1", num_requests=17)], ASK, COSTS)
     assert choice.why["decode_link"] == pytest.approx(100 * 16_000 / 1e6)
 
 
@@ -167,7 +150,7 @@ def test_of_two_equal_prefixes_the_nearer_one_is_pulled() -> None:
     ask = _holding({"t": 7, "u": 7})
     for near, far in (("t", "u"), ("u", "t")):
         links = {near: Link(1e6), far: Link(2e5)}
-        assert choose([_load("p0", links=links)], [_load("d0")], ask, COSTS).runs == (
+        assert choose([load("p0", links=links)], [load("d0")], ask, COSTS).runs == (
             Run(near, 0, 7),
         )
 
@@ -177,62 +160,62 @@ def test_a_degraded_link_is_used_only_where_it_beats_computing() -> None:
     ask = _holding({"t": 7, "u": 5})
     for rate, node in ((9e4, "u"), (2e5, "t")):
         links = {"t": Link(rate, is_degraded=True)}
-        (run,) = choose([_load("p0", links=links)], [_load("d0")], ask, COSTS).runs
+        (run,) = choose([load("p0", links=links)], [load("d0")], ask, COSTS).runs
         assert run.node_id == node
     healthy = {"t": Link(9e4)}
-    (run,) = choose([_load("p0", links=healthy)], [_load("d0")], ask, COSTS).runs
+    (run,) = choose([load("p0", links=healthy)], [load("d0")], ask, COSTS).runs
     assert run.node_id == "t"  # slow for its kind of link, or computing is slower than we guess
 
 
 def test_a_prefix_of_another_model_is_worth_nothing() -> None:
     ask = _holding({"s": 10}, "other")
-    choice = choose([_load("p0")], [_load("d0")], ask, COSTS)
+    choice = choose([load("p0")], [load("d0")], ask, COSTS)
     assert choice.why["prefill_compute"] == pytest.approx(0.16)
 
 
 def test_bytes_over_the_link_count() -> None:
     """Of two pairs the one that shares a store, although its decode worker is a little busier."""
-    decode = [_load("far", store_node_id="t"), _load("near", num_requests=0)]
-    assert choose([_load("p0")], decode, ASK, COSTS).decode_id == "near"
+    decode = [load("far", store_node_id="t"), load("near", num_requests=0)]
+    assert choose([load("p0")], decode, ASK, COSTS).decode_id == "near"
 
 
 def test_the_less_loaded_decode_worker() -> None:
-    decode = [_load("d0", num_requests=3), _load("d1", num_requests=2)]
-    assert choose([_load("p0")], decode, ASK, COSTS).decode_id == "d1"
+    decode = [load("d0", num_requests=3), load("d1", num_requests=2)]
+    assert choose([load("p0")], decode, ASK, COSTS).decode_id == "d1"
 
 
 def test_room_beats_load() -> None:
     assert blocks_needed(160, 17, 16) == 11
-    decode = [_load("d0", num_free_blocks=10), _load("d1", num_free_blocks=11, num_requests=9)]
-    assert choose([_load("p0")], decode, ASK, COSTS).decode_id == "d1"
+    decode = [load("d0", num_free_blocks=10), load("d1", num_free_blocks=11, num_requests=9)]
+    assert choose([load("p0")], decode, ASK, COSTS).decode_id == "d1"
 
 
 def test_a_suspect_is_the_last_choice_but_a_choice() -> None:
-    prefill = [_load("p0", is_suspect=True), _load("p1", num_queued_tokens=10_000)]
-    decode = [_load("d0", is_suspect=True)]
+    prefill = [load("p0", is_suspect=True), load("p1", num_queued_tokens=10_000)]
+    decode = [load("d0", is_suspect=True)]
     choice = choose(prefill, decode, ASK, COSTS)
     assert (choice.prefill_id, choice.decode_id) == ("p1", "d0")
 
 
 def test_one_token_needs_no_decode_worker() -> None:
-    choice = choose([_load("p0")], [], replace(ASK, needs_decode=False), COSTS)
+    choice = choose([load("p0")], [], replace(ASK, needs_decode=False), COSTS)
     assert choice.decode_id is None
 
 
 def test_missing_roles_are_named() -> None:
     with pytest.raises(Unavailable, match="no prefill worker"):
-        choose([], [_load("d0")], ASK, COSTS)
+        choose([], [load("d0")], ASK, COSTS)
     with pytest.raises(Unavailable, match="no decode worker"):
-        choose([_load("p0")], [], ASK, COSTS)
+        choose([load("p0")], [], ASK, COSTS)
     with pytest.raises(Unavailable, match="same model"):
-        choose([_load("p0")], [_load("d0", fingerprint="g")], ASK, COSTS)
+        choose([load("p0")], [load("d0", fingerprint="g")], ASK, COSTS)
     with pytest.raises(Unavailable, match="same model"):
-        choose([_load("p0")], [_load("d0", block_size=32)], ASK, COSTS)
+        choose([load("p0")], [load("d0", block_size=32)], ASK, COSTS)
 
 
 def test_ties_follow_affinity_and_spread() -> None:
-    prefill = [_load(f"p{i}") for i in range(4)]
-    decode = [_load(f"d{i}") for i in range(4)]
+    prefill = [load(f"p{i}") for i in range(4)]
+    decode = [load(f"d{i}") for i in range(4)]
     pairs = set()
     for number in range(200):
         ask = replace(ASK, affinity=number.to_bytes(2, "big"))
@@ -244,7 +227,7 @@ def test_ties_follow_affinity_and_spread() -> None:
 
 
 loads = st.builds(
-    _load,
+    load,
     st.sampled_from(["a", "b", "c", "d"]),
     fingerprint=st.sampled_from(["f", "g"]),
     num_requests=st.integers(0, 50),
