@@ -30,7 +30,7 @@ class Span(NamedTuple):
     tokens over a quantized cache: which of them each follows, by number, or -1: the token before
     them all. A token sees the one that it follows and what that one sees, and its position is one
     more. KV goes into the next slots all the same, token after token; of a quantized cache beside
-    it (engine/kv/tails.py)."""
+    it (engine/kv/partial_blocks.py)."""
 
     @property
     def end(self) -> int:

@@ -384,7 +384,9 @@ class KvStoreClient:
             num_tokens: slots of a full block.
             tenant: whose share of the store the blocks are charged to.
         Raises: LeaseLapsed; FailedPrecondition when the store lacks the parent; Unavailable;
-            DeadlineExceeded; TransferFailed. Nothing of this call stays reserved then.
+            DeadlineExceeded; TransferFailed. Nothing of this call stays reserved then. Of more than
+            512 blocks the first ones may be in the store by then, and under the given lease; they
+            are counted as failed.
         """
         chain = PutChain(parent, blocks, num_tokens, tail, tenant)
         with self._transferring(), self._recorded("write", chain.num_blocks) as record:
@@ -402,7 +404,8 @@ class KvStoreClient:
 
         Returns: one result for each chain, also where the store lacks its parent.
         Raises: FailedPrecondition when the store lost a parent after the Reserve; LeaseLapsed;
-            Unavailable; DeadlineExceeded; TransferFailed. Nothing stays reserved then. As
+            Unavailable; DeadlineExceeded; TransferFailed. Nothing stays reserved then, and of more
+            than 512 blocks the first ones may be in the store; they are counted as failed. As
             `put_blocks` while its Reserve is under way.
         """
         num_blocks = sum(chain.num_blocks for chain in chains)

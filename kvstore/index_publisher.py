@@ -196,7 +196,8 @@ class PrefixIndexPublisher:
                 else:
                     await self._changes.appended.wait()
                     continue
-                pause_s, self._is_failing = _BACKOFF_S, False
+                pause_s = _BACKOFF_S
+                self._is_failing = self._is_failing and self._needs_full
                 continue
             except REDIS_FAILURES as error:
                 if pause_s == _BACKOFF_S:  # the first in a row

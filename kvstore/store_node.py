@@ -451,7 +451,8 @@ class StoreNode:
 
     def _undo_reserve(self, call: _ReserveCall, *, owns_lease: bool) -> None:
         """Free what a Reserve has taken that does not come to its end. The worker was not told of
-        these frames, so nothing is written into them. owns_lease: the call made its lease."""
+        these frames, so nothing is written into them: a worker has one Reserve under way for each
+        lease. owns_lease: the call made its lease."""
         store, now_s = self.store, self.now_s()
         if store is None or store.attachments.find(call.attachment_id) is None:
             return  # what it had reserved ended with the attachment

@@ -161,7 +161,10 @@ class BlockPool:
 
     def put_back(self, block_ids: Iterable[int]) -> None:
         """End one reference of each, in this order: of blocks that become evictable, the first
-        given is evicted first. Raises: IntegrityError for one that has no reference."""
+        given is evicted first, but never before the blocks that follow it in its chain.
+
+        Raises: IntegrityError for one that has no reference.
+        """
         num_held, _ = self._end_use(block_ids, self._num_references, self._num_holds)
         self.num_quarantined += num_held
 

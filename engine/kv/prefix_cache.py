@@ -61,7 +61,8 @@ class PrefixCache:
         """Blocks [first, ..) of the longest cached prefix. References nothing, changes no order.
 
         Cost: O(log n) look-ups, and a step for each block returned.
-        Raises: IntegrityError where the hashes are no chain: they do not bind those before them.
+        Raises: IntegrityError where the block found for `first` has another hash: the hashes are no
+        chain, which binds those before it.
         """
         length = self.match_length(chain_hashes)
         if length <= first:

@@ -122,7 +122,7 @@ class DraftBlockVersions:
     quantized, its own as computed. A block that a path fills has other numbers on each path, so
     each such version is quantized beside the cache, and seen by what hangs on the token that fills
     it. Nothing is stored of a draft token but its numbers, in slots of its own
-    (engine/kv/tails.py).
+    (engine/kv/partial_blocks.py).
 
     Columns behind those of the tokens before: the draft tokens themselves, then the versions,
     `size` each.

@@ -1,6 +1,6 @@
 """Ranks: what a decoder says to the ranks that compute the rest of the same model. One seam: a
 Protocol, and what stands behind it where there is one rank (`OneRank`) or several
-(engine/parallel/group.py).
+(engine/parallel/process_ranks.py).
 
 All ranks make the same calls in the same order, with tensors of the same shapes; what runs on
 their devices is ordered by each device's current stream. No call waits for the device. Knows no

@@ -309,10 +309,11 @@ class DeviceShmTransport:
     the bytes before the bus, and whoever reads the frame finds what the bus has changed. Otherwise,
     and for blocks that are read, they are computed over the slab's bytes, while the lease holds, on
     threads beside the copy: no bytes are copied back from the device to verify them. Generations
-    are looked at before the first and after the last of copies and checksums.
+    are looked at before the first copy, and after the last copy and checksum.
 
     After the deadline or a cancellation no more pieces are queued, and the transfer ends with those
-    under way, within milliseconds. If the device does not end those, the blocks are quarantined.
+    under way, within milliseconds. If the device does not end those, or computes no checksums, the
+    blocks are quarantined.
     """
 
     name = "shm"

@@ -133,7 +133,7 @@ class EngineThread:
 
     @property
     def stats(self) -> EngineStats:
-        """As they were after the last step or job; never waits for the engine."""
+        """As they were after the last step, or the jobs behind it; never waits for the engine."""
         return self._stats
 
     @property
@@ -221,7 +221,10 @@ class EngineThread:
                 self._watch.begin()
                 self._do(job)
                 self._watch.end()
-            self._deliver_job_results()
+            if self._job_results:
+                self._watch.begin()  # for the kernels of jobs
+                self._deliver_job_results()
+                self._watch.end()
             if not stopping and self._failure is None:
                 self._watch.begin()
                 self._step()
@@ -284,8 +287,6 @@ class EngineThread:
     def _deliver_job_results(self) -> None:
         """Those of all jobs between two steps at once: the loop, woken for each of them, would take
         the interpreter's lock from the next one."""
-        if not self._job_results:
-            return
         results, self._job_results = self._job_results, []
         try:
             self._wait_if_behind()
@@ -366,7 +367,9 @@ class EngineThread:
         for each in results:
             future = each.job.future
             if future is not None and not future.done():  # its caller may have given up
-                if each.problem is not None:
+                if isinstance(each.problem, StopIteration):  # no future takes it
+                    future.set_exception(Internal(f"a job of the engine: {each.problem!r}"))
+                elif each.problem is not None:
                     future.set_exception(each.problem)
                 else:
                     future.set_result(each.result)

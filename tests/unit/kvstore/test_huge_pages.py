@@ -1,5 +1,5 @@
 """A slab on huge pages, as far as an ordinary folder can tell: what it takes, and what is said when
-there is no room. tests/conformance/test_slab.py has real ones."""
+there is no room. tests/conformance/test_huge_pages.py has real ones."""
 
 from __future__ import annotations
 

@@ -345,6 +345,31 @@ async def test_a_step_that_does_not_end_is_the_engines_failure() -> None:
     engine.check_integrity()
 
 
+async def test_kernels_of_jobs_that_do_not_end_are_the_engines_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    are_over, waited = threading.Event(), threading.Event()
+
+    def wait_for_kernels() -> None:
+        waited.set()
+        assert are_over.wait(30)
+
+    engine, clock, heard = fake_engine(), Clock(), list[Internal]()
+    monkeypatch.setattr(type(engine), "is_device_behind", True)
+    thread = EngineThread(
+        engine, step_timeout_s=0.05, clock=clock, wait_for_kernels=wait_for_kernels
+    )
+    thread.start(lambda output: None, heard.append)
+    job = asyncio.create_task(thread.call(lambda e: 1))
+    await asyncio.to_thread(waited.wait, WAIT_S)
+    clock.now_s += 0.06
+    await until(lambda: heard)
+    assert heard == [thread.failure] and thread.is_stuck
+    are_over.set()
+    assert await asyncio.wait_for(job, WAIT_S) == 1
+    await thread.stop(5.0)
+
+
 async def test_steps_in_time_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only this test moves: within a step by less than it may take, and by more
     where the engine rests."""

@@ -22,7 +22,6 @@ from tests.unit.engine.speculation.late_steps import LateFake
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateFake]:
     """A model that writes no sooner than its draws, or its end, are waited for."""
     fake = LateFake()
-    begin = Sampler.begin
 
     class LateSample:
         def __init__(self, pending: PendingSample) -> None:
@@ -33,8 +32,11 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateFake]:
             fake.settle()
             return self.pending.result()
 
-    def begin_late(*args: Any, **fields: Any) -> LateSample:
-        return LateSample(begin(*args, **fields))
+    class LateSampler(Sampler):
+        """Of plain steps; those of launched steps have one of their own."""
+
+        def begin(self, *args: Any, **fields: Any) -> Any:
+            return LateSample(super().begin(*args, **fields))
 
     class LateMark(Mark):
         def wait(self) -> None:
@@ -42,7 +44,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateFake]:
             fake.settle()
             super().wait()
 
-    monkeypatch.setattr(Sampler, "begin", begin_late)
+    monkeypatch.setattr("engine.plain_steps.Sampler", LateSampler)
     monkeypatch.setattr("engine.begun.Mark", LateMark)
     yield fake
 
