@@ -10,6 +10,17 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
+    from baton.answers import (
+        Chunk,
+        Completion,
+        Embedding,
+        End,
+        KvLeg,
+        Provenance,
+        TierCount,
+        TransportCount,
+        Usage,
+    )
     from baton.client import Client, Credentials, SyncClient
     from baton.cluster.local_cluster import ClusterConfig, LocalCluster
     from baton.errors import (
@@ -27,17 +38,6 @@ if typing.TYPE_CHECKING:
         PermissionDenied,
         Unauthenticated,
         Unavailable,
-    )
-    from baton.messages import (
-        Chunk,
-        Completion,
-        Embedding,
-        End,
-        KvLeg,
-        Provenance,
-        TierCount,
-        TransportCount,
-        Usage,
     )
     from process.tls import TlsSettings
 
@@ -89,7 +89,7 @@ _MODULES = {
             *("Chunk", "Completion", "Embedding", "End", "KvLeg", "Provenance", "TierCount"),
             *("TransportCount", "Usage"),
         ),
-        "baton.messages",
+        "baton.answers",
     ),
     "TlsSettings": "process.tls",
     "LLM": "engine_client.llm",

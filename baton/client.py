@@ -31,7 +31,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from baton import errors
-from baton.messages import (
+from baton.answers import (
     Chunk,
     Completion,
     Embedding,

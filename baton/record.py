@@ -24,8 +24,8 @@ from typing import Any
 
 from google.protobuf import json_format
 
+from baton.answers import Completion
 from baton.errors import InvalidArgument
-from baton.messages import Completion
 from baton.request import DEFAULT_TIMEOUT_S
 from process.secret_files import replace_file
 from protos import inference_pb2

@@ -33,11 +33,11 @@ from rich.progress import track
 
 import checkpoints
 from baton import ClusterConfig, LocalCluster
+from baton.answers import Chunk, End, completions_from
 from baton.cli import plots
 from baton.client import SyncClient
 from baton.cluster import plan as cluster_plan
 from baton.cluster.supervisor import Supervisor
-from baton.messages import Chunk, End, completions_from
 from benchmarks import harness, random_checkpoint
 from benchmarks.harness import Several
 from benchmarks.random_checkpoint import SHAPES

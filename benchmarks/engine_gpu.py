@@ -29,7 +29,7 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.kv.layout import DTYPE_BYTES
 from engine.lora.adapter import Adapter, Factors, PeftConfig
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.models import weights
 from engine.models.loader import load_model
 from engine.models.transformers_backend import TransformersModel

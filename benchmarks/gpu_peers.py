@@ -34,7 +34,7 @@ from kvstore.node_ids import lender_node_id
 from kvstore.service import KvStoreServicer
 from kvstore.transport import cuda_ipc
 from kvstore.transport.base import BlockMemory
-from kvstore.transport.cuda import CudaDevice, CudaQueue
+from kvstore.transport.cuda_device import CudaDevice, CudaQueue
 from kvstore.transport.cuda_ipc import CudaIpcTransport
 from kvstore.transport.device import wait_for
 from process import entrypoint, grpc_server

@@ -259,7 +259,7 @@ def gpu(
     harness.needs_cuda(device_id + 1)
     import torch
 
-    from kvstore.transport.cuda import CudaDevice
+    from kvstore.transport.cuda_device import CudaDevice
     from services.worker.device_checksums import DeviceChecksums
 
     torch.cuda.set_device(device_id)

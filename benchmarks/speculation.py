@@ -218,8 +218,9 @@ def speed(rounds: Sequence[Held]) -> Speed:
 
 
 def figures(plain: Sequence[Sequence[Step]], own: Sequence[Sequence[Step]]) -> dict[str, Any]:
-    """The published figures of one way: `speed`, its `interval`, `resting_loss`, `guessing_loss`,
-    and `held`: each round, as fields of Held."""
+    """Compare one way of speculative decoding with plain decoding: `speed`, plain time by its time,
+    with its 95 % `interval`; the time added by steps without draft tokens (`resting_loss`) and by
+    those with some (`guessing_loss`), as shares of plain time; `held`: the times of each round."""
     by_round = [held(one, beside) for one, beside in zip(plain, own, strict=True)]
     found = speed(by_round)
     interval = None
@@ -551,8 +552,9 @@ def cpu(
     take one step each, one right after the other, in an order that is shuffled for each turn, and
     each step is held against plain decoding's step beside it. Not one token may differ, but for
     those sampled by the multi-step rule. Steps of prompts are left out. `shown`, `open` and
-    `refuted` list the ways that may rest by whether they are at least 0.98 times as fast as plain
-    decoding: the whole interval says so, or a part of it, or nothing of it. "plain again" is a
+    `refuted` list the ways that may rest, that is stop drafting where it does not pay, by whether
+    they are at least 0.98 times as fast as plain decoding: the whole interval says so, or a part of
+    it, or nothing of it. "plain again" is a
     second engine without guesses: its interval tells what intervals are worth (`control`). Engines
     are made anew for each round. The ways that may rest take some 15 minutes on a quiet machine of
     two cores.

@@ -101,7 +101,8 @@ def way(temperature: float) -> str:
 
 
 def engine_for(wanted: Settings, speculation: SpeculationConfig) -> LLMEngine:
-    """Make an engine of the target on one CPU thread, with these guesses."""
+    """Make a CPU engine (float32, one thread) of `wanted.target` that speculates as `speculation`
+    says, with room for all prompts at once."""
     window = wanted.num_prompt_tokens + wanted.num_tokens + _beyond(wanted)
     window += -window % 16
     return load_engine(

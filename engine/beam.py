@@ -46,7 +46,8 @@ def check_beams(request: Request, vocab_size: int, eos_token_ids: frozenset[int]
 
 
 class Beams:
-    """See the module.
+    """Runs beam search for groups of sequences: each open beam is a sample, and a beam that goes on
+    twice is a fork.
 
     Args:
         end: ends a group, as OutputProcessor.end does.

@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from engine.grammar.config import GrammarLimits
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.speculation.config import SpeculationConfig
 from process.settings import NonNegativeInt, PositiveInt, SettingsError, check_ranges
 

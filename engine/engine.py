@@ -48,7 +48,7 @@ from engine.kv.memory import KvMemory
 from engine.kv.prefix_cache import PrefixCache
 from engine.kv.sizing import choose_num_blocks, free_memory_bytes, held_bytes
 from engine.lora.adapter import Adapter
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.lora.manager import AdapterInfo
 from engine.metrics import (
     EngineMetrics,

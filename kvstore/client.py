@@ -383,6 +383,8 @@ class KvStoreClient:
             tail: (name, block id, filled slots) of the unfilled last block; None: there is none.
             num_tokens: slots of a full block.
             tenant: whose share of the store the blocks are charged to.
+        Returns: what was stored. Blocks that the store had no room for are counted there; they are
+            no error.
         Raises: LeaseLapsed; FailedPrecondition when the store lacks the parent; Unavailable;
             DeadlineExceeded; TransferFailed. Nothing of this call stays reserved then. Of more than
             512 blocks the first ones may be in the store by then, and under the given lease; they

@@ -15,12 +15,12 @@ from typing import Any
 import click
 
 from baton import record
+from baton.answers import Chunk, Completion, completions_from
 from baton.cli import options, render
 from baton.cli.options import FILE, RouterTarget, flag, value
 from baton.client import SyncClient
 from baton.cluster.config import ClusterConfig
 from baton.errors import BatonError, FailedPrecondition, InvalidArgument, Unavailable
-from baton.messages import Chunk, Completion, completions_from
 from baton.record import Difference, Record
 from baton.request import Prompt, build_request
 from checkpoints.resolve import bundled_names

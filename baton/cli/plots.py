@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton.answers import Completion, KvLeg
 from baton.cli.render import format_bytes, format_seconds
 from baton.errors import FailedPrecondition, InvalidArgument
 from baton.load.report import Limits
 from baton.load.runner import Outcome
-from baton.messages import Completion, KvLeg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

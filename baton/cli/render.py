@@ -16,8 +16,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeE
 from rich.table import Table
 from rich.text import Text
 
+from baton.answers import Chunk, Completion, KvLeg
 from baton.client import collect_chunks
-from baton.messages import Chunk, Completion, KvLeg
 
 _WIDTH_WITHOUT_TERMINAL = 160
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 import checkpoints
+from baton.answers import Completion
 from baton.cli import options, render
 from baton.cli.options import value
 from baton.cluster import plan
@@ -23,7 +24,6 @@ from baton.cluster.local_cluster import LocalCluster
 from baton.cluster.state import ClusterState
 from baton.cluster.supervisor import ClusterEvent
 from baton.errors import ClusterError, ModelError
-from baton.messages import Completion
 
 _NOTEWORTHY = ("silent", "died", "restarting", "ready", "stopped")
 """Events that get a line once the cluster runs."""

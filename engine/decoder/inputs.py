@@ -18,7 +18,7 @@ import torch
 from baton_kernels.lora import LoraRows
 
 from engine.batch import Batch, Span
-from engine.decoder.numbers import int32s, table_of
+from engine.decoder.int32_arrays import int32s, table_of
 from engine.decoder.tree_inputs import TreeInputs, as_lines, cut_trunks, tree_parts
 
 _ALIGNMENT = 16

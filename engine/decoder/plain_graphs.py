@@ -42,7 +42,7 @@ class PlainGraphs:
 
     @property
     def num_shapes(self) -> int:
-        """Graphs that `capture` makes."""
+        """Number of graphs that `capture` makes: one for each shape."""
         return len(self._steps.shapes) + (0 if self._trees is None else len(self._trees.shapes))
 
     @property

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from engine.batch import Batch, Span
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import MixedInputs, fill_drawn
-from engine.decoder.numbers import int32s, table_of
+from engine.decoder.int32_arrays import int32s, table_of
 from engine.decoder.pinned_words import PinnedTurns
 from engine.decoder.rows import aligned
 from engine.errors import IntegrityError

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.batch import Batch, Span
-from engine.decoder.numbers import table_of
+from engine.decoder.int32_arrays import table_of
 from engine.decoder.pinned_words import PinnedWords
 from engine.decoder.rows import aligned
 from engine.decoder.tree_inputs import put_nodes, width_of

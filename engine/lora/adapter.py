@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import InvalidAdapter, TooManyAdapters
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 
 # -- patterns over modules' names
 

@@ -32,7 +32,7 @@ from engine.errors import (
     UnknownAdapter,
 )
 from engine.lora.adapter import WEIGHTS, Adapter, Progress, read_adapter
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.lora.stacked_weights import (
     AdapterRows,
     Deltas,

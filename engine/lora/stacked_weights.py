@@ -62,7 +62,8 @@ class AdapterRows:
         self.is_small = True
 
     def place(self, spans: Sequence[Span]) -> None:
-        """Set it for one step."""
+        """Note which rows of one step belong to which adapter slot. `spans`: the step's, in the
+        order of its rows."""
         self.slots, self.index = (), None
         if not any(span.adapter for span in spans):
             return

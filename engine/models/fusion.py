@@ -193,8 +193,8 @@ def fuse(
 
 
 def is_plain_decoder_layer(layer: Any) -> bool:
-    """Norm, attention with q/k/v/o, residual, norm, gated SiLU, residual: these children and no
-    others."""
+    """Whether the layer has exactly the children of a Llama-like layer: two RMS norms, attention
+    with q, k, v and o (and norms of q and k, or none), gated SiLU; all linears plain nn.Linear."""
     if _children(layer) != _LAYER:
         return False
     attention, mlp = layer.self_attn, layer.mlp

@@ -54,7 +54,7 @@ from engine.layers.attention import PagedAttention
 from engine.layers.linear import FusedLinear
 from engine.layers.quantized_attention import QuantizedAttention, Scales
 from engine.layers.torch_attention import Attend, Scratch, TorchPagedAttention, scratch_for
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.lora.manager import LoraManager
 from engine.lora.stacked_weights import Site, StackedLora
 from engine.models.interface import DecodesAhead, Ends, Guesses, InOneProcess, Progress

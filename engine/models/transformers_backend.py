@@ -56,7 +56,7 @@ from engine.kv.memory import TORCH_DTYPES, KvMemory, LayerView
 from engine.layers.linear import PackedLinear
 from engine.layers.quantized_attention import QuantizedAttention, Scales, calibrate_scales
 from engine.layers.torch_attention import Attend, Scratch, TorchPagedAttention, scratch_for
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.lora.manager import LoraManager
 from engine.lora.stacked_weights import Linear, Site
 from engine.models.fusion import FusedDecoderLayer, fuse

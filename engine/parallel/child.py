@@ -26,6 +26,7 @@ from engine.kv.memory import KvMemory
 from engine.kv.sizing import free_memory_bytes
 from engine.models.llama import kv_layout
 from engine.parallel.ahead import FollowingDecoder, build
+from engine.parallel.cuda_ipc import SharedCache, share
 from engine.parallel.framing import FrameReader, FrameWriter
 from engine.parallel.memory import RankMemory
 from engine.parallel.messages import (
@@ -56,7 +57,6 @@ from engine.parallel.place import Grid
 from engine.parallel.process_ranks import ProcessRanks
 from engine.parallel.processes import FOLLOWED
 from engine.parallel.rank_model import RankModel, load_rank
-from engine.parallel.shared_cache import SharedCache, share
 from process import entrypoint, logs
 from process.errors import BatonError, FailedPrecondition, Unavailable
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.kv.layout import DTYPE_BYTES, KvLayout
 from engine.kv.memory import KvMemory, Part, Run
+from engine.parallel.cuda_ipc import SharedCache, close_cache, open_cache
 from engine.parallel.messages import Change
 from engine.parallel.place import Grid, Place
-from engine.parallel.shared_cache import SharedCache, close_cache, open_cache
 
 
 def runs(whole: KvLayout, place: Place) -> list[Run]:

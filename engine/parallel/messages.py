@@ -18,7 +18,7 @@ from baton_kernels.sampling import Needs
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.models.llama import LlamaConfig
-from engine.parallel.shared_cache import SharedCache
+from engine.parallel.cuda_ipc import SharedCache
 from process.errors import Unavailable
 
 

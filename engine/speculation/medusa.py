@@ -76,7 +76,8 @@ class MedusaProposer:
 
     @torch.inference_mode()
     def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
-        """See Proposer."""
+        """Draft for each task the tree of each head's best tokens; an empty tree where the hidden
+        state of the newest token is unknown."""
         rows: list[tuple[DraftTask, int]] = []  # (task, tokens ahead of its next one)
         inputs: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by head: (row, hidden)
         for task in tasks:

@@ -27,8 +27,10 @@ def quantize(
         x: [..., P, D].
         dtype: "int8" or "fp8_e4m3".
         num_scales: P: one per row; 1: one per matrix.
-        fixed_scale: instead of what the numbers themselves ask for; they are clamped to it.
-    Returns: ([..., P, D] int8, [..., num_scales] float32).
+        fixed_scale: one scale for every matrix in place of computed ones; larger numbers are
+            clamped to the greatest that it can hold.
+    Returns: ([..., P, D] int8, of fp8 too, whose bytes they are; scales [..., num_scales] float32,
+        [..., 1] with `fixed_scale`).
     """
     x = x.float()
     if fixed_scale is not None:

@@ -429,8 +429,8 @@ def _draw(
 
 @triton.jit
 def packed(values, ids):
-    """float32, int32 -> int64: the larger value is larger, and among equals the lower id. NaN is
-    above all, zeros are equal."""
+    """Pack float32 values and int32 token ids into int64, whose maximum is the largest value and,
+    among equals, the lowest id. NaN ranks above all; -0 equals 0."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     order = tl.where(values != values, 0x7FFFFFFF, order)
@@ -439,13 +439,13 @@ def packed(values, ids):
 
 @triton.jit
 def id_of(both):
-    """Of `packed`."""
+    """The token ids in numbers of `packed`."""
     return (both & _LAST_ID).to(tl.int32) ^ _LAST_ID
 
 
 @triton.jit
 def value_of(both):
-    """Of `packed`; its NaN is NaN."""
+    """The values in numbers of `packed`; NaN stays NaN."""
     order = (both >> 32).to(tl.int32)
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 

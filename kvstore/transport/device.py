@@ -2,7 +2,7 @@
 page-lock host memory, copy by DMA on a queue of its own, and share memory with another process of
 this host (`Shared`).
 
-The one real implementation is cuda.py; tests have one in plain memory. Knows no CUDA.
+The one real implementation is cuda_device.py; tests have one in plain memory. Knows no CUDA.
 
 Rules that transports keep, whatever the device:
 - host memory is copied from or to only after `register`: without it a copy is many times slower,

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from engine.lora.adapter import Adapter, read_adapter
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.lora.manager import AdapterInfo
 from process import logs
 from process.errors import (

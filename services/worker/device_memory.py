@@ -8,7 +8,7 @@ from collections.abc import Callable
 from baton_kernels.block_checksums import fits
 
 from kvstore.transport.base import CUDA_IPC, BlockMemory
-from kvstore.transport.cuda import CudaDevice
+from kvstore.transport.cuda_device import CudaDevice
 from process.errors import FailedPrecondition
 from services.worker.device_checksums import DeviceChecksums
 from services.worker.engine_port import KvMemoryPort

@@ -15,7 +15,7 @@ import torch
 
 from engine.kv.layout import KvLayout
 from engine.lora.adapter import Adapter
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.lora.manager import AdapterInfo
 from engine.metrics import EngineStats, MetricsSnapshot
 from engine.outputs import StepOutput

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from baton import errors
+from baton.answers import Completion, KvLeg
 from baton.client import Client, SyncClient
 from baton.cluster.local_cluster import ClusterConfig, ClusterEvent, LocalCluster
-from baton.messages import Completion, KvLeg
 from engine.request import Sampling
 from kvstore.page_file import SUFFIX as PAGES_SUFFIX
 from kvstore.slab import SUFFIX, Slab

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.messages import KvLeg, TierCount
+from baton.answers import KvLeg, TierCount
 from tests.chaos.arena import check_account
 
 _PROMPT = 100

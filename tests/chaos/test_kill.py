@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from baton import ClusterConfig, LocalCluster, cli
+from baton.answers import Completion
 from baton.client import Client, SyncClient
 from baton.cluster.supervisor import ProcessInfo, State
 from baton.errors import BatonError, InvalidArgument
-from baton.messages import Completion
 from tests.conftest import LONG, TURN, third
 from tests.harness.adapters import merged, save_adapter
 from tests.harness.cluster import STORE_SIZE, Oracle, assert_idle, oracle, prompts

@@ -93,7 +93,7 @@ class Reader:
     """A cache on a device, and a client that maps the lender's."""
 
     def __init__(self, device_id: int) -> None:
-        from kvstore.transport.cuda import CudaDevice
+        from kvstore.transport.cuda_device import CudaDevice
         from services.worker.device_checksums import DeviceChecksums
 
         self.cache = torch.zeros(

@@ -440,7 +440,7 @@ async def test_a_real_device(
     """Scattered blocks there and back, a corrupt frame, and nothing else touched."""
     import torch
 
-    from kvstore.transport.cuda import CudaDevice
+    from kvstore.transport.cuda_device import CudaDevice
 
     settings = dataclasses.replace(store_settings, capacity_bytes=64 * 2**20)
     generator = torch.Generator("cuda:0").manual_seed(seed)
@@ -475,7 +475,7 @@ async def test_a_real_device(
 @pytest.mark.gpu
 @needs_cuda
 def test_a_real_device_refuses_what_is_no_memory() -> None:
-    from kvstore.transport.cuda import CudaDevice
+    from kvstore.transport.cuda_device import CudaDevice
 
     with pytest.raises(BatonError, match="CUDA_ERROR"):
         CudaDevice.open(0).register(4096, 4096)

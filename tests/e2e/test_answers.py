@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from baton import ClusterConfig, LocalCluster, cli
+from baton.answers import Completion, KvLeg
 from baton.client import Client, SyncClient
 from baton.errors import InvalidArgument
-from baton.messages import Completion, KvLeg
 from protos import common_pb2, inference_pb2
 from tests.conftest import LONG, SESSION_SEED
 from tests.harness.adapters import merged, save_adapter

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from baton import ClusterConfig, LocalCluster
+from baton.answers import Completion
 from baton.client import Client
-from baton.messages import Completion
 from tests.harness.cluster import STORE_SIZE, assert_idle, oracle, prompts
 
 # Every time, in tests/unit/engine/parallel: blocks of one degree that are read by another

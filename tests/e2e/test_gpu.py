@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from baton import ClusterConfig, LocalCluster
+from baton.answers import Completion, KvLeg
 from baton.client import Client, SyncClient
 from baton.cluster import plan as cluster_plan
 from baton.cluster.plan import ProcessSpec
 from baton.errors import ClusterError
-from baton.messages import Completion, KvLeg
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.request import Sampling

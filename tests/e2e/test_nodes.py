@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from baton import ClusterConfig, LocalCluster
+from baton.answers import Completion, KvLeg
 from baton.client import Client, SyncClient
-from baton.messages import Completion, KvLeg
 from process import signing_keys
 from process.authorization import PeerRole
 from tests.harness.cluster import BLOCK_SIZE, STORE_SIZE, Oracle, assert_idle, oracle, prompts

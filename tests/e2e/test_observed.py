@@ -31,9 +31,9 @@ import openai
 import pytest
 
 from baton import ClusterConfig, LocalCluster, cli
+from baton.answers import Completion
 from baton.client import SyncClient
 from baton.cluster.supervisor import ClusterEvent
-from baton.messages import Completion
 from process.errors import InvalidArgument
 from process.spans import TraceContext
 from protos import inference_pb2, inference_pb2_grpc

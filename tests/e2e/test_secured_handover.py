@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from baton import ClusterConfig, LocalCluster, api_key_file, certificates
+from baton.answers import Chunk, Completion, KvLeg
 from baton.client import Client, Credentials, SyncClient, collect_chunks
 from baton.errors import PermissionDenied, Unauthenticated, Unavailable
-from baton.messages import Chunk, Completion, KvLeg
 from engine.config import EngineConfig
 from engine.engine import load_engine
 from engine.request import Sampling

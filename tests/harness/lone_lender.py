@@ -25,7 +25,7 @@ from kvstore.exported_blocks import ExportedBlocks, ExportOffer
 from kvstore.node_ids import lender_node_id
 from kvstore.service import KvStoreServicer
 from kvstore.transport.base import BlockMemory
-from kvstore.transport.cuda import CudaDevice
+from kvstore.transport.cuda_device import CudaDevice
 from process import entrypoint, grpc_server
 from services.worker.device_checksums import DeviceChecksums
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Self
 
+from baton.answers import Provenance
 from baton.client import Client, SyncClient
 from baton.cluster import plan as cluster_plan
 from baton.cluster.local_cluster import START_TIMEOUT_S, LocalCluster
-from baton.messages import Provenance
 from engine.request import Sampling
 from tests.conftest import LONG
 from tests.harness.cluster import oracle, prompts, run_engine, single_engine

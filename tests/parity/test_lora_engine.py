@@ -25,7 +25,7 @@ from engine.errors import (
     UnknownAdapter,
 )
 from engine.lora.adapter import WEIGHTS
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.request import Beam, Request, Sampling
 from tests.conftest import SESSION_SEED
 from tests.harness.adapters import merged, save_adapter

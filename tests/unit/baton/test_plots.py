@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.answers import Completion, KvLeg, Provenance, Usage
 from baton.cli import plots
 from baton.cli.plots import Bar, bars_of
 from baton.errors import FailedPrecondition, InvalidArgument
-from baton.messages import Completion, KvLeg, Provenance, Usage
 
 TIMES = {
     "receive": 0.001,

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from baton import cli, record
+from baton.answers import Completion, Provenance, StepTrace, Usage
 from baton.cli import generate, up
 from baton.cluster import state as cluster_state
 from baton.cluster.state import ClusterState
 from baton.errors import InvalidArgument
-from baton.messages import Completion, Provenance, StepTrace, Usage
 from baton.request import build_request
 from protos import common_pb2, inference_pb2
 from tests.unit.baton.conftest import last_message

@@ -7,11 +7,11 @@ import io
 import pytest
 from rich.console import Console, RenderableType
 
+from baton.answers import Completion, Usage, provenance_from
 from baton.cli.render import format_bytes, format_seconds, provenance_block
 from baton.cli.status import status_tables
 from baton.cli.up import StartView
 from baton.cluster.supervisor import ClusterEvent
-from baton.messages import Completion, Usage, provenance_from
 from protos import common_pb2, inference_pb2
 
 

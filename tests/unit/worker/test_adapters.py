@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.engine import LLMEngine
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.lora.manager import AdapterInfo
 from process.errors import FailedPrecondition, NoCapacity, Unavailable
 from protos.common_pb2 import AdapterVersion, AdapterWish

@@ -11,7 +11,7 @@ import pytest
 
 from engine.kv.memory import Part, Run
 from kvstore.transport.base import BlockMemory
-from kvstore.transport.cuda import CudaDevice
+from kvstore.transport.cuda_device import CudaDevice
 from process.errors import FailedPrecondition
 from services.worker.device_memory import block_memory, check_transports, kernel_wait
 

@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen3Config
 
 from baton.preflight import model
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.lora.stacked_weights import StackedLora
 from engine.models.llama import find_sites, read_llama_config
 from engine.models.weights import random_weights

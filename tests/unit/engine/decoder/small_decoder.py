@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 from engine.batch import Batch, Span
 from engine.decoder.ahead import MAX_CHANGES, make_ahead
 from engine.kv.memory import KvMemory
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.models.llama import LlamaDecoder, LlamaModel, kv_layout, read_llama_config, rope_table
 from engine.models.weights import random_weights
 from engine.request import ModelInfo, Sampling

@@ -14,7 +14,7 @@ from engine.batch import Batch, Span
 from engine.errors import LoadError
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.lora.adapter import Adapter, Factors, PeftConfig
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.lora.stacked_weights import StackedLora
 from engine.models.interface import DRAWN_BEFORE, DecodeRow
 from engine.models.llama import LlamaModel, find_sites

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.decoder.numbers import Tables, int32s, table_of
+from engine.decoder.int32_arrays import Tables, int32s, table_of
 
 int32 = st.integers(-(2**31), 2**31 - 1)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.errors import InvalidAdapter, TooManyAdapters
 from engine.lora.adapter import WEIGHTS, read_adapter
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from process.settings import SettingsError
 from tests.harness.adapters import save_adapter
 

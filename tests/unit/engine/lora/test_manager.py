@@ -31,7 +31,7 @@ from engine.errors import (
     UnknownAdapter,
 )
 from engine.lora.adapter import Adapter, Factors, PeftConfig, read_adapter
-from engine.lora.config import LoraLimits
+from engine.lora.limits import LoraLimits
 from engine.lora.manager import LoraManager, plain_steps_warning
 from engine.lora.stacked_weights import Site, StackedLora
 from engine.models.fusion import PlainLinear

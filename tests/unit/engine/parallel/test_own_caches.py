@@ -26,7 +26,7 @@ from tests.harness.models import save
 _CHILD = """
 from engine.parallel import child
 from engine.parallel.memory import RankMemory
-from engine.parallel.shared_cache import SharedCache
+from engine.parallel.cuda_ipc import SharedCache
 child._Child._memory = lambda self, layout, ranks, n, device: RankMemory(
     layout, ranks.place, n, device
 )
