@@ -1,5 +1,5 @@
-"""Converts tuples of integers to int32 arrays, quickly: a step has thousands of them, and the device
-waits meanwhile. Pure but for a memory of the block tables that were converted last; any thread."""
+"""Converts tuples of integers to int32 arrays, quickly: a step has thousands of them, and the
+device waits meanwhile. Pure but for a memory of the block tables converted last; any thread."""
 
 from __future__ import annotations
 
