@@ -56,6 +56,7 @@ from baton_kernels.sampling import (
     best_on_cpu,
     distance_limits,
     draw_tokens,
+    greedy_on_cpu,
 )
 from numpy.typing import NDArray
 
@@ -149,8 +150,11 @@ class Sampler:
         out = torch.empty(3, _aligned(num_rows), dtype=torch.int32, device=logits.device)
         token_ids = out[0, :num_rows]
         drawn = DrawnTokens(token_ids, out[1, :num_rows].view(torch.float32))
-        asked = _parameters(requests, logits, plan.needs, is_greedy=plan.is_greedy)
-        draw_tokens(logits, asked, needs=plan.needs, out=drawn, backend=self._backend)
+        if plan.needs == "greedy" and logits.device.type == "cpu" and self._backend == "auto":
+            greedy_on_cpu(logits, drawn)
+        else:
+            asked = _parameters(requests, logits, plan.needs, is_greedy=plan.is_greedy)
+            draw_tokens(logits, asked, needs=plan.needs, out=drawn, backend=self._backend)
         traces: list[_PendingTraces] = []
         if plan.copied:
             best_values = out[2, :num_rows].view(torch.float32)

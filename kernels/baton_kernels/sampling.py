@@ -289,6 +289,14 @@ def _draw_tokens_on_cpu(
     out.best_values.numpy()[:] = np.where(is_row & (best != 0), best, np.float32(0.0))
 
 
+def greedy_on_cpu(logits: torch.Tensor, out: DrawnTokens) -> None:
+    """`draw_tokens` with needs="greedy" for CPU tensors whose rows all count, without its checks,
+    which take most of the time of a greedy draw of a small model (0.12 of 0.14 ms)."""
+    best, ids = best_on_cpu(logits)
+    out.token_ids.numpy()[:] = np.where(np.isfinite(best), ids, 0)
+    out.best_values.numpy()[:] = np.where(best != 0, best, np.float32(0.0))
+
+
 def best_on_cpu(logits: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """[B, V] on CPU -> each row's largest value and its lowest id. NaN is larger than all.
 
