@@ -113,7 +113,7 @@ def test_a_warm_up_samples_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None
         return kernels.draw_tokens(logits, rows, needs=needs, **fields)
 
     monkeypatch.setattr(sampler, "draw_tokens", draw_tokens)
-    Sampler()._warm_up_kernels(torch.randn(1, 77).to(torch.bfloat16))
+    Sampler("reference")._warm_up_kernels(torch.randn(1, 77).to(torch.bfloat16))
     for needs in ("greedy", "sampled", "truncated"):
         assert (torch.float32, needs) in seen and (torch.bfloat16, needs) in seen
 
