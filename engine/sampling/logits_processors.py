@@ -1,5 +1,5 @@
-"""What changes logits before a token is sampled, in place and in float32: steps 1 to 9 of the order
-that sampler.py documents.
+"""Logits processors: penalties, bias and hard masks, which change logits in place and in float32.
+They are steps 1 to 9 of the order that sampler.py documents.
 
     1 repetition penalty   z / a where z > 0, else z * a     every token of prompt and output
     2 presence penalty     z - b                             every token of the output
@@ -9,8 +9,8 @@ that sampler.py documents.
                                                              over the row in one pass
     6 bad words, 7 no-repeat n-gram, 9 min-tokens            single tokens become -inf
 
-Hard masks (5 to 9) come before temperature and truncation, so that these share out the mass among
-what is left. They commute: each only ever takes tokens away. Sources: repetition, Keskar et al.,
+Hard masks (5 to 9) come before temperature and truncation, so that these apply to the remaining
+tokens. They commute: each only removes tokens. Sources: repetition, Keskar et al.,
 CTRL (2019), section 4.1; presence and frequency, OpenAI's API reference.
 
 One path for CPU and CUDA, by baton_kernels/logit_ops.py; on CUDA nothing waits for the device.

@@ -1,10 +1,10 @@
-"""What a row of logits is sampled by and what comes of it: SamplingRequest goes in, SamplerOutput
-comes out, one of each per row and step; SamplingMetadata is what a step reads of a `Sampling`.
+"""The values of sampling: SamplingRequest and SamplerOutput, one of each per row and step, and
+SamplingMetadata, the parts of a `Sampling` that a step reads.
 
-Requests and outputs are named tuples and no dataclasses: some hundred are made in every step, at a
-third of the price. Metadata are made once per `Sampling` and found again by identity, since hashing
-twenty fields for each row of each step would cost more than sampling. Knows no logits. Engine
-thread only.
+Requests and outputs are named tuples, not dataclasses: a step makes some hundred of them, and a
+named tuple takes a third of the time. Metadata are made once per `Sampling` and looked up by
+identity, since hashing twenty fields for each row of each step would cost more than sampling. It
+knows no logits. Engine thread only.
 """
 
 from __future__ import annotations

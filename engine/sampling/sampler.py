@@ -1,7 +1,7 @@
-"""Sampler: from logits to one token per row, on CPU and CUDA alike. The order of the processors is
-fixed, because replay and resume depend on it:
+"""Sampler: samples one token per row of logits, on CPU and CUDA alike. The order of the processors
+is fixed, because replay and resume depend on it:
 
-    raw logits      NaN, +inf, or a row of -inf only: InvalidLogits, that row's alone
+    raw logits      NaN, +inf, or a row of -inf only: InvalidLogits, for that row alone
      1 repetition_penalty    of every token in prompt and output         logits_processors.py
      2 presence_penalty      of every token in the output
      3 frequency_penalty     of every token in the output, per occurrence
@@ -11,28 +11,28 @@ fixed, because replay and resume depend on it:
      7 no_repeat_ngram
      8 grammar
      9 min_tokens            end tokens, while fewer are there
-    support         nothing left: EmptySupport, that row's alone, naming what was applied
+    support         nothing left: EmptySupport, for that row alone, naming the processors
     argmax          temperature 0 ends here; ties go to the lowest token id
     10 temperature                                                       baton_kernels/sampling.py
     11 top_k                 thresholds: ties at the edge stay in
     12 top_p                 of what top_k left, renormalised
     13 min_p
     sample          argmax of scaled logit + noise of (seed, sample      baton_kernels/noise.py
-                    index, position, token id); or by what was           engine/speculation/
-                    proposed (SamplingRequest.proposals)                 rejection_sampler.py
+                    index, position, token id); or acceptance of         engine/speculation/
+                    draft tokens (SamplingRequest.proposals)             rejection_sampler.py
 
 Truncation cannot empty the support: each threshold is at most the best token's own.
 
-Rows that change no logit are sampled from the model's own logits, all in one call; others from a
-float32 copy. A row's result depends on its own logits and SamplingRequest only, never on its
-neighbours, to the last bit. Steps that are launched ahead sample by the same `draw_tokens`: a token
-never depends on which way it was sampled. Between CPU and CUDA a nucleus may differ in a token
+Rows whose parameters change no logit are sampled from the model's own logits, all in one call; the
+others from a float32 copy. A row's result depends on its own logits and SamplingRequest only, never on its
+neighbours, to the last bit. Steps that are launched ahead sample by the same `draw_tokens`, so that
+a token does not depend on how its step was run. Between CPU and CUDA a nucleus may differ in a token
 whose mass ends at p within float32's rounding; all else is equal.
 
 Log probabilities in `SamplerOutput.logprobs` and a trace's raw ones are of the model's own
 distribution, before all processors. A trace's processed one is of the distribution that was sampled
-from, and its support what then could be sampled; for an argmax, which samples from none, both are
-of what steps 1 to 9 left.
+from, and its support the tokens that could be sampled; for an argmax both are of the logits after
+step 9.
 
 Engine thread only.
 """

@@ -13,9 +13,10 @@ batch: each class of batch sizes has an account of its own (CallBudget). A call 
 seconds, those of this bookkeeping, and those by which its nodes made the step longer; it yields the
 time that its accepted tokens would have taken in plain steps, or a part of it (`TOKEN_VALUE`). The
 account is credited with the yield of calls and a share of each step's duration, and debited with
-the cost of calls; the next trial pays for bookkeeping of steps without a call. A proposer whose account is in debt is not called. Hence the law
-(test_controller.py): **time lost <= share * time served + a few steps' seconds, once + the loss of
-one trial**, in each class, whatever the costs are.
+the cost of calls; the next trial pays for bookkeeping of steps without a call. A proposer whose
+account is in debt is not called. Hence the law (test_controller.py): **time lost <= share * time
+served + a few steps' seconds, once + the loss of one trial**, in each class, whatever the costs
+are.
 
 A trial is a few calls in a row, as the first call after a pause has to catch up. The first trial of
 a small batch begins at once and calls for all sequences, or for fewer if they are long, as there
