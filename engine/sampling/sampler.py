@@ -24,10 +24,10 @@ is fixed, because replay and resume depend on it:
 Truncation cannot empty the support: each threshold is at most the best token's own.
 
 Rows whose parameters change no logit are sampled from the model's own logits, all in one call; the
-others from a float32 copy. A row's result depends on its own logits and SamplingRequest only, never on its
-neighbours, to the last bit. Steps that are launched ahead sample by the same `draw_tokens`, so that
-a token does not depend on how its step was run. Between CPU and CUDA a nucleus may differ in a token
-whose mass ends at p within float32's rounding; all else is equal.
+others from a float32 copy. A row's result depends on its own logits and SamplingRequest only, never
+on its neighbours, to the last bit. Steps that are launched ahead sample by the same `draw_tokens`,
+so that a token does not depend on how its step was run. Between CPU and CUDA a nucleus may differ
+in a token whose mass ends at p within float32's rounding; all else is equal.
 
 Log probabilities in `SamplerOutput.logprobs` and a trace's raw ones are of the model's own
 distribution, before all processors. A trace's processed one is of the distribution that was sampled
