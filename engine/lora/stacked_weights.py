@@ -1,20 +1,20 @@
-"""What adapters add to a model's linear layers: `x @ A.T @ B`, for the rows of a step that ask for
-it.
+"""Application of LoRA adapters to a model's linear layers: `x @ A.T @ B`, for the rows of a step that
+have an adapter.
 
-A `Site` is a linear layer that adapters can add to. Two forms of the factors lie beside it:
+A `Site` is a linear layer, or columns of one, that adapters can be added to. There are two forms of
+the factors:
 
-- `Deltas`, one for each linear layer that an adapter is on: rows of one adapter are multiplied
-  together, adapter by adapter. AdapterRows says which rows of the step's row of tokens belong to
-  which slot; there is one per model, set before each forward pass. Rows without an adapter are
-  neither read nor written, so they stay equal to the last bit. With no adapter in the step nothing
-  is computed.
-- `StackedLora`: the factors of all slots in tensors that stay where they are, which a CUDA graph
-  can read. One pair of tensors for each linear layer, made once, for every slot and for the highest
-  rank that is launched; zeros where an adapter has less, and where there is none. A decode step
-  adds the products of all its rows' adapters at once (baton_kernels.lora).
+- `Deltas`, one for each linear layer with an adapter: rows of one adapter are multiplied together,
+  adapter by adapter. AdapterRows has the slot of each row of the step; there is one per model, set
+  before each forward pass. Rows without an adapter are neither read nor written, so that their
+  bits do not change. With no adapter in the step nothing is computed.
+- `StackedLora`: the factors of all slots in tensors at fixed addresses, which a CUDA graph can
+  read. One pair of tensors for each linear layer, allocated once, for every slot and for the
+  highest rank that is launched; zeros where an adapter has a lower rank, and where there is none.
+  A decode step adds the products of all its rows' adapters at once (baton_kernels.lora).
 
-LoraManager fills and clears both. Source of the grouping: Punica, arXiv:2310.18547, section 4.
-Knows no model and no requests: models find their sites. Engine thread only.
+LoraManager fills and clears both. Source of the grouping: Punica, arXiv:2310.18547, section 4. It
+knows no model and no requests: models find their sites. Engine thread only.
 """
 
 from __future__ import annotations

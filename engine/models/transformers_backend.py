@@ -20,9 +20,10 @@ No cache object and no mask are used: transformers builds no mask for a mask nam
 registered.
 
 Latents (MLA) are what DeepSeek-style attention caches per token; attention is computed over them,
-without ever expanding them. Transformers' code keeps, per token, one compressed vector c (rank R) and one rotated
-key r, and expands c into keys and values by `kv_b_proj` = [W_K; W_V] in a method `expand_kv(c, r)`.
-We replace that method by one that returns c and r, and move the matrices to the other side:
+without ever expanding them. Transformers' code keeps, per token, one compressed vector c (rank R)
+and one rotated key r, and expands c into keys and values by `kv_b_proj` = [W_K; W_V] in a method
+`expand_kv(c, r)`. We replace that method by one that returns c and r, and move the matrices to the
+other side:
 
     q . (W_K c) = (W_K^T q) . c        sum_t p_t W_V c_t = W_V sum_t p_t c_t
 
