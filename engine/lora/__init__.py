@@ -1,5 +1,5 @@
-"""LoRA adapters of one loaded model: read from PEFT folders, several in one batch, with KV blocks that
-are not shared between adapters.
+"""LoRA adapters of one loaded model: read from PEFT folders, several in one batch. Adapters never
+share KV blocks.
 
     limits           LoraLimits: number and sizes of adapters
     adapter          a PEFT folder -> checked tensors and their content digest
