@@ -1,12 +1,12 @@
-"""Group: one live request: its samples, and what they have in common. Engine thread only.
+"""Group: one live request: its samples, and the state that they share. Engine thread only.
 
-A group has one sequence up to its prompt's end. There it forks: one for each sample, which share
-all blocks so far; the block that holds the prompt's last tokens is copied by whoever writes it
-while another has it, too (engine/kv/cache_manager.py).
+A group has one sequence up to the end of its prompt. There it is forked: the samples share all
+blocks so far, and the block with the prompt's last tokens is copied on write while it is shared
+(engine/kv/cache_manager.py).
 
-A group that `is_whole` took all blocks that it may ever need before it began, and is never
-preempted: those its samples have not come to yet are its `spare_block_ids`. With F full prompt
-blocks, shared by all, and R more for each sample:
+A group that `is_whole` has all blocks that it may ever need from its begin, and is never preempted:
+those that its samples have not reached yet are its `spare_block_ids`. With F full prompt blocks,
+shared by all, and R more for each sample:
 
     spare + distinct blocks after the first F of its live samples == live samples * R
 """

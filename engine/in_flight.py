@@ -1,22 +1,21 @@
-"""InFlight: the launches whose draws are not booked yet (DecodesAhead, engine/models/interface.py),
-or the plain step that was begun early (engine/runner.py), and what must not be touched because of
-them. Knows no scheduling and no events.
+"""InFlight: the launches whose results are not applied yet (DecodesAhead,
+engine/models/interface.py), or the plain step that was begun early (engine/runner.py), and the
+blocks that are held because of them. It knows no scheduling and no outputs.
 
-A launched step is the engine's next step, computed early: until it is booked, every sequence is as
-if it had not begun. So a sequence may end, lose its blocks or go away while a launch still has a
-row of it. Then the row is left over: its draw is thrown away, and the blocks that it writes into
-are held (quarantined, engine/kv/block_pool.py) until the launch was read: nobody gets them, no
-transfer writes into them. Its other blocks are only read for a draw that nobody wants: they go back
-at once.
+A launched step is the engine's next step, computed early: until its results are applied, every
+sequence has the state of before. So a sequence may end, be preempted or be detached while a launch
+still has a row of it. Then the row is left over: its sample is dropped, and the blocks that it
+writes are held (quarantined, engine/kv/block_pool.py) until the launch was read, so that they are
+neither allocated nor transferred. Its other blocks are only read, for a sample that is dropped, and
+are freed at once.
 
-The held ones count as free for whoever asks how many there are: `settle` makes them so, by waiting
-for the launch. So do those that the samples of a begun step have for guesses: whoever needs them
-gives the step up (`give_up_step`), and it is computed again. Nothing else of the engine's state
-tells that something is in flight.
+Held blocks count as available: `settle` frees them by waiting for the launch. So do blocks that
+samples of a begun step have for draft tokens: a caller that needs them gives the step up
+(`give_up_step`), and it is computed again. No other state of the engine depends on steps in flight.
 
 Invariants: at most two launches are unread, or one begun step has live rows; every live row
-computes the first tokens that its sequence has to compute, all of them if it draws; every block
-that a left-over row in an unread launch or step writes into is held. Engine thread only.
+computes the first pending tokens of its sequence, all of them if it samples; every block that a
+left-over row in an unread launch or step writes is held. Engine thread only.
 """
 
 from __future__ import annotations

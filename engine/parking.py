@@ -102,7 +102,7 @@ class HostParking:
         self.num_bytes += blocks.nbytes
 
     def get(self, key: str) -> Parked:
-        """Return the blocks of `key`, and remove them."""
+        """Return the blocks of `key`, which stay stored until `drop`."""
         return _Here(self._kept.get(key))
 
     def drop(self, key: str) -> None:

@@ -1,12 +1,12 @@
-"""Preemptor: takes a sequence's blocks away, and sees to it that it can go on later: by computing
-them again, or by bringing their bytes back. Who loses and when is engine/scheduler.py's.
+"""Preemptor: preempts a sequence, and restores its KV later: by recomputing it, or by copying its
+parked blocks back. engine/scheduler.py chooses the sequence.
 
-Causes that are counted, one for each time a sequence lost its blocks:
+Causes that are counted, one for each preemption of a sequence:
 
-    recompute  as configured: what the prefix cache does not keep is computed again
-    swap       as configured: its bytes are parked
-    refused    they should have been parked, but there was no room: computed again
-    lost       they were parked, but did not come back: computed again (counted beside its swap)
+    recompute  as configured: KV that the prefix cache does not keep is recomputed
+    swap       as configured: its blocks are parked
+    refused    its blocks should have been parked, but there was no room: recomputed
+    lost       its parked blocks were lost: recomputed (counted in addition to its swap)
 
 Engine thread only.
 """

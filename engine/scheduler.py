@@ -49,13 +49,13 @@ from engine.sequence import Key, Sequence
 SchedulingPolicy = Literal["fcfs", "priority", "cache_aware"]
 
 NUM_LOOKED_AT = 256
-"""Queued sequences considered in one step: those of the highest priority that came first. Bounds
-the cost of a step; guessed."""
+"""Largest number of queued sequences considered in one step: those of the highest priority that
+came first. It bounds the cost of a step; guessed."""
 
 MAX_PROMPT_ROWS = 256
-"""Tokens in one step of prompts whose log probabilities are wanted. Each takes a row of logits: 67
-MB of bfloat16 at a vocabulary of 131,072. Guessed: from here on a GPU's step takes as long as it
-has tokens."""
+"""Largest number of prompt tokens of one step whose log probabilities are reported. Each needs a
+row of logits: 67 MB of bfloat16 for all of them with a vocabulary of 131,072. Guessed: with more
+tokens, a GPU's step takes time in proportion to them."""
 
 _EMPTY: Mapping[Key, Planned] = {}
 
