@@ -170,7 +170,7 @@ class ParallelModel:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def hidden(self) -> torch.Tensor:
-        """Raise an error: the model keeps no hidden states, as `info.gives_embeddings` says."""
+        """Raise ValueError: the model keeps no hidden states, as `info.gives_embeddings` says."""
         raise ValueError("a model of several ranks keeps no hidden states")
 
     def every_hidden(self) -> torch.Tensor | None:
