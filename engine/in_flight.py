@@ -65,10 +65,10 @@ class Taken(NamedTuple):
     """A launch that was read."""
 
     planned: list[tuple[Sequence, int]]
-    """Its live rows' sequences, and how many tokens each computed."""
+    """The sequences of its live rows, and the number of tokens that each computed."""
 
     drawn: list[SamplerOutput]
-    """By those that draw, in their order."""
+    """The samples of the rows that sample, in their order."""
 
 
 class _Flight:

@@ -43,8 +43,8 @@ MAX_SAMPLES = 128
 """Largest number of samples of one request; guessed."""
 
 MIN_TEMPERATURE = 1e-4
-"""Smallest temperature above 0. Below it, scores exceed float32's range, and greedy decoding should
-be asked for."""
+"""Smallest temperature above 0; scores would exceed float32's range below it. Use 0 for greedy
+decoding."""
 
 MAX_TEMPERATURE = 1e6
 """Largest temperature. Above it, differences of logits vanish in float32."""

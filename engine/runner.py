@@ -450,7 +450,7 @@ def _compute_embeddings(step: Step, model: LoadedModel) -> dict[str, tuple[float
 def _add_embedding(
     output: RequestOutput, embeddings: Mapping[str, tuple[float, ...]]
 ) -> RequestOutput:
-    """`output` with its request's embedding, if there is one and no error."""
+    """Return `output` with its request's embedding, if there is one and no error."""
     embedding = embeddings.get(output.request_id)
     if embedding is None or output.error is not None:
         return output

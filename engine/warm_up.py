@@ -47,13 +47,13 @@ def warm_up(
 
 
 def _steps(device: str, max_num_tokens: int, max_num_running: int) -> list[tuple[int, ...]]:
-    """Lengths of the prompts of each step: the smallest and the largest one. Where kernels are
-    compiled for classes of sizes, one prompt of every power of two between, and every class of
-    numbers of decodes, alone and beside a prompt.
+    """Return the prompt lengths of each warm-up step, from the smallest to the largest.
 
-    How many programs decodes fill a device with decides how attention splits them: some of its
-    classes are less than a third wide, so numbers are tried a quarter apart. Contexts are of one
-    length: what is compiled for longer ones alone (exact steps outside of graphs) is not here.
+    Where kernels are compiled for classes of sizes, there is one prompt of every power of two, and
+    every class of numbers of decodes, alone and with a prompt. The number of programs with which
+    decodes fill a device determines how attention splits them: some classes are less than a third
+    wide, so that numbers a quarter apart are run. Contexts have one length: variants that are
+    compiled for longer ones only (exact steps outside of graphs) are not included.
     """
     if torch.device(device).type == "cpu":
         return [(1,), (max_num_tokens,)]

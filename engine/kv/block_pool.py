@@ -192,12 +192,11 @@ class BlockPool:
     def _begin_use(
         self, block_ids: Sequence[int], counts: list[int], others: list[int]
     ) -> tuple[int, int]:
-        """Count one more use of each block in `counts`, its references or its holds; `others` are
-        the uses of the other kind. Those that were evictable leave the order of eviction, and so do
+        """Add one use to each block in `counts`, its references or its holds; `others` are the uses
+        of the other kind. Evictable blocks are removed from the order of eviction, and so are
         the blocks before them, which they pin.
 
-        Args:
-            block_ids: the evictable ones are the last, and follow one another.
+        Args: block_ids: the evictable ones must be last, and follow one another in a chain.
         Returns: of the blocks without a use of this kind, how many had one of the other kind, and
             how many had none.
         """
@@ -224,8 +223,8 @@ class BlockPool:
         return num_used, num_unused + len(idle)
 
     def _pin(self, block_id: int) -> None:
-        """One more cached block after this one is in use: neither it nor those before it are
-        evictable from now on. NO_BLOCK: nothing."""
+        """Count one more cached block in use after this one, so that neither it nor those before it
+        are evictable. Does nothing for NO_BLOCK."""
         while block_id != NO_BLOCK and self.is_evictable(block_id):
             self._evictable.remove((block_id,))
             self._num_pins[block_id] = 1
@@ -236,8 +235,8 @@ class BlockPool:
     def _end_use(
         self, block_ids: Iterable[int], counts: list[int], others: list[int]
     ) -> tuple[int, int]:
-        """Count one use less of each block in `counts`, as in `_begin_use`. A block that nothing
-        keeps any more becomes free, or evictable if it is cached, and blocks before it may follow.
+        """Drop one use of each block in `counts`, as `_begin_use` adds it. A block without uses and
+        pins becomes free, or evictable if it is cached, and so may blocks before it.
 
         Returns: of the blocks without a use of this kind now, how many have one of the other kind,
             and how many have none.
@@ -425,7 +424,7 @@ class EvictionOrder:
         self._num_blocks -= len(block_ids)
 
     def _cut(self, first: int, last: int) -> None:
-        """Join what is before `first` and after `last`."""
+        """Link the block before `first` to the block after `last`."""
         if first != NO_BLOCK:
             before, after = self._previous[first], self._next[last]
             self._next[before], self._previous[after] = after, before
@@ -517,7 +516,7 @@ class FreeRuns:
         return taken
 
     def _cut(self, start: int, num_blocks: int) -> list[int]:
-        """Take the first blocks of a run."""
+        """Remove and return the first `num_blocks` blocks of the run that begins at `start`."""
         end = self._end_of.pop(start)
         middle = start + num_blocks
         if middle < end:

@@ -287,12 +287,12 @@ class KvMemory:
         )
 
     def _num_rows(self, heads: HeadRows) -> int:
-        """Up to the last head of the last block, and no further."""
+        """Return the number of rows of a view, up to the last head of the last block."""
         num_rows = (self.num_blocks - 1) * heads.rows_per_block
         return num_rows + (heads.num_heads - 1) * heads.head_step + 1
 
     def _rows(self, section: Section, heads: HeadRows, first_head: int) -> torch.Tensor:
-        """[rows, block_size, dim]"""
+        """Return a view of a section's matrices, [rows, block_size, dim]."""
         offset = section.offset + first_head * section.head_stride
         return self.cache.as_strided(
             (self._num_rows(heads), self.record.block_size, section.dim),
@@ -303,7 +303,7 @@ class KvMemory:
     def _scale_rows(
         self, section: Section, heads: HeadRows, first_head: int
     ) -> torch.Tensor | None:
-        """[rows, scales] float32"""
+        """Return a view of a section's scales, [rows, scales] float32; None without scales."""
         if not self.record.is_quantized:
             return None
         numbers = self.cache.view(torch.float32)

@@ -120,10 +120,10 @@ def _of_drafts(device: DeviceMemory) -> str:
 
 
 def _tail_bytes(config: EngineConfig, layout: KvLayout) -> int:
-    """What the PartialBlockBuffer of a quantized cache may grow to: one unfilled block, as
-    computed, for each request that runs; with speculation also a step's draft tokens for it, and as
-    many blocks that they may enter. Less than twice that, as it doubles; and while it grows the old
-    memory lies beside the new."""
+    """Return an upper bound in bytes of the PartialBlockBuffer of a quantized cache: one unfilled,
+    unquantized block for each running request; with speculation also a step's draft tokens for
+    it, and as many blocks that they may enter. It is up to three times that, as the buffer
+    doubles, and the old memory exists while it grows."""
     if not layout.is_quantized:
         return 0
     num_slots = 1
@@ -133,7 +133,7 @@ def _tail_bytes(config: EngineConfig, layout: KvLayout) -> int:
 
 
 def _way_out(num_tokens: int, key: str) -> str:
-    """What a user of `baton up` types, where there is room for `num_tokens`."""
+    """Return the option that fixes the error, for a cache with room for `num_tokens` tokens."""
     if num_tokens == 0:
         return f"raise worker.engine.{key}"
     window = min(num_tokens, _MODEST_WINDOW)

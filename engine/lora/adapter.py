@@ -327,8 +327,8 @@ class PeftConfig:
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
     def is_target(self, module: str) -> bool:
-        """Return whether PEFT would add the adapter to the linear layer of this name. The LM head
-        must not be asked for; the caller excludes it."""
+        """Return whether PEFT would add the adapter to the linear layer of this name, which must
+        not be the LM head."""
         if _is_named(self.excluded, module):
             return False
         if isinstance(self.targets, str):

@@ -200,7 +200,7 @@ def attach(linear: Linear, deltas: Deltas) -> RemovableHandle | None:
 
 
 def detach(linear: Linear, handle: RemovableHandle | None) -> None:
-    """Undo `attach`."""
+    """Stop adding `deltas` to the linear layer. Args: handle: the result of `attach`."""
     if handle is not None:
         handle.remove()
     elif not isinstance(linear, nn.Linear):

@@ -148,9 +148,9 @@ class Rehearsed:
 
     @contextlib.contextmanager
     def alone(self, wait_s: float = _WAIT_S) -> Iterator[None]:
-        """Run the body alone among starts of the same files if nothing is cached, and with the
-        results of the start before it. After waiting `wait_s` seconds it runs beside the other
-        start."""
+        """Return a context that one start of the same files enters at a time, if nothing is cached;
+        the results of the start before it are loaded on entry. After `wait_s` seconds it is
+        entered all the same."""
         with contextlib.ExitStack() as held:
             if self.config is None and self._path is not None:
                 with contextlib.suppress(OSError):  # as `keep`: each start for itself

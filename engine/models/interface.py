@@ -199,7 +199,7 @@ class InOneProcess:
 
     @property
     def kv_record(self) -> KvLayout:
-        """The layout of the whole block, since all of it lies here."""
+        """The layout of the part of a block on this device: the whole block."""
         return self.layout
 
     def device_memory(self) -> DeviceMemory | None:

@@ -593,7 +593,7 @@ class Stream(NamedTuple):
     """The hidden states between two layers."""
 
     x: torch.Tensor
-    """[T, hidden]."""
+    """The hidden states, [T, hidden]."""
 
     half_norm: HalfNorm | None = None
     """The norm before the next layer, if the previous product has computed a part of it; else

@@ -1,11 +1,11 @@
-"""What the engine's process and its ranks' processes say to each other: frozen values as msgpack,
-in frames (engine/parallel/framing.py) on a socket pair. No pickle: bytes are data, checked against
+"""Messages between the engine's process and its ranks' processes: frozen values as msgpack, in
+frames (engine/parallel/framing.py) on a socket pair. No pickle: bytes are data, checked against
 types.
 
-    engine -> rank   Start; once it is Ready: Meet, Verify, Attach; then WarmUp, Change, Step,
-                     LaunchWords, Drain, Settle in any order; Stop, or it closes
-    rank -> engine   Loading*, then Ready or Refused; Met, Attached, Settled as an answer each;
-                     Failed before a sad end
+    engine -> rank   Start; after Ready: Meet, Verify, Attach; then WarmUp, Change, Step,
+                     LaunchWords, Drain, Settle in any order; Stop, or the socket is closed
+    rank -> engine   Loading*, then Ready or Refused; Met, Attached, Settled as answers; Failed
+                     before it ends because of an error
 
 All processes are of one installation: the parent starts its own interpreter. Any thread.
 """

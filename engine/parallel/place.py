@@ -1,8 +1,8 @@
-"""Grid and Place: which rank computes which part of a model. Pure values; know no torch and no
-process. Any thread.
+"""Grid and Place: the part of a model that each rank computes. Pure values, without torch or
+processes. Any thread.
 
-`num_stages` stages of consecutive layers, `num_shares` shares of each layer's heads and columns.
-Rank 0 is in the *last* stage: it is the engine's own process, and there the logits come out.
+There are `num_stages` stages of consecutive layers, and `num_shares` shares of each layer's heads
+and columns. Rank 0 is in the *last* stage, which computes the logits: it is the engine's process.
 """
 
 from __future__ import annotations

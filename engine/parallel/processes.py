@@ -306,8 +306,8 @@ class RankProcesses:
             self._fail(f"{rank.name}: {error}")
 
     def _judge(self, rank: _Rank) -> None:
-        """Handle the end of a process that was not told to stop. One that only followed another is
-        not reported at once."""
+        """Handle the end of a process that should not have ended. If it only followed another one,
+        that one is looked for first."""
         try:
             exit_code = rank.process.wait(_KILL_S)
         except subprocess.TimeoutExpired:

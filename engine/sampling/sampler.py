@@ -407,7 +407,7 @@ class _PendingJudged(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How each row of a step is sampled."""
+    """The choice of how each row of a step is sampled."""
 
     needs: Needs
     """The kind of sampling of the rows that are sampled from the model's own logits."""

@@ -880,13 +880,12 @@ def _check_eagle3(checkpoint: HeadCheckpoint, ends: Ends, vocab_size: int) -> No
 
 
 def choose_aux_layers(checkpoint: HeadCheckpoint, num_layers: int) -> tuple[int, ...]:
-    """Layers of the target whose inputs the head takes, low to high, counted as the published code
-    counts them: 2, n // 2 and n - 3 of n, each by the number of layers before it. config.json may
-    name others: the list in `eagle_config` names layers whose output is meant (one less), a list
-    beside it counts as here.
+    """Return the indices of the target's layers whose inputs the head needs, low to high: 2, n // 2
+    and n - 3 of n layers by default, as in the published code. config.json may name others: a
+    list in `eagle_config` names layers whose output is used, which is the input of the next
+    layer; a list outside of it names layers whose input is used.
 
-    Args:
-        num_layers: the target's; 0: it keeps no inputs of layers.
+    Args: num_layers: the target's; 0: it keeps no inputs of layers.
     Raises: LoadError.
     """
     config, where = checkpoint.config, _config_says(checkpoint)

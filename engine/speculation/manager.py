@@ -557,8 +557,10 @@ class SpeculationManager:
         model: LoadedModel,
     ) -> None:
         """Pass the hidden states of a step to the proposers, after its tokens were added to the
-        sequences. An error of a proposer is logged, and costs no token. The arguments are those
-        of `collect_hidden_states`."""
+        sequences. An error of a proposer is logged, and costs no token.
+
+        Args: planned, drafts: the plan and the drafts that the step was built from.
+        """
         self._fed_s = {}
         if not self._hidden_state_proposers:
             return

@@ -205,7 +205,7 @@ class DraftEndpoint:
         """Number of consecutive late responses."""
         self.num_sessions = 0
         self.ended: list[int] = []
-        """Sessions whose end the worker must be told of with the next `forget`."""
+        """Sessions that the next call of `forget` reports to the worker as ended."""
         self.description: Future[DraftModelInfo] | None = None
         self.late: Future[Sequence[DraftResponse]] | None = None
 
