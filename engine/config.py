@@ -29,7 +29,7 @@ DECODERS = ("auto", "own", "transformers")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of one engine. Raises: SettingsError for a value out of range."""
+    """Settings of one engine. Raises SettingsError for a value out of range."""
 
     model: str = ""
     """The model: a bundled model's name, a local folder, or a Hugging Face name; resolved by

@@ -10,7 +10,7 @@ from process.settings import PositiveFloat, PositiveInt, check_ranges
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """Limits of grammars. Raises: SettingsError for a value that is not positive."""
+    """Limits of grammars. Raises SettingsError for a value that is not positive."""
 
     max_spec_bytes: PositiveInt = 65_536
     """Largest size of one specification in bytes of UTF-8, text and choices together."""

@@ -14,7 +14,7 @@ there, in Triton's interpreter only."""
 
 @dataclass(frozen=True)
 class LoraLimits:
-    """Limits of the adapters of one engine. Raises: SettingsError for a value out of range."""
+    """Limits of the adapters of one engine. Raises SettingsError for a value out of range."""
 
     max_num_adapters: NonNegativeInt = 8
     """Largest number of adapters loaded at once; 0: none may be loaded."""

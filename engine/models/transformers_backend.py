@@ -385,7 +385,8 @@ def _rest_of(model: Any, layers: list[nn.Module]) -> list[torch.Tensor]:
 class TransformersModel(InOneProcess):
     """A LoadedModel (models/interface.py) over a model that `build` probed, fused and verified.
 
-    Attributes: stream: copies the model's layers to the device; None: all of them lie there.
+    Attributes: stream: the copies of the model's layers to the device; None: all layers lie on the
+        device.
     """
 
     def __init__(
@@ -563,7 +564,7 @@ class Built:
     num_parameters: int
     fixed_scales: tuple[Scales, ...]
     stream: StreamedLayers | None = None
-    """Copies the model's layers to the device; None: all of them lie there."""
+    """The copies of the model's layers to the device; None: all layers lie on the device."""
 
 
 def build(

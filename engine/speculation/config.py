@@ -17,8 +17,8 @@ ACCEPTANCES = ("exact", "multi_step", "naive")
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Settings of prompt lookup (engine/speculation/ngram.py). Raises: SettingsError for a value
-    out of range."""
+    """Settings of prompt lookup (engine/speculation/ngram.py). Raises SettingsError for a value out
+    of range."""
 
     max_length: int = 4
     """Length of the longest n-gram, the newest tokens, that is searched for; the longest match
@@ -42,7 +42,7 @@ class NgramConfig:
 class SpeculationConfig:
     """Settings of speculative decoding, which is on if a proposer is named. Answers equal those of
     plain decoding up to rounding, except with `acceptance="multi_step"`, which keeps their
-    distribution. Raises: SettingsError for a value out of range."""
+    distribution. Raises SettingsError for a value out of range."""
 
     REMOVED: ClassVar[Mapping[str, str]] = {
         "draft_share_bytes": "no store keeps draft models' KV any more; leave it out"
