@@ -65,8 +65,8 @@ class EngineConfig:
 
     kv_dtype: str = "auto"
     """The dtype of the KV cache: "float32", "bfloat16", "int8", "fp8_e4m3", or "auto": the compute
-    dtype. With the last two of these dtypes a block is quantized when it is full, and an
-    unfilled one is kept unquantized in separate memory. Part of the model fingerprint."""
+    dtype. With int8 and fp8_e4m3 a block is quantized when it is full, and an unfilled one is
+    kept unquantized in separate memory. Part of the model fingerprint."""
 
     kv_scale: str = "token_head"
     """The range of one scale of a quantized KV cache: "tensor" (all keys, or all values, of a
