@@ -108,7 +108,8 @@ class InputProcessor:
         self._continued: list[Group] = []
 
     def reserve(self, request: Request) -> Reservation:
-        """Validate a request and allocate its blocks. Errors: LLMEngine.reserve."""
+        """Validate a request and allocate its blocks. Raises: NoBlocks, RequestTooLong,
+        InvalidRequest, DuplicateRequest, GrammarBusy."""
         group = self._make_group(request, State.RESERVED)
         sequence = group.prompt
         try:
@@ -163,7 +164,8 @@ class InputProcessor:
         self._enqueue(group)
 
     def submit(self, request: Request) -> None:
-        """Validate a request and queue it without blocks. Errors: LLMEngine.submit."""
+        """Validate a request and queue it without blocks. Raises: RequestTooLong, InvalidRequest,
+        DuplicateRequest, GrammarBusy."""
         group = self._make_group(request, State.QUEUED)
         self._add(group, 0)
         self._metrics.on_start(request.request_id)

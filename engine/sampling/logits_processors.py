@@ -36,7 +36,7 @@ _NO_VALUES: NDArray[np.float32] = np.empty(0, dtype=np.float32)
 
 
 def process(logits: torch.Tensor, rows: Sequence[Row], *, backend: Backend = "auto") -> None:
-    """Apply steps 1 to 9 to the logits, in place.
+    """Apply penalties, bias and masks (steps 1 to 9) to the logits, in place.
 
     Args:
         logits: [R, V] float32, contiguous.

@@ -239,7 +239,7 @@ class RemoteSession:
         self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
 
     def leave(self) -> None:
-        """Detach the session from its worker, with the state that it had there."""
+        """Detach the session from its worker, and reset the state that it had with it."""
         self.endpoint = None
         self.num_sent = 0
         self.due_s = 0.0
