@@ -1,8 +1,8 @@
-"""Batch: one step's input as plain values, and Span: one request's part of it. No torch, no
+"""Batch: one step's input as plain values, and Span: one sequence's part of it. No torch, no
 requests, no states.
 
-All new tokens of all requests lie in one row, request after request. Only tokens whose KV is not in
-the cache go in.
+All new tokens of all sequences form one row, sequence after sequence. Tokens whose KV is in the
+cache are not in it.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """`num_tokens` consecutive tokens of one request, the first at absolute position `start`."""
+    """`num_tokens` consecutive tokens of one sequence, the first at absolute position `start`."""
 
     start: int
     num_tokens: int
 
     block_ids: tuple[int, ...]
     """Blocks of tokens [0, start + num_tokens). Empty: a warm-up, which writes and reads no KV
-    (then start is 0)."""
+    (`start` is 0 then)."""
 
     adapter: int = 0
-    """Slot of its LoRA adapter (engine/lora/manager.py); 0: none."""
+    """Slot of the sequence's LoRA adapter (engine/lora/manager.py); 0: none."""
 
     branches: tuple[int, ...] = ()
-    """Of its last tokens, if they are a token tree (engine/speculation/token_tree.py), or draft
-    tokens over a quantized cache: which of them each follows, by number, or -1: the token before
-    them all. A token sees the one that it follows and what that one sees, and its position is one
-    more. KV goes into the next slots all the same, token after token; of a quantized cache beside
-    it (engine/kv/partial_blocks.py)."""
+    """For last tokens that are a token tree (engine/speculation/token_tree.py), or draft tokens
+    over a quantized cache: the index among them of each one's parent, or -1 for the token before
+    them all. A token attends to its parent and all that its parent attends to, and its position
+    is one more. KV is written to consecutive slots all the same, or, with a quantized cache, to
+    slots of its own (engine/kv/partial_blocks.py)."""
 
     @property
     def end(self) -> int:
-        """The slot after its last token's; without branches, the position, too."""
+        """The slot after that of the last token; without branches, the position, too."""
         return self.start + self.num_tokens
 
     @property
     def is_tree(self) -> bool:
-        """Some token of it does not see all that lie before it."""
+        """Whether some token does not attend to all tokens before it."""
         return self.branches != tuple(range(-1, len(self.branches) - 1))
 
     @property
     def positions(self) -> list[int]:
-        """[num_tokens] absolute positions."""
+        """The absolute positions, [num_tokens]."""
         trunk_end = self.end - len(self.branches)
         positions = list(range(self.start, trunk_end))
         trunk = len(positions)
@@ -55,7 +55,7 @@ class Span(NamedTuple):
         return positions
 
     def slots_seen(self, index: int) -> list[int]:
-        """Slots that the span's token `index` sees, its own the last of them."""
+        """Return the slots that the span's token `index` attends to, its own the last of them."""
         trunk = self.num_tokens - len(self.branches)
         own: list[int] = []
         while index >= trunk:
@@ -66,36 +66,36 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """What the model computes in one step."""
+    """The input of the model for one step."""
 
     token_ids: tuple[int, ...]
-    """[T], spans one after the other."""
+    """[T], the tokens of the spans, one span after the other."""
 
     spans: tuple[Span, ...]
 
     draw_indices: tuple[int, ...]
-    """[R] ascending: the tokens of the row whose logits are wanted."""
+    """[R] ascending: indices of the tokens whose logits are computed."""
 
     wants_hidden: bool = False
-    """Keep what the logits were made of (LoadedModel.hidden)."""
+    """Whether to keep the hidden states of which the logits are computed (LoadedModel.hidden)."""
 
     wants_every_hidden: bool = False
-    """Keep the same of all tokens, where the model can (LoadedModel.every_hidden). With
-    `wants_hidden`."""
+    """Whether to keep the hidden states of all tokens, if the model supports it
+    (LoadedModel.every_hidden). Requires `wants_hidden`."""
 
     wants_layers: tuple[int, ...] = ()
-    """Keep what goes into these layers (LoadedModel.layer_inputs), by the number of layers before
-    each. With `wants_every_hidden`; below Ends.num_layers."""
+    """Indices of the layers whose inputs are kept (LoadedModel.layer_inputs), below
+    Ends.num_layers. Requires `wants_every_hidden`."""
 
     @property
     def positions(self) -> list[int]:
-        """[T] absolute positions."""
+        """The absolute positions, [T]."""
         return [position for span in self.spans for position in span.positions]
 
 
 def warm_up(*lengths: int) -> Batch:
-    """A batch of fresh prompts of these lengths that touches no block; the last token of each is
-    drawn from."""
+    """Return a batch of new prompts of these lengths that reads and writes no block, with logits
+    for the last token of each."""
     ends = tuple(itertools.accumulate(lengths))
     spans = tuple(Span(0, length, ()) for length in lengths)
     return Batch((0,) * ends[-1], spans, tuple(end - 1 for end in ends))

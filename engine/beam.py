@@ -1,13 +1,14 @@
-"""Beams: beam search on the engine's sequences. The search itself is engine/beam_search.py's, pure;
-here its open beams are a group's samples, in its order, and a beam that goes on twice is a fork.
+"""Beams: runs beam search on the engine's sequences. The search itself is pure
+(engine/beam_search.py); here its open beams are a group's samples, in its order, and a beam that
+is continued twice is forked.
 
 Life of a beam request: its prompt is computed like any other; the prompt's row of logits begins the
-search, or gives `beam_start` to the leg that goes on (`hold_after`), where the search begins with
-that. Then all open beams take part in every step, and no event tells of them; when the search is
-over, the best hypotheses are told, one event for each.
+search, or becomes the `beam_start` of the engine that continues the request (`hold_after`), which
+begins the search with it. Then all open beams take part in every step without outputs; when the
+search is over, each of the best hypotheses has one output.
 
-Such a group `is_whole`: what a dropped beam had of its own becomes spare again, so that no beam
-ever lacks a block. Blocks of outputs are not offered to the prefix cache. Engine thread only.
+Such a group `is_whole`: blocks of a dropped beam become spare again, so that no beam ever lacks a
+block. Blocks of outputs are not inserted into the prefix cache. Engine thread only.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from engine.sequence import Sequence as Sample
 
 _PLAIN = Sampling(max_tokens=1)
 _ALLOWED = frozenset({"max_tokens", "stop_token_ids", "ignore_eos", "seed", "sample_index"})
-"""What of a Sampling means something to a beam search; the rest must be left at its default."""
+"""Fields of Sampling that affect a beam search; the others must have their defaults."""
 
 
 def check_beams(request: Request, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-    """Raises: InvalidRequest naming the field that a beam search cannot do."""
+    """Check the fields of a beam search request. Raises: InvalidRequest naming a field that a beam
+    search does not support."""
     if request.beam is None:
         return
     for name in Sampling.__dataclass_fields__:
@@ -46,8 +48,8 @@ def check_beams(request: Request, vocab_size: int, eos_token_ids: frozenset[int]
 
 
 class Beams:
-    """Runs beam search for groups of sequences: each open beam is a sample, and a beam that goes on
-    twice is a fork.
+    """Runs beam search for groups of sequences: each open beam is a sample, and a beam that is
+    continued twice is forked.
 
     Args:
         end: ends a group, as OutputProcessor.end does.
@@ -70,7 +72,7 @@ class Beams:
         self._count_output = count_output
 
     def check_start(self, group: Group, candidates: Candidates, vocab_size: int) -> Candidates:
-        """What `start` was given of an earlier leg. Raises: InvalidRequest."""
+        """Check the candidates that an earlier engine passed to `start`. Raises: InvalidRequest."""
         if not candidates:
             return ()
         if group.request.beam is None:
@@ -88,17 +90,17 @@ class Beams:
     def begin(
         self, group: Group, candidates: Candidates, filled: tuple[FilledBlock, ...] = ()
     ) -> list[RequestOutput]:
-        """The prompt is computed: go on from its candidates. Raises: InvalidLogits."""
+        """Begin the search from the prompt's candidates, once the prompt is computed. Raises:
+        InvalidLogits."""
         state = self._new_state(group)
         return self._follow(group, beam_search.begin(state, candidates), filled)
 
     def advance(
         self, group: Group, logits: torch.Tensor, filled: tuple[FilledBlock, ...]
     ) -> list[RequestOutput]:
-        """All open beams have computed their tokens.
+        """Continue the search with the logits of all open beams.
 
-        Args:
-            logits: [number of open beams, V] in the model's dtype.
+        Args: logits: [number of open beams, V] in the model's dtype.
         Raises: InvalidLogits.
         """
         logprobs = torch.log_softmax(logits.float(), dim=-1)
@@ -125,7 +127,7 @@ class Beams:
     def _follow(
         self, group: Group, step: BeamStep, filled: tuple[FilledBlock, ...]
     ) -> list[RequestOutput]:
-        """Make the group's samples the new open beams, or end it."""
+        """Make the group's samples the new open beams, or end the group."""
         group.beam_state = step.state
         if step.state.is_over:
             return self._report(group, step.state, filled)

@@ -1,21 +1,23 @@
-"""Beam search as pure functions over values: which continuations of the open beams stay open, which
-are finished, and when it is over. It knows no requests, no blocks and no model; any thread.
+"""Beam search as pure functions over values: chooses which continuations of the open beams stay
+open, which are finished, and when the search is over. It knows no requests, no blocks and no
+model; any thread.
 
     start -> `step` with the prompt's row, or `begin` with its candidates -> `step` ... -> is_over
 
 One step, with k = num_beams:
 
-1. of all continuations (open beam, token) the `num_candidates` best by sum of log probabilities
-   are looked at: as many as it takes to have k that do not end;
-2. a candidate ends with one of `end_token_ids`, or for its length. Those among the k best become
-   finished hypotheses, scored sum / length ** length_penalty (the end token counts), and the k best
-   finished ones are kept;
+1. of all continuations (open beam, token), the `num_candidates` with the greatest sums of log
+   probabilities are considered, so that at least k of them do not end;
+2. a candidate ends with one of `end_token_ids`, or by its length. Those among the k best become
+   finished hypotheses with the score sum / length ** length_penalty (the end token counts), and the
+   k best finished ones are kept;
 3. the k best that do not end are the open beams;
-4. it is over when every candidate ended; or there are k finished ones and either early_stopping is
-   set or the best open beam's score at its present length is no better than the worst of them.
+4. the search is over when every candidate has ended; or when there are k finished ones, and either
+   early_stopping is set or the best open beam's score at its present length is no better than the
+   worst of them.
 
-This is what transformers does (5.23, its greedy beam search, early_stopping False and True), in
-float32 and in its order of operations, so that equal logits give equal scores to the last bit.
+It equals transformers' greedy beam search (5.23, early_stopping False and True), in float32 and in
+its order of operations, so that equal logits give equal scores to the last bit.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from engine.errors import InvalidLogits, InvalidRequest
 from engine.request import Beam
 
 Candidates = tuple[tuple[int, float], ...]
-"""(token id, log probability), best first."""
+"""(token id, log probability) of each candidate, best first."""
 
 MAX_LENGTH_PENALTY = 5.0
 
@@ -39,53 +41,57 @@ class Hypothesis:
     """A finished beam."""
 
     token_ids: tuple[int, ...]
-    """Output tokens, the end token included."""
+    """The output tokens, the end token included."""
     score: float
     """Sum of log probabilities / len(token_ids) ** length_penalty."""
 
 
 @dataclass(frozen=True)
 class BeamState:
-    """Where a search is. Before the first step there is one open beam, the prompt."""
+    """The state of a search. Before the first step there is one open beam, the prompt."""
 
     beam: Beam
     end_token_ids: frozenset[int]
     max_tokens: int
-    """Output tokens after which a beam ends."""
+    """Number of output tokens after which a beam ends."""
 
     open_token_ids: tuple[tuple[int, ...], ...] = ((),)
-    """Output tokens of each open beam, all equally many; the best beam first."""
+    """The output tokens of each open beam, all of one length; the best beam first."""
     open_scores: tuple[float, ...] = (0.0,)
-    """Sums of log probabilities, float32 values."""
+    """The sum of log probabilities of each open beam, rounded to float32."""
     finished: tuple[Hypothesis, ...] = ()
-    """At most num_beams, best first; when it is over, exactly as many."""
+    """The finished hypotheses, at most num_beams, best first; exactly num_beams when the search is
+    over."""
     is_over: bool = False
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens of each open beam."""
+        """The number of output tokens of each open beam."""
         return len(self.open_token_ids[0]) if self.open_token_ids else self.max_tokens
 
 
 @dataclass(frozen=True)
 class BeamStep:
-    """What one step did. Row i of the next step's log probabilities belongs to new open beam i."""
+    """The result of one step. Row i of the next step's log probabilities must be that of new open
+    beam i."""
 
     state: BeamState
     parents: tuple[int, ...]
-    """Of each new open beam: the old one that it continues. Empty when it is over."""
+    """The index of the old beam that each new open beam continues; empty when the search is
+    over."""
     token_ids: tuple[int, ...]
-    """Of each new open beam: its newest token."""
+    """The newest token of each new open beam."""
 
 
 def num_candidates(num_beams: int, num_end_token_ids: int) -> int:
-    """Continuations that one step looks at: so many that num_beams of them do not end, even if
-    every beam's best are all end tokens."""
+    """Return the number of continuations that one step considers: so many that num_beams of them do
+    not end, even if every beam's best ones are all end tokens."""
     return num_beams * max(2, 1 + num_end_token_ids)
 
 
 def check_beam(beam: Beam, num_samples: int, vocab_size: int, num_end_token_ids: int) -> None:
-    """Raises: InvalidRequest naming the field of a search that cannot be run."""
+    """Check the parameters of a search. Raises: InvalidRequest naming the field of a search that
+    cannot be run."""
     if beam.num_beams < 2:
         raise InvalidRequest("beam.num_beams", f"{beam.num_beams} is below 2: that is no search")
     if num_samples > beam.num_beams:
@@ -107,16 +113,15 @@ def check_beam(beam: Beam, num_samples: int, vocab_size: int, num_end_token_ids:
 
 
 def start(beam: Beam, end_token_ids: frozenset[int], max_tokens: int) -> BeamState:
-    """A search that has drawn nothing. `max_tokens` is at least 1."""
+    """Return the state of a search before its first step. `max_tokens` is at least 1."""
     return BeamState(beam, end_token_ids, max_tokens)
 
 
 def first_candidates(logprobs: torch.Tensor, count: int) -> Candidates:
-    """The best of the prompt's row: all that a search needs to begin elsewhere, with `count` =
-    `num_candidates(...)`.
+    """Return the best candidates of the prompt's row: all that a search needs to begin on another
+    engine, with `count` = `num_candidates(...)`.
 
-    Args:
-        logprobs: [V] float32, natural log.
+    Args: logprobs: [V] float32, natural logarithms.
     Raises: InvalidLogits for NaN or +inf.
     """
     values, token_ids = torch.topk(logprobs, min(count, logprobs.shape[0]))
@@ -125,8 +130,8 @@ def first_candidates(logprobs: torch.Tensor, count: int) -> Candidates:
 
 
 def begin(state: BeamState, candidates: Candidates) -> BeamStep:
-    """The first step, from `first_candidates` of the prompt's row. The same result as `step` with
-    that row."""
+    """Do the first step from `first_candidates` of the prompt's row, with the same result as `step`
+    with that row."""
     ranked = [(logprob, 0, token_id) for token_id, logprob in candidates]
     wanted = num_candidates(state.beam.num_beams, len(state.end_token_ids))
     return _advance(state, ranked[:wanted])
@@ -135,10 +140,9 @@ def begin(state: BeamState, candidates: Candidates) -> BeamStep:
 def step(state: BeamState, logprobs: torch.Tensor) -> BeamStep:
     """Continue every open beam by one token.
 
-    Args:
-        logprobs: [number of open beams, V] float32, natural log, row i of open beam i; a token that
-            must not be drawn has -inf. Read only.
-    Raises: InvalidLogits for NaN or +inf, or where fewer than num_beams continuations are possible.
+    Args: logprobs: [number of open beams, V] float32, natural logarithms, row i for open beam i;
+        -inf for a token that must not be chosen. Read only.
+    Raises: InvalidLogits for NaN or +inf, or if fewer than num_beams continuations are possible.
     """
     vocab_size = logprobs.shape[1]
     scores = torch.tensor(state.open_scores, dtype=torch.float32, device=logprobs.device)
@@ -153,7 +157,8 @@ def step(state: BeamState, logprobs: torch.Tensor) -> BeamStep:
 
 
 def _advance(state: BeamState, ranked: Sequence[tuple[float, int, int]]) -> BeamStep:
-    """Sort (sum of log probabilities, open beam, token), best first, into open and finished."""
+    """Sort candidates (sum of log probabilities, open beam, token), best first, into open and
+    finished ones."""
     beam, num_tokens = state.beam, state.num_tokens + 1
     _check_finite(ranked[0][0])
     is_last = num_tokens >= state.max_tokens
@@ -186,7 +191,8 @@ def _advance(state: BeamState, ranked: Sequence[tuple[float, int, int]]) -> Beam
 
 
 def _is_settled(state: BeamState, divisor: float) -> bool:
-    """There are enough finished hypotheses, and nothing open is expected to beat the worst."""
+    """Return whether the search can stop before all beams end: there are num_beams finished
+    hypotheses, and no open beam is expected to exceed the worst."""
     if len(state.finished) < state.beam.num_beams:
         return False
     if state.beam.early_stopping or not state.open_scores:
@@ -196,7 +202,7 @@ def _is_settled(state: BeamState, divisor: float) -> bool:
 
 
 def _divide(values: Sequence[float], divisor: float) -> list[float]:
-    """In float32, as the scores are."""
+    """Divide in float32, the precision of scores."""
     divided: list[float] = (torch.tensor(values, dtype=torch.float32) / divisor).tolist()
     return divided
 

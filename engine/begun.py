@@ -1,7 +1,6 @@
-"""BegunStep: a plain step between its forward pass, which is queued, and its draws. They are queued
-when somebody asks for them: by then the events of the step before are told, and a step takes the
-device much longer than that. Knows no scheduling, books nothing. Engine thread only.
-"""
+"""BegunStep: a plain step whose forward pass is queued and whose sampling is queued later, when its
+result is asked for: by then the outputs of the step before are sent, and the device is still
+busy with the forward pass. It schedules nothing and changes no sequence. Engine thread only."""
 
 from __future__ import annotations
 
@@ -23,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class BegunStep:
-    """See the module, and in_flight.Begun.
+    """A plain step whose forward pass is queued (implements in_flight.Begun).
 
     Attributes:
-        planned: (sequence, number of its tokens).
-        drafts: draft tokens after the last of them.
-        logits: [R, V] of what is drawn, which hold until the next forward pass.
-        all_logits: with those of scored prompts, row by row as the batch has them.
+        planned: (sequence, number of its tokens) of each sequence.
+        drafts: the draft tokens after a sequence's last token.
+        logits: [R, V], the rows to sample from, valid until the next forward pass.
+        all_logits: all rows of the batch, those of scored prompts included.
 
-    Args:
-        copied: before the forward pass, and nobody has waited for it.
+    Args: copied: the point after copies that were queued before the forward pass and not waited
+        for; None: there were none.
     """
 
     def __init__(
@@ -56,19 +55,20 @@ class BegunStep:
         self._drawing: Callable[[], list[SamplerOutput]] | None = None
 
     def rows(self) -> list[tuple[Sequence, StepRow]]:
-        """What it writes, of whom. For a step in which each sample computes its last token."""
+        """Return the slots that the step writes, by sequence. For a step in which each sample
+        computes its last token."""
         return [
             (one, StepRow(one.key, span.start, span.num_tokens, span.block_ids))
             for (one, _), span in zip(self.planned, self.step.batch.spans, strict=True)
         ]
 
     def wait_for_copies(self) -> None:
-        """What was copied before it is over."""
+        """Wait for the copies that were queued before the forward pass."""
         if self._copied is not None:
             self._copied.wait()
 
     def begin_draws(self) -> None:
-        """Queue them."""
+        """Queue the sampling."""
         if self._drawing is not None:
             return
         step, draws = self.step, self.step.draws
@@ -87,19 +87,20 @@ class BegunStep:
         self._drawing = lambda: _with_late(pending.result(), masked)
 
     def draws(self) -> list[SamplerOutput]:
-        """See in_flight.Begun: what was drawn from the logits of all rows that are not beams'."""
+        """Wait for the step. Returns: the samples from the logits of all rows that are not
+        beams'."""
         self.begin_draws()
         assert self._drawing is not None
         return self._drawing()
 
     def wait(self) -> None:
-        """See in_flight.Begun."""
+        """Wait until the step no longer touches the cache; its samples are dropped."""
         Mark(self.logits.device).wait()
 
     def of_live(
         self, drawn: list[SamplerOutput], live: Set[Key]
     ) -> tuple[list[tuple[Sequence, int]], list[SamplerOutput], Mapping[Key, DraftTokens]]:
-        """What of plan, draws and drafts is still wanted."""
+        """Return the parts of plan, samples and drafts that belong to live sequences."""
         if len(live) == len(self.planned):
             return self.planned, drawn, self.drafts
         planned: list[tuple[Sequence, int]] = []
@@ -119,14 +120,14 @@ class BegunStep:
 def _with_late(
     drawn: list[SamplerOutput], masked: list[SamplingRequest | None]
 ) -> list[SamplerOutput]:
-    """Those that were drawn, and LATE where a mask was."""
+    """Merge the sampled outputs with LATE for each row whose mask was not ready."""
     found = iter(drawn)
     return [LATE if one is None else next(found) for one in masked]
 
 
 def may_be_early(sequences: Iterable[Sequence]) -> bool:
-    """Nothing is needed for their next step but what they have drawn; and it may be a graph, which
-    none with adapters is."""
+    """Return whether the sequences' next step needs nothing but their last sampled tokens, and may
+    run as a CUDA graph, which excludes adapters."""
     return all(
         one.grammar is None and one.request.beam is None and not one.group.adapter_slot
         for one in sequences

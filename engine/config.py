@@ -1,5 +1,5 @@
-"""EngineConfig: what one engine is told at start. A frozen value; what depends on the machine and
-model is `ModelInfo`."""
+"""EngineConfig: the settings of one engine at start. A frozen value; properties that depend on the
+machine and the model are in `ModelInfo`."""
 
 from __future__ import annotations
 
@@ -32,138 +32,140 @@ class EngineConfig:
     """Settings of one engine. Raises SettingsError for a value out of range."""
 
     model: str = ""
-    """A bundled model's name, a local folder, or a Hugging Face name. Resolved by
+    """The model: a bundled model's name, a local folder, or a Hugging Face name; resolved by
     checkpoints.resolve."""
 
     device: str = "auto"
-    """"cpu", "cuda" (the first one), "cuda:N", or "auto": cuda where there is one."""
+    """The device: "cpu", "cuda" (the first one), "cuda:N", or "auto": cuda if there is one."""
 
     dtype: str = "auto"
-    """"float32", "bfloat16", or "auto": the dtype that the checkpoint's config names, float32 where
-    it names none."""
+    """The dtype to compute in: "float32", "bfloat16", or "auto": bfloat16 if the checkpoint's
+    config names it, else float32."""
 
     decoder: str = "auto"
-    """Whose code computes the model: "auto": our own for Llama, Mistral, Qwen2 and Qwen3, else
-    transformers'; "transformers": any supported model; "own": our own, by its kernels (on a CPU by
-    their reference, which is slow)."""
+    """The implementation of the model: "auto": our own decoder for Llama, Mistral, Qwen2 and Qwen3,
+    else transformers' code; "transformers": transformers' code, for any supported model; "own":
+    our own decoder with its kernels (on a CPU their reference, which is slow)."""
 
     exact: bool = False
-    """A request's tokens do not depend, to the last bit, on what else is in a step, on how its
-    prompt was cut, or on what was cached. Slower; by our own decoder's kernels, without adapters
-    only. Not with a `kv_dtype` that is not the dtype computed in: over such a cache a step's other
-    rows have a say in the order of sums."""
+    """Whether a request's tokens must not depend, to the last bit, on the other rows of a step, on
+    the chunks of its prompt, or on cached prefixes. Slower; our own decoder's kernels only,
+    without adapters, and not with a `kv_dtype` other than the compute dtype, since over such a
+    cache the order of sums depends on a step's other rows."""
 
     weight_dtype: str = "auto"
-    """What the layers' matrices are kept in: "fp8_e4m3" (a scale per output channel; activations
-    are quantized per token), or "auto": the dtype computed in. Our own decoder only. Part of the
-    model fingerprint."""
+    """The dtype in which the layers' matrices are stored: "fp8_e4m3" (a scale per output channel;
+    activations are quantized per token), or "auto": the compute dtype. Our own decoder only.
+    Part of the model fingerprint."""
 
     weights_device_bytes: NonNegativeInt = 0
-    """Device memory that the weights may take; 0: all of them lie there. Of a model with more,
-    layers lie in host memory and are copied to the device as they are computed, by transformers'
-    code. In one process; without `exact` and `weight_dtype`, which our own decoder has."""
+    """Bytes of device memory that the weights may use; 0: all weights lie there. Layers of a larger
+    model lie in host memory and are copied to the device when they are computed, by
+    transformers' code. For one process; not with `exact` or `weight_dtype`."""
 
     kv_dtype: str = "auto"
-    """What the KV cache stores: "float32", "bfloat16", "int8", "fp8_e4m3", or "auto": the dtype
-    computed in. With the last two a block is quantized when it is full, and an unfilled one is kept
-    as computed beside the cache. Part of the model fingerprint."""
+    """The dtype of the KV cache: "float32", "bfloat16", "int8", "fp8_e4m3", or "auto": the compute
+    dtype. With int8 and fp8_e4m3 a block is quantized when it is full, and an unfilled one is
+    kept unquantized in separate memory. Part of the model fingerprint."""
 
     kv_scale: str = "token_head"
-    """What one scale is for, where the KV cache is quantized: "tensor" (all keys, or values, of a
-    layer; found at start), "block" (one head's in one block), "token_head" (one head's of one
+    """The range of one scale of a quantized KV cache: "tensor" (all keys, or all values, of a
+    layer; found at start), "block" (one head of one block), "token_head" (one head of one
     token). Scales are part of the block's bytes."""
 
     block_size: PositiveInt = 16
-    """Tokens per block. Part of the model fingerprint: every worker and store of a deployment has
-    the same."""
+    """Number of tokens per block. Part of the model fingerprint: every worker and store of a
+    deployment has the same."""
 
     num_blocks: NonNegativeInt = 0
-    """Blocks of the KV cache; 0: as many as `kv_bytes` hold."""
+    """Number of blocks of the KV cache; 0: as many as `kv_bytes` hold."""
 
     kv_bytes: NonNegativeInt = 0
-    """Bytes of the KV cache; 0: on CUDA what `memory_share` leaves; on CPU four full context
-    windows or 256 MiB, whichever is more, and at most a quarter of the memory free at start."""
+    """Bytes of the KV cache; 0: on CUDA the part of `memory_share` that remains; on CPU four full
+    context windows or 256 MiB, whichever is more, and at most a quarter of the memory free at
+    start."""
 
     memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """Of a CUDA device's memory, what this engine may use: weights, its largest step (measured at
-    start), and the KV cache, which gets the rest. Of no account where that is sized otherwise."""
+    """Share of a CUDA device's memory that this engine may use, for weights, its largest step
+    (measured at start), and the KV cache, which gets the rest. Ignored if `num_blocks` or
+    `kv_bytes` is set."""
 
     max_num_tokens_per_step: PositiveInt = 512
-    """Token budget of one step: decodes first, prefill chunks in the remainder."""
+    """Largest number of tokens of one step (token budget): decodes first, prefill chunks in the
+    remainder."""
 
     max_num_running: PositiveInt = 64
-    """Most requests that take part in one step; at most `max_num_tokens_per_step`, so that each
-    decode has its token."""
+    """Largest number of requests that take part in one step; at most `max_num_tokens_per_step`, so
+    that each decode has its token."""
 
     max_num_tokens_per_request_step: NonNegativeInt = 0
-    """Most prompt tokens of one request in one step, so that several prompts advance together; 0:
-    as many as the budget leaves."""
+    """Largest number of prompt tokens of one request in one step, so that several prompts advance
+    together; 0: as many as the budget leaves."""
 
     policy: str = "priority"
-    """Order of the requests that wait for blocks: "fcfs": first come, first served; "priority":
-    higher priority first, then as "fcfs"; "cache_aware": as "priority", but among equal priorities
-    the longest cached prefix first."""
+    """Admission order of the requests that wait for blocks: "fcfs": first come, first served;
+    "priority": higher priority first, then as "fcfs"; "cache_aware": as "priority", but among
+    equal priorities the longest cached prefix first."""
 
     max_passes: NonNegativeInt = 32
-    """How often a request that waits may be passed by later ones of no higher priority (because
-    they fit, or have more cached); after that it goes before them, and they wait for it."""
+    """Number of times that later requests of no higher priority may pass a waiting one (because
+    they fit, or have a longer cached prefix); after that none of them is admitted before it."""
 
     max_num_adapters_per_step: NonNegativeInt = 0
-    """Most different adapters in one batch; 0: no bound."""
+    """Largest number of different adapters in one batch; 0: unlimited."""
 
     preemption: str = "never"
-    """What happens when blocks run out. "never": a request takes all blocks that it may need before
-    it begins, or waits for them. "recompute", "swap": a request takes blocks as it needs them, and
-    when they run out, the least urgent request loses its own. It computes them again, or gets them
-    back from where they were parked: the worker's KV store, or host memory where there is none."""
+    """Reaction to a lack of blocks. "never": a request gets all blocks that it may need before it
+    begins, or waits for them. "recompute", "swap": a request gets blocks as it needs them; if
+    none are left, the least urgent request loses its blocks. Later their KV is recomputed, or
+    copied back from the worker's KV store, or from host memory if there is none."""
 
     park_bytes: NonNegativeInt = 0
-    """Host memory for swapped blocks, with a KV store for those on their way to it and back; 0: as
-    much as the KV cache has. What does not fit is computed again, and counted."""
+    """Bytes of host memory for swapped blocks, or, with a KV store, for blocks on their way to it
+    and back; 0: as much as the KV cache has. Blocks that do not fit are recomputed, and counted."""
 
     overlap: bool = True
-    """Launch a decode step before the tokens of the last one were read, where the model can: the
-    device does not wait for the host. A token depends on it as little as on the other requests of
-    the step."""
+    """Launch a decode step before the tokens of the previous one are read, if the model supports
+    it, so that the device does not wait for the host. It does not change tokens beyond rounding."""
 
     overlap_prompts: bool = False
-    """With `overlap`, without speculation and parallel ranks: launch steps with prompts ahead, too.
-    A request that comes meanwhile waits for both steps."""
+    """Launch steps with prompts ahead, too; with `overlap`, without speculation and parallel ranks.
+    A request that arrives meanwhile waits for both steps."""
 
     jump_forward: str = "tokens"
-    """What is done where a grammar forces the text that follows. tokens: it is taken in the tokens
-    that the model would be made to draw one by one, without running the model for them; the answer
-    is the same. retokenize: the token that was just drawn and the forced text are cut into tokens
-    anew, together: nearer to text that the model was trained on, and another answer. off: every
-    token is drawn. Tokens are drawn one by one for requests with log probabilities or hard masks of
-    their own."""
+    """How text that a grammar forces is added. "tokens": as the tokens that would be sampled one by
+    one, without running the model for them; the answer is the same. "retokenize": the last
+    sampled token and the forced text are tokenized together; closer to the model's training
+    data, and a different answer. "off": every token is sampled. Requests with log probabilities
+    or hard masks of their own sample every token."""
 
     grammar: GrammarLimits = GrammarLimits()  # noqa: RUF009  (a frozen value)
-    """What one grammar may cost."""
+    """Limits of the cost of one grammar."""
 
     context_window: NonNegativeInt = 0
-    """Most tokens of one request, prompt and output together; 0: the model's own."""
+    """Largest number of tokens of one request, prompt and output together; 0: that of the model."""
 
     tensor_parallel: PositiveInt = 1
-    """Processes that share every layer's heads and columns. With `pipeline_parallel`, so many times
-    as many in all; on CUDA each has a device of its own, from `device` on."""
+    """Number of processes that split every layer's heads and columns. The total is this times
+    `pipeline_parallel`; on CUDA each has a device of its own, from `device` on."""
 
     pipeline_parallel: PositiveInt = 1
-    """Stages of consecutive layers, each computed by processes of its own."""
+    """Number of stages of consecutive layers, each computed by processes of its own."""
 
     rank_timeout_s: Annotated[float, Meta(gt=0, le=MAX_RANK_TIMEOUT_S)] = 120.0
-    """Longest silence of one of several processes that compute a model together: loading, or in a
-    step. After it the engine fails."""
+    """Longest time in seconds without a message from a process that computes a part of the model,
+    while loading or in a step. After it the engine fails."""
 
     num_threads: NonNegativeInt = 0
-    """torch's CPU threads; 0: leave torch's own. One each when several engines share few cores."""
+    """Number of torch's CPU threads; 0: torch's default. Set 1 where several engines share few
+    cores."""
 
     speculation: SpeculationConfig = SpeculationConfig()  # noqa: RUF009  (a frozen value)
-    """Drafting several tokens a step. Steps are launched ahead (`overlap`) while no proposer
+    """Settings of speculative decoding. Steps are launched ahead (`overlap`) only while no proposer
     proposes tokens."""
 
     lora: LoraLimits = LoraLimits()  # noqa: RUF009  (a frozen value)
-    """Bounds on LoRA adapters: how many, how large."""
+    """Limits of LoRA adapters: number and sizes."""
 
     def __post_init__(self) -> None:
         if not _DEVICE.fullmatch(self.device):
@@ -208,5 +210,5 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that compute one step together."""
+        """The number of processes that compute one step together."""
         return self.tensor_parallel * self.pipeline_parallel

@@ -1,11 +1,11 @@
-"""Constraints: the engine's side of grammars: which requests wait for theirs to be compiled, whose
-row of the next draw is masked, and what a drawn token forces. The grammars themselves are
-engine/grammar/'s.
+"""Constraints: the engine's use of grammars: the requests that wait for the compilation of theirs,
+the masks of the rows to sample, and the tokens that a grammar forces. Grammars themselves are
+implemented in engine/grammar/.
 
-A request that waits takes part in no step, and others pass it; `poll` finds those whose wait is
-over. The service is made by `prepare`, or when the first request with a grammar comes: an engine
-that is not prepared and never sees one starts no thread and no process for it, and reads no
-vocabulary. Engine thread only.
+A waiting request takes part in no step and delays no other; `poll` returns those whose wait is
+over. The service is created by `prepare`, or when the first request with a grammar arrives: an
+engine without such requests starts no thread and no process for it, and reads no vocabulary. Engine
+thread only.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MakeService = Callable[[], "GrammarService"]
 
 
 class Constraints:
-    """See the module.
+    """Compiles the grammars of requests, and masks their logits.
 
     Args:
-        make_service: must not block. None: this engine's model has no tokenizer to constrain, and
-            every grammar is refused by name.
-        jump_forward: as in EngineConfig.
+        make_service: creates the GrammarService without blocking; None: the model has no tokenizer,
+            and every grammar is rejected by name.
+        jump_forward: EngineConfig.jump_forward.
     """
 
     def __init__(
@@ -52,14 +52,12 @@ class Constraints:
 
     @property
     def has_waiting(self) -> bool:
-        """Somebody waits for a grammar."""
+        """Whether a request waits for a grammar."""
         return bool(self._waiting)
 
     def ask(self, request: Request) -> Compilation | None:
-        """Have the request's grammar compiled, if it has one. Never waits.
-
-        Raises: InvalidRequest naming what is wrong with it; GrammarBusy.
-        """
+        """Start to compile the request's grammar, if it has one, without waiting. Raises:
+        InvalidRequest naming what is wrong with it; GrammarBusy."""
         spec = request.sampling.grammar
         if spec is None:
             return None
@@ -69,8 +67,8 @@ class Constraints:
         return service.submit(spec, request.cache_root)
 
     def prepare(self) -> None:
-        """Have ready what the first grammar would wait for. Blocks while it reads the vocabulary:
-        before the first request."""
+        """Create the service and read the vocabulary now, so that the first grammar does not wait
+        for it. Blocks; called before the first request."""
         service = self._made_service()
         if service is not None:
             service.prepare()
@@ -83,37 +81,40 @@ class Constraints:
     # -- waiting
 
     def is_ready(self, group: Group) -> bool:
-        """It has no grammar, or a compiled one, or an error for one."""
+        """Whether the request has no grammar, or its compilation has ended, with an error or
+        without."""
         return group.compilation is None or group.compilation.is_done
 
     def wait_for(self, group: Group) -> None:
-        """`poll` gives it back once it is ready."""
+        """Add a request to those that `poll` returns once their grammar is ready."""
         self._waiting[group.request.request_id] = group
 
     def forget(self, group: Group) -> None:
-        """It ended. A compilation that no other request waits for ends with it."""
+        """Drop a request that ended; its compilation ends, too, if no other request waits for
+        it."""
         self._waiting.pop(group.request.request_id, None)
         if group.compilation is not None and self._service is not None:
             self._service.release(group.compilation)
             group.compilation = None
 
     def poll(self) -> list[Group]:
-        """Those whose wait is over, in the order in which it began."""
+        """Return the requests whose wait is over, in the order in which they began to wait."""
         ready = [group for group in self._waiting.values() if self.is_ready(group)]
         for group in ready:
             del self._waiting[group.request.request_id]
         return ready
 
     def wait(self, timeout_s: float) -> None:
-        """Until one that waits may be ready, for at most this long."""
+        """Wait until a request may be ready, for at most `timeout_s` seconds."""
         for group in self._waiting.values():
             if group.compilation is not None:
                 group.compilation.wait(timeout_s)
                 return
 
     def enter(self, group: Group) -> EngineError | None:
-        """Put the request's first sample at the beginning of its grammar, and follow the output
-        tokens that it has. Returns: why it cannot go on."""
+        """Set the request's first sample to the beginning of its grammar, and advance it by the
+        output tokens that the sample has. Returns: the error that ends the request; None: it can
+        continue."""
         if group.compilation is None:
             return None
         if group.compilation.error is not None:
@@ -137,24 +138,27 @@ class Constraints:
     # -- the step
 
     def begin_masks(self, rows: Sequence[GrammarState | None]) -> Masks | None:
-        """Begin to make the masks of these rows of logits; None for a row without grammar. Returns:
-        None if no row needs one."""
+        """Begin to fill the masks of rows of logits, each with its grammar state, or None without
+        grammar. Returns: None if no row needs one."""
         if self._service is None or not any(row is not None for row in rows):
             return None
         return Masks(self._service, rows)
 
     def forced(self, sample: Sample) -> tuple[int, ...]:
-        """The tokens that the sample's grammar makes of what follows; empty where the model is
-        asked all the same. Taking them changes nothing but time: each is the only one that its
-        mask allows. Where other processors have a say in each token (hard masks), or the model must
-        be asked for its log probability, tokens are drawn one by one."""
+        """Return the tokens that the sample's grammar forces next; empty if the model must be
+        asked.
+
+        Each is the only token that its mask allows, so that they only save time. Tokens are sampled
+        one by one if other processors affect each token (hard masks), or log probabilities are
+        wanted.
+        """
         if sample.grammar is None or self._jump_forward != "tokens":
             return ()
         return sample.grammar.forced() if _may_jump(sample.request.sampling) else ()
 
     def retokenized(self, sample: Sample, token_id: int) -> tuple[int, ...]:
-        """What a drawn token becomes where forced text is cut into tokens anew, together with it
-        (`jump_forward=retokenize`); else itself."""
+        """Return the tokens that replace a sampled one if forced text is tokenized together with it
+        (`jump_forward=retokenize`); else that token alone."""
         if (
             sample.grammar is None
             or self._jump_forward != "retokenize"
@@ -164,12 +168,12 @@ class Constraints:
         return sample.grammar.retokenized(token_id) or (token_id,)
 
     def close(self) -> None:
-        """End the service's threads and process. Those who wait get its error."""
+        """End the service's threads and process. Waiting requests get its error."""
         if self._service is not None:
             self._service.close()
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError."""
+        """Check the set of waiting requests. Raises: IntegrityError."""
         if self._service is not None:
             self._service.check_integrity()
 
@@ -184,7 +188,7 @@ def _may_jump(one: Sampling) -> bool:
 
 
 def end_token_ids(sampling: Sampling, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Tokens that may end an output: EOS unless it is ignored, and stop token ids."""
+    """Return the tokens that may end an output: EOS unless it is ignored, and stop token ids."""
     ends = sampling.stop_token_ids
     if sampling.ignore_eos:
         return ends
@@ -192,7 +196,7 @@ def end_token_ids(sampling: Sampling, eos_token_ids: frozenset[int]) -> frozense
 
 
 class Masks:
-    """The masks of one step's rows on their way. Made before the model runs."""
+    """The masks of one step's rows, which are being filled. Created before the model runs."""
 
     def __init__(self, service: GrammarService, rows: Sequence[GrammarState | None]) -> None:
         self._service = service
@@ -200,19 +204,19 @@ class Masks:
         service.filler.submit([row for row in rows if row is not None])
 
     def wait(self) -> None:
-        """Until their states may be touched again."""
+        """Wait until the grammar states may be changed again."""
         self._service.filler.wait([row for row in self._rows if row is not None], None)
 
     def masked(
         self, draws: Sequence[SamplingRequest], rows: Sequence[int]
     ) -> list[SamplingRequest | None]:
-        """The draws with their rows' masks; those without a grammar as they were, so that their
-        traces name none. None: the mask is late, and the row draws in a later step. At least one
-        draw is there: the step waits a moment for all masks, and if it has no other draw, until it
-        has.
+        """Return the sampling requests with their rows' masks; rows without a grammar are
+        unchanged. None: the mask is late, and the row samples in a later step.
 
-        Args:
-            rows: the row of each draw.
+        At least one request is not None: the step waits a moment for all masks, and, if no row is
+        ready then, until one is.
+
+        Args: rows: the row of each request.
         """
         filler = self._service.filler
         states = [(place, self._rows[row]) for place, row in enumerate(rows)]

@@ -1,12 +1,12 @@
-"""DecodeRows: who takes part in a launch (engine/in_flight.py), and its rows. A launch is made of
-samples that compute some tokens and, if those are their last, draw the next by draws that the model
-makes by itself; for anything else the answer is None: a plain step. Prompts are launched where the
-model `takes_prompts`.
+"""DecodeRows: builds the rows of a launch (engine/in_flight.py). Each sample of a launch computes
+some tokens and, if those are its last, samples the next with parameters that the model supports
+in launches; for any other step the result is None, and a plain step is run. Prompts are launched
+if the model `takes_prompts`.
 
-A step is planned before the tokens of the one before are known: everybody goes on who is not known
-to end. Known is the length (engine/scheduler.py:predict); a row too many of who ends by its token
-is engine/in_flight.py's matter. Takes blocks for the tokens it plans, evicts for them, but never
-takes them from anybody. Engine thread only.
+A step is planned before the tokens of the previous one are known, for all sequences that are not
+known to end. An end by length is known (engine/scheduler.py:predict); a row of a sequence that ends
+by its token is left over (engine/in_flight.py). It allocates blocks for the planned tokens,
+evicting cached ones, but preempts no sequence. Engine thread only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Part(NamedTuple):
     num_tokens: int
     draw: SamplingRequest | None
     has_drawn: bool
-    """Before this launch."""
+    """Whether the sequence has sampled a token before this launch."""
 
     @property
     def end(self) -> int:
@@ -40,12 +40,13 @@ class _Part(NamedTuple):
 
 
 class DecodeRows:
-    """See the module.
+    """Builds the rows of launches.
 
     Args:
-        ahead: None: always a plain step.
-        clears_blocks: those that are entered; for a model that reads what was not written.
-        takes_prompts: False: never with a prompt, whatever the model takes.
+        ahead: the model's launches; None: every step is a plain one.
+        clears_blocks: whether blocks are zeroed before they are written, for a model that reads
+            slots that were not written.
+        takes_prompts: False: never launch a prompt, even if the model supports it.
     """
 
     def __init__(
@@ -64,10 +65,9 @@ class DecodeRows:
         self.takes_prompts = takes_prompts and ahead is not None and ahead.takes_prompts
 
     def of_plan(self, planned: Iterable[tuple[Sequence, int]]) -> list[Planned] | None:
-        """Rows of a step whose tokens are all known.
+        """Build the rows of a step whose tokens are all known; None: only a plain step can run it.
 
-        Args:
-            planned: (sequence, number of its pending tokens), which has the blocks for them.
+        Args: planned: (sequence, number of its pending tokens), which have their blocks.
         """
         parts = self._parts(list(planned), {})
         return None if parts is None else self._rows(parts)
@@ -79,14 +79,16 @@ class DecodeRows:
         *,
         has_prompts: Callable[[], bool],
     ) -> list[Planned] | None:
-        """Rows of the step after one that is in flight.
+        """Build the rows of the step after one that is in flight; None: only a plain step can run
+        it.
 
         Args:
-            live: who is in flight.
-            following: who is planned, maybe without blocks. Who is known to end by then is left
-                out.
-            has_prompts: whether somebody waits who has a prompt to compute. Then nobody is planned
-                who would keep it from the place or the blocks of one that is known to end.
+            live: the sequences in flight, with their rows.
+            following: the planned sequences, maybe without blocks. Those that are known to end by
+                then are left out.
+            has_prompts: whether a sequence with a prompt to compute waits. If so, and a sequence is
+                known to end, the result is None, so that the waiting one gets the place and the
+                blocks.
         """
         if following.is_decoding:
             return self._decodes_after(live, following.planned, has_prompts)
@@ -112,8 +114,8 @@ class DecodeRows:
         planned: Iterable[tuple[Sequence, int]],
         has_prompts: Callable[[], bool],
     ) -> list[Planned] | None:
-        """`after` where everybody decodes. The host does it in each step, for each row: what
-        `_parts` and `_rows` do in three loops and three calls is one of each here."""
+        """Build the rows of `after` for a step in which all sequences decode: in one loop, instead
+        of the three of `_parts` and `_rows`, since it runs for each row of each step."""
         ahead, size = self._ahead, self._cache_manager.block_size
         if ahead is None:
             return None
@@ -164,7 +166,7 @@ class DecodeRows:
     def _parts(
         self, planned: list[tuple[Sequence, int]], live: Mapping[Key, Planned]
     ) -> list[_Part] | None:
-        """None where only a plain step can."""
+        """Return the parts of a launch; None if only a plain step can run the plan."""
         ahead = self._ahead
         # Nothing is made before it is known of all of them: such steps are often of many.
         if ahead is None or not 0 < len(planned) <= ahead.max_rows:
@@ -187,7 +189,8 @@ class DecodeRows:
     def _part(
         self, ahead: DecodesAhead, sequence: Sequence, num_tokens: int, row: LaunchRow | None
     ) -> _Part | None:
-        """Args: row: what it has in the launch before."""
+        """Return one sequence's part; None if only a plain step can run it. Args: row: its row in
+        the launch before."""
         group = sequence.group
         start, num_all = sequence.num_computed_tokens, len(sequence.token_ids)
         has_drawn = sequence.state is State.RUNNING
@@ -213,8 +216,8 @@ class DecodeRows:
         return _Part(sequence, start, num_tokens, draw, has_drawn) if ahead.takes(draw) else None
 
     def grow_by_one(self, sequences: Iterable[Sequence]) -> bool:
-        """Take the blocks that these lack for their last token, the only one that they have to
-        compute. False: there are not enough, and none was taken."""
+        """Allocate the blocks that these sequences lack for their only pending token. Returns:
+        False if there are too few; none is allocated then."""
         size = self._cache_manager.block_size
         growing = [
             (one, len(one.token_ids))
@@ -224,10 +227,10 @@ class DecodeRows:
         return not growing or self._grow(growing)
 
     def _grow(self, growing: list[tuple[Sequence, int]]) -> bool:
-        """Take the blocks that are missing. False: there are not enough, and none was taken.
+        """Allocate missing blocks. Returns: False if there are too few; none is allocated then.
 
-        Args:
-            growing: who lacks some, or shares its last one; where its tokens of the step end.
+        Args: growing: sequences that lack blocks, or share their tail block, with the end of their
+            tokens in the step.
         """
         num_missing = 0
         for sequence, end in growing:
@@ -258,11 +261,8 @@ class DecodeRows:
         return MixedRow(sequence.key, token_ids, start, table[:num_blocks], draw)
 
     def _entered(self, sequence: Sequence, start: int, end: int, clears: bool) -> tuple[int, ...]:
-        """Its blocks, before its tokens [start, end) are written into them.
-
-        Args:
-            clears: the last one, if they are the first in it and do not fill it.
-        """
+        """Return the sequence's blocks, before its tokens [start, end) are written to them. Args:
+        clears: zero the last block, if the tokens are the first in it and do not fill it."""
         size = self._cache_manager.block_size
         last_block_start = (end - 1) // size * size
         if clears and start <= last_block_start and end < last_block_start + size:
@@ -274,5 +274,5 @@ class DecodeRows:
 
 
 def _is_mixed(parts: Iterable[_Part]) -> bool:
-    """Some of them are no decodes."""
+    """Return whether some part is not a single decode token."""
     return any(part.draw is None or part.num_tokens > 1 for part in parts)

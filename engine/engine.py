@@ -83,8 +83,8 @@ from engine.speculation.remote import DraftPeer
 from engine.warm_up import warm_up
 
 IDLE_WAIT_S = 0.002
-"""Seconds that a step waits if it has nothing to compute yet. Short beside a compilation, long
-beside a look at the waiting requests; guessed."""
+"""Longest time in seconds that a step waits if it has nothing to compute yet. It is short compared
+to a compilation, and long compared to a check of the waiting requests; guessed."""
 
 _MAY_DETACH = STARTED | {
     State.WAITING_FOR_GRAMMAR,
@@ -112,21 +112,21 @@ class LLMEngine:
         draft_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take memory for the KV cache.
+        """Allocate the KV cache.
 
         Args:
-            parking: where swapped blocks go; None: into this process' memory.
-            make_grammars: called when the first request with a grammar comes; None: they are
-                refused.
-            proposers: what proposes draft tokens; None: as `config.speculation` says.
-            draft_bytes: memory that they hold on the model's device.
-            clock: seconds; for the metrics, and for the cost of draft tokens.
-        Raises: TooFewBlocks; SettingsError for a preemption that the device cannot do.
+            parking: stores swapped blocks; None: they are stored in this process's memory.
+            make_grammars: called when the first request with a grammar arrives; None: such requests
+                are rejected.
+            proposers: the proposers of draft tokens; None: those that `config.speculation` names.
+            draft_bytes: device memory that the proposers' models hold.
+            clock: returns the time in seconds, for the metrics and the cost of draft tokens.
+        Raises: TooFewBlocks; SettingsError for a preemption that the device does not support.
         """
         self.config = config
         self._clock = clock
         self._undelivered: list[RequestOutput] = []
-        """Outputs of a step that an exception cut short: the next step returns them."""
+        """Outputs of a step that an exception interrupted; the next step returns them."""
         self._model = model
         self._proposers = proposers or ()
         window = model.info.context_window
@@ -225,42 +225,37 @@ class LLMEngine:
 
     @property
     def park_bytes(self) -> int:
-        """Bytes of host memory that swapped blocks may take; 0: nothing is ever swapped."""
+        """Host memory in bytes that swapped blocks may use; 0: nothing is ever swapped."""
         if self.config.preemption != "swap":
             return 0
         return self.config.park_bytes or self.kv.num_blocks * self.kv.layout.block_bytes
 
     def use_parking(self, parking: Parking) -> None:
-        """Set where swapped blocks go, for a caller that can make a parking only after the engine
-        is loaded.
-
-        Raises: WrongState if nothing is ever swapped, or a request is live already.
-        """
+        """Set the store of swapped blocks, for a caller that can create it only after the engine is
+        loaded. Raises: WrongState if nothing is ever swapped, or a request is live already."""
         if not self.park_bytes or self._groups:
             raise WrongState("a parking is for an engine that swaps and has no request yet")
         self._preemptor.use_parking(parking)
 
     def prepare_grammars(self) -> None:
-        """Read the vocabulary now, so that the first grammar does not wait for it; blocks
-        meanwhile, seconds for a large one. Call it before the first request."""
+        """Read the vocabulary now, so that the first grammar does not wait for it. Blocks, seconds
+        for a large vocabulary; call it before the first request."""
         self._constraints.prepare()
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Run the model once per kind of batch, so that the first request does not pay for it.
-        Writes no KV."""
+        """Run the model once per kind of batch, so that the first request does not wait for
+        compilation and allocation. Writes no KV."""
         most = self.config.max_num_tokens_per_step, self.config.max_num_running
         warm_up(self._model, self._ahead, *most, progress)
 
     # -- a request's life
 
     def reserve(self, request: Request) -> Reservation:
-        """Allocate blocks for a request; share those of its prompt that are cached.
+        """Allocate blocks for a request, sharing those of its longest cached prefix.
 
-        The shared prefix ends at least one token before the prompt does, because its last token
-        must be computed to sample the next one.
-
-        Raises: NoBlocks (nothing was allocated; also while preempted requests wait for blocks),
-            RequestTooLong, InvalidRequest, DuplicateRequest.
+        The shared prefix ends at least one token before the prompt does, because the last token
+        must be computed to sample the next one. Raises: NoBlocks (no block is allocated then; also
+        while preempted requests wait for blocks), RequestTooLong, InvalidRequest, DuplicateRequest.
         """
         return self._input_processor.reserve(request)
 
@@ -272,21 +267,21 @@ class LLMEngine:
         outputs: Values[Values[int]] = (),
         beam_start: Values[tuple[int, float]] = (),
     ) -> None:
-        """Let a reserved request take part in steps. From here on its blocks belong to the engine.
+        """Let a reserved request take part in steps. From now on only the engine writes its blocks.
 
         Args:
-            num_loaded_tokens: tokens whose KV is in its blocks now, counted from the first, the
-                local prefix included. Full blocks below enter the prefix cache. 0 where nothing was
-                loaded. If nothing is left to compute, the last token is computed again: its logits
-                are needed.
-            outputs: sampled already by another engine: one list for each sample, or none. They
-            count
-                as output. Of several samples, one that its tokens end (EOS, stop token, length)
-                takes no part and has no event.
-            beam_start: of the output with which another engine ended its part of a beam search.
-        Raises: UnknownRequest, WrongState, InvalidRequest, NoBlocks (blocks quarantined before
-            could not be replaced); nothing changed, a later call may succeed. Outputs that are not
-            in the request's grammar end it instead, with an event of the next step.
+            num_loaded_tokens: number of first tokens whose KV is in its blocks now, the local
+                prefix included; 0 if nothing was loaded. Full blocks of them are inserted into the
+                prefix cache. If nothing is left to compute, the last token is computed again, since
+                its logits are needed.
+            outputs: the output tokens that another engine has sampled, one list for each sample, or
+                none. Of several samples, one that its tokens end (EOS, stop token, length) takes no
+                part and has no output.
+            beam_start: the candidates in the output with which another engine ended its part of a
+                beam search.
+        Raises: UnknownRequest, WrongState, InvalidRequest, NoBlocks (quarantined blocks could not
+            be replaced); nothing changes then, and a later call may succeed. Outputs that the
+            request's grammar does not allow end it instead, with an output of the next step.
         """
         group = self._group(request_id, State.RESERVED)
         self._input_processor.start(group, num_loaded_tokens, outputs, tuple(beam_start))
@@ -300,16 +295,17 @@ class LLMEngine:
         self._input_processor.submit(request)
 
     def detach(self, request_id: str) -> DetachedRequest:
-        """Take a started request out of the steps as it stands, so that another engine can continue
-        it. It is HOLDING then: its blocks stay readable until `release`, and no output of it
-        follows.
+        """Take a started request out of the steps in its present state, so that another engine can
+        continue it. It is HOLDING then: its blocks stay readable until `release`, and it has no
+        further output.
 
-        Nothing of it is in flight afterwards, so no byte of its blocks changes before `release`. A
-        token that a pending step samples for it is dropped; the other engine samples it again. What
-        a preempted request lost is not recomputed: it holds what the prefix cache still has.
+        No step of it is in flight afterwards, so that no byte of its blocks changes before
+        `release`. A token that a pending step samples for it is dropped; the other engine samples
+        it again. KV that a preempted request lost is not recomputed: the request has the blocks
+        that the prefix cache still has.
 
-        Raises: UnknownRequest; WrongState for a request that was not started or has ended, or of
-            several samples or beams, each of which has blocks of its own; nothing changed.
+        Raises: UnknownRequest; WrongState for a request that was not started or has ended, or has
+            several samples or beams; nothing changes then.
         """
         group = self._group(request_id)
         if group.num_rows > 1 or group.request.beam is not None:
@@ -339,29 +335,23 @@ class LLMEngine:
         )
 
     def release(self, request_id: str) -> None:
-        """HOLDING -> FINISHED: the blocks are not read any more. Raises: UnknownRequest,
+        """Free the blocks of a HOLDING request, which is FINISHED then. Raises: UnknownRequest,
         WrongState."""
         group = self._group(request_id, State.HOLDING)
         outcome = "finished" if group.request.hold_after is not None else "moved"
         self._output_processor.end(group, State.FINISHED, outcome)
 
     def abort(self, request_id: str) -> None:
-        """End a request in any state and give its blocks back. Does nothing for a request that is
-        not live.
-
-        Blocks that a transfer may still write into must be quarantined before.
-        """
+        """End a request in any state and free its blocks. Does nothing for a request that is not
+        live. Blocks that a transfer may still write must be quarantined before."""
         group = self._groups.get(request_id)
         if group is not None:
             self._output_processor.end(group, State.ABORTED, "aborted")
 
     def finish_sample(self, request_id: str, sample_index: int) -> None:
-        """End one sample and give its blocks back; the others go on. The last one ends the request.
-        Does nothing for one that is not live. No output follows, but one of an earlier step may
-        still be undelivered.
-
-        Raises: InvalidRequest for an index that the request does not have.
-        """
+        """End one sample and free its blocks; the others continue. The end of the last sample ends
+        the request. Does nothing for a sample that is not live. An output of an earlier step may
+        still follow. Raises: InvalidRequest for an index that the request does not have."""
         group = self._groups.get(request_id)
         if group is None:
             return
@@ -370,11 +360,9 @@ class LLMEngine:
         self._output_processor.finish_sample(group, sample_index)
 
     def preempt(self, request_id: str, sample_index: int = 0) -> None:
-        """Take a started sample's blocks away now, as if others needed them: it goes on later, to
-        the same tokens. For drills and tests.
-
-        Raises: UnknownRequest, WrongState for one that has no blocks which may be taken.
-        """
+        """Preempt a started sample now; it continues later with the same tokens. For drills and
+        tests. Raises: UnknownRequest, WrongState for a sample without blocks that may be
+        preempted."""
         self._group(request_id)
         if not self._scheduler.preempt((request_id, sample_index)):
             raise WrongState(f"{request_id}/{sample_index} has no blocks that may be taken")
@@ -382,55 +370,50 @@ class LLMEngine:
     # -- quarantine
 
     def quarantine(self, request_id: str, block_ids: Iterable[int]) -> None:
-        """A transfer may still touch these blocks: keep them out of use until as many
-        `unquarantine`.
+        """Keep blocks that a transfer may still access out of use until `unquarantine` was called
+        as often.
 
-        RESERVED: they leave the request (they must not be of its local prefix) and `start` takes
-            others in their place.
-        Later states: the transfer can only be reading, so the request goes on using them, and they
-            are kept out of use once it lets them go.
-        Raises: UnknownRequest, WrongState for a block that is not the request's own; nothing was
-            done.
+        A RESERVED request loses the blocks, which must not be of its local prefix, and `start`
+        replaces them. In later states the transfer only reads: the request keeps using the blocks,
+        and they are kept out of use once it frees them. Raises: UnknownRequest, WrongState for a
+        block that is not the request's own; nothing is done then.
         """
         self._cache_manager.quarantine(self._group(request_id), tuple(block_ids))
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
-        """The transfer is over. Raises: WrongState naming a block that is not quarantined; nothing
-        was done."""
+        """End one `quarantine` of each block. Raises: WrongState naming a block that is not
+        quarantined; nothing is done then."""
         self._pool.unhold(tuple(block_ids))
 
     def refill(self, request_id: str) -> tuple[int, ...]:
-        """New blocks for a RESERVED request in place of those that were quarantined, now instead of
-        at `start`. Returns: all of its blocks in order, HOLE (-1) for one that there is none for.
-        Raises: UnknownRequest, WrongState."""
+        """Replace quarantined blocks of a RESERVED request now instead of at `start`. Returns: all
+        of its blocks in order, HOLE (-1) for one that cannot be replaced. Raises:
+        UnknownRequest, WrongState."""
         sequence = self._group(request_id, State.RESERVED).prompt
         with contextlib.suppress(NoBlocks):  # `start` tries again, and says so
             self._cache_manager.fill_holes(sequence)
         return tuple(sequence.block_ids)
 
     def hold_cached(self, chain_hashes: Values[bytes], first: int = 0) -> tuple[int, ...]:
-        """Keep cached blocks as they are, for a reader: blocks [first, ..) of the longest prefix of
-        this chain that the prefix cache has, of whatever request, live or over, or failed by then.
-        They are quarantined until as many `unquarantine`.
-
-        Returns: their ids; the first of them is the chain's block `first`.
-        """
+        """Quarantine cached blocks for a reader: those from index `first` on of the chain's longest
+        cached prefix, whichever request computed them. They are kept until `unquarantine` was
+        called as often. Returns: their ids, in order."""
         return self._cache_manager.hold_cached(chain_hashes, first)
 
     def lend_blocks(self, num_blocks: int) -> tuple[int, ...]:
-        """Scratch blocks for a caller that is not a request (link measurement), which may write
-        into them and returns them soon: at most `num_blocks`, at most half of the free ones, none
-        while preempted requests wait. Nothing is evicted for them."""
+        """Lend scratch blocks to a caller that is not a request (link measurement), which may write
+        them and must return them soon: at most `num_blocks`, at most half of the free ones, none
+        while preempted requests wait. Nothing is evicted for them. Returns: their ids."""
         return () if self._scheduler.has_preempted else self._cache_manager.lend_blocks(num_blocks)
 
     def return_blocks(self, block_ids: Iterable[int]) -> None:
-        """End of `lend_blocks`; nothing may touch them any more. Raises: WrongState for a block
-        that is not lent; nothing was done."""
+        """Free blocks that `lend_blocks` returned; no transfer may access them any more. Raises:
+        WrongState for a block that is not lent; nothing is done then."""
         self._cache_manager.return_blocks(tuple(block_ids))
 
     def block_ids(self, request_id: str, sample_index: int = 0) -> tuple[int, ...]:
-        """The blocks of a live sample in order, -1 for one that was quarantined before `start`.
-        Raises: UnknownRequest."""
+        """Return the blocks of a live sample in order, -1 for one that was quarantined before
+        `start`. Raises: UnknownRequest."""
         sequence = self._group(request_id).samples.get(sample_index)
         if sequence is None:
             raise UnknownRequest(f"request {request_id} has no live sample {sample_index}")
@@ -441,53 +424,53 @@ class LLMEngine:
     def load_adapter(
         self, name: str, folder: Path, progress: Progress | None = None
     ) -> AdapterInfo:
-        """Let requests use a LoRA adapter. Raises: what engine/lora/manager.py:LoraManager.load
-        raises."""
+        """Load a LoRA adapter and make it available to requests. Raises: InvalidAdapter,
+        TooManyAdapters, AdapterInUse (LoraManager.load)."""
         return self._model.adapters.load(name, folder, progress)
 
     def adapter_limits(self) -> LoraLimits:
-        """What an adapter is read with that `install_adapter` shall take. Raises: InvalidAdapter
-        where this model takes none."""
+        """Return the limits for reading an adapter that `install_adapter` will accept. Raises:
+        InvalidAdapter if the model supports no adapters."""
         return self._model.adapters.reading_limits()
 
     def install_adapter(self, name: str, adapter: Adapter) -> AdapterInfo:
-        """`load_adapter` for one that was read before, maybe by another thread. Raises: what
-        engine/lora/manager.py:LoraManager.install raises."""
+        """Make a LoRA adapter available that was read before, maybe by another thread. Raises:
+        InvalidAdapter, TooManyAdapters, AdapterInUse (LoraManager.install)."""
         return self._model.adapters.install(name, adapter)
 
     def unload_adapter(self, name: str) -> None:
-        """Raises: UnknownAdapter; AdapterInUse while live requests name it."""
+        """Remove a LoRA adapter. Raises: UnknownAdapter; AdapterInUse while live requests name
+        it."""
         self._model.adapters.unload(name)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
-        """What is loaded."""
+        """Return the loaded adapters, in the order of loading."""
         return self._model.adapters.infos()
 
     # -- the step
 
     def has_work(self) -> bool:
         """Whether `step` would compute or return anything. False also if all blocks belong to
-        reserved or held requests: a call must free some first. A pending step counts as work if one
-        of its sequences is live."""
+        reserved or held requests, one of which must be released first. A pending step counts as
+        work if one of its sequences is live."""
         has_outputs = bool(self._undelivered)
         return has_outputs or self._input_processor.has_waiting or self._scheduler.has_work()
 
     @property
     def is_device_behind(self) -> bool:
-        """Whether the device may still write into blocks that an output named or that are free: a
-        plain step gave it work, and no sampled token was waited for since. False while only steps
-        that run ahead are pending, because the blocks that they write are kept until they end."""
+        """Whether the device may still write blocks that an output named or that are free: a plain
+        step was queued, and no sampled token was waited for since. False while only launched
+        steps are pending, because the blocks that they write are kept until they end."""
         return self._runner.is_device_behind
 
     def step(self) -> StepOutput:
-        """One forward pass over all scheduled sequences, and one sampled token for each whose last
+        """Run one forward pass over all scheduled sequences, and sample a token for each whose last
         token was in it.
 
-        If the model can, the step after this one is begun, too (`EngineConfig.overlap`); only the
-        time that the next call takes shows it. With nothing to compute while a request waits for a
-        grammar or for swapped bytes, it waits for those, at most IDLE_WAIT_S. An exception of the
-        model leaves every request as it was before; outputs of a step that it cut short come with
-        the next one.
+        If the model supports it, the next step is begun, too (`EngineConfig.overlap`), which only
+        changes timing. With nothing to compute while a request waits for a grammar or for swapped
+        blocks, it waits for those for at most IDLE_WAIT_S. An exception of the model leaves every
+        request as it was; outputs of an interrupted step are returned by the next one.
         """
         began_s = self._clock()
         self._undelivered += self._input_processor.admit_ready(self._clock)
@@ -549,8 +532,8 @@ class LLMEngine:
         return group
 
     def close(self) -> None:
-        """End the pending step, the threads and the process that compile grammars, the draft models
-        and the processes of other ranks. No step may follow."""
+        """End the pending step, the threads and the process that compile grammars, the draft
+        models, and the processes of other ranks. No step may follow."""
         with contextlib.ExitStack() as stack:  # the last first; each, whatever another raises
             stack.callback(self._model.close)
             stack.callback(close_proposers, self._proposers)
@@ -558,23 +541,20 @@ class LLMEngine:
             stack.callback(self._in_flight.close)
 
     def check_alive(self) -> None:
-        """For when there is nothing to do; cheap. Raises: RankFailed when a process that computes a
-        part of the model has ended: no step will ever succeed."""
+        """Check that all processes of the model are alive; cheap, for idle times. Raises:
+        RankFailed if one has ended, after which no step can succeed."""
         self._model.check_alive()
 
     def watch(self, tell: Callable[[], None]) -> None:
-        """Have `tell` called, from another thread, when `check_alive` would raise from now on. It
-        must not block."""
+        """Register a callback for the moment from which `check_alive` raises. It is called from
+        another thread and must not block."""
         self._model.watch(tell)
 
     # -- accounts
 
     def check_integrity(self) -> None:
-        """Recompute every block's class and reference count from the live requests, and everything
-        else that is counted.
-
-        Raises: IntegrityError.
-        """
+        """Recompute every block's class and reference count from the live requests, and check all
+        other counts. Raises: IntegrityError."""
         self._cache_manager.check_integrity(self._groups)
         self.kv.check_integrity()
         self._scheduler.check_integrity()
@@ -594,13 +574,13 @@ class LLMEngine:
         )
 
     def stats(self) -> EngineStats:
-        """Levels and counts now."""
+        """Return the present levels, and counts since start."""
         return compute_stats(
             self._groups, self._cache_manager, self._totals, self._preemptor.num_by_cause
         )
 
     def metrics(self) -> MetricsSnapshot:
-        """How fast it is and was."""
+        """Return latencies, throughputs and counts since start."""
         return self._metrics.snapshot()
 
 
@@ -613,13 +593,13 @@ def load_engine(
     draft_peers: Values[DraftPeer] = (),
 ) -> LLMEngine:
     """Load an engine that is ready for its first request: checkpoint, model, draft models, cache,
-    warm-up, in this order, because each takes of the memory that those before it left.
+    warm-up, in this order, because each uses memory that the ones before it left.
 
     Args:
-        prepares_grammars: call `LLMEngine.prepare_grammars`, which takes memory.
+        prepares_grammars: call `LLMEngine.prepare_grammars`, which needs memory.
         draft_peers: the channels to `speculation.draft_workers`.
     Raises: LoadError (missing or broken checkpoint, model type, too few blocks), errors of
-        checkpoints.resolve; each one line that says what is wrong and how to fix it.
+        checkpoints.resolve; each in one line that says what is wrong and how to fix it.
     """
     # Imported here: they import transformers, which takes as long as all the rest, and which an
     # engine over a model that was not loaded does without.

@@ -39,55 +39,53 @@ from process.errors import (
 
 
 class EngineError(BatonError):
-    """Root of the engine's errors."""
+    """Base class of the engine's errors."""
 
 
 Error = TypeVar("Error", bound=EngineError)
 
 
 def fresh(error: Error) -> Error:
-    """The same error without traceback, cause or context: for one that is kept and handed to many.
-
-    A raised exception grows by the frames of everyone it was raised for.
-    """
+    """Return a copy of an error without traceback, cause or context, for an error that is stored
+    and raised several times: a raised exception keeps the frames of every place where it was
+    raised."""
     other = type(error).__new__(type(error), *error.args)
     other.__dict__.update(error.__dict__)
     return other
 
 
 class NoBlocks(EngineError, NoCapacity):
-    """Not enough free blocks now. Nothing was taken."""
+    """Raised if there are not enough free blocks now. No block was taken."""
 
 
 class InvalidRequest(InvalidArgument, EngineError):
-    """A field of the request is wrong; the message begins with its name."""
+    """Raised if a field of the request is wrong; the message begins with the field's name."""
 
 
 class RequestTooLong(InvalidRequest):
-    """The prompt leaves no room for output in the context window: it could never run."""
+    """Raised if the prompt leaves no room for output in the context window, so that the request can
+    never run."""
 
 
 class UnknownRequest(EngineError, NotFound):
-    """No live request has this id (never reserved, finished, or aborted)."""
+    """Raised if no live request has this id (never reserved, finished, or aborted)."""
 
 
 class DuplicateRequest(EngineError, AlreadyExists):
-    """A live request has this id."""
+    """Raised if a live request has this id already."""
 
 
 class WrongState(EngineError, FailedPrecondition):
-    """The call does not fit the request's state or its blocks."""
+    """Raised if a call does not fit the request's state or its blocks."""
 
 
 class InvalidLogits(EngineError, Internal):
-    """The model's logits for one request hold NaN or +inf, or are all -inf."""
+    """Raised if the model's logits for one request contain NaN or +inf, or are all -inf."""
 
 
 class EmptySupport(InvalidArgument, EngineError):
-    """The model's logits were sound, but what the request asked for left no token to draw.
-
-    `processors` names what was applied, in order, by name and parameter.
-    """
+    """Raised if the request's own processors mask every token, though the model's logits are
+    finite. `processors` names them in order, with parameters."""
 
     def __init__(self, processors: tuple[str, ...], position: int) -> None:
         named = ", ".join(processors)
@@ -97,46 +95,47 @@ class EmptySupport(InvalidArgument, EngineError):
 
 
 class ParkingRefused(EngineError, NoCapacity):
-    """There is no room to park a preempted request's blocks. Nothing was kept."""
+    """Raised if there is no room to park a preempted request's blocks. Nothing was stored."""
 
 
 class PolicyFailed(EngineError, Internal):
-    """The stop policy raised an exception when it saw this request."""
+    """Raised if the stop policy raised an exception for this request."""
 
 
 class LoadError(EngineError):
-    """The engine cannot start. The message is one line that says what is wrong and how to fix
-    it."""
+    """Raised if the engine cannot start. The message is one line that says what is wrong and how to
+    fix it."""
 
 
 class ModelNotSupported(LoadError):
-    """A model type, or a property of a model, that this engine would compute wrongly."""
+    """Raised for a model type, or a property of a model, that this engine would compute wrongly."""
 
 
 class TooFewBlocks(LoadError):
-    """The KV cache could not hold one request that fills the context window."""
+    """Raised if the KV cache cannot hold one request that fills the context window."""
 
 
 class IntegrityError(EngineError, Internal):
-    """A conservation law does not hold."""
+    """Raised if an invariant does not hold, which is a bug of the engine."""
 
 
 class RankFailed(EngineError, Unavailable):
-    """A process that computes a part of this engine's model is gone or too late: the engine is
-    over. One line: which, and how it ended."""
+    """Raised if a process that computes a part of this engine's model has ended or does not
+    respond: the engine cannot be used any more. One line names the process and how it ended."""
 
 
 class InvalidAdapter(InvalidRequest):
-    """An adapter that this engine would compute wrongly, or that does not fit the model."""
+    """Raised for an adapter that this engine would compute wrongly, or that does not fit the
+    model."""
 
 
 class UnknownAdapter(EngineError, NotFound):
-    """No adapter of this name is loaded."""
+    """Raised if no adapter of this name is loaded."""
 
 
 class AdapterInUse(WrongState):
-    """Live requests use the adapter. Nothing was done."""
+    """Raised if live requests use the adapter. Nothing was done."""
 
 
 class TooManyAdapters(EngineError, NoCapacity):
-    """The table of adapters is full. Nothing was done."""
+    """Raised if there is no slot or memory for another adapter. Nothing was done."""

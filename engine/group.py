@@ -1,12 +1,12 @@
-"""Group: one live request: its samples, and what they have in common. Engine thread only.
+"""Group: one live request: its samples, and the state that they share. Engine thread only.
 
-A group has one sequence up to its prompt's end. There it forks: one for each sample, which share
-all blocks so far; the block that holds the prompt's last tokens is copied by whoever writes it
-while another has it, too (engine/kv/cache_manager.py).
+A group has one sequence up to the end of its prompt. There it is forked: the samples share all
+blocks so far, and the block with the prompt's last tokens is copied on write while it is shared
+(engine/kv/cache_manager.py).
 
-A group that `is_whole` took all blocks that it may ever need before it began, and is never
-preempted: those its samples have not come to yet are its `spare_block_ids`. With F full prompt
-blocks, shared by all, and R more for each sample:
+A group that `is_whole` has all blocks that it may ever need from its begin, and is never preempted:
+those that its samples have not reached yet are its `spare_block_ids`. With F full prompt blocks,
+shared by all, and R more for each sample:
 
     spare + distinct blocks after the first F of its live samples == live samples * R
 """
@@ -38,9 +38,9 @@ _BY_PROGRESS = (
 
 
 def may_be_ahead(request: Request) -> bool:
-    """Its decode steps may be planned before their tokens are known: no token before has a say in
-    what is drawn, and nobody needs to look at it in between, or at more than the token. Whether
-    they are launched with its adapter is to be asked beside (LoraManager.is_launched)."""
+    """Return whether the request's decode steps may be planned before the previous tokens are
+    known: sampling does not depend on them, and nothing but the token is read of a step. Its
+    adapter is checked separately (LoraManager.is_launched)."""
     sampling = request.sampling
     return (
         request.beam is None
@@ -53,18 +53,20 @@ def may_be_ahead(request: Request) -> bool:
 
 
 def num_rows(request: Request) -> int:
-    """Rows of a batch that the request takes once its samples or beams part."""
+    """Return the number of rows of a batch that the request has once its samples or beams are
+    forked."""
     if request.beam is None:
         return request.num_samples
     return request.beam.num_beams if request.hold_after is None else 1
 
 
 class Group:
-    """See the module.
+    """One live request: its samples, and the state that they share.
 
     Attributes:
-        samples: the live ones, by index; one until the fork.
-        first_outputs: tokens that an earlier leg drew, per sample, to be taken at the fork.
+        samples: the live samples by index; one until the fork.
+        first_outputs: output tokens that another engine has sampled, per sample, which are appended
+            at the fork.
     """
 
     def __init__(
@@ -81,32 +83,34 @@ class Group:
         self.num_own_blocks = 0
         self.spare_block_ids: list[int] = []
         self.beam_start: Candidates = ()
-        """What an earlier leg made of the prompt."""
+        """The beam search candidates that another engine computed from the prompt."""
         self.beam_state: BeamState | None = None
         self.compilation: Compilation | None = None
         self.unwanted: set[int] = set()
-        """Samples that nobody wants, before the fork that would make them."""
+        """Indices of samples that were finished before the fork, which will not create them."""
         self.first_outputs: tuple[tuple[int, ...], ...] = ()
         self.samples: dict[int, Sequence] = {0: Sequence(self, state)}
 
     @property
     def prompt(self) -> Sequence:
-        """The one sequence there is before the fork."""
+        """The only sequence before the fork."""
         return self.samples[0]
 
     @property
     def is_continued(self) -> bool:
-        """An earlier leg has drawn what follows the prompt: its last token gives no draw."""
+        """Whether another engine has sampled the tokens after the prompt, so that nothing is
+        sampled from its last token."""
         return bool(self.first_outputs or self.beam_start)
 
     @property
     def num_places(self) -> int:
-        """Rows that each of its sequences stands for."""
+        """Number of rows that each of its sequences will have: before the fork that of all samples,
+        then 1."""
         return 1 if self.is_forked else self.num_rows
 
     @property
     def state(self) -> State:
-        """Of the request: that of the sample which is the furthest from its end."""
+        """The state of the request: that of the sample with the most work left."""
         if len(self.samples) == 1:
             for sequence in self.samples.values():
                 return sequence.state

@@ -1,22 +1,21 @@
-"""InFlight: the launches whose draws are not booked yet (DecodesAhead, engine/models/interface.py),
-or the plain step that was begun early (engine/runner.py), and what must not be touched because of
-them. Knows no scheduling and no events.
+"""InFlight: the launches whose results are not applied yet (DecodesAhead,
+engine/models/interface.py), or the plain step that was begun early (engine/runner.py), and the
+blocks that are held because of them. It knows no scheduling and no outputs.
 
-A launched step is the engine's next step, computed early: until it is booked, every sequence is as
-if it had not begun. So a sequence may end, lose its blocks or go away while a launch still has a
-row of it. Then the row is left over: its draw is thrown away, and the blocks that it writes into
-are held (quarantined, engine/kv/block_pool.py) until the launch was read: nobody gets them, no
-transfer writes into them. Its other blocks are only read for a draw that nobody wants: they go back
-at once.
+A launched step is the engine's next step, computed early: until its results are applied, every
+sequence has the state of before. So a sequence may end, be preempted or be detached while a launch
+still has a row of it. Then the row is left over: its sample is dropped, and the blocks that it
+writes are held (quarantined, engine/kv/block_pool.py) until the launch was read, so that they are
+neither allocated nor transferred. Its other blocks are only read, for a sample that is dropped, and
+are freed at once.
 
-The held ones count as free for whoever asks how many there are: `settle` makes them so, by waiting
-for the launch. So do those that the samples of a begun step have for guesses: whoever needs them
-gives the step up (`give_up_step`), and it is computed again. Nothing else of the engine's state
-tells that something is in flight.
+Held blocks count as available: `settle` frees them by waiting for the launch. So do blocks that
+samples of a begun step have for draft tokens: a caller that needs them gives the step up
+(`give_up_step`), and it is computed again. No other state of the engine depends on steps in flight.
 
 Invariants: at most two launches are unread, or one begun step has live rows; every live row
-computes the first tokens that its sequence has to compute, all of them if it draws; every block
-that a left-over row in an unread launch or step writes into is held. Engine thread only.
+computes the first pending tokens of its sequence, all of them if it samples; every block that a
+left-over row in an unread launch or step writes is held. Engine thread only.
 """
 
 from __future__ import annotations
@@ -36,44 +35,44 @@ Planned = tuple[Sequence, LaunchRow]
 
 
 class Begun(Protocol):
-    """A plain step that is under way."""
+    """Protocol of a plain step that was begun."""
 
     def draws(self) -> list[SamplerOutput]:
-        """Wait for it: its draws. Once."""
+        """Wait for the step and return its samples. Called once."""
         ...
 
     def wait(self) -> None:
-        """Until it touches the cache no more; nobody wants its draws."""
+        """Wait until the step no longer touches the cache; its samples are dropped."""
         ...
 
 
 class StepRow(NamedTuple):
-    """What a begun step computes of one sample: its last token, and guesses behind it."""
+    """The part of a begun step for one sample: its last token, and draft tokens after it."""
 
     key: Key
 
     position: int
-    """Of that token."""
+    """Position of the last token."""
 
     num_tokens: int
-    """Slots that are written, from that position on."""
+    """Number of slots that are written, from that position on."""
 
     block_ids: tuple[int, ...]
-    """That hold all tokens up to the last of them."""
+    """The blocks of all tokens up to the last one."""
 
 
 class Taken(NamedTuple):
     """A launch that was read."""
 
     planned: list[tuple[Sequence, int]]
-    """Its live rows' sequences, and how many tokens each computed."""
+    """The sequences of its live rows, and the number of tokens that each computed."""
 
     drawn: list[SamplerOutput]
-    """By those that draw, in their order."""
+    """The samples of the rows that sample, in their order."""
 
 
 class _Flight:
-    """One launch: its rows, those that are live, and once it was read their draws."""
+    """One launch: its rows, the live ones among them, and their samples once it was read."""
 
     __slots__ = ("drawn", "has_prompts", "held", "launch", "live", "rows")
 
@@ -81,7 +80,7 @@ class _Flight:
         self.launch: Launch | None = launch  # None: it was read
         self.live = {row.key: (sequence, row) for sequence, row in planned}
         self.rows = tuple(self.live)
-        """Those that draw."""
+        """Keys of the rows that sample."""
         if has_prompts:
             self.rows = tuple(row.key for _, row in self.live.values() if row.draw is not None)
         self.has_prompts = has_prompts
@@ -90,7 +89,7 @@ class _Flight:
 
 
 class _Step:
-    """One begun step: its live rows, and once it was waited for its draws, if any row was live."""
+    """One begun step: its live rows, and their samples once it was waited for."""
 
     __slots__ = ("begun", "drawn", "held", "live")
 
@@ -102,10 +101,10 @@ class _Step:
 
 
 class InFlight:
-    """See the module. Between two steps at most one launch is in it, or one begun step.
+    """The launches and the begun step whose results are not applied yet. Between two steps it
+    contains at most one launch, or one begun step.
 
-    Args:
-        ahead: None: nothing is ever launched, and all of this is empty.
+    Args: ahead: the model's launches; None: it has none, and no launch is ever in flight.
     """
 
     def __init__(self, ahead: DecodesAhead | None, pool: BlockPool, block_size: int) -> None:
@@ -115,28 +114,28 @@ class InFlight:
         self._flights: deque[_Flight] = deque()
         self._step: _Step | None = None
         self.num_left_over = 0
-        """Rows computed for nothing, since start."""
+        """Number of rows whose results were dropped, since start."""
         self.has_copied = False
-        """A block was copied behind what is in flight: no draw that is waited for says when that is
-        over, and the block that it is copied from may be another's by then. Set by who copies,
-        cleared by who waits."""
+        """Whether a block was copied behind the work in flight, so that no wait for a sample shows
+        when the copy is done, while its source block may be reused. Set by code that copies,
+        cleared by code that waits."""
 
     # -- the step
 
     @property
     def is_live(self) -> bool:
-        """The next step, or a part of it, was launched or begun already."""
+        """Whether the next step, or a part of it, was launched or begun already."""
         if self._step is not None and self._step.live:
             return True
         return any(flight.live for flight in self._flights)
 
     def live(self) -> dict[Key, Planned]:
-        """Who takes part in it, in order; the row of each."""
+        """Return the live rows of the oldest launch that has any, in order."""
         return next((flight.live for flight in self._flights if flight.live), {})
 
     def launch(self, planned: list[Planned]) -> None:
-        """Begin a step of these rows, all of one kind. One launch before it may be unread that has
-        live rows; any other is waited for. An exception leaves nothing in flight."""
+        """Launch a step of these rows, all of one kind. At most one earlier launch with live rows
+        may be unread; others are waited for. An exception leaves nothing in flight."""
         if self._ahead is None:
             raise IntegrityError("a launch for a model that cannot")
         rows = [row for _, row in planned]
@@ -153,15 +152,15 @@ class InFlight:
         self._drop_left_over()
 
     def next_planned(self) -> list[tuple[Sequence, int]]:
-        """Of the oldest launch with live rows, what `take` will say that was computed; empty where
-        that is no mixed one."""
+        """Return the sequences and numbers of tokens that `take` will return for the oldest launch
+        with live rows; empty if it has no prompts."""
         flight = next((flight for flight in self._flights if flight.live), None)
         if flight is None or not flight.has_prompts:
             return []
         return [(sequence, row.num_tokens) for sequence, row in flight.live.values()]
 
     def take(self) -> Taken:
-        """Wait for the oldest launch with live rows, and forget it. An exception leaves nothing in
+        """Wait for the oldest launch with live rows, and remove it. An exception leaves nothing in
         flight."""
         self._drop_left_over()
         flight = self._flights[0]
@@ -177,16 +176,15 @@ class InFlight:
         )
 
     def begin(self, planned: Iterable[tuple[Sequence, StepRow]], begun: Begun) -> None:
-        """A plain step is under way. Nothing else is."""
+        """Add a plain step that was begun. Nothing else may be in flight."""
         if self._flights or self._step is not None:
             raise IntegrityError("a step was begun beside another, or beside a launch")
         self._step = _Step(begun, planned)
 
     def take_step(self) -> tuple[list[SamplerOutput], Set[Key]]:
-        """Wait for the begun step, and forget it. An exception leaves nothing in flight.
-
-        Returns: all its draws, those of rows that were left over, too; whose rows are live.
-        """
+        """Wait for the begun step, and remove it. An exception leaves nothing in flight. Returns:
+        all its samples, those of rows that are no longer live included; and the keys of the live
+        rows."""
         step = self._step
         if step is None:
             raise IntegrityError("no step was begun")
@@ -195,12 +193,12 @@ class InFlight:
         return step.drawn, step.live.keys()
 
     def growing(self) -> list[Sequence]:
-        """Who may have blocks for guesses of a begun step."""
+        """Return the sequences that may have blocks for draft tokens of a begun step."""
         return [] if self._step is None else [one for one, _ in self._step.live.values()]
 
     def give_up_step(self) -> list[Sequence]:
-        """Wait for the begun step, and forget it as if it had never begun. Returns: whose blocks
-        may be too many now."""
+        """Wait for the begun step, and discard it as if it had never begun. Returns: the sequences
+        that may have too many blocks now."""
         growing, step = self.growing(), self._step
         self._step = None
         if step is None:
@@ -228,14 +226,14 @@ class InFlight:
         self._unhold(step)
 
     def _drop_left_over(self) -> None:
-        """Wait for launches at the front of which no row is live, unless it is the only one."""
+        """Wait for the oldest launches while they have no live row, except for the only one."""
         while len(self._flights) > 1 and not self._flights[0].live:
             self._read(self._flights[0])
             self._flights.popleft()
 
     def settle(self) -> bool:
-        """Wait for all that is in flight; the draws of live rows stay for the next step. Returns:
-        whether blocks were held by it."""
+        """Wait for all steps in flight; samples of live rows are kept for the next step. Returns:
+        whether blocks were held for them."""
         if not self._flights and self._step is None:
             return False
         has_held = any(one.held for one in self._all())
@@ -265,7 +263,7 @@ class InFlight:
             self._unhold(step)
 
     def abandon(self) -> None:
-        """Wait for all that is in flight, and forget it as if it had never begun."""
+        """Wait for all steps in flight, and discard them as if they had never begun."""
         if self._ahead is not None:
             self._ahead.drain()
         if self._step is not None and self._step.begun is not None:
@@ -278,15 +276,15 @@ class InFlight:
             self._unhold(one)
 
     def close(self) -> None:
-        """Wait for what is in flight; nothing is launched any more."""
+        """Wait for all steps in flight. No launch may follow."""
         if self._all():
             self.abandon()
 
     # -- blocks
 
     def let_go(self, sequence: Sequence) -> None:
-        """It is about to lose its blocks, or is over: whatever is in flight of it is left over.
-        Before its references end."""
+        """Mark the rows of a sequence that will lose its blocks, or has ended, as left over, and
+        hold the blocks that they write. Called before the sequence's references end."""
         for flight in self._flights:
             sequence_there, row = flight.live.get(sequence.key, (None, None))
             if row is None or sequence_there is not sequence:
@@ -308,7 +306,7 @@ class InFlight:
         flight.held += block_ids
 
     def _written(self, row: LaunchRow | StepRow) -> slice:
-        """Which of its blocks it writes into."""
+        """Return the slice of the row's blocks that it writes."""
         size = self._block_size
         return slice(row.position // size, -(-(row.position + row.num_tokens) // size))
 
@@ -325,7 +323,8 @@ class InFlight:
 
     @property
     def num_idle_blocks(self) -> int:
-        """Blocks that `settle` would give back: nobody else uses or holds them."""
+        """Number of blocks that `settle` would free: no request references and no transfer holds
+        them."""
         if not any(one.held for one in self._all()):
             return 0
         return sum(
@@ -336,10 +335,9 @@ class InFlight:
     # -- accounts
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Between two steps.
+        """Check the steps in flight between two steps.
 
-        Args:
-            sequences: all live ones.
+        Args: sequences: all live ones.
         Raises: IntegrityError.
         """
         if len(self._flights) > 1:

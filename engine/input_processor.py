@@ -40,39 +40,41 @@ from engine.scheduler import Scheduler
 from engine.sequence import HOLE, finish_reason
 
 MAX_SAMPLES = 128
-"""Samples of one request. Guessed: more is a second request."""
+"""Largest number of samples of one request; guessed."""
 
 MIN_TEMPERATURE = 1e-4
-"""Least temperature above 0. Below it, scores leave float32's range; the request means greedy."""
+"""Smallest temperature above 0; scores would exceed float32's range below it. Use 0 for greedy
+decoding."""
 
 MAX_TEMPERATURE = 1e6
-"""Above it, differences of logits vanish in float32."""
+"""Largest temperature. Above it, differences of logits vanish in float32."""
 
 MAX_REPETITION_PENALTY = 1e6
-"""The least is its inverse. Keeps a logit of 1e30 finite."""
+"""Largest repetition penalty; the smallest is its inverse. Keeps a logit of 1e30 finite."""
 
 MAX_SHIFT = 1e9
-"""Most that presence, frequency (per occurrence) or a bias may move a logit. With a million
-occurrences, and divided by the least temperature, that stays finite in float32."""
+"""Largest presence penalty, frequency penalty (per occurrence) or bias of a logit. With a million
+occurrences, and divided by the smallest temperature, scores stay finite in float32."""
 
 MAX_NGRAM_SIZE = 64
-"""Each token's n-1 predecessors are kept as a key of the index of n-grams. Guessed: 3 is usual."""
+"""Largest n of n-grams: n - 1 tokens are stored as a key for each token. Guessed: 3 is usual."""
 
 MAX_BAD_WORD_TOKENS = 1 << 16
-"""Tokens of all bad words together. Guessed."""
+"""Largest number of tokens of all bad words together; guessed."""
 
 MAX_NUM_ROOTS = 65_536
-"""About 10 MB. There is one root per (tenant, adapter)."""
+"""Largest number of cache roots that are remembered: about 10 MB. There is one root per (tenant,
+adapter)."""
 
 _SHIFT = f"from {-MAX_SHIFT:g} to {MAX_SHIFT:g}"
 
 
 class InputProcessor:
-    """From a request to a sequence group in the scheduler's queue.
+    """Makes sequence groups of requests, and puts them into the scheduler's queue.
 
     Args:
         groups: the live requests by id.
-        has_stop_policy: True: beam searches are refused, because a stop policy sees no beams.
+        has_stop_policy: True: beam searches are rejected, because a stop policy sees no beams.
     """
 
     def __init__(
@@ -106,7 +108,8 @@ class InputProcessor:
         self._continued: list[Group] = []
 
     def reserve(self, request: Request) -> Reservation:
-        """Validate a request and allocate its blocks. Errors: LLMEngine.reserve."""
+        """Validate a request and allocate its blocks. Raises: NoBlocks, RequestTooLong,
+        InvalidRequest, DuplicateRequest, GrammarBusy."""
         group = self._make_group(request, State.RESERVED)
         sequence = group.prompt
         try:
@@ -161,7 +164,8 @@ class InputProcessor:
         self._enqueue(group)
 
     def submit(self, request: Request) -> None:
-        """Validate a request and queue it without blocks. Errors: LLMEngine.submit."""
+        """Validate a request and queue it without blocks. Raises: RequestTooLong, InvalidRequest,
+        DuplicateRequest, GrammarBusy."""
         group = self._make_group(request, State.QUEUED)
         self._add(group, 0)
         self._metrics.on_start(request.request_id)
@@ -274,13 +278,13 @@ class InputProcessor:
         return outputs
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError if there are more cache roots than the bound allows."""
+        """Check the number of cache roots. Raises: IntegrityError if it exceeds the limit."""
         self._cache_roots.check_integrity()
 
 
 def check_request(request: Request, model: ModelInfo) -> None:
-    """Raises: InvalidRequest naming the field, RequestTooLong for a prompt without room for one
-    output token."""
+    """Check a request against the model. Raises: InvalidRequest naming the field, RequestTooLong
+    for a prompt without room for one output token."""
     prompt = request.prompt_token_ids
     if not prompt:
         raise InvalidRequest("prompt_token_ids", "empty")
@@ -310,7 +314,8 @@ def check_request(request: Request, model: ModelInfo) -> None:
 
 
 def check_hashes(request: Request, block_size: int) -> None:
-    """Raises: InvalidRequest for hashes of more blocks than the prompt fills."""
+    """Check the chain hashes of a request. Raises: InvalidRequest for hashes of more blocks than
+    the prompt fills."""
     num_full = len(request.prompt_token_ids) // block_size
     if len(request.prompt_hashes) > num_full:
         raise InvalidRequest(
@@ -326,8 +331,8 @@ def check_room(
     context_window: int,
     num_blocks: int,
 ) -> None:
-    """Raises: InvalidRequest or RequestTooLong for a request that could not run in this engine even
-    if it were empty."""
+    """Check that a request could run in this engine if no other request did. Raises: InvalidRequest
+    or RequestTooLong."""
     field = "num_samples" if request.beam is None else "beam.num_beams"
     rows = num_rows(request)
     if rows > config.max_num_running:
@@ -348,22 +353,22 @@ def check_room(
 
 
 def is_whole(request: Request, config: EngineConfig) -> bool:
-    """Whether all blocks that the request may ever need are allocated before it starts, and it is
-    never preempted: so configured, or another process reads its blocks (`hold_after`), or it is a
-    beam search, all of whose beams take part in each step."""
+    """Return whether all blocks that the request may need are allocated before it starts, so that
+    it is never preempted: so configured, or another process reads its blocks (`hold_after`), or
+    it is a beam search, all of whose beams take part in each step."""
     is_bound = request.hold_after is not None or request.beam is not None
     return is_bound or config.preemption == "never"
 
 
 def max_output_tokens(request: Request, context_window: int) -> int:
-    """Output tokens after which the request ends by its length: max_tokens, or as many as the
-    context window leaves."""
+    """Return the number of output tokens after which the request ends by its length: max_tokens, or
+    as many as the context window leaves."""
     return min(request.sampling.max_tokens, context_window - len(request.prompt_token_ids))
 
 
 def num_own_blocks(request: Request, num_output_tokens: int, layout: KvLayout) -> int:
-    """Blocks that one sample may need after the prompt's full ones. The last sampled token is never
-    computed."""
+    """Return the number of blocks that one sample may need after the prompt's full ones. The last
+    sampled token is never computed."""
     num_drawn = num_output_tokens
     if request.hold_after is not None:
         num_drawn = min(num_drawn, request.hold_after)
@@ -421,11 +426,8 @@ def check_start(
 def _check_not_over(
     group: Group, outputs: Values[tuple[int, ...]], limit: int, eos_token_ids: frozenset[int]
 ) -> None:
-    """At least one sample must have tokens left to sample. The end of a single sample is not
-    checked, because the caller knows it.
-
-    Raises: InvalidRequest.
-    """
+    """Check that at least one sample has tokens left to sample. The end of a single sample is not
+    checked, because the caller knows it. Raises: InvalidRequest."""
     if outputs and min(map(len, outputs)) >= limit:
         num_tokens = min(map(len, outputs))
         raise InvalidRequest("outputs", f"{num_tokens} tokens, but {limit} are all there may be")
@@ -445,7 +447,8 @@ def _check_not_over(
 
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
-    """Raises: InvalidRequest naming the first field that is out of its range."""
+    """Check the sampling parameters. Raises: InvalidRequest naming the first field that is out of
+    its range."""
     _check_ranges(sampling)
     _check_ids(sampling, vocab_size)
 
@@ -503,7 +506,8 @@ def _is_shift(value: float) -> bool:
 
 
 def _check_ids(one: Sampling, vocab_size: int) -> None:
-    """Token ids lie in the vocabulary, and every list says something."""
+    """Check that token ids lie in the vocabulary, and that lists that were given are not empty.
+    Raises: InvalidRequest."""
     _check_vocabulary("stop_token_ids", one.stop_token_ids, vocab_size)
     biased = [token_id for token_id, _ in one.logit_bias]
     _check_vocabulary("logit_bias", biased, vocab_size)
@@ -536,10 +540,10 @@ def _check_vocabulary(field: str, token_ids: Collection[int], vocab_size: int) -
 
 
 class CacheRootGuard:
-    """Remembers which adapter a cache root belongs to. A second line of defence: the maker of chain
-    hashes keys their root with the adapter's digest; a root that is used with two adapters would
-    let one read the KV of the other.
+    """Remembers the adapter of each cache root.
 
+    A second line of defence: the creator of chain hashes keys their root with the adapter's digest;
+    a root that is used with two adapters would let requests of one read the KV of the other.
     Bounded: the least recently used roots are forgotten. Engine thread only.
     """
 
@@ -548,11 +552,8 @@ class CacheRootGuard:
         self._digest_of: OrderedDict[bytes, str] = OrderedDict()
 
     def check(self, cache_root: bytes, digest: str) -> None:
-        """Note that blocks under `cache_root` are KV of the adapter with this digest (empty: of the
-        model without an adapter).
-
-        Raises: InvalidRequest if they are another adapter's.
-        """
+        """Record that blocks under `cache_root` are KV of the adapter with this digest (empty: of
+        the model without an adapter). Raises: InvalidRequest if they are another adapter's."""
         known = self._digest_of.setdefault(cache_root, digest)
         if known != digest:
             raise InvalidRequest(
@@ -568,6 +569,6 @@ class CacheRootGuard:
         return len(self._digest_of)
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError when it outgrew its bound."""
+        """Check the number of cache roots. Raises: IntegrityError if it exceeds the limit."""
         if len(self._digest_of) > self._max_num_roots:
             raise IntegrityError(f"{len(self._digest_of)} cache roots are known")

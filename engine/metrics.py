@@ -31,24 +31,24 @@ STEP_BOUNDS_S = (
     *(0.000_25, 0.000_5, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
     *(0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
-"""Upper bounds for what happens once a step (step time, ITL, TPOT). Fine between 1 and 100 ms,
-where people notice; a guess beyond."""
+"""Upper bounds in seconds of the buckets of per-step durations (step time, ITL, TPOT). Fine between
+1 and 100 ms, where people notice; guessed beyond."""
 
 REQUEST_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.5),
     *(2.5, 4.0, 6.0, 10.0, 20.0, 40.0, 80.0, 160.0),
 )
-"""Upper bounds for what happens once a request (TTFT, queue time)."""
+"""Upper bounds in seconds of the buckets of per-request durations (TTFT, queue time)."""
 
 RATE_WINDOW_S = 10.0
-"""Throughputs are over this much of the past. A guess: long enough for several steps of a slow
-model, short enough to see load change."""
+"""Seconds of the past over which throughputs are computed. Guessed: long enough for several steps
+of a slow model, short enough to show a change of load."""
 
 
 @dataclass(frozen=True)
 class HistogramSnapshot:
-    """`counts[i]` observations were at most `bounds[i]` and above the bound before; the last count
-    is of those above all bounds."""
+    """The buckets of a histogram at one moment. `counts[i]` observations were at most `bounds[i]`
+    and above the bound before; the last count is of those above all bounds."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -57,13 +57,12 @@ class HistogramSnapshot:
 
     @property
     def mean(self) -> float:
-        """0 where nothing was observed."""
+        """The mean of the observations; 0 if there are none."""
         return self.sum / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """The upper bound of the bucket in which this share of observations is reached: no
-        observation counted into it was more. inf beyond the last bound, 0 where nothing was
-        observed."""
+        """Return the upper bound of the bucket in which this share (0 to 1) of observations is
+        reached; inf beyond the last bound, 0 without observations."""
         seen = 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             seen += count
@@ -73,7 +72,7 @@ class HistogramSnapshot:
 
 
 class Histogram:
-    """Counts per bucket; bounds never change."""
+    """A histogram with fixed bounds."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -92,7 +91,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class MetricsSnapshot:
-    """Everything since start, at one moment. Pairs are sorted by name."""
+    """The engine's counts and histograms since start, at one moment. Pairs are sorted by name."""
 
     queue_s: HistogramSnapshot
     ttft_s: HistogramSnapshot
@@ -101,57 +100,59 @@ class MetricsSnapshot:
     step_s: HistogramSnapshot
 
     num_requests: int
-    """Reserved since start."""
+    """Number of requests reserved since start."""
     num_live_requests: int
     ended: tuple[tuple[str, int], ...]
-    """(outcome, requests): "finished", "moved", "aborted", or the name of the error that ended
-    them."""
+    """(outcome, number of requests): "finished", "moved", "aborted", or the name of the error that
+    ended them."""
     finished: tuple[tuple[str, int], ...]
-    """(finish reason, samples)."""
+    """(finish reason, number of samples)."""
     preemptions: tuple[tuple[str, int], ...]
-    """(cause, times)."""
+    """(cause, number of preemptions)."""
 
     num_prompt_tokens: int
-    """Of all requests reserved: what there would be to prefill without a cache."""
+    """Number of prompt tokens of all requests reserved: those to prefill without a cache."""
     num_cached_tokens: int
-    """... of those, found in the device cache."""
+    """Number of prompt tokens found in the device cache."""
     num_loaded_tokens: int
-    """... loaded by the caller before `start`, beyond the device's own prefix."""
+    """Number of prompt tokens whose KV the caller loaded before `start`, without those found in the
+    device cache."""
     num_prefill_tokens: int
-    """Computed for prompts, and again after a preemption."""
+    """Number of tokens computed for prompts, and recomputed after a preemption."""
     num_decode_tokens: int
-    """Computed for draws after the first, and kept guesses."""
+    """Number of tokens computed for output tokens after the first, accepted draft tokens
+    included."""
     num_output_tokens: int
-    """Drawn or forced."""
+    """Number of output tokens, sampled or forced by a grammar."""
     num_guessed_tokens: int
-    """Computed as guesses (engine/speculation), kept or not."""
+    """Number of draft tokens that were computed, accepted or not."""
     num_kept_tokens: int
-    """Of those, kept."""
+    """Number of draft tokens that were accepted."""
 
     num_blocks: int
     num_used_blocks: int
-    """Referenced, after the last step."""
+    """Number of blocks referenced after the last step."""
     max_used_blocks: int
 
     prefill_tokens_per_s: float
-    """Over the last RATE_WINDOW_S seconds, idle time included."""
+    """Throughput in tokens per second over the last RATE_WINDOW_S seconds, idle time included."""
     decode_tokens_per_s: float
 
     @property
     def hit_rate(self) -> float:
-        """Cached prompt tokens / prompt tokens, over all requests; 0 before the first. Source:
-        Zheng et al. 2024, section 3."""
+        """Cached prompt tokens / prompt tokens, over all requests; 0 before the first request.
+        Source: Zheng et al. 2024, section 3."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
     @property
     def cache_utilisation(self) -> float:
-        """Share of the KV blocks that requests use."""
+        """Share of the KV blocks that requests use, 0 to 1."""
         return self.num_used_blocks / self.num_blocks
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Levels now, and counts since start. A frozen value for any thread."""
+    """The engine's present levels, and counts since start. A frozen value for any thread."""
 
     num_reserved: int
     num_waiting: int
@@ -160,33 +161,33 @@ class EngineStats:
 
     num_blocks: int
     num_free_blocks: int
-    """Blocks that were never used or are evicted, those that are free once the pending step is
-    over, and those that only hold draft tokens of a step that can be given up."""
+    """Number of blocks that were never used or are evicted, that are free once the pending step is
+    over, or that only hold draft tokens of a step that can be given up."""
     num_cached_blocks: int
-    """Cached and evictable: nothing references them."""
+    """Number of cached blocks that no request references."""
     num_referenced_blocks: int
-    """All other blocks that a request has."""
+    """Number of all other blocks that requests have."""
     num_quarantined_blocks: int
 
     num_steps: int
     num_computed_tokens: int
-    """Tokens that went through the model."""
+    """Number of tokens that the model computed."""
     num_output_tokens: int
     num_local_prefix_tokens: int
-    """Prompt tokens found in the device cache."""
+    """Number of prompt tokens found in the device cache."""
     num_evicted_blocks: int
 
     num_preempted: int = 0
-    """Requests with a sample that is PREEMPTED, PARKED or SWAPPING; counted as waiting, too, unless
-    another sample runs."""
+    """Number of requests with a sample that is PREEMPTED, PARKED or SWAPPING; counted as waiting,
+    too, unless another sample runs."""
     num_preemptions: tuple[tuple[str, int], ...] = ()
-    """(cause, times) since start (engine/preemptor.py)."""
+    """(cause, number of preemptions) since start (engine/preemptor.py)."""
     num_computing_steps: int = 0
-    """The steps that ran the model; the others only reported outputs."""
+    """Number of steps that ran the model; other steps only returned outputs."""
     num_decode_tokens: int = 0
-    """Of the computed tokens, those computed for output tokens after the first."""
+    """Number of computed tokens that were computed for output tokens after the first."""
     step_s: float = field(default=0.0, compare=False)
-    """Seconds inside steps that ran the model. Not compared, because no two runs take the same."""
+    """Seconds in steps that ran the model. Not compared, because no two runs take the same."""
 
 
 _RUNNING = (State.RUNNING, State.PREFILLING)
@@ -203,7 +204,7 @@ _PREEMPTED = frozenset({State.PREEMPTED, State.PARKED, State.SWAPPING})
 
 @dataclass
 class EngineTotals:
-    """Counts since start that EngineStats reports."""
+    """The counts since start that EngineStats reports."""
 
     num_steps: int = 0
     num_computed_tokens: int = 0
@@ -214,7 +215,8 @@ class EngineTotals:
 
 
 def count_running_and_waiting(groups: Mapping[str, Group]) -> tuple[int, int]:
-    """Numbers of running and of waiting requests, as in `compute_stats`, which counts more."""
+    """Return the numbers of running and of waiting requests, as in `compute_stats`, at less
+    cost."""
     num_running = num_waiting = 0
     for group in groups.values():
         state = group.state
@@ -231,7 +233,7 @@ def compute_stats(
     totals: EngineTotals,
     num_preemptions: Mapping[str, int],
 ) -> EngineStats:
-    """Levels now and counts since start, as one value."""
+    """Compute the present levels and the counts since start."""
     states = Counter([group.state for group in groups.values()])
     pool, num_idle_blocks = cache_manager.pool, cache_manager.in_flight.num_idle_blocks
     num_preempted = sum(
@@ -263,7 +265,7 @@ def compute_stats(
 
 @dataclass(slots=True)
 class _Drawn:
-    """One sample's tokens so far: when the first and the last came, and how many."""
+    """The tokens of one sample so far: the times of the first and the last, and their number."""
 
     first_s: float
     last_s: float
@@ -273,7 +275,7 @@ class _Drawn:
 
 @dataclass(slots=True)
 class _Record:
-    """One request in flight."""
+    """The record of one live request."""
 
     reserved_s: float
     started_s: float | None = None
@@ -283,11 +285,11 @@ class _Record:
 
 
 class EngineMetrics:
-    """See the module.
+    """The engine's own counts and histograms.
 
     Args:
-        clock: seconds that never go back, such as time.monotonic.
-        num_blocks: of the device cache.
+        clock: returns seconds that never decrease, such as time.monotonic.
+        num_blocks: number of blocks of the device cache.
     """
 
     def __init__(self, clock: Callable[[], float], num_blocks: int) -> None:
@@ -317,26 +319,28 @@ class EngineMetrics:
     # -- a request's life
 
     def on_reserve(self, request_id: str, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """A request took its place; so much of its prompt was in the device cache."""
+        """Record a request that was reserved, with the number of its prompt tokens found in the
+        device cache."""
         self._live[request_id] = _Record(self._clock())
         self._num_requests += 1
         self._num_prompt_tokens += num_prompt_tokens
         self._num_cached_tokens += num_cached_tokens
 
     def on_prefix(self, num_cached_tokens: int) -> None:
-        """A request that had no blocks when it was reserved got its first ones now; so much of its
-        prompt was in the device cache."""
+        """Record that a request that had no blocks when it was queued got its first ones, with the
+        number of prompt tokens found in the device cache."""
         self._num_cached_tokens += num_cached_tokens
 
     def on_start(
         self, request_id: str, *, num_loaded_tokens: int = 0, num_earlier_tokens: int = 0
     ) -> None:
-        """It may take part in steps.
+        """Record that a request may take part in steps.
 
         Args:
-            num_loaded_tokens: loaded by the caller before `start`, beyond the device's own prefix.
-            num_earlier_tokens: output tokens drawn by an earlier leg: then the first token is not
-                drawn here, and there is no TTFT.
+            num_loaded_tokens: tokens whose KV the caller loaded, without those found in the device
+                cache.
+            num_earlier_tokens: output tokens that another engine has sampled; if there are any,
+                there is no TTFT.
         """
         record = self._live[request_id]
         record.started_s = self._clock()
@@ -344,8 +348,8 @@ class EngineMetrics:
         self._num_loaded_tokens += num_loaded_tokens
 
     def on_first_scheduled(self, request_id: str) -> None:
-        """A step gave it tokens. Later calls for the same request (after a preemption) count
-        nothing."""
+        """Record that a step computes tokens of a request. Later calls for the same request (after
+        a preemption) have no effect."""
         record = self._live[request_id]
         if not record.is_first_scheduled and record.started_s is not None:
             record.is_first_scheduled = True
@@ -359,10 +363,10 @@ class EngineMetrics:
         sample_index: int = 0,
         now: float | None = None,
     ) -> None:
-        """A step gave one sample new output tokens.
+        """Record new output tokens of one sample in one step.
 
-        Args:
-            now: the clock's reading, where the caller has one for the whole step.
+        Args: now: the clock's time, if the caller has read it for the whole step; None: it is read
+            now.
         """
         if now is None:
             now = self._clock()
@@ -382,7 +386,7 @@ class EngineMetrics:
         drawn.num_tokens += num_tokens
 
     def on_finish(self, request_id: str, reason: FinishReason, *, sample_index: int = 0) -> None:
-        """One sample has drawn its last token."""
+        """Record that one sample has its last token."""
         self._finished[reason.value] += 1
         drawn = self._live[request_id].samples.get(sample_index)
         if drawn is None or drawn.num_tokens == drawn.num_first_tokens:
@@ -392,14 +396,14 @@ class EngineMetrics:
         self._tpot.observe((drawn.last_s - drawn.first_s) / num_later)
 
     def on_end(self, request_id: str, outcome: str) -> None:
-        """The request is gone: finished and released, moved elsewhere, aborted, or ended by the
-        error of this name."""
+        """Record the end of a request: finished and released, moved to another engine, aborted, or
+        ended by the error of this name."""
         record = self._live.pop(request_id)
         self._ended[outcome] += 1
         self._num_output_tokens_of_ended += sum(d.num_tokens for d in record.samples.values())
 
     def on_preempt(self, cause: str) -> None:
-        """A running request lost its blocks."""
+        """Record that a running request lost its blocks."""
         self._preemptions[cause] += 1
 
     # -- a step
@@ -407,11 +411,12 @@ class EngineMetrics:
     def on_step(
         self, num_prefill_tokens: int, num_decode_tokens: int, seconds: float, num_used_blocks: int
     ) -> None:
-        """One step is over.
+        """Record the end of one step.
 
         Args:
-            seconds: it took.
-            num_used_blocks: that requests have after it (EngineStats.num_referenced_blocks).
+            seconds: the duration of the step.
+            num_used_blocks: number of blocks that requests have after it
+                (EngineStats.num_referenced_blocks).
         """
         now = self._clock()
         self._step.observe(seconds)
@@ -423,7 +428,7 @@ class EngineMetrics:
         self._forget_steps(now)
 
     def on_guesses(self, num_guessed_tokens: int, num_kept_tokens: int) -> None:
-        """A step computed so many guessed tokens, and kept so many of them."""
+        """Record the numbers of draft tokens that a step computed and accepted."""
         self._num_guessed_tokens += num_guessed_tokens
         self._num_kept_tokens += num_kept_tokens
 
@@ -434,7 +439,7 @@ class EngineMetrics:
     # -- accounts
 
     def snapshot(self) -> MetricsSnapshot:
-        """Everything since start, now."""
+        """Return all counts and histograms as one value."""
         now = self._clock()
         self._forget_steps(now)
         window_s = min(RATE_WINDOW_S, now - self._began_s) or RATE_WINDOW_S
@@ -465,8 +470,8 @@ class EngineMetrics:
         )
 
     def check_integrity(self) -> None:
-        """Every histogram's buckets add up, and so do requests, samples and tokens. Raises:
-        IntegrityError."""
+        """Check that the buckets of every histogram, and the counts of requests, samples and
+        tokens, add up. Raises: IntegrityError."""
         histograms = (self._queue, self._ttft, self._itl, self._tpot, self._step)
         num_live_tokens = sum(
             drawn.num_tokens for record in self._live.values() for drawn in record.samples.values()

@@ -120,8 +120,8 @@ class OutputProcessor:
     def decode(
         self, sequence: Sequence, num_tokens: int, drawn: SamplerOutput, now: float
     ) -> RequestOutput:
-        """`advance` for a sample that has forked already or is alone, with one sampled token: most
-        rows of most steps."""
+        """Apply one sampled token of a sample that has forked already or is alone, as `advance`
+        does: most rows of most steps."""
         if drawn is LATE:
             return self._sample_again(sequence, num_tokens)
         error = drawn.error
@@ -146,14 +146,12 @@ class OutputProcessor:
         drawn: Values[SamplerOutput],
         now: float,
     ) -> tuple[list[RequestOutput], int]:
-        """`decode` for a sample with draft tokens: accepts the path through the tree that was
-        sampled token by token, and the token after it.
+        """Apply a step of a sample with draft tokens: accept the path through the tree that was
+        sampled token by token, and the token after it. The caller must call
+        `compact_accepted_kv` before the outputs leave the engine, and `free_draft_blocks` unless
+        the next step's draft tokens reuse the blocks.
 
-        `compact_accepted_kv` must follow before the outputs leave the engine, and
-        `free_draft_blocks` unless the next step's draft tokens take the blocks of this step's.
-
-        Args:
-            drawn: the token sampled after the sequence's last token, then after each node.
+        Args: drawn: the token sampled after the sequence's last token, then after each node.
         Returns: its outputs, and the number of nodes accepted.
         """
         first_error = drawn[0].error if len(tree) else None
@@ -318,8 +316,8 @@ class OutputProcessor:
 
     def _accept(self, sequence: Sequence, drawn: SamplerOutput) -> FinishReason | None:
         """Append a sampled token and those that the grammar forces after it, up to one that ends
-        the sample. Returns: why it ends; None: it goes on. Raises: EngineError from its grammar or
-        the stop policy."""
+        the sample. Returns: why it ends; None: it continues. Raises: EngineError from its
+        grammar or the stop policy."""
         if sequence.grammar is None or self._stop_policy is not None:  # it sees every token
             reason = self._append(sequence, (drawn.token_id,))
         else:
@@ -331,7 +329,7 @@ class OutputProcessor:
         return reason
 
     def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> FinishReason | None:
-        """Append tokens up to one that ends the sample. Returns: why it ends; None: it goes on.
+        """Append tokens up to one that ends the sample. Returns: why it ends; None: it continues.
         Raises: EngineError from its grammar."""
         grammar = sequence.grammar
         for token_id in token_ids:

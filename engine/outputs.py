@@ -40,7 +40,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class SampleTrace:
-    """How one token was sampled: enough to sample it again and to see why it was chosen."""
+    """A record of the sampling of one token: enough to sample it again and to explain the
+    result."""
 
     position: int
     """The token's position; 0 is the prompt's first token."""
@@ -64,7 +65,7 @@ class SampleTrace:
 
 
 class RequestOutput(NamedTuple):
-    """What one step did for one sample of one request. A named tuple, because every step makes
+    """The result of one step for one sample of one request. A named tuple, because every step makes
     hundreds of them: they cost a fifth of a dataclass."""
 
     request_id: str
@@ -123,7 +124,7 @@ class RequestOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step did. `events` has one RequestOutput for each sample that took part."""
+    """The result of one step. `events` has one RequestOutput for each sample that took part."""
 
     events: tuple[RequestOutput, ...]
     num_scheduled_tokens: int

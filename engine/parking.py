@@ -1,11 +1,10 @@
-"""Parking: where the bytes of a preempted request's blocks lie until it has blocks again, as a
-Protocol, and HostParking, which keeps them in this process.
+"""Parking: the Protocol of a store for the KV of preempted requests until they have blocks again;
+and HostParking, which stores it in this process.
 
-What swap needs and nothing more. A parking may lose what it keeps: the engine then computes it
-again, and counts that. Called from the engine's thread only; an implementation that moves bytes
-elsewhere does so on threads of its own, with deadlines of its own.
-
-Conservation: bytes kept == sum over keys, at most the bound (`check_integrity`).
+A parking may lose blocks: the engine then recomputes their KV, and counts that. Called from the
+engine's thread only; an implementation that transfers bytes does so on threads of its own, with
+deadlines of its own. Invariant: the bytes stored are the sum over keys, and at most the limit
+(`check_integrity`).
 """
 
 from __future__ import annotations
@@ -21,52 +20,54 @@ from engine.errors import IntegrityError, ParkingRefused
 from process.settings import SettingsError
 
 Blocks = npt.NDArray[np.uint8]
-"""[num_blocks, block_bytes]."""
+"""The bytes of blocks, [num_blocks, block_bytes] uint8."""
 
 
 class Parked(Protocol):
-    """Bytes on their way back."""
+    """Protocol of parked blocks that are being read back."""
 
     @property
     def is_done(self) -> bool:
-        """Whether `result` answers at once."""
+        """Return whether `result` returns at once."""
         ...
 
     def result(self) -> Blocks | None:
-        """What was put, byte for byte; None if it was lost. Called once `is_done`."""
+        """Return the blocks as they were put, or None if they were lost. Called once `is_done`."""
         ...
 
 
 class Parking(Protocol):
-    """See the module."""
+    """Protocol of a store for the blocks of preempted requests."""
 
     def put(
         self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks, *, owner: str = ""
     ) -> None:
-        """Keep a copy of these blocks; they may change as soon as this returns.
+        """Store a copy of these blocks, which may change as soon as this returns.
 
         Args:
-            chain_hashes: of the full blocks among them, from the first on.
+            chain_hashes: chain hashes of the full blocks among them, from the first on.
             owner: `Request.owner`.
-        Raises: ParkingRefused: there is no room; nothing was kept.
+        Raises: ParkingRefused if there is no room; nothing is stored then.
         """
         ...
 
     def get(self, key: str) -> Parked:
-        """Ask for what was put under `key`. Never waits; ends by itself, with bytes or without."""
+        """Start to read the blocks stored under `key`, without waiting. The read ends by itself,
+        with the blocks or without."""
         ...
 
     def drop(self, key: str) -> None:
-        """Forget `key`, if it is known."""
+        """Drop the blocks of `key`, if it is known."""
         ...
 
     def check_integrity(self, keys: Collection[str]) -> None:
-        """Exactly `keys` are kept, or were lost. Raises: IntegrityError."""
+        """Check that exactly the blocks of `keys` are stored, or were lost. Raises:
+        IntegrityError."""
         ...
 
 
 class _Here:
-    """Bytes that never left this process."""
+    """Parked blocks in this process's memory, which can be read at once."""
 
     is_done = True
 
@@ -78,7 +79,7 @@ class _Here:
 
 
 class HostParking:
-    """At most `max_bytes` of this process' memory."""
+    """A Parking in this process's memory, of at most `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -88,7 +89,8 @@ class HostParking:
     def put(
         self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks, *, owner: str = ""
     ) -> None:
-        """See Parking; this process' memory is charged to no owner."""
+        """Store a copy of the blocks; `owner` is ignored. Raises: ParkingRefused if it exceeds the
+        limit."""
         if key in self._kept:
             raise IntegrityError(f"{key} is parked already")
         if self.num_bytes + blocks.nbytes > self.max_bytes:
@@ -100,17 +102,17 @@ class HostParking:
         self.num_bytes += blocks.nbytes
 
     def get(self, key: str) -> Parked:
-        """See Parking."""
+        """Return the blocks of `key`, which stay stored until `drop`."""
         return _Here(self._kept.get(key))
 
     def drop(self, key: str) -> None:
-        """See Parking."""
+        """Drop the blocks of `key`, if it is known."""
         blocks = self._kept.pop(key, None)
         if blocks is not None:
             self.num_bytes -= blocks.nbytes
 
     def check_integrity(self, keys: Collection[str]) -> None:
-        """See Parking."""
+        """Check that the bytes add up and that no other keys are stored. Raises: IntegrityError."""
         if set(self._kept) != set(keys):
             raise IntegrityError(f"parked are {sorted(self._kept)}, swapped out {sorted(keys)}")
         num_bytes = sum(blocks.nbytes for blocks in self._kept.values())
@@ -123,8 +125,9 @@ class HostParking:
 def choose_parking(
     config: EngineConfig, device: str, max_bytes: int, given: Parking | None
 ) -> Parking | None:
-    """Where an engine whose KV lies on `device` parks: where it was told, or in this process; None
-    where nothing is ever parked. Raises: SettingsError for a swap that the device cannot do."""
+    """Return the parking of an engine whose KV lies on `device`: the given one, or one in this
+    process; None if nothing is ever parked. Raises: SettingsError if the device does not support
+    swapping."""
     if config.preemption != "swap":
         return None
     if device.partition(":")[0] != "cpu":

@@ -1,6 +1,5 @@
-"""PlainSteps: plain steps up to their draws: their draft tokens, the model's input, the forward
-pass. Schedules nothing, books nothing. Engine thread only.
-"""
+"""PlainSteps: the first part of plain steps, up to their sampling: draft tokens, the model's input,
+and the forward pass. It schedules nothing and applies no results. Engine thread only."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from engine.step_builder import Step, build
 
 
 class PlainSteps:
-    """See the module."""
+    """Begins plain steps."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class PlainSteps:
     def begin(
         self, planned: list[tuple[Sequence, int]], running: Mapping[Key, Sequence]
     ) -> BegunStep:
-        """Queue a plan's forward pass. An exception leaves every sequence as it was."""
+        """Queue the forward pass of a plan. An exception leaves every sequence as it was."""
         drafts = self._propose(planned, running)
         try:
             return self._forward(planned, drafts, self._build(planned, drafts))
@@ -55,8 +54,8 @@ class PlainSteps:
     def begin_queued(
         self, planned: list[tuple[Sequence, int]], running: Mapping[Key, Sequence]
     ) -> BegunStep | None:
-        """`begin`, if the host is done with it at once (LoadedModel.queues_step). None: it is not,
-        and nothing was begun."""
+        """Queue the forward pass of a plan if that returns at once (LoadedModel.queues_step).
+        Returns: None if it does not, and nothing was queued."""
         drafts = self._propose(planned, running)
         try:
             step = self._build(planned, drafts)
@@ -71,7 +70,7 @@ class PlainSteps:
     def discard(
         self, planned: Values[tuple[Sequence, int]], drafts: Mapping[Key, DraftTokens]
     ) -> None:
-        """The step failed, or is not needed any more."""
+        """Free the draft tokens of a step that failed or is not needed any more."""
         if self._speculation is not None:
             self._speculation.discard(planned, drafts)
 

@@ -1,12 +1,12 @@
-"""Preemptor: takes a sequence's blocks away, and sees to it that it can go on later: by computing
-them again, or by bringing their bytes back. Who loses and when is engine/scheduler.py's.
+"""Preemptor: preempts a sequence, and restores its KV later: by recomputing it, or by copying its
+parked blocks back. engine/scheduler.py chooses the sequence.
 
-Causes that are counted, one for each time a sequence lost its blocks:
+Causes that are counted, one for each preemption of a sequence:
 
-    recompute  as configured: what the prefix cache does not keep is computed again
-    swap       as configured: its bytes are parked
-    refused    they should have been parked, but there was no room: computed again
-    lost       they were parked, but did not come back: computed again (counted beside its swap)
+    recompute  as configured: KV that the prefix cache does not keep is recomputed
+    swap       as configured: its blocks are parked
+    refused    its blocks should have been parked, but there was no room: recomputed
+    lost       its parked blocks were lost: recomputed (counted in addition to its swap)
 
 Engine thread only.
 """
@@ -27,12 +27,12 @@ CAUSES = ("recompute", "swap", "refused", "lost")
 
 
 def parking_key(sequence: Sequence) -> str:
-    """What a sequence's bytes are parked under."""
+    """Return the key under which a sequence's blocks are parked."""
     return f"{sequence.request.request_id}/{sequence.sample_index}"
 
 
 class Preemptor:
-    """See the module. Without a parking, everything is computed again."""
+    """Preempts sequences and restores their KV. Without a parking, all KV is recomputed."""
 
     def __init__(
         self, cache_manager: KVCacheManager, parking: Parking | None, metrics: EngineMetrics
@@ -43,12 +43,12 @@ class Preemptor:
         self.num_by_cause: Counter[str] = Counter()
 
     def use_parking(self, parking: Parking) -> None:
-        """Instead of the one given. Only while nothing is parked."""
+        """Replace the parking. Called only while nothing is parked."""
         self._parking = parking
 
     def preempt(self, sequence: Sequence) -> str:
-        """WAITING, PREFILLING or RUNNING -> PREEMPTED or PARKED, without blocks. Returns: the
-        cause."""
+        """Preempt a sequence that is WAITING, PREFILLING or RUNNING: it is PREEMPTED or PARKED
+        then, without blocks. Returns: the cause."""
         cause = self._park(sequence)
         self._count(cause)
         self._cache_manager.free(sequence)
@@ -74,10 +74,8 @@ class Preemptor:
         return "swap"
 
     def bring_back(self, sequence: Sequence) -> bool:
-        """PARKED -> SWAPPING -> WAITING, for a sequence that has blocks again.
-
-        Returns: whether it is WAITING; False while its bytes are on their way.
-        """
+        """Start or continue to restore a PARKED sequence that has blocks again: it is SWAPPING,
+        then WAITING. Returns: whether it is WAITING; False while its blocks are being read back."""
         if self._parking is None:
             raise AssertionError("a parked sequence, but no parking")
         if sequence.parked is None:
@@ -100,14 +98,15 @@ class Preemptor:
         self._metrics.on_preempt(cause)
 
     def forget(self, sequence: Sequence) -> None:
-        """Its bytes are not wanted any more."""
+        """Drop the parked blocks of a sequence."""
         if self._parking is not None and sequence.num_parked_tokens:
             self._parking.drop(parking_key(sequence))
         sequence.parked = None
         sequence.num_parked_tokens = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """What is parked is what live sequences wait for. Raises: IntegrityError."""
+        """Check that exactly the blocks that live sequences wait for are parked. Raises:
+        IntegrityError."""
         if self._parking is not None:
             self._parking.check_integrity(
                 {parking_key(one) for one in sequences if one.num_parked_tokens}

@@ -1,28 +1,28 @@
-"""The values that cross the engine's surface: what is asked (Request, Sampling), what is promised
-(Reservation), and the states of a request; the results of a step are in engine/outputs.py. Plain
-frozen values: no torch, no RPC. Any thread may read them.
+"""Request, Sampling, Reservation and other values of the engine's interface, and the states of a
+request; the results of a step are in engine/outputs.py. Frozen values: no torch, no RPC. Any thread
+may read them.
 
-Life of a request (each arrow is one call or one step):
+Life of a request:
 
-1. RESERVED    `reserve`: blocks are taken; another thread may write them, the engine does not
-   QUEUED      or `submit`: it waits for blocks, which the engine takes when its turn comes
-2. WAITING_FOR_GRAMMAR  its grammar is being compiled elsewhere; others pass it
-3. WAITING     its blocks are there, its computed length is known: it waits for room in a step
-4. PREFILLING  a step has given it tokens; more are left before its next draw
-5. RUNNING     it has drawn: from here on one token a step
-6. HOLDING     with `hold_after`, or by `hold`, which takes it out as it stands: it draws no more,
-               its blocks stay readable until `release`
-7. FINISHED    ended by itself, or released: blocks are back in the pool, full ones stay cached
-8. ABORTED     `abort` from any state, or an error of its own: blocks are back in the pool
+1. RESERVED    by `reserve`: it has blocks, which another thread may write; the engine does not
+   QUEUED      by `submit`: it waits for blocks, which the engine allocates when its turn comes
+2. WAITING_FOR_GRAMMAR  its grammar is being compiled; other requests are not delayed
+3. WAITING     it has its blocks, and waits for a place in a step
+4. PREFILLING  a step has computed some of its prompt; more is left before its next token
+5. RUNNING     it has sampled a token: each step computes one token of it
+6. HOLDING     by `hold_after`, or by `detach`: it samples no more, and its blocks stay readable
+               until `release`
+7. FINISHED    ended, or released: its blocks are freed, full ones stay cached
+8. ABORTED     by `abort` from any state, or by an error of its own: its blocks are freed
 
-Where blocks are taken as they are needed (`EngineConfig.preemption`), others may need them more:
+If blocks are allocated as they are needed (`EngineConfig.preemption`), it can be preempted:
 
-a. PREEMPTED   its blocks are gone; it waits for new ones, and what is not cached is computed again
-b. PARKED      ... its bytes lie elsewhere (engine/parking.py); it waits for blocks
-c. SWAPPING    it has blocks again and its bytes are on their way into them; then WAITING
+a. PREEMPTED   it has no blocks and waits for new ones; KV that is not cached is recomputed
+b. PARKED      as PREEMPTED, but its KV is stored elsewhere (engine/parking.py)
+c. SWAPPING    it has blocks again, and its KV is being copied into them; then WAITING
 
-The samples of one request share a life up to the prompt's end; from there on each has its own.
-FINISHED and ABORTED requests are forgotten: their ids may be used again.
+The samples of one request share one state up to the end of the prompt; then each has its own.
+FINISHED and ABORTED requests are forgotten: their ids may be reused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ b""."""
 
 
 class State(enum.Enum):
-    """Where a request is. `ALLOWED` holds the transitions."""
+    """The state of a request or sample. `ALLOWED` contains the transitions."""
 
     RESERVED = "reserved"
     QUEUED = "queued"
@@ -88,7 +88,7 @@ WITHOUT_BLOCKS = frozenset({State.QUEUED, State.PREEMPTED, State.PARKED})
 
 
 class FinishReason(enum.Enum):
-    """Why the engine drew no further token."""
+    """The reason why a sample has no further token."""
 
     EOS = "eos"
     STOP_TOKEN = "stop_token"
@@ -96,16 +96,16 @@ class FinishReason(enum.Enum):
     GRAMMAR = "grammar"
     """The grammar is complete: nothing but an end could follow."""
     POLICY = "policy"
-    """The engine's stop policy ended it (a `StopPolicy`, given by whoever builds the engine)."""
+    """The engine's stop policy (`StopPolicy`) ended the sample."""
 
     @property
     def is_token(self) -> bool:
-        """A particular token ended the request."""
+        """Whether a particular token ended the sample."""
         return self in (FinishReason.EOS, FinishReason.STOP_TOKEN)
 
 
 class GrammarKind(enum.Enum):
-    """What a GrammarSpec's text is written in."""
+    """The language of a GrammarSpec's text."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -115,7 +115,8 @@ class GrammarKind(enum.Enum):
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """What an output must look like, as the client wrote it. Compiled off the engine's thread."""
+    """A constraint on the output, as the client wrote it. Compiled outside of the engine's
+    thread."""
 
     kind: GrammarKind
 
@@ -123,19 +124,21 @@ class GrammarSpec:
     """The schema, pattern or grammar; empty for a choice."""
 
     choices: tuple[str, ...] = ()
-    """The whole outputs that are allowed; only for CHOICE."""
+    """The complete outputs that are allowed; only for CHOICE."""
 
 
 @dataclass(frozen=True)
 class Beam:
-    """Beam search instead of draws, as transformers defines it (`num_beams`, `length_penalty`,
-    `early_stopping`). The request's best `Request.num_samples` hypotheses are its samples."""
+    """The parameters of beam search in place of sampling, as transformers defines them
+    (`num_beams`, `length_penalty`, `early_stopping`). The request's best `Request.num_samples`
+    hypotheses are its samples."""
 
     num_beams: int
-    """At least 2, and at least `num_samples`."""
+    """Number of beams: at least 2, and at least `num_samples`."""
 
     length_penalty: float = 1.0
-    """A finished hypothesis' score is its sum of log probabilities / length ** length_penalty."""
+    """Exponent of the length in a finished hypothesis' score: sum of log probabilities / length **
+    length_penalty."""
 
     early_stopping: bool = False
     """True: end as soon as there are `num_beams` finished hypotheses. False: end when no open beam
@@ -144,70 +147,76 @@ class Beam:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Ranges are checked by the engine at `reserve`."""
+    """Sampling parameters. The engine checks their ranges at `reserve` and `submit`."""
 
     max_tokens: int
-    """Most output tokens, tokens drawn by an earlier leg included. At least 1."""
+    """Largest number of output tokens, those sampled by another engine before included. At least
+    1."""
 
     temperature: float = 0.0
-    """0 is greedy. Finite, >= 0."""
+    """Divisor of the logits, finite, >= 0; 0: greedy."""
 
     top_p: float = 1.0
-    """In (0, 1]."""
+    """Probability mass of the nucleus that is sampled from, in (0, 1]; 1: off."""
 
     top_k: int = 0
-    """0: off."""
+    """Number of most probable tokens that are sampled from; 0: off."""
 
     min_p: float = 0.0
-    """In [0, 1]; 0: off."""
+    """Smallest probability of a token that is sampled, relative to that of the most probable one,
+    in [0, 1]; 0: off."""
 
     min_tokens: int = 0
-    """EOS and stop token ids are masked until there are this many output tokens."""
+    """Number of output tokens before which EOS and stop token ids are masked."""
 
     seed: int = 0
-    """Unsigned 64 bits. Always set by the edge, so that the request can be resumed."""
+    """Seed of the noise, unsigned 64 bits. The API server always sets it, so that the request can
+    be resumed."""
 
     sample_index: int = 0
-    """Which of the n samples of one prompt the request's first one is; the others count on."""
+    """Index of the request's first sample among the n samples of one prompt; the other samples
+    follow it."""
 
     stop_token_ids: frozenset[int] = frozenset()
-    """Drawing one of these ends the request; the token is reported."""
+    """Tokens whose sampling ends the sample; the token is part of the output."""
 
     ignore_eos: bool = False
-    """EOS is a token like any other."""
+    """Whether EOS is treated as any other token."""
 
     logprobs: int | None = None
-    """None: none. 0: of the chosen token. k: of the k best beside it. At most `MAX_LOGPROBS`."""
+    """Number of most probable tokens whose log probabilities are reported with each token's own, at
+    most `MAX_LOGPROBS`; 0: the sampled token's only; None: none."""
 
     repetition_penalty: float = 1.0
-    """Of every token in prompt or output: a positive logit is divided by it, a negative one
+    """Penalty of every token in prompt or output: a positive logit is divided by it, a negative one
     multiplied. > 0; 1: off."""
 
     presence_penalty: float = 0.0
-    """Taken once from the logit of each token in the output. Finite."""
+    """Number subtracted once from the logit of each token in the output. Finite."""
 
     frequency_penalty: float = 0.0
-    """Taken from the logit of a token as often as the output has it. Finite."""
+    """Number subtracted from the logit of a token for each of its occurrences in the output.
+    Finite."""
 
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit), no id twice. Finite values."""
+    """(token id, number added to its logit) pairs, no id twice. Finite."""
 
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token id sequences that shall not appear: the last id of each is masked where the ids before
-    it end the output so far (prompt and output together are looked at)."""
+    """Token sequences that must not appear: the last token of each is masked where the tokens
+    before it end the text so far (prompt and output together)."""
 
     allowed_token_ids: frozenset[int] | None = None
-    """None: all. Otherwise every other token is masked."""
+    """The only tokens that may be sampled; None: all."""
 
     no_repeat_ngram: int = 0
-    """No n-gram of this many tokens appears twice in prompt and output together. At most 64; 0:
-    off."""
+    """Number of tokens of n-grams that must not appear twice in prompt and output together. At most
+    64; 0: off."""
 
     grammar: GrammarSpec | None = None
-    """What the output must look like."""
+    """The grammar of the output; None: unconstrained."""
 
     trace: bool = False
-    """Report a `SampleTrace` with every token."""
+    """Whether a `SampleTrace` is reported with every token."""
 
 
 MAX_LOGPROBS = 64
@@ -215,59 +224,59 @@ MAX_LOGPROBS = 64
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, and what is asked for it."""
+    """One prompt, and the parameters of its processing."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
 
     block_hasher: BlockHasher
-    """Makes the chain hash of a full block. Keyed by `cache_root`: that is what separates tenants
+    """Computes the chain hash of a full block. It is keyed by `cache_root`, which separates tenants
     in the prefix cache."""
 
     cache_root: bytes = b""
-    """The root key that `block_hasher` is keyed with. Two requests share blocks only if it is
-    equal."""
+    """The key of `block_hasher`. Two requests share blocks only if it is equal."""
 
     hold_after: int | None = None
-    """HOLD once this many output tokens were drawn in all, or when it finishes before: blocks stay
-    until `release`. The prefill role asks for 1. None: run to the end and give the blocks back."""
+    """Number of output tokens in all at which the request is HOLDING, as it also is when it
+    finishes before: its blocks stay until `release`. Prefill workers set 1. None: run to the end
+    and free the blocks."""
 
     priority: int = 0
-    """Higher first among those that wait for room, unless the engine's policy is "fcfs"; equal ones
-    in order of `start` or `submit`. The lowest is preempted first."""
+    """Priority of admission: higher first, unless the engine's policy is "fcfs"; equal ones in
+    order of `start` or `submit`. The lowest is preempted first."""
 
     num_samples: int = 1
-    """Samples of this prompt, drawn with sample indices `sampling.sample_index` and on. They share
-    the prompt's blocks."""
+    """Number of samples of this prompt, with sample indices from `sampling.sample_index` on. They
+    share the prompt's blocks."""
 
     beam: Beam | None = None
-    """Beam search instead of draws."""
+    """Beam search in place of sampling; None: sampling."""
 
     adapter: str = ""
-    """Name of a loaded LoRA adapter; empty: the model as it is. `cache_root` must differ by the
-    adapter's digest: the engine refuses a root it has seen with another adapter."""
+    """Name of a loaded LoRA adapter; empty: none. `cache_root` must depend on the adapter's digest:
+    the engine rejects a root that was used with another adapter."""
 
     prompt_hashes: tuple[bytes, ...] = ()
-    """Chain hashes of the prompt's first full blocks, as `block_hasher` makes them, where the
-    caller has them: the engine's thread then need not. Believed."""
+    """Chain hashes of the prompt's first full blocks, as `block_hasher` computes them, if the
+    caller has them, to save the engine's thread the time. They are not checked."""
 
     wants_embedding: bool = False
-    """Report the prompt's embedding with its first token, which means nothing. One sample, no
-    beams."""
+    """Whether the prompt's embedding is reported with the first token, which is then meaningless.
+    One sample, no beams."""
 
     prompt_logprobs: int | None = None
-    """None: none. k: report log probabilities of the prompt's own tokens with the events of its
-    chunks, and the k best beside each; at most `MAX_LOGPROBS`. Each token's place is computed for
-    it: of a cached prefix nothing is used. No beams."""
+    """Number of most probable tokens whose log probabilities are reported with those of each prompt
+    token, with the outputs of the prompt's chunks; at most `MAX_LOGPROBS`; None: none. The whole
+    prompt is computed, without cached prefixes. No beams."""
 
     owner: str = ""
-    """Whom bytes of this request that leave the engine (parked blocks, pages of draft models) are
-    charged to. The engine passes it on and does not read it."""
+    """The account that bytes of this request outside of the engine (parked blocks) are charged to.
+    The engine passes it on and does not read it."""
 
     token_id_range: tuple[int, int] = field(init=False, repr=False, compare=False)
-    """(least, greatest) token id of the prompt; (0, 0) of an empty one. Looked for by whoever makes
-    the request, so that the engine's thread, for which all streams wait, need not."""
+    """(smallest, greatest) token id of the prompt; (0, 0) of an empty one. Computed when the
+    request is created, to save the engine's thread the time."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_id_range", _range_of(self.prompt_token_ids))
@@ -285,44 +294,44 @@ def _range_of(token_ids: Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Reservation:
-    """Blocks taken for a request: enough for all it may ever compute, or for its prompt where the
-    engine preempts (`EngineConfig.preemption`) and the request does not hold."""
+    """Blocks allocated for a request: all that it may need, or, if the engine preempts
+    (`EngineConfig.preemption`) and the request does not hold, those of its prompt."""
 
     request_id: str
 
     block_ids: tuple[int, ...]
-    """Tokens [i * block_size, (i + 1) * block_size) lie in block_ids[i]; of the first sample where
-    there are several."""
+    """The block of tokens [i * block_size, (i + 1) * block_size) is block_ids[i]; if there are
+    several samples, of the first one."""
 
     num_local_tokens: int
-    """Prompt tokens whose KV is in the device cache already: a multiple of block_size, at most
-    num_prompt - 1."""
+    """Number of prompt tokens whose KV is in the device cache already: a multiple of block_size, at
+    most num_prompt - 1."""
 
     chain_hashes: tuple[bytes, ...]
-    """Of the prompt's full blocks."""
+    """Chain hashes of the prompt's full blocks."""
 
 
 @dataclass(frozen=True)
 class DetachedRequest:
-    """What a request had when it was detached, for the engine that continues it."""
+    """The state of a request at `detach`, for the engine that continues it."""
 
     token_ids: tuple[int, ...]
-    """Prompt and output."""
+    """The tokens of prompt and output."""
 
     num_computed_tokens: int
-    """Tokens, from the first one on, whose KV lies in `block_ids` and can be taken over: all but
-    the last one for a request that was decoding, fewer for one that was not there yet."""
+    """Number of first tokens whose KV lies in `block_ids`: all but the last one for a request that
+    was decoding, fewer before that."""
 
     block_ids: tuple[int, ...]
-    """The blocks with their KV; the last one may be unfilled."""
+    """The blocks with the KV; the last one may be unfilled."""
 
     chain_hashes: tuple[bytes, ...]
-    """Chain hashes of the full ones among them."""
+    """Chain hashes of the full blocks among them."""
 
 
 @dataclass(frozen=True)
 class StopView:
-    """What a stop policy sees of one sample after each of its tokens."""
+    """The state of one sample after one of its tokens, for a stop policy."""
 
     request_id: str
     sample_index: int
@@ -331,14 +340,14 @@ class StopView:
 
 
 StopPolicy = Callable[[StopView], bool]
-"""True: end this sample here (FinishReason.POLICY). Called on the engine's thread after each token:
-it must be quick. An exception ends that request with PolicyFailed."""
+"""Returns True to end the sample (FinishReason.POLICY). Called on the engine's thread after each
+token: it must be fast. An exception ends the request with PolicyFailed."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What others must know of the loaded model. Two engines may exchange KV only if `fingerprint`
-    is equal."""
+    """The properties of the loaded model. Two engines may exchange KV only if `fingerprint` is
+    equal."""
 
     model: str
     model_type: str
@@ -356,24 +365,25 @@ class ModelInfo:
     device: str
 
     linear: str
-    """How linear layers run: "packed" (oneDNN, reordered once at load) or "plain" (F.linear), with
-    the reason."""
+    """How linear layers are computed: "packed" (oneDNN, reordered at load) or "plain" (F.linear),
+    with the reason."""
 
     fused: tuple[str, ...]
-    """What was fused after loading."""
+    """Descriptions of the layers that were fused after loading."""
 
     num_parameters: int
     weight_bytes: int
 
     decoder: str = ""
-    """Whose code computes it: "own" (engine/models/llama.py), or "transformers" with the reason."""
+    """The implementation of the model: "own" (engine/models/llama.py), or "transformers" with the
+    reason."""
 
     gives_embeddings: bool = False
     """Whether requests may ask for an embedding."""
 
     step_bytes: int = 0
-    """What the largest step needs on the device beside weights and cache, as measured at start; 0:
-    not measured."""
+    """Bytes of device memory that the largest step needs in addition to weights and cache, as
+    measured at start; 0: not measured."""
 
     seconds: tuple[tuple[str, float], ...] = ()
-    """(phase of the start, how long it took), up to ready."""
+    """(phase of the start, its duration in seconds) pairs."""

@@ -1,23 +1,23 @@
-"""Runner: one planned step: the model's input, its forward pass, the draws, and the events that
-come of them. Masks of grammars are filled while the model runs, and hashes are made that later work
-needs (Scheduler.precompute_block_hashes). Schedules nothing, books nothing itself. Engine thread
-only.
+"""Runner: runs planned steps: the model's input, its forward pass, the sampling, and the outputs.
+Masks of grammars are filled while the model runs, and chain hashes are computed that later work
+needs (Scheduler.precompute_block_hashes). It does not schedule, and OutputProcessor applies the
+results. Engine thread only.
 
-Where the model can (DecodesAhead), a step is launched, and the next one too, before the first is
-read: the device computes while the host books and plans. A step that was launched is the next one
-for those who are in it; who joins meanwhile takes part in the one after: in the next launch if it
-has a token and its cache, or the model takes prompts, too, else in a plain step. Each sample's
-events are those of plain steps. With speculation, decode steps are launched while no proposer would
-be called anyway (SpeculationManager.is_idle): when that ends, nothing follows what is in flight,
-and the step after it is a plain one.
+If the model supports it (DecodesAhead), a step is launched, and the next one too, before the first
+is read: the device computes while the host processes outputs and plans. A launched step is the next
+one of its sequences; a sequence that joins meanwhile takes part in the step after it: in the next
+launch if it has one token to compute and its cached KV, or the model launches prompts, too, else in
+a plain step. Each sample's outputs are those of plain steps. With speculation, decode steps are
+launched while no proposer would be called anyway (SpeculationManager.is_idle); when a proposer is
+to be called, nothing is launched after the steps in flight, and a plain step follows.
 
-Where a proposer is called, the next step depends on what this one has drawn, and the device waits
-for the host. So that step is begun in the very call that has booked this one, before its events are
-told, if no request waits and nothing but decodes is to come: then it is the step that the next call
-would begin, unless a sequence is taken out of it in between (engine/in_flight.py), and a request
-that comes during a step waits for the next one, too. Not where that would keep the events back:
-where the model takes long to launch it (LoadedModel.queues_step), with grammars, whose masks take
-their time, and with proposers that take theirs, or that do not know some sequence yet; nor with
+If a proposer is called, the next step depends on the sampled tokens of this one, and the device
+waits for the host. So the next step is begun in the same call that applies the results of this one,
+before its outputs are returned, if no request waits and all sequences decode: it is the step that
+the next call would begin, unless a sequence is removed in between (engine/in_flight.py). A request
+that arrives during a step waits for the next one, too. A step is not begun early where that would
+delay outputs: if the model takes long to launch it (LoadedModel.queues_step), with grammars, whose
+masks take time, with proposers that are slow or have no state of some sequence yet, and with
 proposers that need hidden states.
 """
 
@@ -55,24 +55,25 @@ _NOTHING: Mapping[Key, tuple[TokenLogprobs, ...] | InvalidLogits] = MappingProxy
 
 
 class Result(NamedTuple):
-    """What a step did."""
+    """The result of a step."""
 
     events: list[RequestOutput]
     num_prefill_tokens: int
     num_decode_tokens: int
-    """Those that were known, and accepted draft tokens."""
+    """Number of tokens computed for output tokens after the first, accepted draft tokens
+    included."""
     num_guessed_tokens: int = 0
-    """Draft tokens, accepted or not."""
+    """Number of draft tokens, accepted or not."""
     num_kept_tokens: int = 0
-    """Accepted draft tokens."""
+    """Number of accepted draft tokens."""
 
 
 class Runner:
-    """See the module.
+    """Runs planned steps of the model.
 
     Args:
-        begins_early: a step that may have drafts is begun in the call before.
-        clock: of the metrics.
+        begins_early: begin a step that may have drafts in the call before.
+        clock: returns the time in seconds, for the metrics.
     """
 
     def __init__(
@@ -97,16 +98,18 @@ class Runner:
         self._speculation = speculation
         self._begins_early = begins_early and speculation is not None
         self._begun: BegunStep | None = None
-        """In the call before, and in flight unless it was given up."""
+        """The step that was begun in the call before; in flight unless it was given up."""
         self._failure: tuple[Exception, tuple[Sequence, ...]] | None = None
-        """Of a step that was to be begun then, and whose: told by the call that it is for."""
+        """The error of a step that was to be begun early, and its sequences; raised by the call
+        that the step is for."""
         self._clock = clock
         self.is_device_behind = False
-        """See engine/engine.py:LLMEngine.is_device_behind."""
+        """Whether the device may still write blocks that an output named or that are free
+        (LLMEngine.is_device_behind)."""
 
     @property
     def has_begun(self) -> bool:
-        """The next step was launched or begun already."""
+        """Whether the next step was launched or begun already."""
         return self._in_flight.is_live
 
     def run(
@@ -116,14 +119,13 @@ class Runner:
         is_admitting: bool = True,
         is_settled: bool = False,
     ) -> Result:
-        """Compute a plan that is not empty, and whose sequences have their blocks; or what
-        `has_begun`, if something has: then there is no plan.
-
-        An exception of the model leaves every sequence as it was.
+        """Run a plan that is not empty, and whose sequences have their blocks; or, if `has_begun`,
+        the step in flight, with an empty plan. An exception of the model leaves every sequence
+        as it was.
 
         Args:
-            is_admitting: as of its `plan_after`.
-            is_settled: nobody is known who is not the scheduler's matter yet.
+            is_admitting: as in Scheduler.plan_after.
+            is_settled: no request waits outside of the scheduler.
         """
         running = self._scheduler.running
         is_early = self._begins_early and is_settled
@@ -157,8 +159,9 @@ class Runner:
         return result
 
     def _tell_failure(self, running: Mapping[Key, Sequence]) -> None:
-        """Of the step that was to be begun in the call before, if it was for anybody who is left:
-        others' next pass may well be sound, and says so itself if it is not."""
+        """Raise the error of the step that was to be begun in the call before, if one of its
+        sequences is live. Otherwise it is only logged, since the next forward pass of other
+        sequences may succeed."""
         if self._failure is None:
             return
         (failure, planned), self._failure = self._failure, None
@@ -167,7 +170,8 @@ class Runner:
         log.warning("a step failed that was begun early, and nobody is left of it: %s", failure)
 
     def _land(self, *, is_admitting: bool) -> Result:
-        """The step that is in flight, when the next one is, too."""
+        """Launch the step after the one in flight, if possible, and return the result of the
+        latter."""
         live = self._in_flight.live()
         takes_prompts = self._rows.takes_prompts
         following = self._scheduler.plan_after(
@@ -191,7 +195,7 @@ class Runner:
         return Result(self._book(*taken), num_prefills, num_decodes)
 
     def _take(self) -> Taken:
-        """What is in flight; a long step is not waited for idly."""
+        """Wait for the oldest launch; chain hashes of a long step are computed meanwhile."""
         planned = self._in_flight.next_planned()
         if planned:
             try:
@@ -202,7 +206,7 @@ class Runner:
         return self._in_flight.take()
 
     def _goes_on(self, live: Mapping[Key, Planned], following: NextPlan) -> bool:
-        """Whether no proposer would be called in the step after the one that is in flight."""
+        """Return whether no proposer would be called in the step after the one in flight."""
         if self._speculation is None:
             return True
         staying = [(sequence, 1) for sequence, _ in live.values()]
@@ -210,7 +214,7 @@ class Runner:
         return self._speculation.is_idle(staying + joining, num_unread=1)
 
     def _compute(self, planned: list[tuple[Sequence, int]], *, is_early: bool) -> Result:
-        """A plain step."""
+        """Run a plain step."""
         self.is_device_behind = True
         begun = self._plain.begin(planned, self._scheduler.running)
         try:
@@ -226,7 +230,7 @@ class Runner:
         return self._end(begun, planned, drawn, begun.drafts, is_early=is_early)
 
     def _end_begun(self, begun: BegunStep, *, is_early: bool) -> Result:
-        """A plain step that is in flight, for those who are live still."""
+        """Finish the plain step in flight, for its live sequences."""
         try:
             self._overlap_host_work(begun)
             drawn, live = self._in_flight.take_step()
@@ -247,8 +251,8 @@ class Runner:
         *,
         is_early: bool,
     ) -> Result:
-        """Book what a plain step has drawn, and begin the next one if that `is_early`. Plan, draws
-        and drafts are the step's as far as they are wanted."""
+        """Apply the samples of a plain step, and begin the next one early if `is_early`. Plan,
+        samples and drafts are those of live sequences."""
         step, speculation = begun.step, self._speculation
         embeddings = _compute_embeddings(step, self._model) if step.batch.wants_hidden else {}
         scored = _compute_prompt_logprobs(planned, step, begun.all_logits) if step.scored else {}
@@ -279,12 +283,11 @@ class Runner:
         return Result(events, num_prefills, num_decodes + num_all_kept, num_guessed, num_all_kept)
 
     def _begin_next(self, last: Step) -> BegunStep | None:
-        """The step after the one that was just booked, if it is known whose that is, and it may
-        have drafts.
+        """Begin the step after the one that was just applied, if its sequences are known and it may
+        have drafts. Returns: None if it is not begun.
 
-        Args:
-            last: that one. If the host was long at it, the next one is taken for another such, and
-                no proposer is called to find out.
+        Args: last: the step just applied. If it took the host long, the next one probably does,
+            too, and no proposer is called.
         """
         speculation, running = self._speculation, self._scheduler.running
         if speculation is None or not running or not self._scheduler.is_settled:
@@ -311,7 +314,7 @@ class Runner:
         return begun
 
     def _overlap_host_work(self, begun: BegunStep) -> None:
-        """Its draws are queued, and not waited for idly."""
+        """Queue the sampling of a step, and do other work while the device computes."""
         begun.begin_draws()
         if begun.step.draws:
             self._scheduler.precompute_block_hashes(begun.planned)
@@ -326,10 +329,10 @@ class Runner:
         num_kept: dict[Key, int] | None = None,
         scored: Mapping[Key, tuple[TokenLogprobs, ...] | InvalidLogits] = _NOTHING,
     ) -> list[RequestOutput]:
-        """Book one step.
+        """Apply the samples of one step. Returns: the outputs.
 
         Args:
-            num_kept: filled here with the number of draft nodes accepted, by sequence.
+            num_kept: filled with the number of accepted draft nodes by sequence.
             scored: the log probabilities of prompt tokens (_compute_prompt_logprobs).
         """
         events: list[RequestOutput] = []
@@ -373,7 +376,8 @@ class Runner:
         logprobs: tuple[TokenLogprobs, ...] | InvalidLogits,
         now: float,
     ) -> list[RequestOutput]:
-        """The first event tells them."""
+        """Apply the samples of a sequence whose prompt is scored; its first output contains the log
+        probabilities."""
         if isinstance(logprobs, InvalidLogits):
             return [self._output_processor.fail(sequence, logprobs)]
         sequence.num_scored_tokens += len(logprobs)  # samples that part now are forks of it
@@ -446,7 +450,7 @@ def _compute_embeddings(step: Step, model: LoadedModel) -> dict[str, tuple[float
 def _add_embedding(
     output: RequestOutput, embeddings: Mapping[str, tuple[float, ...]]
 ) -> RequestOutput:
-    """`output` with its request's embedding, if there is one and no error."""
+    """Return `output` with its request's embedding, if there is one and no error."""
     embedding = embeddings.get(output.request_id)
     if embedding is None or output.error is not None:
         return output

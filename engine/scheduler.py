@@ -49,13 +49,13 @@ from engine.sequence import Key, Sequence
 SchedulingPolicy = Literal["fcfs", "priority", "cache_aware"]
 
 NUM_LOOKED_AT = 256
-"""Queued sequences considered in one step: those of the highest priority that came first. Bounds
-the cost of a step; guessed."""
+"""Largest number of queued sequences considered in one step: those of the highest priority that
+came first. It bounds the cost of a step; guessed."""
 
 MAX_PROMPT_ROWS = 256
-"""Tokens in one step of prompts whose log probabilities are wanted. Each takes a row of logits: 67
-MB of bfloat16 at a vocabulary of 131,072. Guessed: from here on a GPU's step takes as long as it
-has tokens."""
+"""Largest number of prompt tokens of one step whose log probabilities are reported. Each needs a
+row of logits: 67 MB of bfloat16 for all of them with a vocabulary of 131,072. Guessed: with more
+tokens, a GPU's step takes time in proportion to them."""
 
 _EMPTY: Mapping[Key, Planned] = {}
 
@@ -192,7 +192,7 @@ class Scheduler:
         return NextPlan(planned, is_decoding=False)
 
     def _begin_plan(self, live: Mapping[Key, Planned], *, is_admitting: bool) -> bool:
-        """Returns: False if the plan should wait for the pending step."""
+        """Start a plan. Returns: False if it should wait for the pending step."""
         for sequence in list(self.running.values()):
             if sequence.state is State.SWAPPING:
                 self._preemptor.bring_back(sequence)
@@ -203,8 +203,8 @@ class Scheduler:
     # -- 1. places
 
     def _admit(self, live: Mapping[Key, Planned]) -> bool:
-        """Returns: False if no sequence was admitted, because one of them could share blocks that
-        are being computed."""
+        """Admit waiting sequences. Returns: False if no sequence was admitted, because one of them
+        could share blocks that are being computed."""
         num_rows = sum(one.group.num_places for one in self.running.values())
         if num_rows >= self._config.max_num_running:
             return True
@@ -334,7 +334,8 @@ class Scheduler:
                 return
 
     def _values(self, sequences: Iterable[Sequence]) -> Iterator[WaitingSequence]:
-        """One by one, because each asks the prefix cache what its sequence needs."""
+        """Iterate over the waiting sequences as values, one by one, because each needs look-ups in
+        the prefix cache."""
         for sequence in sequences:
             group, request = sequence.group, sequence.request
             num_blocks, num_matched = 0, sequence.num_computed_tokens
@@ -448,7 +449,8 @@ class Scheduler:
         return True
 
     def check_integrity(self) -> None:
-        """Every sequence is in one place and in a state that fits it. Raises: IntegrityError."""
+        """Check that every sequence is in one place and in a state that fits it. Raises:
+        IntegrityError."""
         places = {
             "queued": (self.queued.items(), {State.QUEUED}),
             "waiting": (self.waiting.items(), {State.WAITING}),
@@ -495,12 +497,12 @@ class RequestQueue:
         return sequence
 
     def first(self, num: int) -> Iterator[Sequence]:
-        """The first `num` in order."""
+        """Iterate over the first `num` sequences in order."""
         levels = (self._levels[level] for level in sorted(self._levels, reverse=True))
         return islice(chain.from_iterable(one.values() for one in levels), num)
 
     def items(self) -> Iterator[tuple[Key, Sequence]]:
-        """All of them, in no particular order."""
+        """Iterate over all sequences, in no particular order."""
         return chain.from_iterable(one.items() for one in self._levels.values())
 
     def __getitem__(self, key: Key) -> Sequence:
@@ -522,7 +524,7 @@ class WaitingSequence(NamedTuple):
     """Number of its `start` or `submit` call."""
 
     num_tokens: int
-    """Tokens to compute before the next one can be sampled."""
+    """Number of tokens to compute before the next one can be sampled."""
 
     num_blocks: int = 0
     """Free or evictable blocks that it needs; 0 if it has its blocks already."""
@@ -535,7 +537,7 @@ class WaitingSequence(NamedTuple):
 
     num_passes: int = 0
     is_preempted: bool = False
-    """It was preempted: no other sequence of its priority is admitted before it."""
+    """Whether it was preempted, so that no other sequence of its priority is admitted before it."""
 
     adapter: str = ""
 
@@ -576,7 +578,7 @@ class BatchTraits(NamedTuple):
 
     num_rows: int
     adapters: frozenset[str]
-    """Without "", the model without an adapter."""
+    """Names of the adapters, without "" (no adapter)."""
 
 
 def may_share_batch(
@@ -599,14 +601,14 @@ def may_share_batch(
 
 
 class FreeCapacity(NamedTuple):
-    """What can be given to sequences that are admitted."""
+    """The capacity that is available for sequences to be admitted."""
 
     num_blocks: int
     """Free or evictable blocks, less those that are kept for running sequences."""
 
     num_tokens: int
-    """Tokens of the step's budget that running sequences leave. A sequence that is admitted gets at
-    least one."""
+    """Number of tokens of the step's budget that running sequences leave. A sequence that is
+    admitted gets at least one."""
 
     batch: BatchTraits
     max_num_rows: int
@@ -615,13 +617,14 @@ class FreeCapacity(NamedTuple):
 
 @dataclass(frozen=True)
 class AdmissionResult:
-    """What `admit` decided."""
+    """The sequences that `admit` chose, and those that they passed."""
 
     keys: tuple[Key, ...]
     """The admitted sequences, in order."""
 
     num_passes: Mapping[Key, int]
-    """How often each of the others was passed by these; the others are left out if never."""
+    """Number of times that each of the other sequences was passed by these; sequences that were not
+    passed are left out."""
 
 
 def admit(
@@ -649,11 +652,10 @@ def admit_ranked(
     policy: SchedulingPolicy,
     max_passes: int,
 ) -> AdmissionResult:
-    """`admit` for sequences that are sorted by `rank` already.
+    """Choose sequences as `admit` does, from sequences sorted by `rank`.
 
-    Args:
-        ranked: read one by one, only until no further sequence can be admitted; for "cache_aware"
-            all at once, because there a later one's cached prefix can go first.
+    Args: ranked: read one by one, only until no further sequence can be admitted; for "cache_aware"
+        all at once, because there a later one's cached prefix can go first.
     """
     num_blocks, num_tokens, batch = capacity.num_blocks, capacity.num_tokens, capacity.batch
     keys: list[Key] = []
@@ -711,7 +713,8 @@ class RunningSequence(NamedTuple):
 
     key: Key
     num_pending_tokens: int
-    """Tokens known but not computed, at least 1. The next token is sampled after the last one."""
+    """Number of tokens known but not computed, at least 1. The next token is sampled after the last
+    one."""
     has_drawn: bool
     priority: int
     order: int
@@ -727,16 +730,16 @@ def plan_step(
     max_num_tokens_each: int = 0,
     policy: SchedulingPolicy = "priority",
 ) -> dict[Key, int]:
-    """Number of tokens of each sequence for one step, in the order in which they lie in the batch.
+    """Choose the number of tokens of each sequence for one step, in the order in which they lie in
+    the batch.
 
     Decodes first: a sequence that has sampled a token gets one token in every step, and the rest of
-    its pending tokens (text that its grammar forced) if the budget allows. What is left goes to
-    prompts in the order of the policy, the last one cut to a chunk.
-
-    Every value is at least 1 and at most the sequence's pending tokens; a prompt's is at most
-    `max_num_tokens_each` (0: no bound), and all scored prompts together have at most
-    MAX_PROMPT_ROWS; the sum is at most the budget. If there are no more sequences than tokens in
-    the budget, each that has sampled a token is in the plan.
+    its pending tokens (text that its grammar forced) if the budget allows. The remaining budget
+    goes to prompts in the order of the policy, the last one cut to a chunk. Every value is at least
+    1 and at most the sequence's pending tokens; a prompt's is at most `max_num_tokens_each` (0: no
+    bound), and all scored prompts together have at most MAX_PROMPT_ROWS; the sum is at most the
+    budget. If there are no more sequences than tokens in the budget, each that has sampled a token
+    is in the plan.
     """
     decodes: list[RunningSequence] = []
     prompts: list[RunningSequence] = []
@@ -779,12 +782,10 @@ class BlockHolder(NamedTuple):
 
 
 def choose_victim(holders: Iterable[BlockHolder], policy: SchedulingPolicy) -> Key | None:
-    """The sequence to preempt: that of the lowest priority, among equals the one that came last,
-    and of one request its last sample. So the most important running sequence is never preempted;
-    it ends and frees its blocks, which excludes a livelock (tests/unit/engine/test_preemption.py).
-
-    Returns: None if there is none.
-    """
+    """Choose the sequence to preempt: that of the lowest priority, among equals the one that came
+    last, and of one request its last sample. So the most important running sequence is never
+    preempted; it ends and frees its blocks, which excludes a livelock
+    (tests/unit/engine/test_preemption.py). Returns: None if there is none."""
     victim = max(
         holders,
         key=lambda one: (0 if policy == "fcfs" else -one.priority, one.order, one.key[1]),
@@ -805,8 +806,8 @@ class NextPlan(NamedTuple):
 
 
 class PredictedSequence(NamedTuple):
-    """What a sequence has after the pending step: the number of its tokens is known whatever they
-    are, and so is an end by length; an end by a token is not."""
+    """The predicted state of a sequence after the pending step: the number of its tokens, and an
+    end by length, are known whatever the tokens are; an end by a token is not."""
 
     num_computed_tokens: int
 
@@ -824,8 +825,10 @@ class PredictedSequence(NamedTuple):
 
 
 def predict(sequence: Sequence, planned: Planned | None) -> PredictedSequence:
-    """What `sequence` has after the pending step. Args: planned: its part of that step; None: it
-    has none, and stays as it is."""
+    """Predict the state of `sequence` after the pending step.
+
+    Args: planned: its part of that step; None: it has none, and does not change.
+    """
     num_computed, num_tokens = sequence.num_computed_tokens, len(sequence.token_ids)
     has_drawn = sequence.state is State.RUNNING
     if planned is None:

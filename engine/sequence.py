@@ -1,19 +1,20 @@
-"""Sequence: one sample of one live request inside the engine, the mutable half of what request.py
-describes. Engine thread only.
+"""Sequence: one sample of one live request inside the engine, the mutable counterpart of
+request.py. Engine thread only.
 
 Its tokens, as half-open intervals (P = block size):
 
     [0, num_local_tokens)                  found in the device cache when it got its blocks; never
                                            written
     [num_local_tokens, num_loaded)         written by another thread between `reserve` and `start`
-    [.., num_computed_tokens)              computed here
-    [num_computed_tokens, len(token_ids))  pending: the next steps' work; the last gives a draw
-    [0, num_cached_blocks * P)             full blocks that were offered to the prefix cache
-    [0, num_told_blocks * P)               full blocks that an event named, or that need no naming:
-                                           they were there before
+    [.., num_computed_tokens)              computed by this engine
+    [num_computed_tokens, len(token_ids))  pending: the next steps compute them; the next token is
+                                           sampled from the last one
+    [0, num_cached_blocks * P)             full blocks that were inserted into the prefix cache
+    [0, num_told_blocks * P)               full blocks that an output has named, or that were cached
+                                           before
 
-Blocks of one sequence may be another's, too: full ones by the prefix cache or by a fork, the one
-that holds the next token (`is_tail_shared`) by a fork alone, until either writes.
+Blocks may be shared with other sequences: full ones by the prefix cache or by a fork, the one that
+contains the next token (`is_tail_shared`) by a fork alone, until one of them writes it.
 """
 
 from __future__ import annotations
@@ -33,12 +34,11 @@ Key = tuple[str, int]
 """(request id, sample index)."""
 
 HOLE = -1
-"""Stands in `block_ids` for a block that was quarantined before `start`; start takes a new one for
-it."""
+"""The entry in `block_ids` of a block that was quarantined before `start`, which replaces it."""
 
 
 class Sequence:
-    """See the module."""
+    """One sample of one live request: its tokens, blocks and state."""
 
     __slots__ = (
         "block_ids",
@@ -67,7 +67,7 @@ class Sequence:
     )
 
     def __init__(self, group: Group, state: State) -> None:
-        """A request's first sample; the others are forks of it."""
+        """Create a request's first sample; the others are forks of it."""
         request = group.request
         self.group = group
         self.request: Request = request
@@ -79,27 +79,28 @@ class Sequence:
         self.chain_hashes: list[bytes] = list(request.prompt_hashes)
         self.block_ids: list[int] = []
         self.block_table: tuple[int, ...] = ()
-        """Of its last step: the blocks up to that step's last token."""
+        """The blocks of the sequence's last step, up to that step's last token."""
         self.is_tail_shared = False
         self.num_local_tokens = 0
         self.num_computed_tokens = 0
         self.num_cached_blocks = 0
         self.num_told_blocks = 0
         self.num_trusted_blocks = -1
-        """Blocks that others had computed when it got its first ones; -1 before."""
+        """Number of blocks that were cached when the sequence got its first blocks; -1 before."""
         self.num_scored_tokens = 0
-        """Prompt tokens whose log probabilities were told."""
+        """Number of prompt tokens whose log probabilities were reported."""
         self.num_passes = 0
         self.num_parked_tokens = 0
         self.parked: Parked | None = None
         self.history: TokenHistory | None = None
         self.grammar: GrammarState | None = None
         self.takes_guesses = True
-        """False once it failed beside some."""
+        """Whether the sequence gets draft tokens; False after a step with draft tokens failed for
+        it."""
 
     def fork(self, sample_index: int) -> Sequence:
-        """Another sample that goes its own way from here, in the same state. Its blocks are the
-        same ones: whoever calls references them."""
+        """Create another sample with the same tokens and state, which continues independently. It
+        has the same blocks: the caller adds references to them."""
         twin = object.__new__(Sequence)
         for name in self.__slots__:
             setattr(twin, name, getattr(self, name))
@@ -138,37 +139,37 @@ class Sequence:
 
     @property
     def gives_embedding(self) -> bool:
-        """Whether its next draw comes with the prompt's embedding."""
+        """Whether its next sampled token comes with the prompt's embedding."""
         return self.request.wants_embedding and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def is_scored(self) -> bool:
-        """Whether log probabilities of its prompt are still to be told."""
+        """Whether log probabilities of its prompt are still to be reported."""
         return (
             self.request.prompt_logprobs is not None
             and self.num_scored_tokens < self.num_prompt_tokens
         )
 
     def scored_places(self, end: int) -> range:
-        """Those whose logits give what was not told yet, once `end` tokens are computed: the place
-        before each token."""
+        """Return the positions whose logits give the log probabilities to report once `end` tokens
+        are computed: the position before each such token."""
         return range(max(self.num_scored_tokens - 1, 0), min(end, self.num_prompt_tokens - 1))
 
     @property
     def held_block_ids(self) -> list[int]:
-        """Blocks that this sample references."""
+        """The blocks that this sample references."""
         if HOLE not in self.block_ids:  # mostly: found thrice as fast as by looking at each
             return self.block_ids
         return [block_id for block_id in self.block_ids if block_id != HOLE]
 
     def add_token(self, token_id: int) -> None:
-        """It has one more output token."""
+        """Append one output token."""
         self.token_ids.append(token_id)
         if self.history is not None:
             self.history.append(token_id)
 
     def chain_hash(self, index: int, block_size: int) -> bytes:
-        """The chain hash of full block `index`; all before it are known or made on the way."""
+        """Return the chain hash of full block `index`; missing ones before it are computed."""
         while len(self.chain_hashes) <= index:
             start = len(self.chain_hashes) * block_size
             parent = self.chain_hashes[-1] if self.chain_hashes else b""
@@ -184,10 +185,9 @@ def finish_reason(
     max_output_tokens: int,
     eos_token_ids: frozenset[int],
 ) -> FinishReason | None:
-    """Why a sample ends with `token_id`, its newest output token; None: it goes on.
+    """Return why a sample ends with `token_id`, its newest output token; None: it continues.
 
-    Args:
-        num_output_tokens: this one counted.
+    Args: num_output_tokens: number of output tokens, this one included.
     """
     if num_output_tokens >= sampling.min_tokens:
         if token_id in eos_token_ids and not sampling.ignore_eos:
@@ -200,6 +200,7 @@ def finish_reason(
 
 
 def should_hold(sequence: Sequence) -> bool:
-    """The request asked to keep its blocks from this many output tokens on."""
+    """Return whether the request is to keep its blocks (`hold_after`) at its present number of
+    output tokens."""
     after = sequence.request.hold_after
     return after is not None and sequence.num_output_tokens >= after

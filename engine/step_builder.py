@@ -1,9 +1,9 @@
-"""build: from a plan to the model's input, and what to draw from its logits. Knows no scheduling
-and no states. Engine thread only.
+"""build: lays out the model's input for a plan, and the sampling requests of its logits. It knows
+no scheduling and no states. Engine thread only.
 
-A sample with a token tree has a row of logits for its last token and one for each node: what would
-be drawn if the path to that node were its text. What is drawn is laid out when somebody asks: the
-device can compute meanwhile.
+A sample with a token tree has a row of logits for its last token and one for each node, sampled as
+if the path to that node were part of its text. Sampling requests are created on first use, so that
+the device computes meanwhile.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 
 class _Drawing(NamedTuple):
-    """Who has rows of logits."""
+    """A sequence that has rows of logits."""
 
     sequence: Sequence
     num_tokens: int
-    """Tokens that it has, draft tokens not counted."""
+    """Number of its tokens, draft tokens not counted."""
     draft: DraftTokens | None
 
 
 class _Laid(NamedTuple):
-    """See the properties of Step."""
+    """The values of the properties of Step that are created on first use."""
 
     draws: list[SamplingRequest]
     rows: list[int]
@@ -53,38 +53,41 @@ class _Laid(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One step's input, and what is drawn of its logits: to be asked for before it is booked.
+    """One step's input, and the sampling of its logits, which must be read before the step's
+    results are applied.
 
-    Some rows of the model's logits may be of `scored` prompts, of which nothing is drawn: `rows`,
-    `samples` and `grammars` are about the others, which `drawn_of` takes.
+    Some rows of the model's logits may belong to `scored` prompts and are not sampled: `rows`,
+    `samples` and `grammars` refer to the others, which `drawn_of` returns.
     """
 
     batch: Batch
 
     drawing: tuple[_Drawing, ...]
-    """In the order of the batch."""
+    """The sequences with rows of logits, in the order of the batch."""
 
     eos_token_ids: frozenset[int]
 
     num_decode_tokens: int
-    """Tokens of samples that have drawn before; draft tokens are not counted."""
+    """Number of tokens of samples that have sampled a token before; draft tokens are not
+    counted."""
 
     has_beams: bool
 
     has_grammars: bool
 
     scored: Mapping[Key, range]
-    """Of prompts whose log probabilities are wanted: their rows of the model's logits."""
+    """The rows of the model's logits that give log probabilities of prompt tokens, by sequence."""
 
     def drawn_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of one row for each of the batch's `draw_indices` those that are drawn from."""
+        """Select the rows that are sampled, given one row for each of the batch's
+        `draw_indices`."""
         if not self.scored:
             return rows
         return rows.index_select(0, bring(np.array(self._drawn, dtype=np.int64), rows.device))
 
     @property
     def draw_indices(self) -> Values[int]:
-        """The batch's, of those rows."""
+        """The batch's `draw_indices` without those of scored prompts."""
         return [self.batch.draw_indices[row] for row in self._drawn]
 
     @cached_property
@@ -98,28 +101,29 @@ class Step:
 
     @property
     def draws(self) -> Values[SamplingRequest]:
-        """What to draw, in the order of the batch; a prompt that forks has one for each sample."""
+        """The sampling requests, in the order of the batch; a prompt that forks has one for each
+        sample."""
         return self._laid.draws
 
     @property
     def rows(self) -> Values[int]:
-        """The row of logits of each draw."""
+        """The row of logits of each sampling request."""
         return self._laid.rows
 
     @property
     def samples(self) -> Values[Sequence]:
-        """Whose each row of logits is; of a prompt that forks, its first sample's. Beams have rows,
-        but no draws."""
+        """The sequence of each row of logits; for a prompt that forks, its first sample. Beams have
+        rows, but no sampling requests."""
         return self._laid.samples
 
     @property
     def grammars(self) -> Values[GrammarState | None]:
-        """Where each row of logits is in its sample's grammar."""
+        """The grammar state of each row of logits; None without grammar."""
         return self._laid.grammars
 
     @property
     def is_plain(self) -> bool:
-        """Row i of the logits is draw i's."""
+        """Whether row i of the logits belongs to sampling request i, for all rows."""
         return self._laid.rows == list(range(len(self._laid.samples)))
 
 
@@ -136,14 +140,14 @@ def build(
     """Lay out the planned tokens.
 
     Args:
-        planned: (sequence, number of its pending tokens) in the order of the batch. Its blocks are
-            there. Those that are entered and not filled are cleared here.
-        drafts: draft tokens after a sequence's last token, which is in its plan; their blocks are
-            there, too.
-        clears_entered: also of samples that have drawn (LoadedModel.reads_unwritten); as
-            engine/decode_rows.py.
-        wants_hidden: tokens whose hidden states proposers need.
-        wants_layers: layers whose inputs they need, too.
+        planned: (sequence, number of its pending tokens) in the order of the batch. The sequences
+            have their blocks. Blocks that the step begins to write and does not fill are zeroed.
+        drafts: draft tokens after a sequence's last token, which is in the plan; their blocks are
+            allocated.
+        clears_entered: zero such blocks of samples that have sampled a token, too
+            (LoadedModel.reads_unwritten); otherwise only those of prompts.
+        wants_hidden: the tokens whose hidden states proposers need.
+        wants_layers: the layers whose inputs they need.
     """
     size = kv.layout.block_size
     all_token_ids: list[int] = []
@@ -252,10 +256,9 @@ def _tree_span(start: int, num_tokens: int, sequence: Sequence, tree: TokenTree)
 def _tree_draws(
     root: SamplingRequest, tree: TokenTree, proposals: Values[Proposals | None]
 ) -> list[SamplingRequest]:
-    """What would be drawn after each node.
+    """Create the sampling request of each node.
 
-    Args:
-        proposals: of each node, or none.
+    Args: proposals: those of each node; empty: none.
     """
     if root.history is None and not any(proposals):
         # What is drawn depends on the place alone: nodes of one depth share it.

@@ -1,6 +1,5 @@
-"""warm_up: the model's first steps, so that no request pays for what they compile or allocate.
-Writes no KV. Before the first request; engine thread only.
-"""
+"""warm_up: runs the model's first steps, so that no request waits for compilation and allocation.
+It writes no KV. Called before the first request; engine thread only."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from engine.models.interface import DecodesAhead, LoadedModel, Progress
 from engine.sampling.sampler import Sampler
 
 _BESIDE = 2
-"""Tokens of a prompt beside decodes: one more than a decode."""
+"""Number of tokens of a prompt in a step with decodes: one more than a decode has."""
 
 
 def warm_up(
@@ -21,13 +20,13 @@ def warm_up(
     max_num_running: int,
     progress: Progress | None = None,
 ) -> None:
-    """Run a plain step per kind of batch, with a draw; and whatever its launches, or its plain
-    steps where none are launched, need.
+    """Run a plain step of each kind of batch, sampling included; then compile and capture launches
+    ahead, or, without them, plain steps.
 
     Args:
-        model: with its cache attached.
-        max_num_tokens: of the largest step.
-        max_num_running: requests of the largest step.
+        model: a model with its cache attached.
+        max_num_tokens: number of tokens of the largest step.
+        max_num_running: number of requests of the largest step.
     """
     # Only our kernels look no further than a sequence's end, and only they are compiled by classes
     # of numbers of decodes.
@@ -48,13 +47,13 @@ def warm_up(
 
 
 def _steps(device: str, max_num_tokens: int, max_num_running: int) -> list[tuple[int, ...]]:
-    """Lengths of the prompts of each step: the smallest and the largest one. Where kernels are
-    compiled for classes of sizes, one prompt of every power of two between, and every class of
-    numbers of decodes, alone and beside a prompt.
+    """Return the prompt lengths of each warm-up step, from the smallest to the largest.
 
-    How many programs decodes fill a device with decides how attention splits them: some of its
-    classes are less than a third wide, so numbers are tried a quarter apart. Contexts are of one
-    length: what is compiled for longer ones alone (exact steps outside of graphs) is not here.
+    Where kernels are compiled for classes of sizes, there is one prompt of every power of two, and
+    every class of numbers of decodes, alone and with a prompt. The number of programs with which
+    decodes fill a device determines how attention splits them: some classes are less than a third
+    wide, so that numbers a quarter apart are run. Contexts have one length: variants that are
+    compiled for longer ones only (exact steps outside of graphs) are not included.
     """
     if torch.device(device).type == "cpu":
         return [(1,), (max_num_tokens,)]

@@ -1,2 +1,2 @@
-"""How steps of our own decoder (engine/models/llama.py) are launched: the tensors of a step, rows
+"""Launching of LlamaDecoder's steps (engine/models/llama.py): the tensors of a step, tables of rows
 that stay on the device, and CUDA graphs."""

@@ -1,11 +1,13 @@
-"""AheadDecoder: steps of our own decoder that are launched before the one before was read
+"""AheadDecoder: LlamaDecoder's steps that are launched before the previous one was read
 (DecodesAhead, engine/models/interface.py).
 
-A launch of decodes is: the rows' image into pinned memory; one graph, which finds it there and
-leaves the drawn tokens beside it; one event. One with prompts is a plain step that is not waited
-for (mixed_launch.py). Nothing waits but `read`. Knows no scheduling: who takes part,
-and whose draw is thrown away, is the caller's. Invariant: at most two launches are not read, so two
-of each pinned buffer suffice: a launch that was read has done with its own. Engine thread only.
+A launch of decodes consists of the rows' image in pinned memory, one CUDA graph, which reads it and
+writes the sampled tokens to pinned memory, and one event. A launch with prompts is a plain step
+that is not waited for (mixed_launch.py). Only `read` waits. The caller chooses the rows, and drops
+samples that are not wanted.
+
+Invariant: at most two launches are unread, so that two of each pinned buffer suffice: a launch that
+was read no longer uses its own. Engine thread only.
 """
 
 from __future__ import annotations
@@ -44,42 +46,43 @@ if TYPE_CHECKING:
     from engine.models.llama import LlamaDecoder
 
 MAX_OUTSTANDING = NUM_BUFFERS
-"""Launches that may not have been read."""
+"""Largest number of unread launches."""
 
 MAX_CHANGES = 1 << 14
-"""Entries of block tables that one image brings: 128 kB of pinned memory, of which a step copies
-what it uses. More at once (many long prompts) take a copy of their own."""
+"""Largest number of block table entries in one image: 128 kB of pinned memory, of which a step
+copies the used part. More changes at once (many long prompts) need a copy of their own."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowLaunch:
-    """A launch that is under way."""
+    """A decode launch that is not read yet."""
 
     order: NDArray[np.intp]
-    """[rows]: the place of each."""
+    """[rows], the place of each row in the tables."""
 
     positions: tuple[int, ...]
-    """[rows]: of the tokens that are drawn; for errors."""
+    """[rows], the positions of the sampled tokens; for errors."""
 
     number: int
-    """Of its step: which of the pinned buffers are its own."""
+    """Number of the launch's step, which determines its pinned buffers."""
 
     done: torch.cuda.Event | None
-    """None: the device is the CPU, and all is there."""
+    """The event at which the launch is done; None on a CPU, where it is done already."""
 
 
 class AheadDecoder:
-    """See the module.
+    """Launches decode steps on the device, and mixed ones.
 
     Args:
-        decode: the decoder's step; writes into the cache that the block ids are of.
-        max_rows: most rows of a launch.
-        context_window: most tokens of a row.
-        uses_graphs: False: launch kernel by kernel. As good as True where there is no CUDA.
-        plain: captured with the launches, in the same memory.
-        draw: where a rank of several does not draw by itself (engine/parallel/ahead.py).
-        stacks: where adapters of rows lie, which `decode` adds; None: no row has one.
-        max_changes: new entries of the tables that one image brings.
+        decode: computes a decode step, and writes its KV.
+        max_rows: largest number of rows of a launch.
+        context_window: largest number of tokens of a row.
+        uses_graphs: False: launch kernel by kernel; always so without CUDA.
+        plain: CUDA graphs of plain steps, captured with those of launches, in the same memory.
+        draw: samples the rows, on a rank of several (engine/parallel/ahead.py); None:
+            `draw_tokens`.
+        stacks: the stacked adapters of rows, which `decode` adds; None: no row has one.
+        max_changes: largest number of block table entries in one image.
         first_width_tokens: see DecodeGraphs.
     """
 
@@ -128,24 +131,20 @@ class AheadDecoder:
 
     @property
     def takes_prompts(self) -> bool:
-        """See DecodesAhead."""
+        """Whether `launch_mixed` is available."""
         return self._forward is not None
 
     def take_prompts(self, forward: ForwardDrawn) -> None:
-        """From now on.
+        """Enable `launch_mixed`.
 
-        Args:
-            forward: a method, whose object is not kept alive: it has this one.
+        Args: forward: a bound method, of which only a weak reference is kept.
         """
         self._forward = weakref.WeakMethod(forward)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile and capture everything that a launch, and a plain step of `plain`, will need.
-        Writes no KV; forgets all rows.
-
-        Raises: WrongState while a launch is under way; LoadError where the device has no memory for
-            it.
-        """
+        """Compile and capture everything that launches and plain steps of `plain` need, without
+        writing KV; forgets all rows. Raises: WrongState while a launch is unread; LoadError if
+        the device lacks the memory."""
         if self._outstanding:
             raise WrongState("a launch is under way")
         self._table.forget()
@@ -166,14 +165,15 @@ class AheadDecoder:
                 warm_up_mixed(self._step.last_drawn, num_words, vocab_size=self._vocab_size)
 
     def close(self) -> None:
-        """Let the graphs go (GraphSet.forget). No launch after it."""
+        """Free the CUDA graphs (GraphSet.forget). No launch may follow."""
         self._graphs.forget()
         if self.plain is not None:
             self.plain.forget()
 
     def takes(self, draw: SamplingRequest) -> bool:
-        """Whether the device can draw this: greedy or sampled, with temperature, top-k, top-p and
-        min-p; nothing that changes logits, and nothing that is told beside the token."""
+        """Whether the device can sample with these parameters: greedy, or temperature, top-k, top-p
+        and min-p, without processors that change logits, and without log probabilities or a
+        trace."""
         sampling = draw.sampling
         if draw.bitmask is not None or sampling.grammar is not None:
             return False
@@ -185,14 +185,13 @@ class AheadDecoder:
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[DecodeRow]) -> RowLaunch:
-        """Begin a step.
+        """Launch a step.
 
-        Args:
-            rows: at least one, at most `max_rows`. A token id of -1: what this row drew in the
-                launch before.
-        Raises: WrongState where two launches are not read; IntegrityError for rows that do not fit
-            (engine/decoder/rows.py); what the device raises. After an error the next launch's
-            tokens must all be given; before one, `drain` if it was the device's.
+        Args: rows: 1 to `max_rows`. A token id of -1 is the token that the row sampled in the
+            launch before.
+        Raises: WrongState if two launches are unread; IntegrityError for invalid rows
+            (engine/decoder/rows.py); errors of the device. After an error all token ids of the next
+            launch must be given; after an error of the device `drain` must be called first.
         """
         self._check_room(len(rows))
         number = self._next_number
@@ -218,7 +217,7 @@ class AheadDecoder:
 
     @torch.inference_mode()
     def launch_mixed(self, rows: Sequence[MixedRow]) -> MixedLaunch:
-        """See DecodesAhead; errors as of `launch`."""
+        """Launch a step that may have prompts. Errors are those of `launch`."""
         self._check_room(len(rows))
         forward = None if self._forward is None else self._forward()
         if forward is None:
@@ -241,7 +240,7 @@ class AheadDecoder:
         return launch
 
     def _begin(self, placed: Placed, num_rows: int) -> torch.cuda.Event | None:
-        """Queue the next step. Returns: what tells that it is done."""
+        """Queue the next step. Returns: the event at which it is done; None on a CPU."""
         num_words = placed.num_words
         image = self._images[self._next_number % NUM_BUFFERS]
         image[:num_words] = self._table.words[:num_words]
@@ -252,7 +251,7 @@ class AheadDecoder:
         return self._mark()
 
     def _mark(self) -> torch.cuda.Event | None:
-        """What tells that all that was queued is done."""
+        """Return an event at which all queued work is done; None on a CPU."""
         if self._device.type != "cuda":
             return None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -260,11 +259,11 @@ class AheadDecoder:
         return done
 
     def read(self, launch: Launch) -> list[SamplerOutput]:
-        """Wait for a launch; what its rows drew, in their order. A row whose best logit is not
-        finite has an InvalidLogits of its own.
+        """Wait for a launch. Returns: the outputs of its rows, in their order; a row whose greatest
+        logit is not finite has an InvalidLogits.
 
-        Raises: WrongState for a launch that is not the oldest one unread; what the device raised;
-            IntegrityError where the draws are not this launch's.
+        Raises: WrongState for a launch that is not the oldest unread one; errors of the device;
+            IntegrityError if the results belong to another launch.
         """
         if not self._outstanding or self._outstanding[0] is not launch:
             raise WrongState("launches are read once, in order")
@@ -287,12 +286,12 @@ class AheadDecoder:
         return drawn
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """Graphs and kernels are launched on the current device."""
+        """Return a context in which the decoder's device is the current one."""
         is_cuda = self._device.type == "cuda"
         return torch.cuda.device(self._device) if is_cuda else contextlib.nullcontext()
 
     def drain(self) -> None:
-        """After an exception: wait for what is under way, and forget it and all rows."""
+        """Wait for all launches, and forget them and all rows. Called after an exception."""
         self._outstanding.clear()
         self._table.forget()
         self._next_number = 0
@@ -313,11 +312,12 @@ def make_ahead(
     max_num_nodes: int = 0,
     max_changes: int = MAX_CHANGES,
 ) -> AheadDecoder:
-    """For a decoder that is attached to `memory`, whose blocks store what is computed.
+    """Create the AheadDecoder of a decoder that is attached to `memory`, whose blocks store the
+    compute dtype.
 
     Args:
-        max_rows, max_tokens, max_num_nodes: see make_plain_graphs.
-        max_changes: see AheadDecoder.
+        max_rows, max_tokens, max_num_nodes: as in make_plain_graphs.
+        max_changes: as in AheadDecoder.
     """
     return AheadDecoder(
         decoder.decode,

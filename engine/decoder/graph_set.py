@@ -1,10 +1,10 @@
-"""GraphSet: one computation, captured as a CUDA graph for each of the shapes that it is asked for
-in. Without CUDA it runs as it is.
+"""GraphSet: one computation, captured as a CUDA graph for each of several shapes. Without CUDA it
+runs directly.
 
-A graph replays its launches with the addresses that they were captured with: what the computation
-reads and leaves lies in tensors that are made once. Knows neither rows nor models. Invariant: what
-is captured is not computed (the run before it is: with inputs that change nothing). One thread at a
-time.
+A graph replays its launches with the addresses with which they were captured: the computation's
+inputs and outputs are tensors that are allocated once. It knows neither rows nor models. Invariant:
+a captured computation is not run by the capture (a warm-up run before it is, with inputs that
+change nothing). One thread at a time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Shape = TypeVar("Shape", bound=Hashable)
 
 
 class GraphMemory:
-    """What graphs need between their first launch and their last, shared by all of them: no two run
-    at the same time. On the current device."""
+    """The memory pool and stream that all graphs of a device share, since no two run at the same
+    time. For the current device."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -34,11 +34,11 @@ class GraphMemory:
 
 
 class GraphSet(Generic[Shape]):
-    """See the module.
+    """The CUDA graphs of one computation.
 
     Args:
-        compute: launches everything for a shape; no data-dependent shapes, no waiting.
-        uses_graphs: False: `run` computes.
+        compute: launches all work for a shape, without data-dependent shapes or waiting.
+        uses_graphs: False: `run` calls `compute` directly.
     """
 
     def __init__(self, compute: Callable[[Shape], None], *, uses_graphs: bool) -> None:
@@ -54,13 +54,12 @@ class GraphSet(Generic[Shape]):
         memory: GraphMemory | None = None,
         on_captured: Callable[[], None] | None = None,
     ) -> None:
-        """Compile what is not compiled, and capture every shape.
+        """Compile and capture every shape.
 
         Args:
-            shapes: the largest first: its capture takes as much memory as any needs, and the others
-                find theirs in it.
-            memory: shared with another set; None: of its own.
-            on_captured: called after each.
+            shapes: the largest first: its capture allocates the memory that the others reuse.
+            memory: memory shared with another set; None: its own.
+            on_captured: called after each capture.
         """
         if not self._uses_graphs:
             for shape in shapes:
@@ -84,8 +83,8 @@ class GraphSet(Generic[Shape]):
         torch.cuda.empty_cache()  # what the runs on that stream took, and nobody else gets
 
     def forget(self) -> None:
-        """Let the graphs go, and what they hold on to: NCCL parts with no other rank before the
-        last graph that speaks to it is gone. Nothing runs after it."""
+        """Free the graphs and their references: NCCL closes connections to other ranks only after
+        the last graph that uses them is freed. No run may follow."""
         self._graphs.clear()
 
     def _capture(self, shape: Shape, memory: GraphMemory) -> torch.cuda.CUDAGraph:
@@ -101,10 +100,7 @@ class GraphSet(Generic[Shape]):
         return graph
 
     def run(self, shape: Shape) -> None:
-        """Compute a shape on the current stream.
-
-        Raises: IntegrityError where it was not captured: a capture now would compute it twice.
-        """
+        """Compute a shape on the current stream. Raises: IntegrityError if it was not captured."""
         if not self._uses_graphs:
             with torch.inference_mode():
                 self._compute(shape)
@@ -116,7 +112,7 @@ class GraphSet(Generic[Shape]):
 
 
 class Captured(Protocol):
-    """Whoever has graphs to capture."""
+    """Protocol of an object that has CUDA graphs to capture."""
 
     @property
     def num_shapes(self) -> int: ...
@@ -131,11 +127,10 @@ def capture_all(
     device: torch.device,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> None:
-    """Capture what several have, in one memory.
+    """Capture the graphs of several sets in one memory.
 
-    Args:
-        sets: whoever has the most rows first.
-    Raises: LoadError where the device has no memory for it.
+    Args: sets: those with the most rows first.
+    Raises: LoadError if the device lacks the memory.
     """
     total = sum(one.num_shapes for one in sets)
     done = 0

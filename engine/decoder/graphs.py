@@ -1,11 +1,10 @@
-"""DecodeStep: one decode step on the device, from the rows that the host brought to drawn tokens:
-take tokens, embed, layers, logits, draw. DecodeGraphs: the same, captured as CUDA graphs by number
-of rows, by width of the block tables, by kind of draw and, where rows may have adapters, with and
-without.
+"""DecodeStep: one decode step on the device, from the rows in the host's image to sampled tokens.
+DecodeGraphs: the same, captured as CUDA graphs by number of rows, width of the block tables,
+kind of sampling and, if rows may have adapters, with and without them.
 
-All that a step reads and leaves lies in tensors that are made once. Knows no requests and no host
-tables. Invariant: a capture runs with no row (positions -1), so it writes no KV. Engine thread
-only.
+A step's inputs and outputs are tensors that are allocated once. They know no requests and no tables
+of the host. Invariant: a capture runs without rows (positions -1), so that it writes no KV. Engine
+thread only.
 """
 
 from __future__ import annotations
@@ -24,30 +23,34 @@ from engine.decoder.rows import Image, Words
 from engine.sampling.copies import bring
 
 Decode = Callable[[DecodeInputs], torch.Tensor]
-"""Logits [B, V] of a step of one token a row; writes the tokens' KV."""
+"""Computes logits [B, V] of a step of one token per row, and writes the tokens' KV."""
 
 DrawRows = Callable[[torch.Tensor, SamplingRows, Needs, DrawnTokens], None]
-"""(logits, rows, needs, out): leaves in `out` what rows draw; ranks without logits are told."""
+"""Samples rows: (logits, rows, needs, out) -> None, with the results in `out`. Ranks without logits
+receive the tokens."""
 
 FIRST_WIDTH_TOKENS = 4096
 _WIDTH_FACTOR = 8
-"""Tables are read up to 4096 tokens, 32768, and so on: the programs of a kernel beyond a row's end
-leave at once, so finer steps would buy next to nothing and cost a graph for each number of rows."""
+"""Ratio of successive table widths: 4096 tokens, 32768, and so on. Programs of a kernel beyond a
+row's end return at once, so that finer steps would gain almost nothing and need a graph for each
+number of rows."""
 
 _NEEDS: tuple[Needs, ...] = ("truncated", "greedy")
-"""Draws that have graphs of their own: a launch that truncates nothing is nearly free beside one
-that draws."""
+"""The kinds of sampling that have graphs of their own: a greedy step costs almost nothing compared
+to one that samples."""
 
 
 class DecodeStep:
-    """See the module. Steps are numbered, from 0 or from `begin_anew` on; step s finds its image in
-    buffer s % 2 and leaves its draws there.
+    """One decode step on the device.
+
+    Steps are numbered, from 0 at start and after `begin_anew`; step s reads its image from buffer s
+    % 2 and writes its results to output buffer s % 2.
 
     Attributes:
-        images: [2, words] int32, pinned where there is a device: for the images of steps
-            (engine/decoder/rows.py), which the host writes.
-        outputs: [2, HEADER_WORDS + 2 max_rows] int32, pinned: the number of the step; then the
-            tokens drawn, and the bits of the best raw logits (float32).
+        images: [2, words] int32, pinned with CUDA: the images of steps (engine/decoder/rows.py),
+            which the host writes.
+        outputs: [2, HEADER_WORDS + 2 max_rows] int32, pinned: the number of the step, the sampled
+            tokens, and the bits of the greatest raw logits (float32).
     """
 
     def __init__(
@@ -95,33 +98,34 @@ class DecodeStep:
 
     @property
     def last_drawn(self) -> torch.Tensor:
-        """[max_rows] int32: what the last step drew, by place, where the next one finds it."""
+        """The tokens that the last step sampled, by place, [max_rows] int32; the next step reads
+        them."""
         return self._drawn.token_ids
 
     def begin_anew(self) -> None:
-        """The next step is number 0. Not while one is under way."""
+        """Number the next step 0. Not while a step is under way."""
         self._number.zero_()
 
     def apply(self, changes: Words) -> None:
-        """Changes of the tables that an image has no room for: [C, 2]."""
+        """Apply changes of the block tables for which an image has no room: [C, 2]."""
         brought = bring(changes, self._words.device)
         self._block_tables.view(-1).index_copy_(0, brought[:, 0].long(), brought[:, 1].contiguous())
 
     @property
     def takes_adapters(self) -> bool:
-        """Rows may have adapters."""
+        """Whether rows may have adapters."""
         return self._image.num_slots > 0
 
     def compute(
         self, num_rows: int, num_blocks: int, needs: Needs, has_adapters: bool = False
     ) -> None:
-        """The next step: its image is in its buffer, and stays there until the step is over.
+        """Compute the next step, whose image must stay in its buffer until the step is done.
 
         Args:
-            num_rows: of the fields that are read, those without a row included.
-            num_blocks: of the tables' width that is read.
-            needs: the most that a row's draw asks for.
-            has_adapters: False: no row has one.
+            num_rows: number of places that are read, empty ones included.
+            num_blocks: number of columns of the block tables that are read.
+            needs: the most demanding kind of sampling of the rows.
+            has_adapters: False: no row has an adapter.
         """
         token_ids = self._token_ids[:num_rows]
         begin_step(
@@ -160,7 +164,8 @@ def _draw(logits: torch.Tensor, rows: SamplingRows, needs: Needs, out: DrawnToke
 
 
 def row_buckets(max_rows: int) -> list[int]:
-    """Numbers of rows that have a graph, ascending: 1, 2, 4, 8, then steps of about an eighth."""
+    """Return the numbers of rows that have a graph, ascending: 1, 2, 4, 8, then steps of about an
+    eighth."""
     buckets = [size for size in (1, 2, 4, 8) if size < max_rows]
     size = 16
     while size < max_rows:
@@ -172,8 +177,8 @@ def row_buckets(max_rows: int) -> list[int]:
 def width_buckets(
     table_width: int, block_size: int, first_tokens: int = FIRST_WIDTH_TOKENS
 ) -> list[int]:
-    """Widths of the tables, in blocks, that have a graph, ascending; the first is of so many
-    tokens."""
+    """Return the widths of block tables, in blocks, that have a graph, ascending; the first has
+    room for `first_tokens` tokens."""
     buckets: list[int] = []
     width = -(-first_tokens // block_size)
     while width < table_width:
@@ -183,7 +188,7 @@ def width_buckets(
 
 
 class Bucket(NamedTuple):
-    """What one graph was captured for."""
+    """The shape that one graph is captured for."""
 
     num_rows: int
     num_blocks: int
@@ -192,11 +197,11 @@ class Bucket(NamedTuple):
 
 
 class DecodeGraphs:
-    """See the module.
+    """The CUDA graphs of a DecodeStep.
 
     Args:
         uses_graphs: False: every step is launched kernel by kernel, as on CPU.
-        first_width_tokens: that the narrowest tables have room for.
+        first_width_tokens: number of tokens for which the narrowest tables have room.
     """
 
     def __init__(
@@ -216,7 +221,7 @@ class DecodeGraphs:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Large to small."""
+        """Return all shapes, from large to small."""
         return [
             Bucket(num_rows, width, needs, has_adapters)
             for width in reversed(self._width_buckets)
@@ -227,7 +232,7 @@ class DecodeGraphs:
 
     @property
     def num_shapes(self) -> int:
-        """Graphs that `capture` makes."""
+        """Number of graphs that `capture` makes."""
         return len(self.buckets)
 
     def _compute(self, bucket: Bucket) -> None:
@@ -240,15 +245,16 @@ class DecodeGraphs:
         memory: GraphMemory | None = None,
         on_captured: Callable[[], None] | None = None,
     ) -> None:
-        """Every bucket: see GraphSet. Writes no KV where both images are of no rows."""
+        """Capture every shape (GraphSet.capture). Writes no KV if both images have no rows."""
         self._graphs.capture(self.buckets, memory=memory, on_captured=on_captured)
 
     def forget(self) -> None:
-        """See GraphSet."""
+        """Free the graphs (GraphSet.forget)."""
         self._graphs.forget()
 
     def run(self, num_rows: int, num_blocks: int, needs: Needs, has_adapters: bool = False) -> None:
-        """The step, on the current stream, for at least so many rows and so wide tables."""
+        """Compute the step on the current stream, with the smallest shape for these numbers of rows
+        and blocks."""
         self._graphs.run(
             Bucket(
                 next(size for size in self._row_buckets if size >= num_rows),

@@ -1,10 +1,10 @@
-"""DecodeInputs and MixedInputs: one forward pass's integers as tensors on the device. Made of a
-Batch by one packed copy.
+"""DecodeInputs and MixedInputs: the integers of one forward pass as tensors on the device, made
+from a Batch by one packed copy.
 
-A row of a step is a token; a sequence is one request's part of the step, or a part of that
-(tree_inputs.py). Knows no weights and no
-KV. Invariant: whatever a table says beyond a sequence's own blocks is a valid block id and is never
-followed; a position of -1 is a row that writes no KV. Engine thread only.
+A row of a step is a token; a sequence is one span of the step, or a part of it (tree_inputs.py).
+They know no weights and no KV. Invariant: entries of a block table beyond a sequence's own blocks
+are valid block ids that are never used; a position of -1 is a row that writes no KV. Engine thread
+only.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from engine.decoder.int32_arrays import int32s, table_of
 from engine.decoder.tree_inputs import TreeInputs, as_lines, cut_trunks, tree_parts
 
 _ALIGNMENT = 16
-"""Numbers (64 bytes): where each part of the packed copy begins, so that kernels compiled for
-aligned pointers serve every step."""
+"""Number of int32 (64 bytes) to which each part of the packed copy is aligned, so that kernels
+compiled for aligned pointers serve every step."""
 _TABLE_STEP = 16
-"""Tables are padded to a multiple of this width: kernels compiled for one stride serve many."""
+"""Multiple to which the width of block tables is padded, so that kernels compiled for one stride
+serve many steps."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,16 @@ class DecodeInputs:
     """A step of one token for each sequence. Row i is sequence i's."""
 
     token_ids: torch.Tensor
-    """[B] int32."""
+    """[B] int32, the tokens."""
 
     positions: torch.Tensor
-    """[B] int32: of the token computed; -1: padding, which writes and reads no KV."""
+    """[B] int32, the position of each token; -1: padding, which reads and writes no KV."""
 
     block_tables: torch.Tensor
-    """[B, n] int32."""
+    """[B, n] int32, the blocks of each sequence."""
 
     adapted: LoraRows | None = None
-    """Rows that have adapters, by slot; None: no row has one."""
+    """The rows that have adapters, by slot; None: no row has one."""
 
     @property
     def num_rows(self) -> int:
@@ -58,44 +59,45 @@ class MixedInputs:
     """[T] int32, sequence after sequence."""
 
     positions: torch.Tensor
-    """[T] int32; -1: writes no KV (a warm-up)."""
+    """[T] int32, the position of each token; -1: it writes no KV (a warm-up)."""
 
     sequence_ids: torch.Tensor
-    """[T] int32: whose row it is."""
+    """[T] int32, the sequence of each row."""
 
     block_tables: torch.Tensor
-    """[B, n] int32, of all sequences."""
+    """[B, n] int32, the blocks of all sequences."""
 
     ends: torch.Tensor
-    """[num_singles] int32: tokens of each single's sequence with this step's; 0: a warm-up's."""
+    """[num_singles] int32, the number of tokens of each single's sequence, with this step's; 0: a
+    warm-up's."""
 
     query_starts: torch.Tensor
-    """[C + 1] int32: where each chunk's rows begin, counted from the first chunk's; the last is
-    the number of their rows."""
+    """[C + 1] int32, the first row of each chunk, counted from the first chunk's, and the number of
+    their rows."""
 
     starts: torch.Tensor
-    """[C] int32: tokens of each chunk's sequence that are in the cache before this step."""
+    """[C] int32, the number of cached tokens of each chunk's sequence before this step."""
 
     draw_indices: torch.Tensor | None
-    """[R] int32: rows whose logits are wanted, in the order they are wanted in; None: of all."""
+    """[R] int32, the rows whose logits are computed, in their order; None: all rows."""
 
     num_singles: int
 
     max_query_len: int
-    """Most tokens of one chunk; 0 without chunks."""
+    """Largest number of tokens of one chunk; 0 without chunks."""
 
     max_end: int
-    """Most tokens of one chunk's sequence, at most; 0 without chunks."""
+    """Upper bound of the number of tokens of one chunk's sequence; 0 without chunks."""
 
     slots: torch.Tensor | None = None
-    """[T] int32: where each row's KV goes in its sequence; None: at its position, as without
+    """[T] int32, the slot of each row's KV in its sequence; None: equal to its position, as without
     trees."""
 
     trees: TreeInputs | None = None
-    """Of the last rows, and the last sequences."""
+    """The token trees, which are the last rows and the last sequences; None without trees."""
 
     logits: torch.Tensor | None = None
-    """[R, V] that the product of the head may be written into; whether it was, the result says."""
+    """[R, V], a buffer that the LM head's product may use for its result; None: none."""
 
     @property
     def num_rows(self) -> int:
@@ -107,19 +109,18 @@ class MixedInputs:
 
     @property
     def num_nodes(self) -> int:
-        """Rows of trees."""
+        """Number of rows of trees."""
         return 0 if self.trees is None else self.trees.num_nodes
 
     @property
     def num_trees(self) -> int:
-        """Sequences that are trees."""
+        """Number of sequences that are trees."""
         return 0 if self.trees is None else self.trees.num_sequences
 
 
 def singles_first(batch: Batch) -> Batch:
-    """The same step with its spans of one token before all others, and its trees, cut off what
-    they hang on (`cut_trunks`), behind them. `draw_indices` keep their order (they may not be
-    ascending then)."""
+    """Reorder a step: spans of one token first, then chunks, then trees, each split from the tokens
+    before it (`cut_trunks`). `draw_indices` keep their order, and may not be ascending then."""
     batch = cut_trunks(batch)
     counts = _column(span.num_tokens for span in batch.spans)
     kinds = (counts > 1) + _column(len(span.branches) > 0 for span in batch.spans)
@@ -144,8 +145,9 @@ def singles_first(batch: Batch) -> Batch:
 def attending_inputs(
     batch: Batch, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of a step whose attention is not the kernels': token ids [T], positions [T] (-1 in a warm-up,
-    which may be longer than any request), and the rows that are drawn from [R]; int32."""
+    """Return the inputs of a step with another attention than the kernels': token ids [T],
+    positions [T] (-1 in a warm-up, which may be longer than any request), and `draw_indices`
+    [R]; int32."""
     positions = [
         position
         for span in batch.spans
@@ -159,11 +161,11 @@ def attending_inputs(
 def mixed_inputs(
     batch: Batch, device: torch.device, drawn: torch.Tensor | None = None
 ) -> MixedInputs:
-    """The tensors of a step.
+    """Build the tensors of a step.
 
     Args:
         batch: spans of one token first, trees last (`singles_first`).
-        drawn: see fill_drawn; None: all token ids are what they say.
+        drawn: tokens of the launch before, for fill_drawn; None: all token ids are valid.
     Raises: ValueError for a batch in another order.
     """
     spans = batch.spans
@@ -223,10 +225,10 @@ def mixed_inputs(
 
 
 def fill_drawn(token_ids: torch.Tensor, drawn: torch.Tensor) -> None:
-    """Put tokens in place of those that stand for one which was drawn; in place, without waiting.
+    """Replace placeholders by tokens of the launch before, in place, without waiting.
 
     Args:
-        token_ids: [T] int32: -1 - i stands for drawn[i].
+        token_ids: [T] int32; -1 - i is the placeholder of drawn[i].
         drawn: [R] int32, on the same device.
     """
     places = (-1 - token_ids).clamp_(min=0)
@@ -234,7 +236,7 @@ def fill_drawn(token_ids: torch.Tensor, drawn: torch.Tensor) -> None:
 
 
 def _begins(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Where each of so many begins, one after the other."""
+    """Return the start of each of several consecutive runs of these lengths."""
     return np.cumsum(counts) - counts
 
 
@@ -243,8 +245,8 @@ def _column(values: Iterable[int]) -> npt.NDArray[np.int32]:
 
 
 def _table(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
-    """[B, n] block ids, 0 where a span has no more. Wide enough for a warm-up's tokens, whatever a
-    block holds: kernels look up where they would be."""
+    """Build the block table [B, n], with 0 after a span's last block. It is wide enough for a
+    warm-up's tokens, whose entries kernels read."""
     width = max((len(span.block_ids) or span.num_tokens for span in spans), default=0)
     width = max(1, -(-width // _TABLE_STEP)) * _TABLE_STEP
     table = np.zeros((len(spans), width), dtype=np.int32)
@@ -254,7 +256,7 @@ def _table(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
 
 
 def _copy(parts: dict[str, npt.NDArray[np.int32]], device: torch.device) -> dict[str, torch.Tensor]:
-    """All parts on the device by one copy, from pinned memory where there is a device."""
+    """Copy all parts to the device at once, from pinned memory with CUDA."""
     firsts: dict[str, int] = {}
     total = 0
     for name, part in parts.items():

@@ -1,5 +1,6 @@
-"""Converts tuples of integers to int32 arrays, quickly: a step has thousands of them, and the
-device waits meanwhile. Pure but for a memory of the block tables converted last; any thread."""
+"""Fast conversion of tuples of integers to int32 arrays: a step has thousands of integers, and the
+device waits meanwhile. Pure, except for a cache of the block tables that were converted last;
+any thread."""
 
 from __future__ import annotations
 
@@ -10,21 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 _REMEMBERED_BYTES = 32 << 20
-"""Of tables: those of a step of a thousand sequences with a thousand blocks each, where an entry
-takes 12 bytes. A sequence's changes once a block."""
+"""Limit of the cache of block tables in bytes: those of a step of a thousand sequences with a
+thousand blocks each, with 12 bytes per entry. A sequence's table changes once per block."""
 _ENTRY_BYTES = 12
-"""An int32, and a pointer in the tuple; the numbers themselves belong to the sequence."""
+"""Bytes of one cached entry: an int32, and a pointer in the tuple; the integers themselves belong
+to the sequence."""
 
 
 def int32s(values: Sequence[int]) -> NDArray[np.int32]:
-    """The same numbers; read only. In half of the time of numpy's own way. Raises: struct.error for
-    one that is no int32."""
+    """Convert integers to a read-only int32 array, in half of the time of numpy. Raises:
+    struct.error for a value that does not fit."""
     return np.frombuffer(struct.pack(f"={len(values)}i", *values), dtype=np.int32)
 
 
 class Tables:
-    """`int32s` of what was asked for lately, in two generations: when the younger one takes half of
-    the bytes, it becomes the older one, and the older one is forgotten."""
+    """A cache of `int32s` results in two generations: when the younger one uses half of the bytes,
+    it becomes the older one, and the previous older one is dropped."""
 
     def __init__(self, max_bytes: int = _REMEMBERED_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -34,11 +36,11 @@ class Tables:
 
     @property
     def num_bytes(self) -> int:
-        """Of what is remembered."""
+        """Bytes of the cached entries."""
         return self._young_bytes + self._old_bytes
 
     def of(self, values: tuple[int, ...]) -> NDArray[np.int32]:
-        """The same array each time, as long as it is remembered."""
+        """Return the array of `values`, the same one as long as it is cached."""
         found = self._young.get(values)
         if found is not None:
             return found
@@ -60,5 +62,5 @@ _tables = Tables()
 
 
 def table_of(block_ids: tuple[int, ...]) -> NDArray[np.int32]:
-    """`int32s` of a sequence's blocks, which are asked for step after step."""
+    """Convert a sequence's block ids with a cache, since they are converted in every step."""
     return _tables.of(block_ids)

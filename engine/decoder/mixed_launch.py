@@ -1,10 +1,10 @@
-"""begin_mixed: a step with prompts, launched before the one before it was read: its forward pass
-and draws are queued on the device, and tokens that it takes from the launch before never leave it.
+"""begin_mixed: launches a step with prompts before the previous one was read: its forward pass and
+sampling are queued on the device, and tokens sampled by the launch before stay on the device.
 
-Such a step is a plain one, with two differences: token ids below zero stand for places among the
-last launch's draws (`place_of`, engine/decoder/inputs.py:fill_drawn), and what it draws is left
-among them for the next. Knows no tables and no graphs. Nothing waits but the functions that it
-gives. Engine thread only.
+Such a step is a plain one with two differences: negative token ids refer to tokens that the last
+launch sampled (`place_of`, engine/decoder/inputs.py:fill_drawn), and its own sampled tokens are
+stored there for the next. It knows no tables and no graphs. Nothing waits except the functions that
+it returns. Engine thread only.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from engine.sampling.sampler import Sampler
 from engine.sequence import Key
 
 ForwardDrawn = Callable[[Batch, torch.Tensor | None], torch.Tensor]
-"""LoadedModel.forward of a batch whose token ids may be `place_of`s among these [R] int32 valid
-token ids, which lie on the device; None: none of them is."""
+"""LoadedModel.forward for a batch whose token ids may be placeholders (`place_of`) of these [R]
+int32 valid token ids on the device; None: there are no placeholders."""
 
 
 @dataclass(frozen=True, eq=False)
 class MixedLaunch:
-    """A mixed launch that is under way."""
+    """A mixed launch that is not read yet."""
 
     finish: Callable[[], list[SamplerOutput]]
-    """Waits for the draws and gives them; to be called once."""
+    """Waits for the samples and returns them; called once."""
 
     done: torch.cuda.Event | None
-    """None: the device is the CPU, and all is there."""
+    """The event at which the launch is done; None on a CPU, where it is done already."""
 
 
 def place_of(place: int) -> int:
-    """The token id that stands for the token drawn at this place."""
+    """Return the token id that is the placeholder of the token sampled at this place."""
     return -1 - place
 
 
 @torch.inference_mode()
 def warm_up_mixed(last_drawn: torch.Tensor, num_words: int, *, vocab_size: int) -> None:
-    """Do what would make the host wait at the first launches: load the kernels that no plain step
-    has, and take pinned memory for two steps under way that no graph takes.
+    """Load kernels that no plain step uses, and allocate pinned memory for two steps, so that the
+    first launches do not make the host wait.
 
     Args:
-        last_drawn: as of `begin_mixed`; stays as it is.
-        num_words: most int32 of one step.
+        last_drawn: as in `begin_mixed`; not changed.
+        num_words: largest number of int32 of one step.
     """
     valid = last_drawn.clamp(0, vocab_size - 1)
     fill_drawn(torch.full_like(last_drawn, place_of(0)), valid)
@@ -78,11 +78,12 @@ def begin_mixed(
     """Queue a step.
 
     Args:
-        places: where in `last_drawn` the launch before left each row's token.
-        last_drawn: [max_rows] int32 on the device; overwritten with this step's tokens, a valid one
-            for a row in error, too.
-    Returns: what waits for its draws and gives them, and where in `last_drawn` each is.
-    Raises: IntegrityError for a row that takes a token which was not drawn.
+        places: the index in `last_drawn` of each row's token from the launch before.
+        last_drawn: [max_rows] int32 on the device; overwritten with this step's tokens, valid ones
+            for rows in error, too.
+    Returns: a function that waits for the outputs and returns them, and the index of each row's
+        token in `last_drawn`.
+    Raises: IntegrityError for a row whose token was not sampled by the launch before.
     """
     token_ids: list[int] = []
     spans: list[Span] = []

@@ -1,11 +1,11 @@
-"""PinnedWords: where the host writes a step's words, and the device copies them from: pinned memory
-at an address that stays, so that a graph can have the copy in it, and that is kept, since to take
-some anew, and to find out which of it is free again, takes the host longer than to fill it.
+"""PinnedWords: pinned memory at a fixed address into which the host writes a step's words, and from
+which the device copies them, so that a CUDA graph can contain the copy. It is kept, since
+allocating pinned memory takes the host longer than filling it.
 
-Invariant: nobody writes before what reads is over: that goes on while the host does, and an event
-behind it says when. It is over long before wherever a draw is waited for between two steps; nothing
-depends on that. Steps of one form share most of their words: those are left where they lie. Without
-CUDA what reads is over when it returns. Engine thread only.
+Invariant: the host writes only after the device's read is done, which an event shows. Where a
+sample is waited for between two steps, the read is done long before; nothing depends on that. Steps
+of one form share most of their words, which are left in place. Without CUDA a read is done when it
+returns. Engine thread only.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 
 class PinnedWords:
-    """See the module.
+    """Pinned words of one step at a time.
 
     Attributes:
         words: [num_words] int32, all 0 at first.
-        is_kept: what `begin` gave are the words of a step of the same form.
+        is_kept: whether the words returned by `begin` are those of a step of the same form.
     """
 
     def __init__(self, num_words: int, device: torch.device) -> None:
@@ -34,12 +34,11 @@ class PinnedWords:
         self.is_kept = False
 
     def begin(self, first: int, num_words: int, form: object = None) -> NDArray[np.int32]:
-        """Words of the next step, to be filled and then read: all 0, or what was read last where
-        that was of the same form (`is_kept`). The others are as they were.
+        """Return the words of the next step, to be filled and then read: all 0, or those of the
+        last step if it had the same form (`is_kept`). Words outside of the range are unchanged.
 
-        Args:
-            form: whatever says that two steps have the same words here but for those that are
-                filled in any case; None: as no other step.
+        Args: form: a key of steps that share all words but those that are filled in any case; None:
+            like no other step.
         """
         self.wait()
         words = self._array[first : first + num_words]
@@ -51,12 +50,12 @@ class PinnedWords:
         return words
 
     def wait(self) -> None:
-        """Until what reads the words is over."""
+        """Wait until the device has read the words."""
         if self._read is not None:
             self._read.synchronize()
 
     def on_read(self) -> None:
-        """What reads the words is queued on the device's current stream."""
+        """Record that the read of the words is queued on the device's current stream."""
         self._written = self._form
         if self._is_cuda:
             if self._read is None:
@@ -65,8 +64,8 @@ class PinnedWords:
 
 
 class PinnedTurns:
-    """Two PinnedWords in turn, each as large as the largest step that it had: for steps that are
-    queued one behind the other, whose words a copy of their own brings."""
+    """Two buffers of pinned words in turn, each as large as the largest step that it had, for steps
+    that are queued one after the other and copied separately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -75,22 +74,21 @@ class PinnedTurns:
         self._num_words = 0
 
     def reserve(self, num_words: int) -> None:
-        """Room for so many, before the first step."""
+        """Allocate room for `num_words` words in both buffers, before the first step."""
         for turn in range(len(self._turns)):
             self._room(turn, num_words)
 
     def begin(self, num_words: int) -> NDArray[np.int32]:
-        """Words of the next step, all 0: to be filled, and then `send`. Those of the step before
-        the one before are gone."""
+        """Return the words of the next step, all 0, to be filled before `send`. They overwrite
+        those of the step before the last."""
         self._turn = (self._turn + 1) % len(self._turns)
         self._num_words = num_words
         return self._room(self._turn, num_words).begin(0, num_words)
 
     def send(self, target: torch.Tensor) -> None:
-        """Queue their copy on the current stream of the device.
+        """Queue the copy of the words on the device's current stream.
 
-        Args:
-            target: [as many] int32.
+        Args: target: [number of words] int32.
         """
         pinned = self._room(self._turn, self._num_words)
         target.copy_(pinned.words[: self._num_words], non_blocking=True)

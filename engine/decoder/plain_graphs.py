@@ -1,9 +1,7 @@
-"""PlainGraphs: what of plain steps runs as CUDA graphs: steps without guesses (step_graphs.py),
-steps that verify guesses (tree_graphs.py), and, one after the other, what a step has of both: its
-long chunks of prompts, and all the rest.
-
-A step is nowhere cut where it would be taken whole. Knows no requests. Engine thread only.
-"""
+"""PlainGraphs: the CUDA graphs of plain steps: steps without draft tokens (step_graphs.py), steps
+that verify draft tokens (tree_graphs.py), and, for a step with both, first its long chunks of
+prompts and then the rest. A step is split only if no graph computes it as a whole. It knows no
+requests. Engine thread only."""
 
 from __future__ import annotations
 
@@ -27,12 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class PlainGraphs:
-    """See the module.
+    """The CUDA graphs of plain steps.
 
-    Args:
-        trees: None: nobody guesses.
-    Attributes:
-        num_missed: steps that verified guesses, and that no graph took.
+    Args: trees: the graphs that verify draft tokens; None: there is no speculation.
+    Attributes: num_missed: number of steps with draft tokens that no graph computed.
     """
 
     def __init__(self, steps: StepGraphs, trees: TreeGraphs | None = None) -> None:
@@ -47,11 +43,11 @@ class PlainGraphs:
 
     @property
     def num_words(self) -> int:
-        """Most int32 that a step which `run` takes brings to the device."""
+        """Largest number of int32 that a step of `run` copies to the device."""
         return self._steps.num_words
 
     def reserve(self) -> None:
-        """Behind the capture: see StepGraphs.reserve."""
+        """Allocate the pinned memory of the largest step; called after `capture`."""
         self._steps.reserve()
 
     def capture(
@@ -60,27 +56,27 @@ class PlainGraphs:
         memory: GraphMemory | None = None,
         on_captured: Callable[[], None] | None = None,
     ) -> None:
-        """See GraphSet."""
+        """Capture all graphs (GraphSet.capture)."""
         if self._trees is not None:
             self._trees.capture(memory=memory, on_captured=on_captured)
         self._steps.capture(memory=memory, on_captured=on_captured)
 
     def forget(self) -> None:
-        """See GraphSet."""
+        """Free the graphs (GraphSet.forget)."""
         self._steps.forget()
         if self._trees is not None:
             self._trees.forget()
 
     def takes(self, batch: Batch) -> bool:
-        """Whether a step is one graph: as `verify` or `run` would have it, but that a step with
-        guesses and long chunks, which may be two, is none."""
+        """Whether `verify` or `run` computes the step with one graph. False for a step with draft
+        tokens and long chunks, which may need two."""
         is_verifying = self._trees is not None and _verifies(batch)
         graphs = self._trees if is_verifying else self._steps
         return graphs is not None and graphs.shape_of(batch) is not None
 
     def verify(self, batch: Batch) -> torch.Tensor | None:
-        """Logits [R, V] of a step that verifies guesses, as it is, if every sequence has few rows;
-        see `run`."""
+        """Compute a step that verifies draft tokens, if every sequence has few rows. Returns:
+        logits [R, V], valid until the next step; None if no graph computes it."""
         if self._trees is None or not _verifies(batch):
             return None
         shape = self._trees.shape_of(batch)
@@ -88,12 +84,12 @@ class PlainGraphs:
 
     @torch.inference_mode()
     def run(self, batch: Batch, drawn: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Logits [R, V] of the draws of a step that `verify` does not take. They hold until the
-        next step; None: no graph takes it.
+        """Compute a step that `verify` does not. Returns: logits [R, V] of its `draw_indices`,
+        valid until the next step; None if no graph computes it.
 
         Args:
             batch: in the order of `singles_first`.
-            drawn: see fill_drawn; not with guesses.
+            drawn: tokens of the launch before, for fill_drawn; not with draft tokens.
         """
         if self._trees is not None and _verifies(batch):
             logits = self._run_both(self._trees, batch)
@@ -137,16 +133,15 @@ class PlainGraphs:
 
 
 def _verifies(batch: Batch) -> bool:
-    """Some sequence has several draws, or a tree."""
+    """Return whether some sequence has several rows of logits, or a tree."""
     return len(batch.draw_indices) > len(batch.spans) or any(span.branches for span in batch.spans)
 
 
 def part(batch: Batch, is_in: Sequence[bool]) -> tuple[Batch, list[int]]:
-    """Some of a step's spans as a step of their own, and which of the whole step's draws its draws
-    are.
+    """Return some of a step's spans as a step of their own, and the indices of its `draw_indices`
+    in the whole step's.
 
-    Args:
-        is_in: for each span.
+    Args: is_in: whether each span is included.
     """
     ends = list(itertools.accumulate(span.num_tokens for span in batch.spans))
     token_ids: list[int] = []
@@ -174,11 +169,14 @@ def make_plain_graphs(
     context_window: int,
     max_num_nodes: int = 0,
 ) -> PlainGraphs | None:
-    """For a decoder that is attached to `memory`, whose blocks store what is computed; None on CPU.
+    """Create the graphs of a decoder that is attached to `memory`, whose blocks store the compute
+    dtype; None on CPU.
 
     Args:
-        max_rows, max_tokens: most sequences and tokens of a step.
-        max_num_nodes: guesses for one sequence in one step; 0: nobody guesses.
+        max_rows: largest number of sequences of a step.
+        max_tokens: largest number of tokens of a step.
+        max_num_nodes: largest number of draft tokens of one sequence in one step; 0: no
+            speculation.
     """
     device, block_size = memory.cache.device, memory.layout.block_size
     if device.type != "cuda":
@@ -211,6 +209,7 @@ def make_plain_graphs(
 
 
 def num_multiplied(shape: LlamaConfig) -> int:
-    """Parameters that every token is multiplied with: embedding and head are of few rows."""
+    """Return the number of parameters that every token is multiplied with; the embedding and the LM
+    head are used for few rows."""
     few = shape.vocab_size * shape.hidden_size
     return shape.num_parameters - few * (1 if shape.is_tied else 2)

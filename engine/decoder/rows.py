@@ -1,11 +1,11 @@
-"""RowTable: the host's side of the rows that decode on the device from launch to launch: which
-place of the device's tables each has, and what of it changed since the launch before.
+"""RowTable: the host's state of the rows that decode on the device from launch to launch: the place
+of each row in the device's tables, and its changes since the launch before.
 
-A launch's rows are one run of words, the image: small fields of all rows, which change at every
-step, and behind them only those entries of the block tables that are new. The rows of a launch lie
-at places [0, number of rows): those that stay keep theirs, one that lay behind the end moves into a
-gap. Knows no model and no device. Invariant: after `update` the device's tables, with all images
-applied in order, hold every row's blocks. Engine thread only.
+A launch's rows are written as one run of words, the image: small fields of all rows, which change
+in every step, and then the new entries of the block tables only. The rows of a launch occupy places
+[0, number of rows): rows that stay keep their places, and one behind the end moves into a gap. It
+knows no model and no device. Invariant: after `update` the device's tables, with all images applied
+in order, contain every row's blocks. Engine thread only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from engine.sequence import Key
 Words = NDArray[np.int32]
 
 _ALIGNMENT = 16
-"""Words (64 bytes): where each field begins: kernels compiled for aligned pointers serve."""
+"""Number of words (64 bytes) to which each field is aligned, for kernels that are compiled for
+aligned pointers."""
 
 _FIELDS = (
     ("seed_keys", "int64"),
@@ -43,36 +44,36 @@ _FIELDS = (
     ("top_p", "float32"),
     ("min_p", "float32"),
 )
-"""Behind the header, [rows] each: see `Image`."""
+"""The fields after the header, [rows] each (see `Image`): (name, dtype)."""
 
 _TILES = "tiles"
 _TILE_SLOTS = "tile_slots"
 
 
 def aligned(num: int) -> int:
-    """`num`, rounded up to what fields and tables are padded to."""
+    """Round `num` up to the multiple to which fields and tables are padded."""
     return -(-num // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Image:
-    """Where things lie in an image: a header (its first word: the number of changes), the fields of
-    `max_rows` rows, the tiles of rows with adapters, the changes.
+    """The layout of an image: a header (its first word is the number of changes), the fields of
+    `max_rows` rows, the tiles of rows with adapters, and the changes of block tables.
 
-    positions: of the token computed; -1: no row. sources: the place in the launch before whose
-    drawn token this row computes; -1: `given` has it. draw_positions: the place in the sequence
-    that the drawn token will take; -1: no row. tiles, tile_slots: places by adapter, as LoraRows
-    has them, its `row_ids` one after the other; tiles that are not empty come first.
+    positions: the position of the token to compute; -1: no row. sources: the place in the launch
+    before whose sampled token this row computes; -1: the token is in `given`. draw_positions: the
+    position of the token to sample; -1: no row. tiles, tile_slots: places by adapter, in the format
+    of LoraRows: its `row_ids` one after the other, tiles that are not empty first.
     """
 
     max_rows: int
-    """A multiple of 16."""
+    """Number of places, a multiple of 16."""
 
     max_changes: int
-    """Changed entries of the block tables that one image brings."""
+    """Largest number of changed block table entries in one image."""
 
     num_slots: int = 0
-    """Of adapters that rows may have; 0: there are no tiles."""
+    """Number of adapter slots that rows may have; 0: there are no tiles."""
 
     @property
     def max_tiles(self) -> int:
@@ -80,13 +81,13 @@ class Image:
 
     @cached_property
     def _fields(self) -> tuple[tuple[str, str, int], ...]:
-        """(name, dtype, numbers)"""
+        """All fields: (name, dtype, number of elements)."""
         of_rows = tuple((name, dtype, self.max_rows) for name, dtype in _FIELDS)
         tiles = (_TILES, "int32", self.max_tiles * TILE_ROWS)
         return (*of_rows, tiles, (_TILE_SLOTS, "int32", self.max_tiles))
 
     def field(self, name: str) -> tuple[slice, str]:
-        """The words of a field, and the dtype to view them as."""
+        """Return the words of a field, and the dtype to view them as."""
         start = HEADER_WORDS
         for known, dtype, num_numbers in self._fields:
             num_words = num_numbers * (2 if dtype == "int64" else 1)
@@ -97,7 +98,8 @@ class Image:
 
     @property
     def first_change(self) -> int:
-        """The word where the changes begin: pairs of (flat index into the tables, block id)."""
+        """Index of the first word of the changes: pairs of (flat index into the tables, block
+        id)."""
         words: int = self.field(_TILE_SLOTS)[0].stop
         return words
 
@@ -107,42 +109,42 @@ class Image:
 
     @property
     def layout(self) -> ImageLayout:
-        """What kernels must know of it."""
+        """The layout as an argument of the kernels."""
         given, sources = self.field("given")[0], self.field("sources")[0]
         return ImageLayout(given.start, sources.start, self.first_change)
 
 
 class Placed(NamedTuple):
-    """What `RowTable.update` says of a launch."""
+    """The result of `RowTable.update` for a launch."""
 
     order: NDArray[np.intp]
-    """[rows]: the place of each, in the order that they were given in."""
+    """[rows], the place of each row, in the order of the arguments."""
 
     num_words: int
-    """Of the image that are in use."""
+    """Number of words of the image that are in use."""
 
     num_blocks: int
-    """Of the longest row: how much of the tables' width is read."""
+    """Number of blocks of the longest row, which is the width of the tables that is read."""
 
     needs: Needs
-    """The most that a row's draw asks for."""
+    """The most demanding kind of sampling of the rows."""
 
     overflow: Words
-    """[C, 2]: changes for which the image has no room; to be applied before it."""
+    """[C, 2], changes for which the image has no room, to be applied before it."""
 
     has_adapters: bool = False
-    """Some row has one."""
+    """Whether some row has an adapter."""
 
 
 _NO_CHANGES = np.empty((0, 2), dtype=np.int32)
 
 
 class RowTable:
-    """See the module.
+    """Assigns places to rows and writes images.
 
     Args:
-        image: its `max_rows` is the number of places.
-        table_width: entries of a row of the block tables.
+        image: the layout; its `max_rows` is the number of places.
+        table_width: number of entries of a row of the block tables.
     """
 
     def __init__(self, image: Image, *, table_width: int, block_size: int) -> None:
@@ -164,7 +166,7 @@ class RowTable:
         self.forget()
 
     def forget(self) -> None:
-        """No row is known any more: what the device holds is not sure after an error."""
+        """Forget all rows, since the device's tables are undefined after an error."""
         num_places = self.image.max_rows
         self._keys: tuple[Key, ...] = ()
         self._left_elsewhere: dict[Key, int] | None = None
@@ -183,27 +185,27 @@ class RowTable:
 
     @property
     def drawn_at(self) -> Mapping[Key, int]:
-        """The places where the launch before left what each row drew."""
+        """The places at which the launch before stored each row's sampled token."""
         return self._places if self._left_elsewhere is None else self._left_elsewhere
 
     def leave_elsewhere(self, places: dict[Key, int]) -> None:
-        """The launch before was none of this table's, and left its draws at these places. Rows keep
-        their own."""
+        """Record that the launch before did not use this table and stored its samples at these
+        places. Rows keep their own places."""
         self._left_elsewhere = places
 
     def _clear(self, places: int | slice) -> None:
-        """No row is there. Its token is a valid one all the same: it is looked up."""
+        """Mark places as empty. Their token is a valid one all the same, since its embedding is
+        read."""
         self._positions[places] = self._draw_positions[places] = self._sources[places] = -1
         self._given[places] = self._temperature[places] = 0
 
     def update(self, rows: Sequence[DecodeRow]) -> Placed:
-        """Lay out a launch in `words`.
+        """Write the image of a launch to `words`.
 
-        Args:
-            rows: 1 to as many as there are places.
-        Raises: IntegrityError for a row that is there twice, that has no block for its token, whose
-            token was drawn by no row of the launch before, or that has an adapter which there is no
-            slot for. The table is spoiled then: `forget`.
+        Args: rows: 1 to the number of places.
+        Raises: IntegrityError for a row that occurs twice, has no block for its token, whose token
+            was not sampled by the launch before, or whose adapter slot does not exist. The table
+            must be reset with `forget` then.
         """
         keys, token_ids, positions, block_ids, draws, adapters = zip(*rows, strict=True)
         before = self._order
@@ -249,7 +251,7 @@ class RowTable:
         return "truncated" if (is_cut & (self._temperature > 0.0)).any() else "sampled"
 
     def _move(self, keys: tuple[Key, ...]) -> NDArray[np.intp]:
-        """Give these rows places. Returns: those that they had, -1 for new ones."""
+        """Assign places to these rows. Returns: their previous places, -1 for new rows."""
         num_rows = len(keys)
         if len(set(keys)) != num_rows:
             raise IntegrityError("a row is twice in one launch")
@@ -267,7 +269,7 @@ class RowTable:
         return np.array(before, dtype=np.intp)
 
     def _set_blocks(self, place: int, block_ids: tuple[int, ...]) -> None:
-        """Note what of a row's table is new: nearly always one block at its end."""
+        """Record the new entries of a row's block table, mostly one block at its end."""
         known = self._block_ids[place]
         first = len(known) if block_ids[: len(known)] == known else 0
         self._block_ids[place] = block_ids
@@ -295,10 +297,9 @@ class RowTable:
         self._min_p[place] = sampling.min_p
 
     def _set_tiles(self, adapters: Sequence[int]) -> None:
-        """Group the places by adapter. Nobody looks at tiles in a launch without any.
+        """Group the places by adapter. Called only if the launch has adapters.
 
-        Args:
-            adapters: of each row, in the order that they were given in.
+        Args: adapters: the slot of each row, in the order of the rows.
         """
         slots = [NO_SLOT] * len(adapters)
         for place, adapter in zip(self._place_list, adapters, strict=True):
@@ -317,7 +318,8 @@ class RowTable:
             self._tiles[at, : len(places)] = places
 
     def _check_blocks(self, keys: tuple[Key, ...], positions: Words) -> int:
-        """Blocks that the longest row needs. Raises: IntegrityError where one lacks them."""
+        """Return the number of blocks of the longest row. Raises: IntegrityError if a row has too
+        few blocks."""
         counts = np.array([len(self._block_ids[place]) for place in self._place_list])
         needed = positions // self._block_size + 1
         if (counts < needed).any() or (positions < 0).any():

@@ -1,11 +1,11 @@
-"""StepGraphs: plain steps of few tokens as CUDA graphs: prompts in small chunks, decodes that no
-launch ahead takes, and both together. Launched kernel by kernel, such a step takes the host longer
-than the device.
+"""StepGraphs: the CUDA graphs of plain steps of few tokens: prompts in small chunks, decodes that
+are not launched ahead, and both together. Launched kernel by kernel, such a step takes the host
+longer than the device.
 
-A step is padded to one of a few shapes: so many rows of one token, so many rows of chunks, always
-the same number of chunks. Padding has position -1: it writes no KV, and nothing reads it. A step
-that fits no shape is not taken. Knows no requests. Invariant: a capture writes no KV. Engine thread
-only.
+A step is padded to one of a few shapes: a number of rows of one token, a number of rows of chunks,
+and a fixed number of chunks. Padding has position -1: it writes no KV, and its results are not
+read. A step that fits no shape is not computed here. It knows no requests. Invariant: a capture
+writes no KV. Engine thread only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.decoder.rows import aligned
 from engine.errors import IntegrityError
 
 Forward = Callable[[MixedInputs], torch.Tensor]
-"""Logits [R, V] of a step; writes the tokens' KV."""
+"""Computes logits [R, V] of a step, and writes the tokens' KV."""
 
 Parts = dict[str, NDArray[np.int32]]
 
@@ -35,26 +35,28 @@ _CHUNK_TOKENS = (
     *(0, 64, 128, 256, 384, 512, 768, 1024),
     *(1536, 2048, 3072, 4096, 6144, 8192),
 )
-"""Rows that there are shapes for, as far as the model's size lets them pay (`max_chunk_tokens`)."""
+"""Numbers of chunk rows that have shapes, up to the number at which the model is large enough that
+they do not pay (`max_chunk_tokens`)."""
 
 _MANY_TOKENS = 512
-"""Beside so many, some rows of padding cost little: above, every other number of singles; above
-twice as many, none or all."""
+"""Number of chunk rows from which padding with a few rows costs little, so that only every other
+number of singles has a shape; from twice as many, only none and all."""
 
 _HOST_FLOPS = 15e12
-"""What the device computes while the host launches one step: 20 ms at 750 TFLOP/s. Steps of more
-gain nothing from a graph, and lose by its padding. Measured: 12 to 33 ms of launches a step."""
+"""Number of operations that the device computes while the host launches one step: 20 ms at 750
+TFLOP/s. A larger step gains nothing from a graph, and loses by its padding. Measured: launches
+take 12 to 33 ms per step."""
 
 _NUM_CHUNKS = 16
-"""Of every shape with chunks: few prompts share a small step, and one that is not there costs
-programs that leave at once."""
+"""Number of chunks of every shape with chunks: few prompts share a small step, and a missing chunk
+costs programs that return at once."""
 
 _MAX_CONTEXT_TOKENS = 16384
-"""Tables are copied whole: with a longer sequence a step is not taken."""
+"""Largest number of tokens of a sequence in a step of a graph, since tables are copied whole."""
 
 
 class StepShape(NamedTuple):
-    """What a graph is captured for."""
+    """The shape that a graph is captured for."""
 
     num_singles: int
     num_chunk_tokens: int
@@ -73,7 +75,7 @@ class StepShape(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Numbers of each part of MixedInputs but the tables."""
+        """The sizes of each part of MixedInputs but the tables."""
         return {
             "token_ids": self.num_rows,
             "positions": self.num_rows,
@@ -86,12 +88,12 @@ class StepShape(NamedTuple):
 
 
 class StepGraphs:
-    """See the module.
+    """The CUDA graphs of small plain steps.
 
     Args:
-        forward: the decoder's.
-        max_singles: most sequences of a step.
-        max_tokens: most tokens of chunks in a step.
+        forward: the decoder's forward pass.
+        max_singles: largest number of sequences of a step.
+        max_tokens: largest number of tokens of chunks in a step.
         uses_graphs: False: padded steps are launched kernel by kernel.
     """
 
@@ -127,12 +129,12 @@ class StepGraphs:
 
     @property
     def num_words(self) -> int:
-        """Most int32 that a step brings to the device."""
+        """Largest number of int32 that a step copies to the device."""
         return len(self._words)
 
     def reserve(self) -> None:
-        """Take the pinned memory of the largest step now: to take it makes the host wait for the
-        device."""
+        """Allocate the pinned memory of the largest step now, since allocation makes the host wait
+        for the device."""
         self._pinned.reserve(self.num_words)
 
     @torch.inference_mode()
@@ -142,20 +144,19 @@ class StepGraphs:
         memory: GraphMemory | None = None,
         on_captured: Callable[[], None] | None = None,
     ) -> None:
-        """See GraphSet."""
+        """Capture all graphs (GraphSet.capture)."""
         self._words.zero_()
         self._part(self._words, "positions", self.shapes[0]).fill_(-1)
         self._graphs.capture(self.shapes, memory=memory, on_captured=on_captured)
 
     def forget(self) -> None:
-        """See GraphSet."""
+        """Free the graphs (GraphSet.forget)."""
         self._graphs.forget()
 
     def shape_of(self, batch: Batch) -> StepShape | None:
-        """The smallest shape that a step fits; None: it is not taken.
+        """Return the smallest shape that a step fits; None if there is none.
 
-        Args:
-            batch: spans of one token first (`singles_first`).
+        Args: batch: spans of one token first (`singles_first`).
         """
         if self._logits is None:  # nothing is captured yet
             return None
@@ -179,11 +180,11 @@ class StepGraphs:
     def run(
         self, shape: StepShape, batch: Batch, drawn: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [R, V] of the step's draws; they hold until the next step.
+        """Compute a step. Returns: logits [R, V] of its `draw_indices`, valid until the next step.
 
         Args:
             shape: `shape_of` the batch.
-            drawn: see fill_drawn; None: all token ids are what they say.
+            drawn: tokens of the launch before, for fill_drawn; None: all token ids are valid.
         """
         words = self._put(shape, batch)
         self._pinned.send(self._words[: len(words)])
@@ -199,12 +200,12 @@ class StepGraphs:
         return words[first : first + shape.sizes[name]]
 
     def _tables(self, words: torch.Tensor, shape: StepShape) -> torch.Tensor:
-        """[sequences, width]"""
+        """Return the block tables in `words`, [sequences, width]."""
         end = self._first_table + shape.num_sequences * self._table_width
         return words[self._first_table : end].view(shape.num_sequences, self._table_width)
 
     def _put(self, shape: StepShape, batch: Batch) -> NDArray[np.int32]:
-        """The padded step, where `_pinned` brings it from."""
+        """Write the padded step into pinned memory. Returns: its words."""
         words = self._pinned.begin(self._first_table + shape.num_sequences * self._table_width)
         parts: Parts = {
             name: words[self._firsts[name] :][:size] for name, size in shape.sizes.items()
@@ -255,8 +256,8 @@ def _put_singles(parts: Parts, singles: Sequence[Span]) -> None:
 def _put_chunks(
     parts: Parts, chunks: Sequence[Span], token_ids: NDArray[np.int32], first_row: int
 ) -> None:
-    """Their rows begin at `first_row`, and their sequences. Chunks that are not there begin, and
-    end, behind the last."""
+    """Write the rows of chunks, from `first_row` on, and their sequences. Missing chunks begin and
+    end after the last one."""
     parts["token_ids"][first_row : first_row + len(token_ids)] = token_ids
     row = first_row
     for index, span in enumerate(chunks):
@@ -270,16 +271,15 @@ def _put_chunks(
 
 
 def max_chunk_tokens(num_parameters: int) -> int:
-    """Of a step that the host would launch slower than the device computes it.
+    """Return the number of tokens of a step that the host launches slower than the device computes.
 
-    Args:
-        num_parameters: that every token is multiplied with.
+    Args: num_parameters: number of parameters that every token is multiplied with.
     """
     return int(_HOST_FLOPS / (2 * num_parameters)) // 64 * 64
 
 
 def step_shapes(max_singles: int, max_tokens: int) -> list[StepShape]:
-    """What is captured, the largest first."""
+    """Return all shapes to capture, the largest first."""
     singles = sorted({min(count, max_singles) for count in _SINGLES})
     tokens = sorted({min(count, max_tokens) for count in _CHUNK_TOKENS})
     shapes = []

@@ -1,11 +1,12 @@
-"""TreeGraphs: steps that verify guesses, as CUDA graphs: every sequence has a few rows of its own,
-one where nothing was guessed for it, each with logits.
+"""TreeGraphs: the CUDA graphs of steps that verify draft tokens: every sequence has a few rows, one
+if it has no draft tokens, each with logits.
 
-A step is padded to one of a few shapes: so many sequences, so many rows in all; which row is whose,
-and what it sees, is written by the host (tree_words.py), and copied by the graph itself: a copy of
-its own would take the host longer than the graph's launch. Rows of padding have position -1 and
-belong to no sequence: they write no KV, and nothing reads theirs. A step that fits no shape is not
-taken. Knows no requests. Invariant: a capture writes no KV. Engine thread only.
+A step is padded to one of a few shapes: a number of sequences and a number of rows in all; the
+sequence of each row, and the rows that it attends to, are written by the host (tree_words.py) and
+copied by the graph itself, since a separate copy would take the host longer than the graph's
+launch. Padding has position -1 and belongs to no sequence: it writes no KV, and its results are not
+read. A step that fits no shape is not computed here. It knows no requests. Invariant: a capture
+writes no KV. Engine thread only.
 """
 
 from __future__ import annotations
@@ -29,40 +30,42 @@ if TYPE_CHECKING:
     from engine.models.llama import LlamaConfig
 
 Forward = Callable[[MixedInputs], torch.Tensor]
-"""Logits [R, V] of a step; writes the tokens' KV."""
+"""Computes logits [R, V] of a step, and writes the tokens' KV."""
 
 _SEQUENCES = (1, 4, 16, 64, 256, 1024)
-"""What attention is split for: a step of fewer has programs that leave at once."""
+"""Numbers of sequences of shapes, for which attention is split; a step with fewer has programs that
+return at once."""
 
 _ROWS = (
     *(16, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 320, 384),
     *(512, 576, 640, 768, 1024),
 )
-"""Products of up to 16 rows cost the same; of up to 64 each row more is read from L2 once for every
-64 rows of a weight, and attention is cut for so many nodes. Steps of more rows than the last are
-the device's time, not the host's, and their logits would take much memory."""
+"""Numbers of rows of shapes. Products of up to 16 rows cost the same; of up to 64, each row more is
+read from L2 once for every 64 rows of a weight, and attention is split for the number of nodes.
+A step with more rows than the last is limited by the device, not the host, and its logits need
+much memory."""
 
 
 _MAX_EXACT_PART_BYTES = 64 << 20
 
 
 MAX_COPIED_TABLES = 16384
-"""Words (64 KiB) of tables that a step's graph copies, those of sequences that are not there
-included. Where a shape has more, as many as there are sequences are copied before it."""
+"""Largest number of block table words (64 KiB) that a step's graph copies, missing sequences
+included. A shape with more copies the tables of its sequences before the graph."""
 
 
 class TreeGraphs:
-    """See the module.
+    """The CUDA graphs of steps that verify draft tokens.
 
     Args:
-        forward: the decoder's.
-        max_sequences: most sequences of a step.
-        max_num_nodes: most rows of one sequence in a step that is taken, its last token included.
-        max_rows: most rows of a step that is taken.
-        max_trees: shapes of more sequences are attended as chunks, and take no tree (the same
-            bits where every bit is promised); None: all shapes take trees.
+        forward: the decoder's forward pass.
+        max_sequences: largest number of sequences of a step.
+        max_num_nodes: largest number of rows of one sequence, its last token included.
+        max_rows: largest number of rows of a step.
+        max_trees: shapes of more sequences are attended as chunks and accept no tree (with the same
+            bits for exact models); None: all shapes accept trees.
         uses_graphs: False: padded steps are launched kernel by kernel.
-        max_copied_tables: entries of tables that a graph itself copies.
+        max_copied_tables: largest number of table entries that a graph itself copies.
     """
 
     def __init__(
@@ -86,10 +89,11 @@ class TreeGraphs:
         self.max_num_nodes = max_num_nodes
         self.shapes = tree_shapes(max_sequences, max_num_nodes, max_rows)
         self._smallest: dict[tuple[int, int, bool], TreeShape | None] = {}
-        """That takes a step, by sequences, rows, and whether it has no trees where those matter."""
+        """The smallest shape of a step, by number of sequences, number of rows, and whether it has
+        no trees where that matters."""
         self._asked: tuple[Batch, TreeShape | None] | None = None
-        """Newest that `shape_of` was asked for: it is about each step three times, and the device
-        may be waiting."""
+        """The batch and result of the last `shape_of`, which is called three times for each step
+        while the device may be waiting."""
         self._block_size = block_size
         self._table_width = aligned(-(-context_window // block_size))
         self._host = TreeWords(
@@ -109,13 +113,13 @@ class TreeGraphs:
         memory: GraphMemory | None = None,
         on_captured: Callable[[], None] | None = None,
     ) -> None:
-        """See GraphSet."""
+        """Capture all graphs (GraphSet.capture)."""
         if not self.shapes:
             return
         self._graphs.capture(self._blank_shapes(), memory=memory, on_captured=on_captured)
 
     def _blank_shapes(self) -> Iterator[TreeShape]:
-        """Each when a step without rows lies where its own are looked for."""
+        """Iterate over the shapes; for each, a step without rows is written to its place."""
         for shape in self.shapes:
             self._host.blank(shape)
             yield shape
@@ -123,11 +127,11 @@ class TreeGraphs:
                 torch.cuda.current_stream(self._words.device).synchronize()
 
     def forget(self) -> None:
-        """See GraphSet."""
+        """Free the graphs (GraphSet.forget)."""
         self._graphs.forget()
 
     def shape_of(self, batch: Batch) -> TreeShape | None:
-        """The smallest shape that a step fits; None: it is not taken."""
+        """Return the smallest shape that a step fits; None if there is none."""
         if self._logits is None:  # nothing is captured yet
             return None
         if self._asked is None or self._asked[0] is not batch:
@@ -157,10 +161,9 @@ class TreeGraphs:
         return None
 
     def run(self, shape: TreeShape, batch: Batch) -> torch.Tensor:
-        """Logits [R, V] of the step's draws; they hold until the next step.
+        """Compute a step. Returns: logits [R, V] of its `draw_indices`, valid until the next step.
 
-        Args:
-            shape: `shape_of` the batch.
+        Args: shape: `shape_of` the batch.
         """
         self._host.put(shape, batch)
         if not self._copies_tables(shape):
@@ -181,7 +184,7 @@ class TreeGraphs:
         return shape.num_sequences * self._table_width <= self._max_copied_tables
 
     def _copy(self, first: int, end: int) -> None:
-        """Words from the host."""
+        """Copy words [first, end) from the host."""
         self._words[first:end].copy_(self._host.pinned.words[first:end], non_blocking=True)
 
     def _is_of_chunks(self, shape: TreeShape) -> bool:
@@ -227,8 +230,8 @@ class TreeGraphs:
 
 
 def tree_shapes(max_sequences: int, max_num_nodes: int, max_rows: int) -> list[TreeShape]:
-    """What is captured, the largest first: for each number of sequences those numbers of rows that
-    no smaller one has and that it can come to."""
+    """Return all shapes to capture, the largest first: for each number of sequences the numbers of
+    rows that no smaller one has and that it can have."""
     shapes: list[TreeShape] = []
     fewer = 0
     rows = sorted({min(count, max_rows) for count in _ROWS})
@@ -243,8 +246,9 @@ def tree_shapes(max_sequences: int, max_num_nodes: int, max_rows: int) -> list[T
 
 
 def max_exact_trees(shape: LlamaConfig, max_num_nodes: int, context_window: int) -> int:
-    """Sequences of an exact step up to which its parts (attention_plan.py: one for every 512
-    positions that a sequence may have) fit into `_MAX_EXACT_PART_BYTES`."""
+    """Return the largest number of sequences of an exact step whose partial results
+    (attention_plan.py: one for every 512 positions of a sequence) fit into
+    `_MAX_EXACT_PART_BYTES`."""
     num_programs = -(-shape.num_heads // shape.num_kv_heads * max_num_nodes // EXACT_ROWS)
     num_splits = -(-context_window // SPLIT_POSITIONS)
     tile_bytes = EXACT_ROWS * shape.head_dim * 4
@@ -254,8 +258,8 @@ def max_exact_trees(shape: LlamaConfig, max_num_nodes: int, context_window: int)
 def reserved_bytes(
     max_rows: int, *, vocab_size: int, hidden_size: int, intermediate_size: int, element_bytes: int
 ) -> int:
-    """What graphs of so many rows take on the device, at most: their logits twice (once where they
-    are computed), and what lies between two layers and within one."""
+    """Return an upper bound of the device memory of graphs of `max_rows` rows: twice their logits,
+    and the activations between two layers and within one."""
     num_rows = min(max_rows, _ROWS[-1])
     numbers = 2 * vocab_size + 4 * hidden_size + 4 * intermediate_size
     return num_rows * numbers * element_bytes

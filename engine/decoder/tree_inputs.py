@@ -1,9 +1,8 @@
-"""TreeInputs: the part of a step in which tokens see their own branch alone, as tensors; and how a
-Batch is cut for it.
+"""TreeInputs: the token trees of a step as tensors; and the splitting of a Batch into them. A node
+is a token of a tree; its KV is written to the next slot, whatever its position is. A sequence of
+one token, and a single path, are trees, too.
 
-A node is a token of such a sequence; its key and value lie in the next slot, whatever its position
-is. A sequence of one token, and one path, are trees, too. Knows no weights and no KV. Pure; any
-thread.
+They know no weights and no KV. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -20,52 +19,55 @@ from numpy.typing import NDArray
 from engine.batch import Batch, Span
 
 _NODE_STEP = 16
-"""Lines of `visible` are padded to a multiple: kernels compiled for one stride serve many."""
+"""Multiple to which rows of `visible` are padded, so that kernels compiled for one stride serve
+many steps."""
 
 
 @dataclass(frozen=True)
 class TreeInputs:
-    """The last rows of a step: its nodes. See baton_kernels.attention.tree_attention."""
+    """The nodes of a step, which are its last rows, as arguments of
+    baton_kernels.attention.tree_attention."""
 
     num_cached: torch.Tensor
-    """[S] int32: slots before each sequence's first node."""
+    """[S] int32, the number of slots before each sequence's first node."""
 
     node_starts: torch.Tensor
-    """[S + 1] int32: where each one's nodes begin, counted from the first node."""
+    """[S + 1] int32, the first node of each sequence, counted from the first node of all, and the
+    number of nodes."""
 
     depths: torch.Tensor
-    """[N] int32: of each node's position from its sequence's first one's."""
+    """[N] int32, each node's position minus that of its sequence's first node."""
 
     visible: torch.Tensor
-    """[N, W] bool: which nodes of its sequence each sees."""
+    """[N, W] bool, the nodes of its sequence that each node attends to."""
 
     max_num_nodes: int
-    """No sequence has more; at most W."""
+    """Largest number of nodes of a sequence; at most W."""
 
     @property
     def num_nodes(self) -> int:
-        """Rows, those of padding included."""
+        """Number of rows, padding included."""
         return self.depths.shape[0]
 
     @property
     def num_sequences(self) -> int:
-        """Those that are not there included."""
+        """Number of sequences, missing ones of a padded step included."""
         return self.num_cached.shape[0]
 
 
 class Topology(NamedTuple):
-    """What a span's tokens are to one another."""
+    """The relations between a span's tokens."""
 
     depths: NDArray[np.int32]
-    """[n], 0 for the first token."""
+    """[n], the depth of each token; 0 for the first."""
 
     visible: NDArray[np.bool_]
-    """[n, n]: row i: which tokens of the span its token i sees, itself included."""
+    """[n, n], the tokens of the span that each token attends to, itself included."""
 
 
 @lru_cache(maxsize=1024)
 def topology(num_tokens: int, branches: tuple[int, ...]) -> Topology:
-    """Of a span (`Span.branches`). Not to be written to: it is remembered."""
+    """Return the topology of a span (`Span.branches`). It is cached and must not be changed."""
     trunk = num_tokens - len(branches)
     depths = np.arange(num_tokens, dtype=np.int32)
     visible = np.tri(num_tokens, dtype=np.bool_)
@@ -78,8 +80,8 @@ def topology(num_tokens: int, branches: tuple[int, ...]) -> Topology:
 
 
 def cut_trunks(batch: Batch) -> Batch:
-    """The same rows, with every tree a span of its own that begins with the one token which all its
-    nodes follow: what lies before it is a chunk like any other. One path is a chunk, too."""
+    """Split every tree off into a span of its own that begins with the one token that all its nodes
+    follow; the tokens before it become a chunk. A single path is a chunk, too."""
     if not any(span.branches for span in batch.spans):
         return batch
     spans: list[Span] = []
@@ -97,15 +99,15 @@ def cut_trunks(batch: Batch) -> Batch:
 
 
 def width_of(max_num_nodes: int) -> int:
-    """Of the lines of `visible`."""
+    """Return the width of `visible` for this number of nodes."""
     return -(-max_num_nodes // _NODE_STEP) * _NODE_STEP
 
 
 def tree_parts(spans: Sequence[Span]) -> dict[str, NDArray[np.int32]]:
-    """The tensors of TreeInputs, int32, by name; `visible` as bytes, four to a number.
+    """Build the tensors of TreeInputs as int32 arrays by name; `visible` as bytes, four to an
+    int32.
 
-    Args:
-        spans: in the order of their rows.
+    Args: spans: in the order of their rows.
     """
     counts = [span.num_tokens for span in spans]
     width = width_of(max(counts, default=1))
@@ -123,7 +125,7 @@ def tree_parts(spans: Sequence[Span]) -> dict[str, NDArray[np.int32]]:
 
 
 def put_nodes(spans: Sequence[Span], depths: NDArray[np.int32], visible: NDArray[np.bool_]) -> None:
-    """Fill the first rows of `depths` [N] and `visible` [N, W], which is False."""
+    """Fill the first rows of `depths` [N] and `visible` [N, W], which must be False at first."""
     row = 0
     for span in spans:
         end = row + span.num_tokens
@@ -134,5 +136,5 @@ def put_nodes(spans: Sequence[Span], depths: NDArray[np.int32], visible: NDArray
 
 
 def as_lines(words: torch.Tensor, num_nodes: int) -> torch.Tensor:
-    """`visible` [N, W] of its bytes: int32, dense."""
+    """Convert dense int32 words of bytes to `visible` [N, W]."""
     return words.reshape(-1).view(torch.uint8).view(torch.bool).view(num_nodes, -1)

@@ -1,10 +1,9 @@
-"""TreeWords: a step that verifies guesses as int32 words: where each part of it lies, padded to one
-of a few shapes, and how the host writes them (pinned_words.py), while the device has nothing to do.
+"""TreeWords: a step that verifies draft tokens as int32 words: the layout of its parts, padded to
+one of a few shapes, and their writing by the host (pinned_words.py) while the device waits.
 
-What steps of one form share (as many tokens of each sequence, which follow each other alike) is
-written for the first of them. Tables come last and begin at the same word in every shape: those of
-sequences that are not there are some sequence's, which nobody looks into. Knows no graphs. Engine
-thread only.
+Words that steps of one form share (the same number of tokens and the same parents in each sequence)
+are written for the first of them only. Tables come last and begin at the same word in every shape;
+those of missing sequences contain valid but unused entries. It knows no graphs. Engine thread only.
 """
 
 from __future__ import annotations
@@ -27,53 +26,53 @@ Ints = NDArray[np.int32]
 
 
 class TreeShape(NamedTuple):
-    """What a step is padded to."""
+    """The shape that a step is padded to."""
 
     num_sequences: int
     num_rows: int
 
 
 class Layout(NamedTuple):
-    """Where a shape's step lies: its parts one after the other, and the last of them ends where the
-    tables of all shapes begin, so that one copy brings what a step has."""
+    """The layout of a shape's words: its parts one after the other, ending where the tables of all
+    shapes begin, so that one copy contains the whole step."""
 
     first: int
     parts: dict[str, slice]
-    """By name."""
+    """The words of each part, by name."""
 
 
 class _Form(NamedTuple):
-    """What steps of one form share, and where the rest of each goes."""
+    """The words that steps of one form share, and the places of the others."""
 
     counts: Ints
-    """[S] tokens of each sequence."""
+    """[S], the number of tokens of each sequence."""
     depths: Ints
-    """[N], of each token's position from its sequence's first one's."""
+    """[N], each token's position minus that of its sequence's first token."""
     places: Ints
-    """[N], of each token's slot from its sequence's first one's."""
+    """[N], each token's slot minus that of its sequence's first token."""
     tokens: Struct
     token_ids: memoryview
     positions: Ints
     slots: Ints
-    """[N], to be written."""
+    """[N], the slots, written in each step."""
     num_cached: Ints
-    """[S], to be written."""
+    """[S], the numbers of cached tokens, written in each step."""
     tables: Ints
-    """[S, W], to be written."""
+    """[S, W], the block tables, written if they changed."""
     block_ids: list[tuple[int, ...]]
-    """[S], that stand there: a step whose guesses need as many blocks as the last one's has the
-    same, and to write them takes the host longer than to see that."""
+    """[S], the block ids in the tables: if a step's are the same objects as the last one's, writing
+    is skipped, which takes longer than the comparison."""
 
 
 class TreeWords:
-    """See the module.
+    """Writes steps that verify draft tokens into pinned words.
 
     Args:
-        max_num_nodes: most rows of one sequence.
-        table_width: blocks of one sequence, at most.
+        max_num_nodes: largest number of rows of one sequence.
+        table_width: largest number of blocks of one sequence.
     Attributes:
-        pinned: where they are written.
-        first_table: word where the tables begin.
+        pinned: the words.
+        first_table: index of the first word of the tables.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class TreeWords:
         self._form: _Form | None = None  # of what `pinned` keeps
 
     def _sizes(self, shape: TreeShape) -> dict[str, int]:
-        """Words of each part but the tables."""
+        """Return the number of words of each part but the tables."""
         num_sequences, num_rows = shape
         return {
             "token_ids": num_rows,
@@ -122,11 +121,7 @@ class TreeWords:
         self.pinned.words[self.layouts[shape].parts["positions"]] = -1
 
     def put(self, shape: TreeShape, batch: Batch) -> None:
-        """Write a step.
-
-        Args:
-            shape: that it fits.
-        """
+        """Write a step. Args: shape: a shape that it fits."""
         spans = batch.spans
         form = shape, [(span.num_tokens, span.branches) for span in spans]
         first = self.layouts[shape].first
@@ -149,7 +144,7 @@ class TreeWords:
                 own.block_ids[index] = span.block_ids
 
     def _put_form(self, shape: TreeShape, spans: Sequence[Span]) -> _Form:
-        """Into words that are 0."""
+        """Write the words that steps of this form share into zeroed words."""
         words = self.pinned.words.numpy()
         parts = {name: words[part] for name, part in self.layouts[shape].parts.items()}
         counts = np.array([span.num_tokens for span in spans], dtype=np.int32)

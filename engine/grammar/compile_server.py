@@ -43,11 +43,11 @@ from engine.grammar.vocabulary import GrammarTokenizer
 from engine.request import GrammarKind, GrammarSpec
 
 NICENESS = 10
-"""The process is given it by the engine that starts it, and its children have it from it."""
+"""The niceness of the compiling process and its children, set by the engine that starts it."""
 _NUM_TRIED = 32
-"""Tokens for which a grammar is followed before it is taken."""
+"""Number of tokens for which a compiled grammar is followed before it is accepted."""
 _LOCATE_S = 1.0
-"""How long a child looks for the part of a schema that the library refuses."""
+"""Longest time in seconds that a child looks for the part of a schema that the library rejects."""
 _SIGNS_OF_A_LIMIT = (
     "fuel",
     "limit",
@@ -57,12 +57,12 @@ _SIGNS_OF_A_LIMIT = (
     "too large",
     "too many",
 )
-"""In messages of llguidance's: one of LLParserLimits was reached."""
+"""Words in messages of llguidance which show that one of LLParserLimits was reached."""
 FIRST = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": {}}}')
 
 
 def parser_limits(limits: GrammarLimits) -> LLParserLimits:
-    """The library's own bounds, the same wherever a grammar is compiled."""
+    """Return the library's own limits, the same wherever a grammar is compiled."""
     return LLParserLimits(
         initial_lexer_fuel=limits.max_num_compile_fuel,
         step_lexer_fuel=limits.max_num_token_fuel,
@@ -75,10 +75,8 @@ def parser_limits(limits: GrammarLimits) -> LLParserLimits:
 
 
 def compile_grammar(tokenizer: GrammarTokenizer, grammar: str, limits: GrammarLimits) -> LLMatcher:
-    """A matcher at the beginning, tried out: what its first outputs need most is known.
-
-    Raises: GrammarError with the library's message.
-    """
+    """Compile a grammar and follow it for some tokens. Returns: a matcher at the beginning, whose
+    first lexer states are cached. Raises: GrammarError with the library's message."""
     matcher = LLMatcher(tokenizer.library, grammar, log_level=0, limits=parser_limits(limits))
     if matcher.is_error():
         raise GrammarError(first_line(matcher.get_error()))
@@ -87,21 +85,21 @@ def compile_grammar(tokenizer: GrammarTokenizer, grammar: str, limits: GrammarLi
 
 
 class GrammarError(Exception):
-    """llguidance refused a grammar."""
+    """Raised if llguidance rejects a grammar."""
 
     @property
     def is_limit(self) -> bool:
-        """For what it costs, not for what it says."""
+        """Whether the grammar was rejected for its cost, not for its contents."""
         return is_limit(str(self))
 
 
 def is_limit(message: str) -> bool:
-    """The library says that one of its limits was reached."""
+    """Return whether the library's message says that one of its limits was reached."""
     return any(sign in message.lower() for sign in _SIGNS_OF_A_LIMIT)
 
 
 def first_line(message: str) -> str:
-    """The library's message without the excerpt of the grammar that it appends."""
+    """Return the library's message without the excerpt of the grammar that it appends."""
     if "oneOf constraints" in message:
         return "two schemas of oneOf may share a value; use anyOf, or a constant tag in each"
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
@@ -111,7 +109,7 @@ def first_line(message: str) -> str:
 
 
 def main() -> None:
-    """Serve until the socket ends."""
+    """Serve compilations until the socket is closed."""
     asked = socket.socket(fileno=int(sys.argv[1]))
     tokenizer = GrammarTokenizer.load(Path(sys.argv[3]), int(sys.argv[2]))
     limits = GrammarLimits()
@@ -148,14 +146,14 @@ def _child(tokenizer: GrammarTokenizer, stream: int) -> None:
 
 
 def _end_with(stream: int) -> None:
-    """End this process when the other end of the stream is closed: the kernel's SIGIO."""
+    """End this process, by the kernel's SIGIO, when the other end of the stream is closed."""
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(stream, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(stream, fcntl.F_SETFL, fcntl.fcntl(stream, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _bound_memory(num_bytes: int) -> None:
-    """`num_bytes` more address space than the process has already."""
+    """Limit the address space of this process to `num_bytes` more than it has now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -193,10 +191,8 @@ def _compile(
 
 
 def _try_out(tokenizer: GrammarTokenizer, matcher: LLMatcher, limits: GrammarLimits) -> None:
-    """Follow an output for some tokens: most grammars that cost too much show it there.
-
-    Raises: GrammarError where no token can begin an output, or a limit is reached.
-    """
+    """Follow an output for some tokens, in which most grammars that cost too much reach a limit.
+    Raises: GrammarError if no token can begin an output, or a limit is reached."""
     mask = allocate_token_bitmask(1, tokenizer.library.vocab_size)
     rng = random.Random(0)
     for index in range(_NUM_TRIED):
@@ -219,15 +215,15 @@ def _try_out(tokenizer: GrammarTokenizer, matcher: LLMatcher, limits: GrammarLim
 
 
 def _check(matcher: LLMatcher) -> None:
-    """Raises: GrammarError where a limit was reached."""
+    """Check the matcher. Raises: GrammarError if a limit was reached."""
     message = first_line(matcher.get_error())
     if matcher.is_error() and is_limit(message):
         raise GrammarError(message)
 
 
 def _located(tokenizer: GrammarTokenizer, text: str, limits: GrammarLimits, problem: str) -> str:
-    """What the library says of a schema, with the path and keyword that it says it of: the deepest
-    part that it refuses by itself, and the keyword without which it does not."""
+    """Return the library's message about a schema, with the path and keyword that cause it: the
+    deepest part that is rejected by itself, and the keyword without which it is not."""
     root = json_schema.read(text)
     deadline = time.monotonic() + _LOCATE_S
 

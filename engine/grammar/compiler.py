@@ -1,8 +1,8 @@
-"""The engine's side of the compiling process: a GrammarSpec in, a CompiledGrammar out, with a
-deadline.
+"""Compiler: the engine's client of the compiling process: compiles a GrammarSpec to a
+CompiledGrammar, with a deadline.
 
-The process (engine/grammar/compile_server.py) is started by `start`, or by the first compilation.
-If it is gone it is started anew. Calls block; they belong on a worker thread. Any thread.
+The process (engine/grammar/compile_server.py) is started by `start`, or by the first compilation,
+and again if it has ended. Calls block, and belong on a worker thread. Any thread.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from engine.request import GrammarSpec
 
 _START_TIMEOUT_S = 120.0
 _GRACE_S = 5.0
-"""Beyond a child's own timer, before it is taken for dead."""
+"""Time in seconds after a child's own timer at which it counts as dead."""
 _STOP_TIMEOUT_S = 10.0
 
 
 class CompileProcess:
-    """The process, started when it is needed."""
+    """The compiling process, which is started on demand."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        """`folder` holds the model's tokenizer.json. Starts nothing."""
+        """Create the client without starting the process. `folder` contains the model's
+        tokenizer.json."""
         self._folder = folder
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -52,24 +53,19 @@ class CompileProcess:
 
     @property
     def process_id(self) -> int | None:
-        """Of the process that was started last."""
+        """Process id of the process that was started last; None before."""
         with self._lock:
             return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Wait until the process is ready; start it if there is none. Callers that come meanwhile
-        wait for the same start.
-
-        Raises: GrammarFailed.
-        """
+        """Wait until the process is ready, and start it if there is none. Concurrent callers wait
+        for the same start. Raises: GrammarFailed."""
         with self._lock:
             self._running()
 
     def hand_over(self, stream: socket.socket) -> None:
-        """Give the process one end of a stream, for one compilation; start it if there is none.
-
-        Raises: GrammarFailed.
-        """
+        """Send the process one end of a stream, for one compilation; start it if there is none.
+        Raises: GrammarFailed."""
         with self._lock:
             running = self._running()
             try:
@@ -78,7 +74,7 @@ class CompileProcess:
                 raise GrammarFailed(f"the compiling process is gone: {error}") from error
 
     def close(self) -> None:
-        """End the process and its children. Starts no other."""
+        """End the process and its children. No other is started afterwards."""
         self._is_closed = True
         process = self._process
         if process is not None:
@@ -87,7 +83,8 @@ class CompileProcess:
             self._stop()
 
     def _running(self) -> socket.socket:
-        """The way to a process that is ready. Lock held. Raises: GrammarFailed."""
+        """Return the socket of a process that is ready. Called with the lock held. Raises:
+        GrammarFailed."""
         if self._is_closed:
             raise GrammarFailed("the grammar service is closed")
         if self._socket is None or self._process is None or not _is_running(self._process):
@@ -96,7 +93,7 @@ class CompileProcess:
         return self._socket
 
     def _start(self) -> socket.socket:
-        """Lock held. Raises: GrammarFailed."""
+        """Start the process. Called with the lock held. Raises: GrammarFailed."""
         ours, theirs = socket.socketpair()
         # One thread each: the process forks, and forks have only the thread that made them.
         single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -132,7 +129,7 @@ class CompileProcess:
         return ours
 
     def _stop(self) -> None:
-        """Lock held."""
+        """End the process. Called with the lock held."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -143,25 +140,26 @@ class CompileProcess:
 
 
 def _is_running(process: subprocess.Popen[bytes]) -> bool:
-    """Without reaping it: until then its id, and its group's, are nobody else's."""
+    """Return whether the process runs, without reaping it: until it is reaped, its id and that of
+    its group are not reused."""
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return process.returncode is None and os.waitid(os.P_PID, process.pid, options) is None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """It and its children, if it was not reaped yet."""
+    """Kill the process and its children, if it was not reaped yet."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 class Compiler:
-    """See the module."""
+    """Compiles grammars in the compiling process."""
 
     def __init__(
         self, process: CompileProcess, tokenizer: GrammarTokenizer, limits: GrammarLimits
     ) -> None:
-        """`process` has the same vocabulary."""
+        """Create the compiler. `process` must have the same vocabulary as `tokenizer`."""
         self._process = process
         self._tokenizer = tokenizer
         self._limits = limits
@@ -169,12 +167,11 @@ class Compiler:
     def compile(
         self, spec: GrammarSpec, stream: tuple[socket.socket, socket.socket]
     ) -> tuple[CompiledGrammar, int]:
-        """A compiled grammar, and about how many bytes it takes. Blocks for at most the time limit,
-        and the first time for the start of the process.
+        """Compile a grammar. Returns: the compiled grammar, and about how many bytes it takes.
+        Blocks for at most the time limit, and the first time for the start of the process.
 
-        Args:
-            stream: a pair of connected sockets, which are closed here. To shut the first one down,
-                from any thread, ends the compilation.
+        Args: stream: a pair of connected sockets, which are closed here. Shutting the first one
+            down, from any thread, ends the compilation.
         Raises: InvalidRequest, GrammarTooCostly, GrammarFailed.
         """
         ours, theirs = stream
@@ -195,7 +192,7 @@ class Compiler:
         return CompiledGrammar(matcher, self._tokenizer, self._limits), answer["num_bytes"]
 
     def _ask(self, ours: socket.socket, spec: GrammarSpec) -> dict[str, Any]:
-        """The child's answer."""
+        """Send the specification to a child and return its answer."""
         ours.settimeout(self._limits.compile_timeout_s + _GRACE_S)
         request = {
             "kind": spec.kind.value,
@@ -217,8 +214,8 @@ class Compiler:
         return answer
 
     def _died(self) -> GrammarTooCostly | GrammarFailed:
-        """What an end of file instead of an answer means: the child's own limits, if its parent is
-        well."""
+        """Return the error for an end of file in place of an answer: the child reached its own
+        limits, if its parent is alive."""
         if self._process.is_alive:
             return self._too_costly()
         return GrammarFailed("the compiling process ended")

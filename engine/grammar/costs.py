@@ -1,9 +1,10 @@
-"""What llguidance's own limits do not bound, refused before the library sees it.
+"""Checks of costs that llguidance's own limits do not bound, made before the library reads a
+grammar.
 
-Each bound stands for a family of grammars that was measured (llguidance 1.9.1): text that is forced
-without an end in sight (3 us a byte, with Python's lock held), sums of many repetitions (memory
-grows with the square of their number), common multiples (a lexer state for each residue), chains of
-references (the stack), and Lark's parametric rules (they do not end). Pure functions; any thread.
+Each bound excludes a family of grammars that was measured (llguidance 1.9.1): forced text without
+an end in sight (3 us a byte, with Python's lock held), sums of many repetitions (memory grows with
+the square of their number), common multiples (a lexer state for each residue), chains of references
+(the stack), and Lark's parametric rules (they do not end). Pure functions; any thread.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from engine.grammar.errors import GrammarTooCostly
 MAX_PATTERN_BYTES = 32 << 10
 MAX_NUM_QUANTIFIERS = 500
 MAX_FORCED_CHARACTERS = 20_000
-"""Of one pattern: the shortest text that it matches."""
+"""Largest length in characters of the shortest match of one pattern."""
 MAX_FORCED_BYTES = 1 << 20
-"""Of a schema: the library stops behind some 650 pieces of text that are forced in a row."""
+"""Largest number of bytes of forced text in a schema; the library stops after some 650 consecutive
+pieces of forced text."""
 _MAX_NUM_PIECES = 650
 MAX_NUM_REFERENCES = 1000
 MAX_MULTIPLE = 30_000
@@ -37,15 +39,15 @@ _TERMINAL = re.compile(r"^\s*[A-Z_][A-Z0-9_]*\s*(?:\.\d+)?\s*:", re.MULTILINE)
 
 
 def check_pattern(pattern: str) -> None:
-    """Raises: GrammarTooCostly."""
+    """Check the cost of a regular expression. Raises: GrammarTooCostly."""
     _at_most(len(pattern), MAX_PATTERN_BYTES, "characters of a pattern")
     _at_most(len(_QUANTIFIER.findall(pattern)), MAX_NUM_QUANTIFIERS, "repetitions in patterns")
     _at_most(shortest(pattern), MAX_FORCED_CHARACTERS, "characters that a pattern needs at least")
 
 
 def shortest(pattern: str) -> int:
-    """About how many characters a match has at least: exact but for flags, anchors and look-around,
-    which count as characters."""
+    """Return about the smallest number of characters of a match: exact but for flags, anchors and
+    look-around, which count as characters."""
     levels: list[list[int]] = [[0]]  # for each open group the lengths of its alternatives
     last = 0  # of the piece that a count would repeat
     index = 0
@@ -79,7 +81,8 @@ def shortest(pattern: str) -> int:
 
 
 def _end_of_class(pattern: str, start: int) -> int:
-    """The index of the bracket that closes the class which begins there, or of the end."""
+    """Return the index of the bracket that closes the character class that begins at `start`, or of
+    the end of the pattern."""
     index = start + 1
     index += pattern[index : index + 1] == "^"
     index += pattern[index : index + 1] == "]"
@@ -97,7 +100,7 @@ class _Counts(NamedTuple):
 
 
 def check_schema(schema: object) -> None:
-    """Raises: GrammarTooCostly, RecursionError."""
+    """Check the cost of a JSON schema. Raises: GrammarTooCostly, RecursionError."""
     counts = _counted(schema)
     _at_most(counts.references, MAX_NUM_REFERENCES, "references")
     _at_most(counts.quantifiers, MAX_NUM_QUANTIFIERS, "repetitions in patterns")
@@ -141,7 +144,7 @@ def _is_pattern(value: dict[str, Any]) -> bool:
 
 
 def _whole(step: object) -> int:
-    """The digits of a step as a whole number; 1 for what is none."""
+    """Return the digits of a `multipleOf` step as an integer; 1 for an invalid one."""
     if isinstance(step, bool) or not isinstance(step, int | float) or not 0 < step < 1e18:
         return 1
     _, digits, exponent = Decimal(str(step)).normalize().as_tuple()
@@ -150,7 +153,7 @@ def _whole(step: object) -> int:
 
 
 def check_lark(text: str) -> None:
-    """Raises: GrammarTooCostly."""
+    """Check the cost of a Lark grammar. Raises: GrammarTooCostly."""
     _at_most(len(text), MAX_LARK_BYTES, "characters of a grammar")
     _at_most(text.count("::"), 0, "parametric rules (::)")
     _at_most(text.count("&") + text.count("~"), MAX_NUM_OPERATORS, "operators & and ~")
@@ -159,7 +162,7 @@ def check_lark(text: str) -> None:
 
 
 def check_gbnf(text: str) -> None:
-    """Raises: GrammarTooCostly."""
+    """Check the cost of a GBNF grammar. Raises: GrammarTooCostly."""
     _at_most(len(text), MAX_GBNF_BYTES, "characters of a grammar")
     _at_most(len(_QUANTIFIER.findall(text)), MAX_NUM_QUANTIFIERS, "repetitions")
 

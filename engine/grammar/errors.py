@@ -13,18 +13,18 @@ from process.errors import Internal, NoCapacity
 
 
 class GrammarTooCostly(InvalidRequest):
-    """Compiling it, or following it for one token, went beyond GrammarLimits."""
+    """Raised if compiling a grammar, or following it for one token, exceeds GrammarLimits."""
 
 
 class GrammarBusy(EngineError, NoCapacity):
-    """`max_num_waiting` compilations wait already, or the sender has its share of them. Nothing was
-    done."""
+    """Raised if `max_num_waiting` compilations wait already, or `max_num_waiting_per_sender` of the
+    sender. Nothing was done."""
 
 
 class GrammarFailed(EngineError, Internal):
-    """The process that compiles could not be started, or ended by itself."""
+    """Raised if the compiling process could not be started, or ended by itself."""
 
 
 def refuse(problem: str) -> InvalidRequest:
-    """The sender's mistake, under the one field name that grammars have."""
+    """Return the error for an invalid grammar, with the field name "grammar"."""
     return InvalidRequest("grammar", problem)

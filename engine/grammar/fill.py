@@ -1,11 +1,11 @@
-"""MaskFiller: masks of one step's rows, made on worker threads while the model runs.
+"""MaskFiller: fills the masks of one step's rows on worker threads while the model runs.
 
-A mask that is late delays its own row: the step waits for it for `mask_wait_s` at most while other
-rows have what they need; the thread goes on, and a later step finds the mask in its state. With a
-late row wait all rows of the same CompiledGrammar, since they share a lock with it. Work for one
-mask is bounded by the library, so a thread is never lost.
+A late mask delays its own row only: the step waits for it for at most `mask_wait_s` while other
+rows are ready; the thread continues, and a later step finds the mask in its state. All rows of the
+same CompiledGrammar wait with a late row, since they share a lock. The library bounds the work for
+one mask, so that a thread always returns.
 
-Life: `submit` the states of a step, run the model, then `wait`. Engine thread.
+Call `submit` with the states of a step, run the model, then call `wait`. Engine thread.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from engine.grammar.state import GrammarState
 logger = logging.getLogger(__name__)
 
 _STEP_WAIT_S = 30.0
-"""Above all bounds of the library's: a mask that takes longer is a failure of ours."""
+"""Longest wait in seconds for one mask; above all limits of the library, so that exceeding it is a
+bug."""
 
 
 class MaskFiller:
-    """See the module."""
+    """Fills masks on worker threads."""
 
     def __init__(self, num_threads: int) -> None:
-        """Threads are started when there is work for them."""
+        """Create the filler. Threads are started on demand."""
         self._num_threads = num_threads
         self._work = threading.Condition()
         self._queue: deque[GrammarState] = deque()
@@ -36,13 +37,13 @@ class MaskFiller:
         self._num_idle = 0
         self._is_closed = False
         self.num_filled = 0
-        """Masks made."""
+        """Number of masks filled."""
         self.num_late = 0
-        """Rows that a step went on without."""
+        """Number of rows that a step did not wait for."""
 
     def submit(self, states: Sequence[GrammarState]) -> None:
-        """Begin to make the masks that these states lack; they must not be touched until `wait`
-        says so."""
+        """Begin to fill the masks that these states lack. The states must not be used until `wait`
+        says that they may."""
         missing = [
             state for state in dict.fromkeys(states) if not state.has_mask and not state.is_filling
         ]
@@ -63,12 +64,10 @@ class MaskFiller:
             self._work.notify_all()
 
     def wait(self, states: Sequence[GrammarState], timeout_s: float | None) -> set[int]:
-        """Until these states have their masks, but for so long; None: for all of them.
-
-        Returns: indices of those that must not be touched yet (`is_busy`): they, or others of their
-        grammar, have no mask.
-        Raises: IntegrityError after the longest time that a mask can take.
-        """
+        """Wait until these states have their masks, for at most `timeout_s` seconds; None: until
+        all have. Returns: the indices of states that must not be used yet (`is_busy`), because
+        they, or others of their grammar, have no mask. Raises: IntegrityError after the longest
+        time that a mask can take."""
         with self._work:
             is_done = self._work.wait_for(
                 lambda: not any(state.is_busy for state in states),
@@ -83,14 +82,14 @@ class MaskFiller:
             return late
 
     def close(self) -> None:
-        """Threads end with the mask that they are at."""
+        """Stop the threads after their present mask."""
         with self._work:
             self._is_closed = True
             self._queue.clear()
             self._work.notify_all()
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError."""
+        """Check the counts of masks being filled. Raises: IntegrityError."""
         with self._work:
             num_alive = sum(thread.is_alive() for thread in self._threads)
             if num_alive != len(self._threads) or not 0 <= self._num_idle <= num_alive:

@@ -1,9 +1,10 @@
-"""Values of `format` in JSON schemas as patterns and bounds.
+"""Patterns and bounds of the values of `format` in JSON schemas. Each pattern's values parse with
+Python's parser of the format (datetime, ipaddress, uuid, email-validator, urllib), which
+tests/unit/engine/grammar/test_formats.py checks on samples.
 
-Each pattern's values parse with Python's parser of the format (datetime, ipaddress, uuid,
-email-validator, urllib); tests/unit/engine/grammar/test_formats.py samples them. Sources: RFC 3339
-(date, time, appendix A for durations), RFC 5321, RFC 1123, RFC 4291, RFC 4122, RFC 3986, RFC 6901.
-A format that no standard names is an annotation, as JSON Schema says. Values; any thread.
+Sources: RFC 3339 (date, time, appendix A for durations), RFC 5321, RFC 1123, RFC 4291, RFC 4122,
+RFC 3986, RFC 6901. A format that no standard defines is an annotation, as JSON Schema says. Values;
+any thread.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ PATTERNS: dict[str, str] = {
     "color": "#[0-9a-fA-F]{6}",
     "regex": _REGEX,
 }
-"""Full matches of the string's value, without anchors."""
+"""Patterns, without anchors, that match the whole string, by format."""
 
 BOUNDS: dict[str, tuple[int, int]] = {
     **{f"int{bits}": (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) for bits in (8, 16, 32)},
@@ -97,5 +98,5 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "int64": (-(1 << 53), 1 << 53),
     "uint64": (0, 1 << 53),
 }
-"""Of integers. Those of 64 bits end where float64 no longer has every integer, as JSON readers
-do."""
+"""Bounds of integers, by format. 64-bit bounds end where float64 cannot represent every integer, as
+JSON readers use it."""

@@ -35,7 +35,7 @@ from engine.grammar.formats import BOUNDS, PATTERNS
 
 Schema: TypeAlias = dict[str, Any]
 _Case: TypeAlias = list[tuple[Schema, str]]
-"""Members that must hold together, with their paths; none of them applies further schemas."""
+"""A case: schemas that must all hold, with their paths; none of them applies further schemas."""
 
 _ANNOTATIONS = frozenset(
     "title description default examples example $comment deprecated readOnly writeOnly $schema $id "
@@ -67,9 +67,9 @@ _JOINING = frozenset(
 )
 """Keywords that apply further schemas to the same value."""
 _MAX_NUM_CASES = 64
-"""Cases that keywords which must hold together may come to, multiplied out."""
+"""Largest number of cases of keywords that must all hold, multiplied out."""
 _MAX_SHAPE_DEPTH = 8
-"""References and schemas looked into to tell branches of `oneOf` from one another."""
+"""Largest depth of references and schemas that are inspected to distinguish branches of `oneOf`."""
 _OPPOSITES = {
     "minimum": "exclusiveMaximum",
     "maximum": "exclusiveMinimum",
@@ -90,15 +90,14 @@ _LOOK_AHEAD = re.compile(r"\(\?=")
 
 
 def lower(text: str, limits: GrammarLimits) -> Schema:
-    """The schema in `text`, checked and rewritten for llguidance.
-
-    Raises: InvalidRequest naming path and keyword.
-    """
+    """Check the schema in `text` and rewrite it for llguidance. Raises: InvalidRequest naming path
+    and keyword."""
     return Lowering(read(text), limits).schema_at("$", None)
 
 
 def read(text: str) -> object:
-    """JSON. Raises: InvalidRequest for what is none, has a key twice, or costs too much."""
+    """Parse JSON. Raises: InvalidRequest for text that is not JSON, has a key twice, or costs too
+    much."""
     try:
         schema = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_no_constant)
         costs.check_schema(schema)
@@ -121,7 +120,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def children(schema: object, path: str) -> Iterator[tuple[object, str]]:
-    """The schemas right below one, with their paths."""
+    """Iterate over the schemas directly below one, with their paths."""
     if not isinstance(schema, dict):
         return
     for keyword, value in schema.items():
@@ -140,7 +139,7 @@ def children(schema: object, path: str) -> Iterator[tuple[object, str]]:
 
 
 class Lowering:
-    """One schema document on its way. Call `schema_at` once."""
+    """The rewriting of one schema document. Call `schema_at` once."""
 
     def __init__(self, root: object, limits: GrammarLimits) -> None:
         self._root = root
@@ -151,7 +150,8 @@ class Lowering:
         self._shapes: dict[int, tuple[object, _Shape]] = {}  # by the id of a schema, which is kept
 
     def schema_at(self, path: str, schema: object | None) -> Schema:
-        """The whole document (None), or a part of it, which keeps the document's definitions."""
+        """Rewrite the whole document (None), or a part of it, which keeps the document's
+        definitions."""
         written = self._schema(self._root if schema is None else schema, path, 0)
         definitions: Schema = {}
         while self._open:
@@ -186,7 +186,7 @@ class Lowering:
         return self._any_of(self._cases(known, path, 0), level)
 
     def _known(self, schema: object, path: str) -> Schema:
-        """Without annotations. Refuses what is neither that nor known."""
+        """Remove annotations. Raises: InvalidRequest for an unknown keyword."""
         if not isinstance(schema, dict):
             self._refuse(path, "a schema is an object, true or false")
         known = {}
@@ -202,7 +202,7 @@ class Lowering:
         return known
 
     def _union(self, known: Schema, path: str, level: int) -> Schema:
-        """anyOf or oneOf with nothing beside it."""
+        """Rewrite an anyOf or oneOf without other keywords."""
         (keyword,) = known
         branches = self._branches(known, keyword, path)
         if keyword == "oneOf":
@@ -226,8 +226,8 @@ class Lowering:
     # -- conjunctions: schemas that must hold together
 
     def _cases(self, schema: object, path: str, depth: int) -> list[_Case]:
-        """What satisfies the schema is what satisfies all members of one of these. References are
-        followed."""
+        """Return cases, one of which holds for exactly the values that satisfy the schema.
+        References are followed."""
         if depth > self._limits.max_num_levels:
             self._refuse(
                 path, "it refers to itself where it must hold together with other keywords"
@@ -246,7 +246,7 @@ class Lowering:
         return found
 
     def _joined(self, known: Schema, rest: Schema, path: str, depth: int) -> Iterator[list[_Case]]:
-        """The cases of each keyword that applies further schemas to the same value."""
+        """Iterate over the cases of each keyword that applies further schemas to the same value."""
         if rest.get("unevaluatedProperties") is False and _has_conditions(known):
             self._refuse(f"{path}.unevaluatedProperties", "not supported beside conditions")
         if "$ref" in known:
@@ -294,7 +294,7 @@ class Lowering:
         return [case for schema in schemas for case in self._cases(schema, path, depth)]
 
     def _negated(self, schema: object, path: str) -> list[Any]:
-        """Schemas of which each one's values do not satisfy this one."""
+        """Return schemas whose values do not satisfy this one."""
         if isinstance(schema, bool):
             return [] if schema else [True]
         known = self._known(schema, path)
@@ -340,8 +340,8 @@ class Lowering:
         return written[0] if len(written) == 1 else {"anyOf": written}
 
     def _all_of(self, case: _Case, level: int) -> Schema:
-        """All members hold. Objects are merged here, so that they can be closed; other schemas are
-        the library's to intersect."""
+        """Rewrite the conjunction of all members. Objects are merged here, so that they can be
+        closed; the library intersects other schemas."""
         if not case:
             return {}
         merged = self._merged([member for member, _ in case])
@@ -357,8 +357,8 @@ class Lowering:
         }
 
     def _merged(self, members: list[Schema]) -> Schema | None:
-        """One object schema that means all of them, which apply no others; None where that is more
-        than a union of keys."""
+        """Merge members that apply no further schemas into one object schema; None if that needs
+        more than a union of keys."""
         if not any(member.get("type") == "object" or "properties" in member for member in members):
             return None
         properties: dict[str, list[Any]] = {}
@@ -399,7 +399,7 @@ class Lowering:
     # -- oneOf
 
     def _are_apart(self, branches: list[Any], depth: int = 0, *, are_closed: bool = True) -> bool:
-        """No output of one branch, as it is written here, satisfies another."""
+        """Return whether no output of one branch satisfies another one."""
         shapes = [self._shape(branch, depth) for branch in branches]
         return all(
             _is_apart(one, other, is_closed=are_closed)
@@ -426,7 +426,7 @@ class Lowering:
         return _either(shapes) if shapes else _Shape(set(), set())
 
     def _shape_of(self, members: list[Schema], depth: int) -> _Shape:
-        """Of members that apply no other schemas."""
+        """Return the shape of members that apply no further schemas."""
         merged = self._merged(members)
         found = _Shape()
         for one in [merged] if merged is not None else members:
@@ -587,7 +587,8 @@ class Lowering:
         return {**written, **({"pattern": patterns[0]} if patterns else {})}
 
     def _patterns(self, pattern: object, path: str) -> list[str]:
-        """Patterns that must all be found: leading look-aheads become patterns of their own."""
+        """Split a pattern into patterns that must all be found: leading look-aheads become patterns
+        of their own."""
         if not isinstance(pattern, str):
             self._refuse(path, "a string is needed")
         costs.check_pattern(pattern)
@@ -657,15 +658,15 @@ class Lowering:
     def _containing(
         self, own: Schema, prefix: list[Any], items: Any, least: int, path: str
     ) -> tuple[list[Any], int]:
-        """`contains`: the first elements are such. (prefixItems, minItems)"""
+        """Rewrite `contains` so that the first elements match. Returns: (prefixItems, minItems)."""
         num = self._count(own, "minContains", path, 1)
         if prefix or "maxContains" in own or num > _MAX_NUM_CASES:
             self._refuse(f"{path}.contains", "not supported beside prefixItems or maxContains")
         return [{"allOf": [items, own["contains"]]}] * num, max(least, num)
 
     def _unique(self, prefix: list[Any], items: Any, least: int, most: int, path: str) -> Schema:
-        """Arrays of different listed values, each written out: in any order where those are few,
-        else in the schema's."""
+        """List all arrays of different listed values: in any order if there are few, else in the
+        schema's order."""
         known = self._single(items)
         values = None if known is None else _listed(known)
         if values is None and known is not None and known.get("type") == "boolean":
@@ -741,7 +742,8 @@ class Lowering:
         return written
 
     def _counted(self, written: Schema, least: int, most: int, path: str) -> Schema:
-        """An object without other keys that has so many of them: which ones, case by case."""
+        """Rewrite an object without other keys that must have a number of keys, as one case for
+        each choice of keys."""
         properties, required = written.get("properties", {}), written.get("required", [])
         optional = [name for name in properties if name not in required]
         num_more, num_left = max(0, least - len(required)), max(0, most - len(required))
@@ -767,7 +769,7 @@ class Lowering:
         others: Any,
         path: str,
     ) -> tuple[Schema, Schema, Any]:
-        """`propertyNames` put into the properties that it leaves: (properties, patternProperties,
+        """Apply `propertyNames` to the properties. Returns: (properties, patternProperties,
         additionalProperties)."""
         place = f"{path}.propertyNames"
         known = self._single(names)
@@ -797,7 +799,7 @@ class Lowering:
         return {}, {pattern: others}, False
 
     def _single(self, schema: Any) -> Schema | None:
-        """A schema that comes to one that applies no others; None if it does not."""
+        """Return an equivalent schema that applies no further schemas; None if there is none."""
         try:
             cases = self._cases(schema, "$", 0)
         except InvalidRequest:
@@ -811,25 +813,25 @@ class Lowering:
 
 
 class _Shape:
-    """What is known of a schema's values."""
+    """The known properties of a schema's values."""
 
     def __init__(self, values: set[str] | None = None, types: set[str] | None = None) -> None:
         self.values = values
-        """All of them, where they are listed."""
+        """All values, if they are listed; else None."""
         self.types = set(_OF_TYPE) - {"integer"} if types is None else types
         self.pattern: str | None = None
-        """Of those that are strings."""
+        """The pattern of values that are strings."""
         self.items: _Shape | None = None
-        """Of the elements of arrays that are not empty."""
+        """The shape of the elements of arrays that are not empty."""
         self.tags: dict[str, set[str]] = {}
-        """Listed values of required keys."""
+        """The listed values of required keys."""
         self.required: set[str] = set()
         self.names: set[str] | None = None
-        """All keys that an output has, where it is an object without others."""
+        """All keys of an output, if it is an object without other keys; else None."""
 
 
 def _either(shapes: list[_Shape]) -> _Shape:
-    """Of values that have one of these shapes."""
+    """Return the shape of values that have one of these shapes."""
     if len(shapes) == 1:
         return shapes[0]
     values = [shape.values for shape in shapes]
@@ -842,7 +844,7 @@ def _either(shapes: list[_Shape]) -> _Shape:
 
 
 def _is_apart(one: _Shape, other: _Shape, *, is_closed: bool = True) -> bool:
-    """No output of `one` satisfies `other`."""
+    """Return whether no output of `one` satisfies `other`."""
     if one.values is not None and other.values is not None:
         return not one.values & other.values
     if not one.types & other.types:
@@ -860,7 +862,8 @@ def _is_apart(one: _Shape, other: _Shape, *, is_closed: bool = True) -> bool:
 
 
 def _with_items(branches: list[Any]) -> list[Any]:
-    """Branches of `oneOf`: two arrays differ in their elements only if they have some."""
+    """Rewrite branches of `oneOf` that are arrays so that they have elements, since only these
+    distinguish them."""
     arrays = [one for one in branches if isinstance(one, dict) and one.get("type") == "array"]
     if len(arrays) < 2:
         return branches
@@ -871,7 +874,7 @@ def _with_items(branches: list[Any]) -> list[Any]:
 
 
 def _without_others_keys(branches: list[Any]) -> list[Any]:
-    """Branches of `oneOf` that only require keys: each goes without the others' keys."""
+    """Rewrite branches of `oneOf` that only require keys so that each excludes the others' keys."""
     required = []
     for branch in branches:
         names = branch.get("required") if isinstance(branch, dict) else None
@@ -886,7 +889,7 @@ def _without_others_keys(branches: list[Any]) -> list[Any]:
 
 
 def _others(values: list[Any]) -> list[Schema]:
-    """Schemas of the values that are of these values' types and none of them."""
+    """Return schemas of the values that have these values' types and equal none of them."""
     found: list[Schema] = []
     texts = [value for value in values if isinstance(value, str)]
     if texts:
@@ -908,7 +911,7 @@ def _others(values: list[Any]) -> list[Schema]:
 
 
 def _not_equal(text: str) -> str:
-    """A pattern of all strings but this one."""
+    """Return a pattern of all strings but this one."""
     ends = [f"{re.escape(text[:index])}$" for index in range(len(text))]
     splits = [
         f"{re.escape(text[:index])}[^{re.escape(text[index])}][\\s\\S]*$"
@@ -918,14 +921,15 @@ def _not_equal(text: str) -> str:
 
 
 def _opened(schema: Any) -> Any:
-    """A member of a conjunction that the library intersects: it must not be closed on its own."""
+    """Return a member of a conjunction, which the library intersects, without closing it on its
+    own."""
     if isinstance(schema, dict) and "properties" in schema and "additionalProperties" not in schema:
         return {**schema, "additionalProperties": True}
     return schema
 
 
 def _has_conditions(schema: object) -> bool:
-    """What is evaluated depends on what is not satisfied."""
+    """Return whether the evaluated properties depend on a condition."""
     if not isinstance(schema, dict):
         return False
     inner = [one for key in ("allOf", "anyOf", "oneOf") for one in schema.get(key, ())]
@@ -933,7 +937,7 @@ def _has_conditions(schema: object) -> bool:
 
 
 def _both(schemas: list[Any]) -> Any:
-    """One schema for all of them."""
+    """Return one schema for the conjunction of all."""
     different = list({_canonical(one): one for one in schemas}.values())
     if any(one is False for one in different):
         return False
@@ -941,7 +945,8 @@ def _both(schemas: list[Any]) -> Any:
 
 
 def _identified(schema: object, name: str) -> object | None:
-    """This schema or one below it that has the $id, or one that ends with it."""
+    """Return the schema, this one or one below it, whose $id is `name` or ends with it; None if
+    there is none."""
     inner: Iterator[object] = iter(())
     if isinstance(schema, dict):
         own = schema.get("$id", schema.get("id"))
@@ -954,7 +959,7 @@ def _identified(schema: object, name: str) -> object | None:
 
 
 def _anchored(schema: object, anchor: str) -> object | None:
-    """The schema below this one that has the anchor."""
+    """Return the schema below this one that has the anchor; None if there is none."""
     if isinstance(schema, dict):
         if anchor in (schema.get("$anchor"), schema.get("$dynamicAnchor")):
             return schema
@@ -967,7 +972,8 @@ def _anchored(schema: object, anchor: str) -> object | None:
 
 
 def _end_of_group(pattern: str) -> int | None:
-    """The index of the parenthesis that closes the one the pattern begins with."""
+    """Return the index of the parenthesis that closes the one at the beginning of the pattern; None
+    if there is none."""
     level = 0
     is_class = False
     index = 0
@@ -997,7 +1003,7 @@ def _finds(pattern: str, name: str) -> bool:
 
 
 def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The values of an `enum` or `const`."""
+    """Return the values of an `enum` or `const`; None if there is neither."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
@@ -1005,14 +1011,14 @@ def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _canonical(value: object) -> str:
-    """Equal for equal JSON values: 1 and 1.0 are."""
+    """Return a text that is equal for equal JSON values: 1 and 1.0 are equal."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value, sort_keys=True)
 
 
 def _type(value: object) -> str:
-    """As schemas name it; "number" for whole ones, too."""
+    """Return the type of a value as schemas name it; "number" for integers, too."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -1025,7 +1031,7 @@ def _type(value: object) -> str:
 
 
 def _types_of(value: object) -> set[str]:
-    """All that schemas name it."""
+    """Return all type names of a value in schemas."""
     is_whole = isinstance(value, int | float) and not isinstance(value, bool)
     is_whole = is_whole and float(value).is_integer()  # type: ignore[arg-type]
     return {_type(value)} | ({"integer"} if is_whole else set())

@@ -1,20 +1,21 @@
-"""GrammarService: grammars for one engine. Compiles off the engine's thread, keeps what it
-compiled, and makes masks while the model runs.
+"""GrammarService: the grammars of one engine: compiles them outside of the engine's thread, caches
+the results, and fills masks while the model runs.
 
-Life of a grammar: `submit` checks its size and gives a Compilation, which waits for its turn, is
-compiled in a process of its own and is done, with a grammar or with an error. Senders take turns:
-one that sends many waits for its own. A compilation whose last request left (`release`) is ended.
-The model's vocabulary is loaded by `prepare`, or by the first that is compiled; the engine's thread
-never reads a file once there are requests. The same spec of the same sender again gives the same
-Compilation: refusals are kept as well, so a bomb costs its compile time once. Senders share none,
-since outputs of one grammar share its lexer, and what one does to that, the others feel. Kept are
-at most `max_num_cached` and `cache_bytes`, the least recently used go first; states made from one
-that went stay valid.
+Life of a grammar: `submit` checks its size and returns a Compilation, which waits for its turn, is
+compiled in a process of its own, and ends with a grammar or an error. Senders take turns: one that
+submits many waits for its own. A compilation ends when its last request is released. The model's
+vocabulary is loaded by `prepare`, or by the first compilation; the engine's thread never reads a
+file once there are requests.
+
+The same specification of the same sender returns the same Compilation: rejections are cached, too,
+so that an expensive grammar costs its compile time once. Senders share none, since outputs of one
+grammar share its lexer, whose cost one sender could raise for others. At most `max_num_cached`
+results and `cache_bytes` are cached, without the least recently used ones; states of a dropped
+grammar stay valid.
 
 Invariants (`check_integrity`): submitted == hits + misses + refused; misses == pending + compiled +
-failed; pending and kept and dropped compilations are all there were.
-
-`prepare`, `submit`, `release`, `close`: engine thread. `stats`, `check_integrity`: any thread.
+failed; every compilation is pending, cached or dropped. `prepare`, `submit`, `release`, `close`:
+engine thread. `stats`, `check_integrity`: any thread.
 """
 
 from __future__ import annotations
@@ -45,51 +46,53 @@ from engine.request import GrammarSpec
 logger = logging.getLogger(__name__)
 
 LoadTokenizer = Callable[[], GrammarTokenizer]
-"""Blocks. Raises: InvalidRequest: grammars cannot be served with this model."""
+"""Returns the model's tokenizer; blocks. Raises: InvalidRequest if grammars cannot be used with
+this model."""
 
 _MAX_NUM_MASK_THREADS = 4
 
 
 @dataclass(frozen=True)
 class GrammarStats:
-    """Counts since the start, and levels now."""
+    """Counts since the start, and present levels."""
 
     num_submitted: int = 0
     num_hits: int = 0
-    """Compiled, refused or pending already."""
+    """Number of submissions that were compiled, rejected or pending already."""
     num_misses: int = 0
     num_refused: int = 0
-    """At once: by size, or because too many wait."""
+    """Number of submissions rejected at once: by size, or because too many wait."""
     num_compiled: int = 0
     num_failed: int = 0
-    """Those that were ended with their last request, too."""
+    """Number of compilations that failed or were ended with their last request."""
     num_pending: int = 0
     num_cached: int = 0
     num_dropped: int = 0
-    """Least recently used ones that made room, those used often enough, and failures that were our
-    own."""
+    """Number of compilations dropped from the cache: least recently used ones, those with too many
+    uses, and failures that are bugs."""
     cached_bytes: int = 0
     num_masks: int = 0
     num_late_rows: int = 0
-    """Rows that a step went on without, because their mask was not there."""
+    """Number of rows that a step did not wait for because their mask was late."""
 
 
 _Key = tuple[bytes, GrammarSpec]
 
 
 class Compilation:
-    """One GrammarSpec on its way to being a grammar. Made, finished and kept by GrammarService; any
-    thread may read it."""
+    """The compilation of one GrammarSpec. GrammarService creates and finishes it; any thread may
+    read it."""
 
     def __init__(self, spec: GrammarSpec, sender: bytes = b"") -> None:
         self.spec = spec
         self.key: _Key = (sender, spec)
         self.num_holders = 0
-        """Requests that wait for it or use it. Engine thread."""
+        """Number of requests that wait for it or use it. Engine thread."""
         self.num_bytes = 0
-        """About what the compiled grammar takes."""
+        """Approximate size of the compiled grammar in bytes."""
         self.stream: socket.socket | None = None
-        """Of the compilation that runs: to shut it down ends it. Service's lock."""
+        """The stream of a running compilation: shutting it down ends the compilation. Guarded by
+        the service's lock."""
         self.grammar: CompiledGrammar | None = None
         self._done = threading.Event()
         self._error: EngineError | None = None
@@ -100,19 +103,21 @@ class Compilation:
 
     @property
     def error(self) -> EngineError | None:
-        """Why there is no grammar; None before `is_done`. Each caller gets one of its own."""
+        """The error in place of a grammar, a new one for each caller; None if there is a grammar,
+        or before `is_done`."""
         return None if self._error is None else fresh(self._error)
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until it is done; False: it is not, after this time."""
+        """Block until the compilation is done, for at most `timeout_s` seconds. Returns: whether it
+        is done."""
         return self._done.wait(timeout_s)
 
     def state(self, end_token_ids: frozenset[int]) -> GrammarState:
-        """A sequence at the beginning of the grammar.
+        """Create the state of a sequence at the beginning of the grammar.
 
-        Args:
-            end_token_ids: what may end the output (EOS unless ignored, stop ids): allowed where the
-                text is complete, and nowhere else. May be empty: `is_complete` tells the end.
+        Args: end_token_ids: the tokens that may end the output (EOS unless ignored, stop ids):
+            allowed where the text is complete, and nowhere else. May be empty: `is_complete` then
+            tells the end.
         Raises: `error`, or GrammarFailed if it is not done, or the library fails.
         """
         if self._error is not None:
@@ -125,33 +130,34 @@ class Compilation:
             raise GrammarFailed(f"the grammar library failed: {failure!r}") from failure
 
     def finish(self, grammar: CompiledGrammar | None, error: EngineError | None) -> None:
-        """Called by the service, once."""
+        """Set the result. The service calls it once."""
         self.grammar = grammar
         self._error = None if error is None else fresh(error)
         self._done.set()
 
 
 def _run_nicely() -> None:
-    """On a compile thread: behind the engine's own threads."""
+    """Set the niceness of a compile thread, below the engine's own threads."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _trim() -> None:
-    """Give memory of grammars that were dropped back to the system, where libc can."""
+    """Return the memory of dropped grammars to the system, if libc supports it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class GrammarService:
-    """See the module. Build it with `from_checkpoint`."""
+    """Compiles and caches grammars, and fills masks. Created by `from_checkpoint`."""
 
     def __init__(
         self, load: LoadTokenizer, limits: GrammarLimits, *, process: CompileProcess
     ) -> None:
-        """Reads nothing. `load` is called by `prepare` or on a compile thread, and what it refuses
-        is the error of every compilation. `process` has the same vocabulary; `close` closes it."""
+        """Create the service without reading a file. `prepare` or a compile thread calls `load`,
+        whose error is then that of every compilation. `process` must have the same vocabulary;
+        `close` closes it."""
         self.limits = limits
         self._load = load
         self._load_lock = threading.Lock()
@@ -172,9 +178,9 @@ class GrammarService:
     def from_checkpoint(
         cls, folder: Path, vocab_size: int, limits: GrammarLimits
     ) -> GrammarService:
-        """For the model in `folder`, whose logits have `vocab_size` columns. A tokenizer.json that
-        is missing or of a kind that grammars cannot be served with fails every compilation, by
-        name."""
+        """Create the service of the model in `folder`, whose logits have `vocab_size` columns. If
+        its tokenizer.json is missing or of an unsupported kind, every compilation fails with
+        that reason."""
         return cls(
             lambda: GrammarTokenizer.load(folder, vocab_size),
             limits,
@@ -182,10 +188,10 @@ class GrammarService:
         )
 
     def prepare(self) -> None:
-        """Have ready what the first grammar would wait for: the vocabulary and the compiling
-        process; a grammar has been compiled, and a mask made. Before the first request: reading a
-        large vocabulary holds Python's lock for a second, which would hold running streams up. A
-        model that grammars cannot be served with gets neither."""
+        """Load the vocabulary, start the compiling process, compile a grammar and fill a mask, so
+        that the first grammar waits for none of them. Called before the first request: reading a
+        large vocabulary holds Python's lock for a second, which would stall running streams.
+        Does nothing for a model whose tokenizer is not supported."""
         try:
             self._loaded()
             self._process.start()
@@ -200,12 +206,11 @@ class GrammarService:
             logger.warning("grammars are not prepared: %r", failure)
 
     def submit(self, spec: GrammarSpec, sender: bytes = b"") -> Compilation:
-        """Begin to compile, or find what is compiled; the caller holds it until `release`. Never
-        blocks. What else is wrong with the spec, or with this model's tokenizer, is the
+        """Start a compilation, or find it in the cache; the caller holds it until `release`. Never
+        blocks. Other errors of the specification, or of this model's tokenizer, are the
         compilation's error.
 
-        Args:
-            sender: whose turn it takes: the key that separates tenants.
+        Args: sender: the key by which senders take turns, which separates tenants.
         Raises: InvalidRequest (size), GrammarBusy.
         """
         with self._lock:
@@ -230,7 +235,8 @@ class GrammarService:
         return compilation
 
     def release(self, compilation: Compilation) -> None:
-        """The caller's request is over. A compilation that no request waits for is ended."""
+        """End the use of a compilation by one request. A compilation that no request waits for is
+        ended."""
         with self._lock:
             compilation.num_holders -= 1
             if compilation.num_holders > 0 or compilation.is_done:
@@ -250,7 +256,8 @@ class GrammarService:
                     return
 
     def _found(self, key: _Key) -> Compilation | None:
-        """What is kept, unless it must be compiled anew. Lock held."""
+        """Return the cached compilation of a key, unless it must be compiled again. Called with the
+        lock held."""
         found = self._cache.get(key)
         if found is None:
             return None
@@ -264,7 +271,8 @@ class GrammarService:
         return found
 
     def _check_room(self, sender: bytes) -> None:
-        """Lock held. Raises: GrammarBusy."""
+        """Check the number of waiting compilations. Called with the lock held. Raises:
+        GrammarBusy."""
         if self._stats.num_pending >= self.limits.max_num_waiting:
             raise GrammarBusy(f"{self._stats.num_pending} grammars wait to be compiled")
         num_own = len(self._turns.get(sender, ()))
@@ -272,7 +280,7 @@ class GrammarService:
             raise GrammarBusy(f"{num_own} grammars of this sender wait to be compiled")
 
     def close(self) -> None:
-        """End the compiling process and the threads. Compilations that wait fail."""
+        """End the compiling process and the threads. Waiting compilations fail."""
         self._process.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.filler.close()
@@ -284,13 +292,13 @@ class GrammarService:
                     self._finish(compilation, None, 0, closed)
 
     def stats(self) -> GrammarStats:
-        """Counts and levels now."""
+        """Return the present counts and levels."""
         filler = self.filler
         with self._lock:
             return replace(self._stats, num_masks=filler.num_filled, num_late_rows=filler.num_late)
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError."""
+        """Check the counts and the cache. Raises: IntegrityError."""
         self.filler.check_integrity()
         with self._lock:
             stats = self._stats
@@ -318,7 +326,7 @@ class GrammarService:
                 raise IntegrityError(f"grammars: {name} is {left}, recomputed {right}")
 
     def _compile_next(self) -> None:
-        """The oldest of the sender whose turn it is. On a compile thread."""
+        """Run the oldest compilation of the sender whose turn it is. Runs on a compile thread."""
         pair = socket.socketpair()
         with self._lock:
             if not self._turns:  # closed, or ended meanwhile
@@ -348,11 +356,9 @@ class GrammarService:
             _trim()
 
     def _loaded(self) -> Compiler:
-        """The vocabulary is loaded by the first caller; the others wait for it. On a compile
-        thread, or before the first request.
-
-        Raises: InvalidRequest: it cannot be, now and ever.
-        """
+        """Return the compiler; the first caller loads the vocabulary, and others wait for it. On a
+        compile thread, or before the first request. Raises: InvalidRequest if it can never be
+        loaded."""
         with self._load_lock:
             if self._refusal is not None:
                 raise fresh(self._refusal)
@@ -372,7 +378,7 @@ class GrammarService:
         num_bytes: int,
         error: EngineError | None,
     ) -> None:
-        """Lock held."""
+        """Set the result of a compilation and cache it. Called with the lock held."""
         if compilation.is_done:
             return  # closed meanwhile
         self._count(num_pending=-1)
@@ -387,7 +393,8 @@ class GrammarService:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Drop the least recently used that are done, until the bounds hold. Lock held."""
+        """Drop the least recently used finished compilations until the limits hold. Called with the
+        lock held."""
         for key in list(self._cache):
             is_over = (
                 self._stats.num_cached > self.limits.max_num_cached
@@ -404,7 +411,7 @@ class GrammarService:
         self._count(num_cached=-1, num_dropped=1, cached_bytes=-dropped.num_bytes)
 
     def _count(self, **changes: int) -> None:
-        """Lock held."""
+        """Add to the counts. Called with the lock held."""
         self._stats = replace(
             self._stats, **{name: getattr(self._stats, name) + by for name, by in changes.items()}
         )

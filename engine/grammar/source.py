@@ -49,7 +49,8 @@ _UNICODE = re.compile(r"\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}")
 
 
 def check_size(spec: GrammarSpec, limits: GrammarLimits) -> None:
-    """What can be said without reading it. Raises: InvalidRequest, field "grammar"."""
+    """Check the size of a specification, without reading it. Raises: InvalidRequest, field
+    "grammar"."""
     try:
         num_bytes = sum(len(text.encode()) for text in (spec.text, *spec.choices))
     except UnicodeEncodeError as error:
@@ -68,10 +69,8 @@ def check_size(spec: GrammarSpec, limits: GrammarLimits) -> None:
 
 
 def source(spec: GrammarSpec, limits: GrammarLimits) -> str:
-    """llguidance's text of the grammar. May take long, and much memory: for the compiling process.
-
-    Raises: InvalidRequest, field "grammar".
-    """
+    """Return llguidance's text of the grammar. It may need much time and memory, so that it runs in
+    the compiling process. Raises: InvalidRequest, field "grammar"."""
     check_size(spec, limits)
     if spec.kind is GrammarKind.CHOICE:
         choices = " | ".join(
@@ -87,7 +86,7 @@ def source(spec: GrammarSpec, limits: GrammarLimits) -> str:
 
 
 def of_schema(lowered: json_schema.Schema) -> str:
-    """llguidance's text of a schema that was rewritten for it."""
+    """Return llguidance's text of a rewritten schema."""
     return LLMatcher.grammar_from_json_schema(json.dumps(lowered), overrides=_JSON)
 
 
@@ -114,7 +113,8 @@ def _lark(text: str) -> str:
 
 
 def _character(found: re.Match[str]) -> str:
-    """What a \\u of GBNF stands for; the translator writes it wrongly."""
+    r"""Return the character of a \u escape of GBNF, which the library's translator writes
+    wrongly."""
     code = int(found.group()[2:], 16)
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
         return found.group()

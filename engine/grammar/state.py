@@ -1,18 +1,18 @@
-"""GrammarState: where one output is in its grammar. Made by Compilation.state, one per sequence.
+"""GrammarState: the position of one output in its grammar. Created by Compilation.state, one per
+sequence.
 
-The state is a function of the ids accepted so far: replaying them on a fresh state gives the same
-masks, so a request can be resumed anywhere from its output ids alone. End tokens (EOS, stop ids)
-are allowed where the text so far is complete, and nowhere else, whatever text they stand for. Where
+The state depends only on the tokens accepted so far: replaying them on a new state gives the same
+masks, so that a request can be resumed anywhere from its output tokens alone. End tokens (EOS, stop
+ids) are allowed where the text so far is complete, and nowhere else, whatever their text is. Where
 the grammar allows one text only, the mask allows one token: the one with which the tokenizer would
-go on; `forced` gives all of them at once.
+continue; `forced` returns all of them at once.
 
-The library bounds the work of every call (GrammarLimits). One that reaches a bound breaks the state
-(`error`), which fails its own request and no other.
-
-States of one CompiledGrammar share what it has learned, under one lock, and the library holds
-Python's lock while it waits for that one. So while a mask of the grammar is being made, none of its
-states may be touched: engine/grammar/fill.py says which those are. Engine thread, and a fill thread
-from MaskFiller.submit until the state `has_mask`.
+The library bounds the work of every call (GrammarLimits). A call that reaches a bound breaks the
+state (`error`), which fails its own request only. States of one CompiledGrammar share cached lexer
+states under one lock, and the library holds Python's lock while it waits for that one. So while a
+mask of the grammar is being filled, none of its states may be used (`is_busy`;
+engine/grammar/fill.py). Engine thread, and a fill thread from MaskFiller.submit until the state
+`has_mask`.
 """
 
 from __future__ import annotations
@@ -38,28 +38,30 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MOST_BYTES_PER_TOKEN = 16
-"""How much forced text is cut for each token that a jump may have; four times a usual token's."""
+"""Number of bytes of forced text that are tokenized for each token that may be added at once; four
+times a usual token's."""
 
 
 class CompiledGrammar:
-    """A grammar that is ready, and what all its states share."""
+    """A compiled grammar, and what its states share."""
 
     def __init__(
         self, matcher: LLMatcher, tokenizer: GrammarTokenizer, limits: GrammarLimits
     ) -> None:
-        """`matcher` stands at the beginning, and stays there."""
+        """Create it from a matcher at the beginning of the grammar, which is only copied."""
         self._matcher = matcher
         self.tokenizer = tokenizer
         self.limits = limits
         self.num_states = 0
-        """States that were made of it."""
+        """Number of states created."""
         self.num_filling = 0
-        """Masks that threads make of it now. Kept by MaskFiller."""
+        """Number of masks of the grammar that threads are filling, maintained by MaskFiller."""
         self.is_broken = False
-        """The library failed on it: it must be compiled anew."""
+        """Whether the library failed on the grammar, so that it must be compiled again."""
 
     def state(self, end_token_ids: frozenset[int]) -> GrammarState:
-        """At the beginning. `end_token_ids` beyond the vocabulary are no tokens."""
+        """Create a state at the beginning. Ids in `end_token_ids` beyond the vocabulary are
+        ignored."""
         self.num_states += 1
         size = self.tokenizer.vocabulary.size
         ends = frozenset(i for i in end_token_ids if 0 <= i < size)
@@ -67,7 +69,7 @@ class CompiledGrammar:
 
 
 class GrammarState:
-    """See the module."""
+    """The position of one output in its grammar."""
 
     def __init__(
         self, grammar: CompiledGrammar, matcher: LLMatcher, end_token_ids: frozenset[int]
@@ -80,24 +82,24 @@ class GrammarState:
         self._has_ended = False
         self._mask: npt.NDArray[np.int32] | None = None
         self.is_filling = False
-        """A thread makes its mask. Set and cleared by MaskFiller."""
+        """Whether a thread is filling its mask. Set and cleared by MaskFiller."""
         self.error: EngineError | None = None
-        """Set once this output cost too much, or the library failed on it: nothing is allowed any
-        more, the request must end with it."""
+        """The error of an output that cost too much, or on which the library failed: no token is
+        allowed any more, and the request must end with it."""
 
     @property
     def is_busy(self) -> bool:
-        """A thread makes a mask of its grammar: it must not be touched."""
+        """Whether a thread is filling a mask of its grammar, so that the state must not be used."""
         return self.grammar.num_filling > 0
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The ids accepted so far: all that the state depends on."""
+        """The tokens accepted so far, on which alone the state depends."""
         return self._token_ids
 
     @property
     def is_complete(self) -> bool:
-        """Nothing but an end may follow. False for a broken state."""
+        """Whether only an end may follow. False for a broken state."""
         if self._has_ended or self.error is not None:
             return self._has_ended
         if self._matcher.is_stopped():
@@ -110,8 +112,8 @@ class GrammarState:
         return self.error is None and not mask.any()
 
     def accept(self, token_id: int) -> bool:
-        """Move on by one token. False: it is not allowed (or the state is broken); nothing
-        changed."""
+        """Advance by one token. Returns: False if it is not allowed (or the state is broken);
+        nothing changes then."""
         if self.error is not None or self._has_ended:
             return False
         if token_id in self._end_token_ids:
@@ -125,8 +127,8 @@ class GrammarState:
         return True
 
     def forced(self) -> tuple[int, ...]:
-        """The tokens that must come next, each the only one that its mask would allow. Changes
-        nothing."""
+        """Return the tokens that must come next, each the only one that its mask would allow.
+        Changes nothing."""
         if self.error is not None or self._has_ended:
             return ()
         token_ids = self._try(self._matcher.compute_ff_tokens) or []
@@ -137,11 +139,12 @@ class GrammarState:
         return tuple(token_ids[: self.grammar.limits.max_num_forced_tokens])
 
     def retokenized(self, token_id: int) -> tuple[int, ...]:
-        """What to publish instead of `token_id`, which was drawn and not accepted yet, where the
-        grammar forces text after it: both texts as the tokenizer cuts them together, each token to
-        be accepted. Empty: nothing. Changes nothing.
+        """Return the tokens that replace `token_id`, which was sampled and not accepted yet, if the
+        grammar forces text after it: both texts as the tokenizer splits them together, each
+        token to be accepted; empty if there is no forced text. Changes nothing.
 
-        The last token is left to the model, since the text after the forced one may belong into it.
+        The last token is left to the model, since the text after the forced one may be a part of
+        it.
         """
         if token_id in self._end_token_ids or self.error is not None:
             return ()
@@ -169,7 +172,8 @@ class GrammarState:
         return ()
 
     def fork(self) -> GrammarState:
-        """An independent state at the same place: another sample of the same prompt, or a guess."""
+        """Create an independent state at the same position, for another sample of the same prompt,
+        or for a draft token."""
         other = GrammarState(self.grammar, self._matcher.deep_copy(), self._end_token_ids)
         other._token_ids = list(self._token_ids)
         other._has_ended = self._has_ended
@@ -181,12 +185,13 @@ class GrammarState:
 
     @property
     def has_mask(self) -> bool:
-        """`mask` is there already."""
+        """Whether `mask` is filled already."""
         return self._mask is not None
 
     def mask(self) -> npt.NDArray[np.int32]:
-        """What may come next: [ceil(V / 32)] int32, bit i of word w set for token 32 * w + i; zero
-        if nothing may, or if the state is broken. Made once for each place. Any one thread."""
+        """Return the tokens that may come next, [ceil(V / 32)] int32, bit i of word w set for token
+        32 * w + i; all zero if no token may, or if the state is broken. Computed once for each
+        position. Any one thread."""
         if self._mask is None:
             self._mask = self._made_mask()
         return self._mask
@@ -214,13 +219,13 @@ class GrammarState:
         return 0 <= token_id < len(self._tokens) and bool(self._tokens[token_id])
 
     def _move(self, token_ids: list[int]) -> bool:
-        """Accept one token with text."""
+        """Advance by tokens that have text. Returns: whether all are allowed."""
         if not all(map(self._is_text, token_ids)):
             return False
         return self._try(lambda: self._matcher.try_consume_tokens(token_ids)) == len(token_ids)
 
     def _try(self, call: Callable[[], T]) -> T | None:
-        """Call the matcher. None if the state is broken, or is now."""
+        """Call the matcher. Returns: None if the state is broken, or the call breaks it."""
         if self.error is not None:
             return None
         began = time.thread_time()
@@ -243,12 +248,12 @@ class GrammarState:
         return found
 
     def _is_dead_end(self) -> bool:
-        """No token may come, and no end: the row's own draw says so."""
+        """Whether neither a token nor an end may come; sampling then reports the error."""
         return bool(self._matcher.get_error().startswith("NoExtensionBias"))
 
     def _break(self, problem: str) -> None:
-        """Give up on it: it costs too much. Limits of the lexer hold for all states of the grammar
-        from then on, so the next request compiles it anew."""
+        """Break the state because it costs too much. Limits of the lexer hold for all states of the
+        grammar from then on, so that the next request compiles it again."""
         self.grammar.is_broken = True
         self.error = GrammarTooCostly(
             "grammar",
@@ -257,14 +262,15 @@ class GrammarState:
         )
 
     def fail(self, problem: str) -> None:
-        """Give up on it: the library failed where nothing here expects it."""
+        """Break the state because the library failed unexpectedly."""
         logger.error("the grammar library failed: %s", problem)
         self.grammar.is_broken = True
         self.error = GrammarFailed(f"the grammar library failed: {problem}")
 
 
 def mask_matrix(rows: Sequence[GrammarState | None], size: int) -> torch.Tensor:
-    """[R, ceil(V / 32)] int32 of states that have their masks; all ones in a row of None."""
+    """Collect the masks of states that have them, [R, ceil(V / 32)] int32; all ones in a row of
+    None."""
     found = np.full((len(rows), (size + 31) // 32), -1, dtype=np.int32)
     for index, state in enumerate(rows):
         if state is not None:

@@ -45,21 +45,20 @@ _ANCHORS = ("", "\n", "a")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`token_bytes[id]`; b"" for an id that no text has. Its length is the model's vocabulary."""
+    """The bytes of each token id: `token_bytes[id]`, b"" for an id that is not part of text. Its
+    length is the model's vocabulary size."""
 
     token_bytes: tuple[bytes, ...]
 
     @property
     def size(self) -> int:
-        """Ids of the model."""
+        """Number of the model's token ids."""
         return len(self.token_bytes)
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> Vocabulary:
-        """From `folder/tokenizer.json`, for a model of `vocab_size` ids.
-
-        Raises: InvalidRequest (a grammar cannot be served with this tokenizer), naming why.
-        """
+        """Read `folder/tokenizer.json`, for a model of `vocab_size` ids. Raises: InvalidRequest
+        with the reason if grammars cannot be used with this tokenizer."""
         try:
             parsed = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
             return cls(_token_bytes(parsed, vocab_size))
@@ -68,16 +67,17 @@ class Vocabulary:
 
 
 class TextTokenizer:
-    """How text inside an output is cut into tokens: by the checkpoint's tokenizer, without what it
-    puts around a prompt. This class is also the wrapper that `LLTokenizer` takes.
+    """Splits text inside an output into tokens with the checkpoint's tokenizer, without the special
+    tokens that it adds to a prompt. It is also the wrapper that `LLTokenizer` needs.
 
-    Text that the tokenizer does not give back byte for byte (it normalises, or knows a special
-    token in it), or fails on, is cut greedily, longest token first. Any thread.
+    Text that the tokenizer does not reproduce byte for byte (it normalises, or finds a special
+    token), or on which it fails, is split greedily, longest token first. Any thread.
     """
 
     is_tokenizer_wrapper = True
     eos_token_id = None
-    """LLTokenizer appends an id of its own: `Vocabulary.size`, the end of every grammar."""
+    """Always None: LLTokenizer then appends an id of its own, `Vocabulary.size`, for the end of
+    every grammar."""
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
@@ -93,13 +93,13 @@ class TextTokenizer:
         ]
 
     def __call__(self, text: str) -> list[int]:
-        """Token ids of `text`. Called by llguidance; a byte that no token spells is left out, with
-        what follows it."""
+        """Return the token ids of `text`, for llguidance; from a byte that no token contains on,
+        text is left out."""
         return self.cut(text) or self._greedy(text.encode())
 
     def cut(self, text: str) -> list[int]:
-        """Token ids of `text` as the tokenizer cuts it; empty where their bytes are not the text's,
-        or where the tokenizer fails (logged once)."""
+        """Return the token ids of `text` from the tokenizer; empty if their bytes are not the
+        text's, or if the tokenizer fails (logged once)."""
         data = text.encode()
         try:
             for anchor, before in self._anchors:
@@ -134,19 +134,19 @@ class TextTokenizer:
 
 @dataclass(frozen=True)
 class GrammarTokenizer:
-    """A vocabulary as llguidance takes it. Immutable; any thread."""
+    """A vocabulary in llguidance's form. Immutable; any thread."""
 
     vocabulary: Vocabulary
     text: TextTokenizer
     library: LLTokenizer
-    """One id more than the model has, `vocabulary.size`: the end of every grammar."""
+    """llguidance's tokenizer, with one id more than the model, `vocabulary.size`, for the end of
+    every grammar."""
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> GrammarTokenizer:
-        """From `folder/tokenizer.json`, for a model of `vocab_size` ids. A second for 150,000.
-
-        Raises: InvalidRequest (a grammar cannot be served with this tokenizer), naming why.
-        """
+        """Read `folder/tokenizer.json`, for a model of `vocab_size` ids, which takes a second for
+        150,000 ids. Raises: InvalidRequest with the reason if grammars cannot be used with this
+        tokenizer."""
         vocabulary = Vocabulary.load(folder, vocab_size)
         try:
             return cls.of(vocabulary, Tokenizer.load(folder))
@@ -155,7 +155,7 @@ class GrammarTokenizer:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, tokenizer: Tokenizer) -> GrammarTokenizer:
-        """Of a vocabulary and the tokenizer that cuts text into it."""
+        """Create it from a vocabulary and the tokenizer that splits text."""
         text = TextTokenizer(tokenizer, vocabulary)
         first, *others = LLTokenizer.general_slices()
         slices = [first, *_SLICES, *others]
@@ -208,7 +208,8 @@ def _decoders(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 
 def _check_sentencepiece(decoders: list[Mapping[str, Any]]) -> None:
-    """Raises: InvalidRequest for a decoder under which text is not the tokens' text in a row."""
+    """Check a sentencepiece decoder. Raises: InvalidRequest for one that does not simply join the
+    tokens' texts."""
     has_spaces = False
     for decoder in decoders:
         kind = decoder["type"]
@@ -232,8 +233,8 @@ def _sentencepiece(token: str, has_byte_tokens: bool) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary (GPT-2's): itself where it
-    is printable, else one of those from U+0100 on, in order."""
+    """Return the byte of each character of a byte-level vocabulary (GPT-2's): printable bytes are
+    themselves, others are characters from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}

@@ -1,2 +1,2 @@
-"""The device cache: its layout, its memory, the pool of blocks, and the prefix cache on top of the
+"""The device KV cache: its layout, its memory, the block pool, and the prefix cache on top of the
 pool."""

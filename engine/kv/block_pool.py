@@ -35,35 +35,36 @@ from itertools import chain, compress, islice, pairwise, starmap
 from engine.errors import IntegrityError, NoBlocks, WrongState
 
 NO_BLOCK = -1
-"""The parent of a chain's first block."""
+"""The parent of a chain's first block: no block."""
 
 _NOT_CACHED = -2
-"""Stands for the parent of a block that is not cached."""
+"""The entry in `_parents` of a block that is not cached."""
 
 _NUM_RUNS_TRIED = 32
-"""Free runs that `take` looks at for one that is long enough. A pool with more is fragmented."""
+"""Free runs that `FreeRuns.take` inspects for one that is long enough. A pool with more is
+fragmented."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Blocks that `take` referenced, and those of them that were cached: the prefix cache must
-    forget their hashes before anything else."""
+    """Blocks that `BlockPool.take` referenced. `evicted` are those of them that were cached: the
+    prefix cache must forget their hashes before anything else."""
 
     block_ids: tuple[int, ...]
     evicted: tuple[int, ...]
 
 
 class BlockPool:
-    """References, holds, chains and the classes that follow from them."""
+    """The pool of KV blocks: counts references and holds, and keeps chains of cached blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError("a pool needs at least one block")
         self.num_blocks = num_blocks
         self.num_evicted = 0
-        """Blocks evicted so far."""
+        """Number of blocks evicted since the pool was made."""
         self.num_quarantined = 0
-        """Held blocks that no request references."""
+        """Number of held blocks that no request references."""
         self._free = FreeRuns(num_blocks)
         self._evictable = EvictionOrder(num_blocks)
         self._num_references = [0] * num_blocks
@@ -81,12 +82,12 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give."""
+        """The number of blocks that `take` can return: free and evictable ones."""
         return len(self._free) + len(self._evictable)
 
     @property
     def num_referenced(self) -> int:
-        """Pinned blocks are among them."""
+        """The number of blocks that are referenced, the pinned ones included."""
         return self.num_blocks - self.num_available - self.num_quarantined
 
     def num_references(self, block_id: int) -> int:
@@ -99,11 +100,12 @@ class BlockPool:
         return self._num_holds[block_id] > 0
 
     def is_used(self, block_id: int) -> bool:
-        """Whether it is referenced or held."""
+        """Whether the block is referenced or held."""
         return self._num_references[block_id] > 0 or self._num_holds[block_id] > 0
 
     def is_pinned(self, block_id: int) -> bool:
-        """Whether nothing but a cached block after it, which is in use, keeps it."""
+        """Whether the block is neither referenced nor held, and a cached block after it in its
+        chain is in use, so that it cannot be evicted."""
         return self._num_pins[block_id] > 0 and not self.is_used(block_id)
 
     def is_cached(self, block_id: int) -> bool:
@@ -114,12 +116,12 @@ class BlockPool:
         return is_idle and self._parents[block_id] != _NOT_CACHED
 
     def parent_of(self, block_id: int) -> int:
-        """The block before a cached one in its chain, or NO_BLOCK."""
+        """Return the block before a cached block in its chain, or NO_BLOCK for the first one."""
         return self._parents[block_id]
 
     def chain_to(self, block_id: int, num_blocks: int) -> tuple[int, ...]:
-        """The last `num_blocks` blocks of the chain that ends with a cached one, fewer where it has
-        not as many."""
+        """Return the last `num_blocks` blocks of the chain that ends with the cached block
+        `block_id`, in order; the whole chain where it is shorter."""
         parents, block_ids = self._parents, list[int]()
         while block_id != NO_BLOCK and len(block_ids) < num_blocks:
             block_ids.append(block_id)
@@ -128,14 +130,14 @@ class BlockPool:
         return tuple(block_ids)
 
     def cached(self) -> set[int]:
-        """All cached blocks."""
+        """Return the ids of all cached blocks."""
         return set(compress(range(self.num_blocks), map(_NOT_CACHED.__ne__, self._parents)))
 
     def take(self, num_blocks: int) -> Taken:
         """Reference `num_blocks` blocks once each: free ones first, adjacent ones preferred, then
         the least recently used evictable ones.
 
-        Raises: NoBlocks, and nothing was taken.
+        Raises: NoBlocks if fewer are free or evictable; no block is taken then.
         """
         if num_blocks > self.num_available:
             raise NoBlocks(
@@ -155,29 +157,30 @@ class BlockPool:
     # -- references and holds
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Reference each block once more. Raises: IntegrityError for one that is free."""
+        """Add one reference to each block. Raises: IntegrityError for a free block."""
         num_held, _ = self._begin_use(block_ids, self._num_references, self._num_holds)
         self.num_quarantined -= num_held
 
     def put_back(self, block_ids: Iterable[int]) -> None:
-        """End one reference of each, in this order: of blocks that become evictable, the first
-        given is evicted first, but never before the blocks that follow it in its chain.
+        """Drop one reference of each block, in the order given: of blocks that become evictable,
+        the first given is evicted first, but never before the blocks that follow it in its
+        chain.
 
-        Raises: IntegrityError for one that has no reference.
+        Raises: IntegrityError for a block that has no reference.
         """
         num_held, _ = self._end_use(block_ids, self._num_references, self._num_holds)
         self.num_quarantined += num_held
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Keep each block, which is referenced, held or cached, out of use by others until as many
-        `unhold`, whatever becomes of its references. Raises: IntegrityError for one that is
-        free."""
+        """Add one hold to each block, which must be referenced, held or cached. A held block is
+        neither free nor evictable until `unhold` was called as often. Raises: IntegrityError for
+        a free block."""
         _, num_unused = self._begin_use(block_ids, self._num_holds, self._num_references)
         self.num_quarantined += num_unused
 
     def unhold(self, block_ids: Collection[int]) -> None:
-        """End one hold of each. Raises: WrongState naming a block that is not held; nothing was
-        done."""
+        """Drop one hold of each block. Raises: WrongState naming a block that is not held; no hold
+        is dropped then."""
         num_holds = self._num_holds
         if 0 in map(num_holds.__getitem__, block_ids) or len({*block_ids}) < len(block_ids):
             for block_id, num_ended in Counter(block_ids).items():
@@ -189,12 +192,11 @@ class BlockPool:
     def _begin_use(
         self, block_ids: Sequence[int], counts: list[int], others: list[int]
     ) -> tuple[int, int]:
-        """Count one more use of each block in `counts`, its references or its holds; `others` are
-        the uses of the other kind. Those that were evictable leave the order of eviction, and so do
+        """Add one use to each block in `counts`, its references or its holds; `others` are the uses
+        of the other kind. Evictable blocks are removed from the order of eviction, and so are
         the blocks before them, which they pin.
 
-        Args:
-            block_ids: the evictable ones are the last, and follow one another.
+        Args: block_ids: the evictable ones must be last, and follow one another in a chain.
         Returns: of the blocks without a use of this kind, how many had one of the other kind, and
             how many had none.
         """
@@ -221,8 +223,8 @@ class BlockPool:
         return num_used, num_unused + len(idle)
 
     def _pin(self, block_id: int) -> None:
-        """One more cached block after this one is in use: neither it nor those before it are
-        evictable from now on. NO_BLOCK: nothing."""
+        """Count one more cached block in use after this one, so that neither it nor those before it
+        are evictable. Does nothing for NO_BLOCK."""
         while block_id != NO_BLOCK and self.is_evictable(block_id):
             self._evictable.remove((block_id,))
             self._num_pins[block_id] = 1
@@ -233,8 +235,8 @@ class BlockPool:
     def _end_use(
         self, block_ids: Iterable[int], counts: list[int], others: list[int]
     ) -> tuple[int, int]:
-        """Count one use less of each block in `counts`, as in `_begin_use`. A block that nothing
-        keeps any more becomes free, or evictable if it is cached, and blocks before it may follow.
+        """Drop one use of each block in `counts`, as `_begin_use` adds it. A block without uses and
+        pins becomes free, or evictable if it is cached, and so may blocks before it.
 
         Returns: of the blocks without a use of this kind now, how many have one of the other kind,
             and how many have none.
@@ -272,10 +274,11 @@ class BlockPool:
     # -- chains of cached blocks
 
     def mark_cached(self, block_ids: Sequence[int], parent: int = NO_BLOCK) -> None:
-        """The prefix cache maps hashes to these blocks from now on. Each must be referenced; they
-        follow one another, and the first of them follows `parent`, which is cached, or NO_BLOCK.
+        """Mark referenced blocks as cached: they follow one another in a chain, and the first of
+        them follows `parent`, a cached block, or NO_BLOCK.
 
-        Raises: IntegrityError; nothing was done.
+        Raises: IntegrityError for a block that is cached already or not referenced, or a parent
+            that is not cached; nothing is marked then.
         """
         if not block_ids:
             return
@@ -296,8 +299,8 @@ class BlockPool:
         pins[parent] = 0  # no block follows the last one
 
     def unmark_cached(self, block_id: int) -> None:
-        """The prefix cache maps no hash to this block any more. Blocks that follow it were unmarked
-        before. Raises: IntegrityError."""
+        """Mark a block as not cached; it becomes free if it was evictable. Raises: IntegrityError
+        if it is not cached, or if cached blocks after it are in use."""
         parent = self._parents[block_id]
         if parent == _NOT_CACHED or self._num_pins[block_id]:
             raise IntegrityError(f"block {block_id} is not cached, or has cached blocks after it")
@@ -313,11 +316,10 @@ class BlockPool:
     # -- invariants
 
     def check_integrity(self, num_references: Mapping[int, int] | None = None) -> None:
-        """Recompute every class from scratch. Classes are compared as sets, since a worker is asked
-        for this between the steps of its requests.
+        """Recompute every class of blocks and compare it with the counts.
 
-        Args:
-            num_references: of the blocks that have any, counted by the caller.
+        Args: num_references: the expected references of each block that has any; None: not
+            compared.
         Raises: IntegrityError naming the first block that is in no class, in two, or miscounted.
         """
         self._free.check_integrity()
@@ -378,8 +380,8 @@ class BlockPool:
 
 
 class EvictionOrder:
-    """The evictable blocks, the least recently used first: a list linked by block number, so that a
-    block leaves at O(1) from any place. Links of a block that is not in it mean nothing."""
+    """The evictable blocks in order of eviction, the least recently used first: a doubly linked
+    list indexed by block number, so that removing a block costs O(1)."""
 
     def __init__(self, num_blocks: int) -> None:
         self._end = num_blocks  # the place before the first block and after the last one
@@ -397,7 +399,8 @@ class EvictionOrder:
             block_id = self._next[block_id]
 
     def append(self, block_ids: Sequence[int]) -> None:
-        """Add blocks that are not in it, to be evicted last, in this order."""
+        """Append blocks that are not in the list, to be evicted after all others, in the order
+        given."""
         following, previous = self._next, self._previous
         last = previous[self._end]
         for block_id in block_ids:
@@ -408,7 +411,7 @@ class EvictionOrder:
         self._num_blocks += len(block_ids)
 
     def remove(self, block_ids: Sequence[int]) -> None:
-        """Remove blocks that are in it."""
+        """Remove blocks, which must be in the list."""
         following = self._next
         first = last = NO_BLOCK
         for block_id in block_ids:
@@ -421,13 +424,13 @@ class EvictionOrder:
         self._num_blocks -= len(block_ids)
 
     def _cut(self, first: int, last: int) -> None:
-        """Join what is before `first` and after `last`."""
+        """Link the block before `first` to the block after `last`."""
         if first != NO_BLOCK:
             before, after = self._previous[first], self._next[last]
             self._next[before], self._previous[after] = after, before
 
     def take_first(self, num_blocks: int) -> list[int]:
-        """Remove and return the first `num_blocks` blocks, which must be there."""
+        """Remove and return the first `num_blocks` blocks; the list must have as many."""
         taken = [*islice(self, num_blocks)]
         if taken:
             first = self._next[taken[-1]]
@@ -436,7 +439,8 @@ class EvictionOrder:
         return taken
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where the links of two blocks disagree, or the count is wrong."""
+        """Check the links and the count. Raises: IntegrityError where the links of two blocks
+        disagree, or the count is wrong."""
         block_id, num_passed = self._end, 0
         while num_passed <= self._num_blocks:
             after = self._next[block_id]
@@ -467,16 +471,16 @@ class FreeRuns:
         self._num_blocks = num_blocks
 
     def __len__(self) -> int:
-        """Free blocks."""
+        """The number of free blocks."""
         return self._num_blocks
 
     def __iter__(self) -> Iterator[int]:
-        """Free blocks, ascending within a run."""
+        """Iterate over the free blocks, ascending within a run."""
         return chain.from_iterable(starmap(range, self._end_of.items()))
 
     def give(self, block_ids: Sequence[int]) -> None:
-        """Add blocks that are not free. Neighbours in the list, in either direction, are added as a
-        run."""
+        """Add blocks that are not in the runs. Adjacent block numbers that follow one another in
+        the list, ascending or descending, are added as one run."""
         start = end = -1
         for block_id in block_ids:
             if block_id == start - 1:
@@ -498,8 +502,8 @@ class FreeRuns:
         self._num_blocks += behind - first
 
     def take(self, num_blocks: int) -> list[int]:
-        """Remove and return `num_blocks` blocks, which must be there: adjacent ones if a run looked
-        at is long enough, else runs as they come."""
+        """Remove and return `num_blocks` blocks, of which there must be as many: from one run if
+        one of the first runs is long enough, else from several runs."""
         if num_blocks == 0:
             return []
         for start, end in islice(self._end_of.items(), _NUM_RUNS_TRIED):
@@ -512,7 +516,7 @@ class FreeRuns:
         return taken
 
     def _cut(self, start: int, num_blocks: int) -> list[int]:
-        """Take the first blocks of a run."""
+        """Remove and return the first `num_blocks` blocks of the run that begins at `start`."""
         end = self._end_of.pop(start)
         middle = start + num_blocks
         if middle < end:
@@ -525,8 +529,8 @@ class FreeRuns:
         return list(range(start, middle))
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where the two maps disagree, two runs touch, or the count is
-        wrong."""
+        """Check the runs. Raises: IntegrityError where the two maps disagree, two runs touch, or
+        the count is wrong."""
         runs = sorted(self._end_of.items())
         if {end: start for start, end in runs} != self._start_of:
             raise IntegrityError("the free runs' two maps disagree")

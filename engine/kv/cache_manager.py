@@ -33,8 +33,11 @@ from engine.sequence import HOLE, Sequence
 
 
 class KVCacheManager:
-    """The blocks of all sequences. Args: kv: the device cache; prefix_cache: with its block pool;
-    in_flight: the pending steps."""
+    """Allocates, shares and frees the KV blocks of all sequences.
+
+    Args: kv: the device cache; prefix_cache: the prefix cache, with its block pool; in_flight: the
+        pending steps.
+    """
 
     def __init__(self, kv: KvMemory, prefix_cache: PrefixCache, in_flight: InFlight) -> None:
         self.kv = kv
@@ -43,27 +46,30 @@ class KVCacheManager:
         self.in_flight = in_flight
         self.block_size = kv.layout.block_size
         self.lent: set[int] = set()
-        """Blocks that `lend_blocks` gave to a caller other than a request, referenced once each."""
+        """Blocks that `lend_blocks` returned, which no request owns; each is referenced once."""
         self._moves: list[tuple[int, int, int, int]] = []
-        """(source block, slot, target block, slot) for `compact_accepted_kv`."""
+        """Moves that `compact_accepted_kv` will do: (source block, slot, target block, slot)."""
         self.num_local_prefix_tokens = 0
-        """Prompt tokens whose KV was cached when their request got its first blocks."""
+        """Number of prompt tokens, summed over requests, whose KV was cached when the request got
+        its first blocks."""
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be allocated."""
+        """The number of blocks that can be allocated, those that pending steps will free
+        included."""
         num_waited_for = self.in_flight.num_idle_blocks + self.num_draft_blocks
         return self.pool.num_available + num_waited_for
 
     @property
     def num_used(self) -> int:
-        """Blocks that are referenced and that no other sequence can get."""
+        """The number of referenced blocks, without those of draft tokens that other sequences can
+        get."""
         return self.pool.num_referenced - self.num_draft_blocks
 
     @property
     def num_draft_blocks(self) -> int:
-        """Blocks that only hold draft tokens of a begun step: a sequence that needs them gets
-        them."""
+        """The number of blocks that hold only draft tokens of a begun step: they are freed when a
+        sequence needs blocks and too few others are available."""
         num_blocks = 0
         for sequence in self.in_flight.growing():
             surplus = self._surplus(sequence)
@@ -90,31 +96,33 @@ class KVCacheManager:
     # -- first blocks
 
     def num_required(self, group: Group, sequence: Sequence) -> int:
-        """Blocks to allocate for a sequence without any, the group's spare ones included."""
+        """Return the number of blocks to allocate for a sequence without any, the group's spare
+        ones included."""
         size = self.block_size
         if not group.is_whole:
             return -(-len(sequence.token_ids) // size)
         return sequence.num_prompt_tokens // size + group.num_rows * group.num_own_blocks
 
     def count_needed(self, group: Group, sequence: Sequence) -> tuple[int, int]:
-        """(free or evictable blocks that `allocate_first` would use, tokens that are cached)."""
+        """Return (free or evictable blocks that `allocate_first` would use, tokens that are
+        cached)."""
         num_shared, num_reused = self.prefix_cache.match_counts(self._shareable(sequence))
         num_fresh = self.num_required(group, sequence) - num_shared
         return num_fresh + num_reused, num_shared * self.block_size
 
     def next_uncached_hash(self, sequence: Sequence) -> bytes | None:
-        """For a sequence without blocks: the chain hash of the first full block that it could share
-        and that is not cached. None: all of them are cached."""
+        """Return the chain hash of the first full block that a sequence without blocks could share
+        and that is not cached; None if all of them are cached."""
         hashes = self._shareable(sequence)
         num_shared = self.prefix_cache.match_length(hashes)
         return hashes[num_shared] if num_shared < len(hashes) else None
 
     def allocate_first(self, group: Group, sequence: Sequence) -> None:
-        """Allocate blocks for all tokens that the sequence has (for all that it may ever have, if
-        the group `is_whole`): those of its longest cached prefix, and new ones.
+        """Allocate blocks for all tokens of the sequence (of a group that `is_whole`: for all
+        tokens that its samples can have): those of the longest cached prefix, and new ones.
 
         The shared prefix ends at least one token before the sequence's last token, which must be
-        computed to sample the next one. Raises: NoBlocks, and nothing was allocated.
+        computed to sample the next one. Raises: NoBlocks; no block is allocated then.
         """
         size = self.block_size
         num_blocks = self.num_required(group, sequence)
@@ -153,8 +161,8 @@ class KVCacheManager:
         return sequence.chain_hashes[:num_shareable]
 
     def fill_holes(self, sequence: Sequence) -> None:
-        """Allocate blocks in place of quarantined ones. Raises: NoBlocks, and nothing was
-        allocated."""
+        """Allocate blocks in place of the HOLE entries that `quarantine` left. Raises: NoBlocks; no
+        block is allocated then."""
         if HOLE in sequence.block_ids:
             holes = [index for index, block_id in enumerate(sequence.block_ids) if block_id == HOLE]
             self._make_room(len(holes))
@@ -162,22 +170,22 @@ class KVCacheManager:
                 sequence.block_ids[index] = block_id
 
     def lend_blocks(self, num_blocks: int) -> tuple[int, ...]:
-        """Reference scratch blocks for a caller that is not a request: at most half of the free
-        ones; nothing is evicted for them. Returns: at most `num_blocks` ids."""
+        """Allocate scratch blocks for a caller that is not a request, without evicting any: at most
+        half of the free blocks. Returns: at most `num_blocks` ids."""
         block_ids = self.prefix_cache.take(min(num_blocks, self.pool.num_free // 2))
         self.lent.update(block_ids)
         return block_ids
 
     def return_blocks(self, block_ids: tuple[int, ...]) -> None:
-        """Free blocks that were lent. Raises: WrongState for a block that is not lent, or named
-        twice; nothing was done."""
+        """Free blocks that `lend_blocks` returned. Raises: WrongState for a block that is not lent
+        or is named twice; no block is freed then."""
         if len(set(block_ids)) < len(block_ids) or not self.lent.issuperset(block_ids):
             raise WrongState(f"blocks {block_ids}: one is not lent, or was named twice")
         self.lent.difference_update(block_ids)
         self.pool.put_back(block_ids)
 
     def share_cached(self, sequence: Sequence) -> None:
-        """Give a sequence without blocks its cached prefix, and no new blocks."""
+        """Share the cached prefix with a sequence without blocks, and allocate no new blocks."""
         block_ids = self.prefix_cache.match(self._shareable(sequence))
         self.pool.share(block_ids)
         sequence.block_ids = list(block_ids)
@@ -188,8 +196,8 @@ class KVCacheManager:
     # -- more blocks
 
     def num_missing(self, sequence: Sequence, end: int) -> int:
-        """Blocks to allocate before tokens up to `end` can be computed, the copy of a shared block
-        included."""
+        """Return the number of blocks to allocate before tokens up to position `end` (exclusive)
+        can be computed, the copy of a shared tail block included."""
         num_more = -(-end // self.block_size) - len(sequence.block_ids)
         num_missing = max(num_more, 0)
         if sequence.is_tail_shared:
@@ -199,8 +207,8 @@ class KVCacheManager:
         return num_missing
 
     def allocate_slots(self, sequence: Sequence, end: int) -> None:
-        """Allocate the blocks for tokens up to `end`, from the group's spare ones if it `is_whole`.
-        Raises: NoBlocks."""
+        """Allocate the blocks for tokens up to position `end` (exclusive), from the group's spare
+        blocks if it `is_whole`. Raises: NoBlocks."""
         group = sequence.group
         num_missing = self.num_missing(sequence, end)
         if num_missing == 0:
@@ -220,9 +228,9 @@ class KVCacheManager:
             sequence.block_ids += self.prefix_cache.take(num_missing)
 
     def fit_draft_blocks(self, sequence: Sequence, num_guesses: int) -> None:
-        """Allocate or free blocks so that the sequence has exactly those for its tokens and
-        `num_guesses` draft tokens after them. Blocks of the last step's draft tokens are used
-        again. Raises: NoBlocks."""
+        """Allocate or free blocks so that the sequence has exactly those of its tokens and of
+        `num_guesses` draft tokens after them; blocks of earlier draft tokens are reused. Raises:
+        NoBlocks."""
         self.free_draft_blocks(sequence, num_guesses)
         self.allocate_slots(sequence, len(sequence.token_ids) + num_guesses)
 
@@ -239,7 +247,7 @@ class KVCacheManager:
         sequence.is_tail_shared = False
 
     def fork(self, sequence: Sequence, sample_index: int) -> Sequence:
-        """Make another sample that shares the blocks of the computed tokens."""
+        """Create another sample that shares the blocks of the computed tokens (copy-on-write)."""
         twin = sequence.fork(sample_index)
         num_blocks = -(-sequence.num_computed_tokens // self.block_size)
         del twin.block_ids[num_blocks:]
@@ -249,9 +257,9 @@ class KVCacheManager:
         return twin
 
     def max_draft_tokens(self, sequence: Sequence, *, num_kept_blocks: int) -> int:
-        """Draft tokens for which there is room after the sequence's last token: in its own blocks,
-        in its group's spare ones, or in free ones, `num_kept_blocks` of which stay free. Nothing is
-        evicted for draft tokens."""
+        """Return how many draft tokens have room after the sequence's last token: in its own
+        blocks, in its group's spare ones, or in free ones, `num_kept_blocks` of which stay free.
+        No block is evicted for draft tokens."""
         size = self.block_size
         num_own = len(sequence.block_ids)
         if sequence.group.is_whole:
@@ -261,8 +269,8 @@ class KVCacheManager:
         return num_own * size - len(sequence.token_ids)
 
     def discard_draft_blocks(self, sequence: Sequence) -> None:
-        """Free the blocks of draft tokens, and clear the slots after the known tokens: their KV may
-        be NaN, and 0 times NaN is NaN."""
+        """Free the blocks of draft tokens, and zero the slots after the computed tokens in the tail
+        block: their KV may be NaN, and 0 times NaN is NaN."""
         self.free_draft_blocks(sequence)
         place = sequence.num_computed_tokens
         if self.kv.tails is not None:
@@ -277,7 +285,7 @@ class KVCacheManager:
         return sequence.block_ids[num_kept:]
 
     def free_draft_blocks(self, sequence: Sequence, num_guesses: int = 0) -> None:
-        """Free blocks that hold neither tokens of the sequence nor the next `num_guesses` draft
+        """Free the blocks after those of the sequence's tokens and of its next `num_guesses` draft
         tokens."""
         surplus = self._surplus(sequence, num_guesses)
         if not surplus:
@@ -293,7 +301,7 @@ class KVCacheManager:
 
     def cache_full_blocks(self, sequence: Sequence) -> tuple[FilledBlock, ...]:
         """Insert blocks that became full into the prefix cache. Returns: those that no output has
-        named yet."""
+        reported yet."""
         size = self.block_size
         num_full = sequence.num_computed_tokens // size
         if self.kv.tails is not None:
@@ -321,26 +329,28 @@ class KVCacheManager:
         return filled
 
     def uncache(self, sequence: Sequence) -> None:
-        """Remove the sequence's own blocks from the prefix cache: its logits are not numbers, so
-        its KV may not be either."""
+        """Remove the sequence's own blocks from the prefix cache. Called when its logits are NaN or
+        infinite, so that its KV may be, too."""
         own = sequence.block_ids[sequence.num_trusted_blocks :]
         self.prefix_cache.forget([block_id for block_id in own if block_id != HOLE])
 
     def num_resumable(self, num_tokens: int) -> int:
-        """Of `num_tokens` computed tokens, those whose KV lies completely in the blocks: in a
-        quantized cache those of full blocks, since unfilled blocks lie in KvMemory.tails."""
+        """Return how many of `num_tokens` computed tokens can be restored from the blocks: all of
+        them, or in a quantized cache those of full blocks, since unfilled blocks lie in
+        KvMemory.tails."""
         if self.kv.tails is None:
             return num_tokens
         return num_tokens // self.block_size * self.block_size
 
     def copy_out(self, sequence: Sequence) -> Blocks:
-        """Copy the blocks of the sequence's computed tokens, up to `num_resumable`. CPU only."""
+        """Copy the KV blocks of the sequence's computed tokens, up to `num_resumable`, to other
+        host memory. CPU cache only."""
         num_blocks = -(-self.num_resumable(sequence.num_computed_tokens) // self.block_size)
         return self.kv.host_view[sequence.block_ids[:num_blocks]]
 
     def copy_in(self, sequence: Sequence, blocks: Blocks, num_tokens: int) -> None:
-        """Write what `copy_out` returned for `num_tokens` tokens back into the blocks that were not
-        found in the prefix cache."""
+        """Write the blocks that `copy_out` returned for `num_tokens` tokens back into the
+        sequence's blocks, except those found in the prefix cache."""
         for index in range(sequence.num_local_tokens // self.block_size, len(blocks)):
             self.kv.host_view[sequence.block_ids[index]] = blocks[index]
         num_tokens = self.num_resumable(num_tokens)
@@ -350,8 +360,9 @@ class KVCacheManager:
     # (engine/kv/block_pool.py), whatever becomes of their request
 
     def quarantine(self, group: Group, block_ids: tuple[int, ...]) -> None:
-        """Keep blocks of one request out of use (see LLMEngine.quarantine). Raises: WrongState for
-        a block that is not the request's own, or named twice; nothing was done."""
+        """Hold blocks of one request that a transfer may still touch (see LLMEngine.quarantine); a
+        reserved request loses them and has HOLE in their place. Raises: WrongState for a block
+        that is not the request's own or is named twice; no block is held then."""
         is_reserved = group.state is State.RESERVED
         sequence = next(iter(group.samples.values()))
         first = sequence.num_local_tokens // self.block_size if is_reserved else 0
@@ -370,8 +381,8 @@ class KVCacheManager:
             self.pool.put_back(block_ids)
 
     def hold_cached(self, chain_hashes: Values[bytes], first: int) -> tuple[int, ...]:
-        """Hold blocks [first, ..) of a chain's longest cached prefix. Returns: their ids, in
-        order."""
+        """Hold the blocks from index `first` on of a chain's longest cached prefix. Returns: their
+        ids, in order."""
         block_ids = self.prefix_cache.match(chain_hashes, first)
         self.pool.hold(block_ids)
         return block_ids
@@ -379,14 +390,15 @@ class KVCacheManager:
     # -- accepted draft tokens
 
     def keep_accepted(self, block_ids: Values[int], first: int, nodes: Values[int]) -> None:
-        """Record that the KV of accepted nodes of a token tree moves to the slots of their tokens.
-        `compact_accepted_kv` does it, and must follow before an output names them. In a quantized
-        cache it is done at once, because a block that they fill is cached right away.
+        """Record that the KV of accepted nodes of a token tree moves to the slots of their
+        positions. `compact_accepted_kv` moves it, and must be called before an output names the
+        blocks. In a quantized cache the KV moves at once, because a block that it fills is
+        cached at once.
 
         Args:
-            block_ids: of the tree's sequence.
-            first: the slot of the tree's first node, and of the first accepted token.
-            nodes: the accepted nodes, the root's child first.
+            block_ids: the blocks of the tree's sequence.
+            first: the position of the tree's first node, and of the first accepted token.
+            nodes: the indices of the accepted nodes, the root's child first.
         """
         size = self.block_size
         if self.kv.tails is not None:
@@ -404,7 +416,8 @@ class KVCacheManager:
                 )
 
     def compact_accepted_kv(self) -> None:
-        """Move what `keep_accepted` recorded since the last call, for all sequences at once."""
+        """Move the KV that `keep_accepted` recorded since the last call, of all sequences in one
+        operation."""
         if self._moves:
             self.kv.move_tokens(self._moves)
             self._moves = []
@@ -415,7 +428,7 @@ class KVCacheManager:
     # -- free
 
     def free(self, sequence: Sequence) -> None:
-        """Free the sequence's blocks, so that the tail of its chain is evicted first."""
+        """Free the sequence's blocks, in an order that evicts the tail of its chain first."""
         self.in_flight.let_go(sequence)
         self.pool.put_back(reversed(sequence.held_block_ids))
         sequence.block_ids = []
@@ -423,8 +436,8 @@ class KVCacheManager:
         sequence.is_tail_shared = False
 
     def free_to_spare(self, sequence: Sequence) -> None:
-        """`free` for a sequence of a whole group that another one replaces: blocks that no other
-        sequence has become spare blocks of the group."""
+        """Free the blocks of a sequence that another sample of its whole group replaces: blocks
+        that no other sequence references become spare blocks of the group."""
         num_shared = sequence.num_prompt_tokens // self.block_size
         for block_id in sequence.block_ids[num_shared:]:
             if self.pool.num_references(block_id) == 1:
@@ -435,8 +448,8 @@ class KVCacheManager:
         self.free(sequence)
 
     def free_spare(self, group: Group) -> None:
-        """Free the spare blocks of a whole group that its live samples cannot need any more, after
-        one of them has ended."""
+        """Free the spare blocks of a whole group that its live samples cannot need any more. Called
+        when a sample has ended."""
         if not group.spare_block_ids:
             return
         num_kept = len(group.samples) * group.num_own_blocks - self.num_distinct(group)
@@ -444,8 +457,8 @@ class KVCacheManager:
         del group.spare_block_ids[num_kept:]
 
     def num_distinct(self, group: Group) -> int:
-        """Number of different blocks that the group's live samples have after the prompt's full
-        ones."""
+        """Return the number of different blocks after the prompt's full blocks that the group's
+        live samples have."""
         num_shared = len(group.request.prompt_token_ids) // self.block_size
         return len(
             {
@@ -459,11 +472,10 @@ class KVCacheManager:
 
     def check_integrity(self, groups: Mapping[str, Group]) -> None:
         """Recompute every block's class and reference count from the live requests, the blocks that
-        samples share, each group's spare blocks and the lent blocks; check the pending steps, too.
-        Cheap enough for every step in a test and every idle moment of a worker.
+        samples share, each group's spare blocks and the lent blocks, and check the pending
+        steps.
 
-        Args:
-            groups: the live requests by id.
+        Args: groups: the live requests by id.
         Raises: IntegrityError naming the block or the request.
         """
         references: Counter[int] = Counter(self.lent)

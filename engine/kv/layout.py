@@ -28,68 +28,72 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class LayerKv:
-    """What one attention layer caches per token, as the probe saw it."""
+    """The heads and dims that one attention layer caches per token."""
 
     num_k_heads: int
     k_head_dim: int
     num_v_heads: int
-    """0: latents; the values are the first `v_head_dim` columns of the keys."""
+    """Number of value heads. 0: latents (MLA), whose values are the first `v_head_dim` columns of
+    the keys."""
     v_head_dim: int
 
     @property
     def is_latent(self) -> bool:
-        """The values are a part of the keys and have no bytes of their own."""
+        """Whether the values are a part of the keys and have no bytes of their own (MLA)."""
         return self.num_v_heads == 0
 
     @property
     def head_dims(self) -> tuple[int, ...]:
-        """What one head stores per token: key dim and value dim, or the latent's."""
+        """The numbers that one head stores per token: (key dim, value dim), or (latent dim,)."""
         return (self.k_head_dim,) if self.is_latent else (self.k_head_dim, self.v_head_dim)
 
 
 @dataclass(frozen=True)
 class Section:
-    """Where one layer's keys (or values) lie in a block: one matrix [block_size, dim] per head."""
+    """The place of one layer's keys (or values) in a block: one matrix [block_size, dim] per
+    head."""
 
     layer: int
     kv: int
-    """0: keys, or latents. 1: values."""
+    """0: keys, or latents; 1: values."""
 
     offset: int
-    """Elements (bytes, where quantized) from the block's start to head 0's matrix."""
+    """Elements (bytes in a quantized cache) from the start of the block to head 0's matrix."""
 
     head_stride: int
-    """Elements from one head's matrix to the next one's."""
+    """Elements (bytes in a quantized cache) from one head's matrix to the next one's."""
 
     num_heads: int
     dim: int
 
     scale_offset: int = 0
-    """Elements from the block's start to head 0's scales, where quantized."""
+    """Bytes from the start of the block to head 0's scales; used in a quantized cache only."""
 
 
 @dataclass(frozen=True)
 class KvLayout:
-    """The layout table of a block."""
+    """The layout of one KV block: layers, block size, dtype and scales, and the offsets that
+    follow."""
 
     layers: tuple[LayerKv, ...]
     block_size: int
 
     dtype: str
-    """What is stored: one of DTYPE_BYTES."""
+    """The dtype of the stored numbers: a key of DTYPE_BYTES."""
 
     scale: str = ""
-    """What one scale is for, where quantized: "tensor" (all keys, or values, of a layer), "block"
-    (one head's in one block), "token_head" (one head's of one token)."""
+    """What one scale of a quantized cache covers: "tensor" (all keys, or all values, of a layer),
+    "block" (one head of one block) or "token_head" (one head of one token). "": not quantized."""
 
     compute_dtype: str = ""
-    """The model's, where it is another one."""
+    """The dtype in which the model computes keys and values, if it differs from `dtype`; "": the
+    same."""
 
     @classmethod
     def plain(
         cls, *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str
     ) -> KvLayout:
-        """Attention with the same heads and dims in every layer."""
+        """Create the layout of a model whose layers all have the same heads and dims."""
         layer = LayerKv(num_kv_heads, head_dim, num_kv_heads, head_dim)
         return cls((layer,) * num_layers, block_size, dtype)
 
@@ -103,19 +107,20 @@ class KvLayout:
 
     @property
     def raw(self) -> KvLayout:
-        """The same blocks as the model computes them: how an unfilled one is kept."""
+        """The layout of the same blocks in the model's compute dtype: unfilled blocks of a
+        quantized cache are kept in it."""
         return KvLayout(self.layers, self.block_size, self.compute_dtype or self.dtype)
 
     @property
     def num_scales(self) -> int:
-        """Of one head's matrix; 0: not quantized."""
+        """The number of scales of one head's matrix; 0 if the cache is not quantized."""
         if not self.is_quantized:
             return 0
         return self.block_size if self.scale == "token_head" else 1
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
-        """Every run of the record, in the order of the bytes within head 0 of each group."""
+        """The sections of all layers, in the order of their bytes."""
         found: list[Section] = []
         start = 0
         for num_heads in dict.fromkeys(layer.num_k_heads for layer in self.layers):
@@ -137,7 +142,8 @@ class KvLayout:
         return tuple(found)
 
     def section(self, layer: int, kv: int) -> Section:
-        """Raises: KeyError for values of a layer of latents."""
+        """Return the section of a layer's keys (`kv` 0) or values (1). Raises: KeyError for the
+        values of a layer of latents."""
         return self._by_place[layer, kv]
 
     @cached_property
@@ -146,19 +152,20 @@ class KvLayout:
 
     @cached_property
     def num_elements(self) -> int:
-        """Numbers in a block; bytes, where quantized, scales included."""
+        """The number of elements of a block; in a quantized cache its bytes, scales included."""
         strides = {section.num_heads: section.head_stride for section in self.sections}
         return sum(num_heads * stride for num_heads, stride in strides.items())
 
     @cached_property
     def row_elements(self) -> int:
-        """The greatest step in which every head's matrix of every section can be reached from head
-        0's: what a row number counts (kernels' `rows`)."""
+        """The stride, in elements, that a row number counts (`rows` of the kernels): the greatest
+        common divisor of the block's size and all head strides."""
         return math.gcd(self.num_elements, *(section.head_stride for section in self.sections))
 
     @property
     def is_uniform(self) -> bool:
-        """Keys and values of one shape in all layers, as numbers: the record is a plain array."""
+        """Whether keys and values have one shape in all layers and are not quantized, so that the
+        block is a plain array."""
         first = self.layers[0]
         return (
             not self.is_quantized
@@ -168,7 +175,8 @@ class KvLayout:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """[kv_heads, layers, 2, block_size, head_dim], or [elements] where dims differ."""
+        """The shape of a block: (kv_heads, layers, 2, block_size, head_dim), or (elements,) where
+        the layout is not uniform."""
         if not self.is_uniform:
             return (self.num_elements,)
         first = self.layers[0]
@@ -184,15 +192,15 @@ class KvLayout:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     @property
     def fingerprint_part(self) -> str:
-        """One line of JSON with everything a byte's meaning depends on; a part of the model
-        fingerprint.
+        """The part of the model fingerprint that describes the KV bytes: one line of JSON with
+        everything on which their meaning depends.
 
-        The number of heads is the model's, not a rank's: the tensor-parallel degree is not in it.
+        It counts the model's heads, not a rank's: the tensor-parallel degree is not in it.
         """
         common: dict[str, object] = {"block_size": self.block_size, "dtype": self.dtype}
         if self.compute_dtype not in ("", self.dtype):
@@ -223,14 +231,15 @@ class KvLayout:
 def layout_of(
     layers: Sequence[LayerKv], *, block_size: int, dtype: str, kv_dtype: str = "", scale: str = ""
 ) -> KvLayout:
-    """The layout of what the probe saw.
+    """Build the layout of the layers that the probe of the model found.
 
     Args:
-        dtype: the model's.
-        kv_dtype: what is stored; "": the model's.
-        scale: see KvLayout; of account where `kv_dtype` is a quantized one.
+        dtype: the model's dtype.
+        kv_dtype: the dtype of the stored KV; "": the model's.
+        scale: what one scale covers (KvLayout.scale); ignored unless `kv_dtype` is a quantized one.
 
-    Raises: ModelNotSupported naming a layer whose keys and values have different numbers of heads.
+    Raises: ModelNotSupported if there is no layer, or naming one whose keys and values have
+        different numbers of heads.
     """
     if not layers:
         raise ModelNotSupported(

@@ -1,9 +1,9 @@
-"""KvMemory: the bytes of the device cache, one allocation, and each layer's view of them. Knows no
-request and no free list.
+"""KvMemory: the memory of the device cache, one allocation, and each layer's view of it. It knows
+no requests and no free list.
 
-Who may touch a block's bytes when: a block of a RESERVED request belongs to whoever loads it (any
-thread); from `start` on to the engine thread; a full block of a started request changes no more and
-may be read by any thread.
+The bytes of a block of a RESERVED request may be written by the thread that loads it; from `start`
+on by the engine's thread only. A full block of a started request changes no more and may be read by
+any thread.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Which rows of a view are a block's: head k of block b is row b * rows_per_block + k *
-    head_step."""
+    """The rows of a layer view that belong to a block: head k of block b is row b * rows_per_block
+    + k * head_step."""
 
     num_heads: int
     rows_per_block: int
@@ -43,26 +43,26 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer's part of the cache, as baton_kernels wants it."""
+    """One layer's keys and values in the cache, as tensors that share its memory."""
 
     keys: torch.Tensor
-    """[rows, block_size, k_head_dim], a view; latents where `values` is None."""
+    """A view [rows, block_size, k_head_dim]; latents where `values` is None."""
 
     values: torch.Tensor | None
-    """[rows, block_size, v_head_dim], a view. None: the first `v_head_dim` columns of the keys."""
+    """A view [rows, block_size, v_head_dim]. None: the values are the first `v_head_dim` columns of
+    the keys."""
 
     v_head_dim: int
     heads: HeadRows
 
     k_scales: torch.Tensor | None = None
-    """[rows, scales] float32, a view, where quantized."""
+    """The scales of the keys, a view [rows, scales] float32; None if the cache is not quantized."""
     v_scales: torch.Tensor | None = None
 
     def block_rows(self, dtype: str) -> BlockRows:
-        """The same as kernels take it.
+        """Return this view as a BlockRows, the argument of the kernels.
 
-        Args:
-            dtype: of the cache where it is quantized; "": it is not.
+        Args: dtype: the dtype of a quantized cache; "" if it is not quantized.
         """
         return BlockRows(
             self.keys,
@@ -78,7 +78,7 @@ class LayerView:
 
 
 class Run(NamedTuple):
-    """Bytes that lie together in a whole block and in a rank's record of it."""
+    """A range of bytes that is contiguous both in a whole block and in a rank's part of it."""
 
     block_offset: int
     record_offset: int
@@ -86,7 +86,7 @@ class Run(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Where one rank's records of all blocks lie, as this process reaches them: block b's begins at
+    """The place of one rank's part of every block, as this process addresses it: block b begins at
     address + b * record_bytes."""
 
     device_id: int
@@ -96,19 +96,22 @@ class Part(NamedTuple):
 
 
 class KvMemory:
-    """[num_blocks, *layout.block_shape], page-aligned on CPU, zero at start.
+    """The memory of the KV cache: a tensor [num_blocks, *layout.block_shape], zero at start,
+    page-aligned on CPU.
 
     Args:
-        shared_file: CPU only: a file descriptor of zeros, of as many bytes, that several processes
-            map; theirs to close. None: memory of this process alone.
-        record: what of each block lies here; None: all of it.
+        shared_file: CPU only: the descriptor of a file of zeros of the cache's size that several
+            processes map; the caller closes it. None: private memory.
+        record: the layout of this process's part of each block; None: the whole block.
     Attributes:
-        layout, num_blocks: what it holds.
-        record: the layout of what lies here; `layout` itself, unless other ranks have the rest.
-        cache: the tensor, the layout's dtype, on `device`.
-        tails: where quantized, what is not quantized yet; else None.
-        parts: where the ranks' records of blocks lie, if this is one rank's and all can be reached.
-        address: of the first byte; block b begins at address + b * record.block_bytes.
+        layout: the layout of a whole block.
+        record: the layout of the part that lies here; `layout` itself unless other ranks have the
+            rest.
+        cache: the tensor, of the layout's dtype, on `device`.
+        tails: the unquantized numbers of unfilled blocks of a quantized cache; else None.
+        parts: the places of all ranks' parts, if the cache is split and all can be addressed; else
+            empty.
+        address: the address of the first byte; block b begins at address + b * record.block_bytes.
     """
 
     def __init__(
@@ -166,13 +169,13 @@ class KvMemory:
 
     @property
     def is_whole(self) -> bool:
-        """All of each block lies here: nothing is other ranks'."""
+        """Whether the whole of each block lies here, and none of it on other ranks."""
         return self.record is self.layout
 
     @property
     def host_view(self) -> npt.NDArray[np.uint8]:
-        """[num_blocks, block_bytes] uint8, sharing the cache's memory. Raises: TypeError when the
-        cache is not on CPU."""
+        """The cache as an array [num_blocks, block_bytes] uint8 that shares its memory. Raises:
+        TypeError if the cache is not on CPU."""
         if self._bytes is None:
             raise TypeError(
                 f"the KV cache lies on {self.device}: it has an address, but no host view"
@@ -180,28 +183,27 @@ class KvMemory:
         return self._bytes
 
     def settle(self) -> None:
-        """Returns when `clear` and `copy` are done wherever blocks lie, but for what this process'
-        own device still has to do."""
+        """Wait until `clear` and `copy` are done on all ranks. Returns at once here, as there is
+        only one; work queued on this process's own device is not waited for."""
 
     def clear(self, block_id: int) -> None:
-        """Make every slot of a block zero."""
+        """Zero every slot of a block, and close its tail."""
         self.cache[block_id].zero_()
         if self.tails is not None:
             self.tails.close(block_id)
 
     def copy(self, source: int, target: int) -> None:
-        """All bytes of one block over another's: the copy of copy-on-write."""
+        """Copy all bytes of block `source`, and its tail, over block `target`: the copy of
+        copy-on-write."""
         self.cache[target].copy_(self.cache[source])
         if self.tails is not None:
             self.tails.copy(source, target)
 
     def move_tokens(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
-        """Copy the keys and values of single tokens, all read before any is written.
+        """Copy the keys and values of single tokens; all are read before any is written.
 
-        Args:
-            moves: (block, slot) from, (block, slot) to.
-        Raises: ValueError for a quantized cache, whose blocks are made whole, and for one whose
-            records lie in several places.
+        Args: moves: (source block, slot, target block, slot) of each token.
+        Raises: ValueError for a quantized cache, or one that is split between ranks.
         """
         if not moves:
             return
@@ -228,7 +230,7 @@ class KvMemory:
                     numbers[to_rows, target_slot] = numbers[from_rows, source_slot]
 
     def clear_tokens(self, block_id: int, first_slot: int) -> None:
-        """Make the slots of a block from `first_slot` on zero. Not for a quantized cache."""
+        """Zero the slots of a block from `first_slot` on. Not for a quantized cache."""
         for view in self._own_views():
             heads = view.heads
             first = block_id * heads.rows_per_block
@@ -243,18 +245,20 @@ class KvMemory:
         return self._views
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where the tails' books do not add up."""
+        """Check the slots of unfilled blocks. Raises: IntegrityError where one is lost or has two
+        owners."""
         if self.tails is not None:
             self.tails.check_integrity()
 
     def layer_views(
         self, layers: Iterable[int] | None = None, share: int = 0, num_shares: int = 1
     ) -> list[LayerView]:
-        """One per layer, sharing the cache's memory.
+        """Return one view per layer; they share the cache's memory.
 
         Args:
-            layers: which; None: all.
-            share: of each layer's heads, cut into `num_shares` runs of equally many: its number.
+            layers: the indices of the layers; None: all.
+            num_shares: into how many equal runs each layer's heads are cut.
+            share: the index of the run that the views cover.
         """
         if layers is None:
             layers = range(self.record.num_layers)
@@ -283,12 +287,12 @@ class KvMemory:
         )
 
     def _num_rows(self, heads: HeadRows) -> int:
-        """Up to the last head of the last block, and no further."""
+        """Return the number of rows of a view, up to the last head of the last block."""
         num_rows = (self.num_blocks - 1) * heads.rows_per_block
         return num_rows + (heads.num_heads - 1) * heads.head_step + 1
 
     def _rows(self, section: Section, heads: HeadRows, first_head: int) -> torch.Tensor:
-        """[rows, block_size, dim]"""
+        """Return a view of a section's matrices, [rows, block_size, dim]."""
         offset = section.offset + first_head * section.head_stride
         return self.cache.as_strided(
             (self._num_rows(heads), self.record.block_size, section.dim),
@@ -299,7 +303,7 @@ class KvMemory:
     def _scale_rows(
         self, section: Section, heads: HeadRows, first_head: int
     ) -> torch.Tensor | None:
-        """[rows, scales] float32"""
+        """Return a view of a section's scales, [rows, scales] float32; None without scales."""
         if not self.record.is_quantized:
             return None
         numbers = self.cache.view(torch.float32)
@@ -311,6 +315,7 @@ class KvMemory:
         )
 
     def block_array(self, block_id: int) -> npt.NDArray[Any]:
-        """One block's bytes (CPU only), for checks and copies."""
+        """Return one block's bytes, an array [block_bytes] uint8 that shares the cache's memory.
+        CPU only."""
         view: npt.NDArray[np.uint8] = self.host_view[block_id]
         return view

@@ -1,7 +1,8 @@
-"""PartialBlockBuffer: values of a quantized cache that are not quantized yet: those of unfilled
-blocks as the model computed them, and those of draft tokens until it is known which are accepted.
+"""PartialBlockBuffer: the numbers of a quantized cache that are not quantized yet, in the model's
+compute dtype: those of unfilled blocks, and those of draft tokens until they are accepted or
+rejected.
 
-It knows no request. Engine thread only.
+It knows no requests. Engine thread only.
 """
 
 from __future__ import annotations
@@ -17,32 +18,33 @@ if TYPE_CHECKING:
     from engine.kv.memory import KvMemory
 
 _FIRST_SLOTS = 8
-"""Slots to begin with; doubled when all are in use."""
+"""Number of slots at start; doubled when all are in use."""
 
 
 class PartialBlockBuffer:
-    """One slot of a raw memory for each unfilled block of a quantized cache: the block's tail.
+    """One slot of unquantized memory for each unfilled block of a quantized cache: the block's
+    tail.
 
     A slot is opened when a block gets its first token, and closed when the block is full and the
-    step that filled it is processed, or when the block is cleared. A slot whose block was freed
-    unfilled is closed when slots run out: `is_live` tells it. The memory grows as live sequences
-    do.
+    step that filled it is processed, or when the block is cleared. When slots run out, those of
+    blocks that are no longer live (`is_live`) are closed, and if that is not enough the memory
+    doubles.
 
     Draft tokens touch no block and no tail: they have slots of their own, from the step that
-    computes them (`guess`) to its acceptance (`keep`), or to the next step (`drop_guesses`) if that
-    never came. As many slots as they have stay free meanwhile, for the blocks that an accepted path
-    enters: once tokens are in an output, keeping them cannot fail for lack of memory.
+    computes them (`guess`) to their acceptance (`keep`), or to the next step (`drop_guesses`) if
+    that never came. As many slots stay free meanwhile, for the blocks that an accepted path enters,
+    so that `keep` cannot fail for lack of memory.
 
-    Args:
-        make: makes a raw memory of that many slots.
+    Args: make: creates an unquantized KvMemory of the given number of slots.
     """
 
     def __init__(self, make: Callable[[int], KvMemory]) -> None:
         self.is_live: Callable[[int], object] = lambda _: True
-        """Whether this block is referenced or held. The engine sets it to its pool's."""
+        """Return whether a block is referenced or held. The engine sets it to
+        `BlockPool.is_used`."""
         self.quantize: Callable[[Sequence[int], Sequence[int]], None] | None = None
-        """Quantizes what lies in these slots into these blocks, in all layers. Set by the attention
-        that computes draft tokens."""
+        """Quantize the contents of slots (second argument) into blocks (first argument), in all
+        layers. Set by the attention that computes draft tokens; None before."""
         self._make = make
         self.memory = make(_FIRST_SLOTS)
         self._slots: dict[int, int] = {}
@@ -57,18 +59,18 @@ class PartialBlockBuffer:
 
     @property
     def num_guess_slots(self) -> int:
-        """Slots that hold draft tokens."""
+        """The number of slots that hold draft tokens."""
         return sum(len(slots) for slots in self._guesses.values())
 
     def slot(self, block_id: int) -> int:
-        """The slot of an unfilled block. Raises: IntegrityError where none was opened: its first
-        tokens came from elsewhere, which only those of full blocks can."""
+        """Return the slot of an unfilled block. Raises: IntegrityError if the block has none, which
+        means that its first tokens were not computed here."""
         if block_id not in self._slots:
             raise IntegrityError(f"block {block_id} is entered in its middle, but has no tail")
         return self._slots[block_id]
 
     def open(self, block_id: int) -> int:
-        """Returns: a slot of zeros for a block that gets its first token."""
+        """Allocate a zeroed slot for a block that gets its first token. Returns: the slot."""
         self.close(block_id)
         slot = self._slots[block_id] = self._take()
         self.memory.clear(slot)
@@ -81,7 +83,8 @@ class PartialBlockBuffer:
             self._free.append(slot)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the tail of `source` to `target`, or close that of `target` if there is none."""
+        """Copy the tail of block `source` to block `target`; close that of `target` if `source` has
+        none."""
         self.close(target)
         if source in self._slots:
             slot = self.open(target)
@@ -90,10 +93,10 @@ class PartialBlockBuffer:
     # -- draft tokens
 
     def guess(self, block_id: int, num_nodes: int) -> tuple[int, ...]:
-        """Returns: slots for the nodes of a tree of draft tokens, in order, with undefined bytes.
+        """Allocate slots for the nodes of a tree of draft tokens. Returns: the slots, in the order
+        of the nodes; their bytes are undefined.
 
-        Args:
-            block_id: the block of the last token before them, one sequence's own.
+        Args: block_id: the block of the last token before the tree, which one sequence alone owns.
         """
         num_slots = -(-num_nodes // self.memory.layout.block_size)
         slots = tuple(self._take() for _ in range(num_slots))
@@ -103,10 +106,11 @@ class PartialBlockBuffer:
         return slots
 
     def keep(self, block_ids: Sequence[int], start: int, nodes: Sequence[int]) -> None:
-        """Move accepted draft tokens to the sequence's blocks, from position `start` on, in the
-        order of `nodes`. Blocks that they fill are quantized; the other nodes are dropped.
+        """Move the KV of accepted draft tokens to the sequence's blocks, from position `start` on,
+        in the order of `nodes`. Blocks that they fill are quantized; the KV of other nodes is
+        dropped.
 
-        Raises: IntegrityError where no step has computed draft tokens for that place.
+        Raises: IntegrityError if no step computed draft tokens for that place.
         """
         size = self.memory.layout.block_size
         before = block_ids[(start - 1) // size]
@@ -129,8 +133,8 @@ class PartialBlockBuffer:
             self.quantize(full, [self._slots[block_id] for block_id in full])
 
     def drop_guesses(self) -> None:
-        """Free the slots of draft tokens that were neither kept nor dropped: their step failed, or
-        their sequence is gone."""
+        """Free the slots of all draft tokens that were not kept: their step failed, or their
+        sequence ended."""
         for slots in self._guesses.values():
             self._free += slots
         self._guesses = {}
@@ -155,7 +159,7 @@ class PartialBlockBuffer:
         self._free += range(old.num_blocks, 2 * old.num_blocks)
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where a slot is lost or has two owners."""
+        """Check the slots. Raises: IntegrityError where a slot is lost or has two owners."""
         guessed = [slot for slots in self._guesses.values() for slot in slots]
         slots = [*self._slots.values(), *guessed, *self._free]
         if sorted(slots) != list(range(self.memory.num_blocks)):

@@ -26,12 +26,13 @@ from engine.kv.block_pool import NO_BLOCK, BlockPool
 
 
 class PrefixCache:
-    """The map, and what takes blocks out of the pool with a look at it."""
+    """The prefix cache: a map from chain hashes to blocks of the pool."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self._block_of: dict[bytes, int] = {}
-        """In order of insertion, so a block comes after its parent (`forget` relies on it)."""
+        """Blocks by chain hash, in order of insertion, so that a block comes after its parent
+        (`forget` relies on it)."""
         self._hash_of: list[bytes] = [b""] * pool.num_blocks
 
     def __len__(self) -> int:
@@ -40,7 +41,8 @@ class PrefixCache:
     # -- look-up
 
     def match_length(self, chain_hashes: Sequence[bytes]) -> int:
-        """Blocks of the longest cached prefix of one chain. References nothing, changes no order.
+        """Return the number of blocks of the longest cached prefix of one chain. References no
+        block and changes no order.
 
         Cost: O(log n) look-ups.
         """
@@ -58,11 +60,12 @@ class PrefixCache:
         return low
 
     def match(self, chain_hashes: Sequence[bytes], first: int = 0) -> tuple[int, ...]:
-        """Blocks [first, ..) of the longest cached prefix. References nothing, changes no order.
+        """Return the blocks from index `first` on of the longest cached prefix. References no block
+        and changes no order.
 
         Cost: O(log n) look-ups, and a step for each block returned.
-        Raises: IntegrityError where the block found for `first` has another hash: the hashes are no
-        chain, which binds those before it.
+        Raises: IntegrityError where the block found for `first` has another hash: the hashes do not
+            form a chain.
         """
         length = self.match_length(chain_hashes)
         if length <= first:
@@ -73,8 +76,8 @@ class PrefixCache:
         return block_ids
 
     def match_counts(self, chain_hashes: Sequence[bytes]) -> tuple[int, int]:
-        """(blocks of the longest cached prefix, those of them that are evictable): sharing them
-        uses up the latter. Cost: O(log n) look-ups."""
+        """Return (blocks of the longest cached prefix, those of them that are evictable). Sharing
+        the prefix makes the latter unavailable to others. Cost: O(log n) look-ups."""
         length, block_of = self.match_length(chain_hashes), self._block_of
         num_kept = bisect_left(  # a chain's evictable blocks are its last ones
             chain_hashes, True, hi=length, key=lambda each: self.pool.is_evictable(block_of[each])
@@ -86,10 +89,10 @@ class PrefixCache:
     def reserve(
         self, chain_hashes: Sequence[bytes], num_blocks: int
     ) -> tuple[tuple[int, ...], int]:
-        """Reference `num_blocks` blocks: those that hold the longest cached prefix, then new ones.
+        """Reference `num_blocks` blocks: those of the longest cached prefix, then new ones.
 
         Returns: (block ids, how many of them are the prefix).
-        Raises: NoBlocks, and nothing was taken.
+        Raises: NoBlocks; no block is referenced then.
         """
         pool, chain_hashes = self.pool, chain_hashes[:num_blocks]
         shared = self.match(chain_hashes)
@@ -104,8 +107,8 @@ class PrefixCache:
         return shared + self.take(num_new), len(shared)
 
     def take(self, num_blocks: int) -> tuple[int, ...]:
-        """Reference new blocks and forget what was cached in them. Raises: NoBlocks, and nothing
-        was taken."""
+        """Reference `num_blocks` new blocks and forget the hashes of those that were cached.
+        Raises: NoBlocks; no block is referenced then."""
         taken = self.pool.take(num_blocks)
         for block_id in taken.evicted:
             del self._block_of[self._hash_of[block_id]]
@@ -113,13 +116,12 @@ class PrefixCache:
         return taken.block_ids
 
     def writable(self, block_id: int) -> tuple[int, int | None]:
-        """Copy-on-write: the block that the owner of one reference to `block_id` may write.
+        """Return the block that the owner of one reference to `block_id` may write (copy-on-write).
 
-        Returns: (block, None) if it is the owner's alone and not cached; else (a new block, the old
-            one): the reference has moved to the new one, and the old one's bytes must be copied to
-            it before the next call that takes blocks or the next write. Copies done later, but in
-            order and before any write, come to the same.
-        Raises: NoBlocks, and nothing changed.
+        Returns: (block_id, None) if nothing else references it and it is not cached; else (a new
+            block, block_id): the reference has moved to the new block, and the caller must copy the
+            old block's bytes to it before any later write.
+        Raises: NoBlocks; nothing changes then. IntegrityError if the block is not referenced.
         """
         pool = self.pool
         if pool.num_references(block_id) < 1:
@@ -136,11 +138,11 @@ class PrefixCache:
         self, parent_hash: bytes, chain_hashes: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
         """Map hashes to full, referenced blocks that follow one another, the first of them after
-        the block of `parent_hash` (b"": none).
+        the block of `parent_hash` (b"": the first of a chain).
 
-        A block whose hash is mapped already is passed over, and stays its request's own; those
-        after it follow the mapped one. Where the parent is not cached (it was evicted or
-        forgotten), so are all.
+        A block whose hash is mapped already is skipped and stays its request's own; those after it
+        follow the mapped block. If the parent is not cached (it was evicted or forgotten), all are
+        skipped.
         """
         block_of, hash_of = self._block_of, self._hash_of
         parent = block_of.get(parent_hash, NO_BLOCK)
@@ -158,8 +160,8 @@ class PrefixCache:
         self.pool.mark_cached(inserted, parent)
 
     def forget(self, block_ids: Collection[int]) -> None:
-        """Unmap those of these blocks that are mapped, and all that follow them: no request finds
-        them any more. Cost: a step for each block that was cached since the first of them."""
+        """Unmap the given blocks that are mapped, and all cached blocks that follow them in their
+        chains. Cost: a step for each block that was cached since the first of them."""
         pool, left = self.pool, set(filter(self.pool.is_cached, block_ids))
         forgotten, later = left.copy(), list[int]()
         entries = reversed(self._block_of.values())
@@ -176,8 +178,8 @@ class PrefixCache:
                 pool.unmark_cached(block_id)
 
     def check_integrity(self) -> None:
-        """The maps are each other's reverse, a block comes after its parent, and the pool agrees on
-        what is cached. Raises: IntegrityError."""
+        """Check that the two maps agree, that a block comes after its parent, and that the pool has
+        the same blocks marked as cached. Raises: IntegrityError."""
         pool, seen = self.pool, {NO_BLOCK}
         for chain_hash, block_id in self._block_of.items():
             if self._hash_of[block_id] != chain_hash or pool.parent_of(block_id) not in seen:

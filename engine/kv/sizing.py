@@ -1,4 +1,5 @@
-"""How many blocks the KV cache gets: a pure function, and what it needs to know of the machine."""
+"""The number of blocks of the KV cache: a pure function, and the measurements of memory that it
+needs."""
 
 from __future__ import annotations
 
@@ -13,20 +14,21 @@ from process import host_memory
 
 _NUM_WINDOWS = 4
 _FLOOR_BYTES = 256 * 1024 * 1024
-"""What an engine gets when nothing is configured: room for four requests that fill the context
-window, or this much where that is more. Guesses at what one machine's users do at once."""
+"""Default size of the cache where nothing is configured: room for `_NUM_WINDOWS` requests that fill
+the context window, or `_FLOOR_BYTES` where that is more."""
 _MODEST_WINDOW = 8192
-"""The window to suggest where the model's own is too large, if this one fits: enough for a chat."""
+"""The context window, in tokens, that errors suggest where the model's own is too large and this
+one fits."""
 
 
 _MAX_NUM_PROFILED = 1 << 18
-"""Most blocks that a device's free memory is turned into: more than requests of a small model fill,
-and books are kept of each."""
+"""Upper limit of the number of blocks chosen from a device's free memory: more than requests of a
+small model fill, and each block costs bookkeeping."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """A CUDA device's memory once the weights lie in it."""
+    """The memory of a CUDA device after the weights were loaded, in bytes."""
 
     name: str
     total_bytes: int
@@ -34,14 +36,15 @@ class DeviceMemory:
     weight_bytes: int
 
     step_bytes: int
-    """What the largest step needs."""
+    """Memory that the largest step needs."""
 
     draft_bytes: int = 0
-    """What models that guess for this one hold already, their caches included."""
+    """Memory that draft models hold already, their KV caches included."""
 
     def room_bytes(self, share: float) -> int:
-        """What is left of this share of it for the KV cache; below 0: nothing, by so much. Others
-        on the device have shares of their own, and may have come first."""
+        """Return the bytes that remain for the KV cache if the engine may use `share` (0 to 1) of
+        the device's memory; negative where the share is too small. Memory that other processes
+        use counts as not free."""
         own_bytes = int(self.total_bytes * share) - self.weight_bytes - self.draft_bytes
         return min(own_bytes, self.free_bytes) - self.step_bytes
 
@@ -54,15 +57,15 @@ def choose_num_blocks(
     device: DeviceMemory | None = None,
     record: KvLayout | None = None,
 ) -> int:
-    """Blocks of the KV cache: as configured, else, of a device that was measured, all that is left;
-    else at most a quarter of the free memory, or, where one context window needs more than that,
-    just that window in at most half of it.
+    """Choose the number of blocks of the KV cache: the configured one; else, on a device that was
+    measured, all that the remaining memory holds; else at most a quarter of the free memory, or,
+    where one context window needs more than that, that window in at most half of it.
 
     Args:
-        free_bytes: memory free now where the cache will be.
-        device: what was measured; None: nothing was.
-        record: what of a block lies on that device; None: all of it.
-    Raises: TooFewBlocks when one request that fills the context window would not fit.
+        free_bytes: memory that is free now where the cache will be.
+        device: the measured memory of the device; None: not measured.
+        record: the layout of the part of a block on that device; None: the whole block.
+    Raises: TooFewBlocks if one request that fills the context window would not fit.
     """
     if device is not None and not config.num_blocks and not config.kv_bytes:
         return _profiled_num_blocks(config, record or layout, context_window, device)
@@ -117,10 +120,10 @@ def _of_drafts(device: DeviceMemory) -> str:
 
 
 def _tail_bytes(config: EngineConfig, layout: KvLayout) -> int:
-    """What the PartialBlockBuffer of a quantized cache may grow to: one unfilled block, as
-    computed, for each request that runs; with speculation also a step's draft tokens for it, and as
-    many blocks that they may enter. Less than twice that, as it doubles; and while it grows the old
-    memory lies beside the new."""
+    """Return an upper bound in bytes of the PartialBlockBuffer of a quantized cache: one unfilled,
+    unquantized block for each running request; with speculation also a step's draft tokens for
+    it, and as many blocks that they may enter. It is up to three times that, as the buffer
+    doubles, and the old memory exists while it grows."""
     if not layout.is_quantized:
         return 0
     num_slots = 1
@@ -130,7 +133,7 @@ def _tail_bytes(config: EngineConfig, layout: KvLayout) -> int:
 
 
 def _way_out(num_tokens: int, key: str) -> str:
-    """What a user of `baton up` types, where there is room for `num_tokens`."""
+    """Return the option that fixes the error, for a cache with room for `num_tokens` tokens."""
     if num_tokens == 0:
         return f"raise worker.engine.{key}"
     window = min(num_tokens, _MODEST_WINDOW)
@@ -138,7 +141,8 @@ def _way_out(num_tokens: int, key: str) -> str:
 
 
 def device_memory(device: str, *, weight_bytes: int, step_bytes: int) -> DeviceMemory | None:
-    """What is known of a CUDA device whose largest step was measured; None of any other."""
+    """Return the memory of a CUDA device whose largest step was measured; None for any other
+    device."""
     if torch.device(device).type != "cuda" or not step_bytes:
         return None
     torch.cuda.empty_cache()
@@ -153,8 +157,8 @@ def device_memory(device: str, *, weight_bytes: int, step_bytes: int) -> DeviceM
 
 
 def held_bytes(device: str) -> int:
-    """What this process holds of a CUDA device, the memory of graphs included, and nothing that
-    nobody uses; 0 of any other device."""
+    """Return the bytes that PyTorch's allocator of this process holds on a CUDA device, those of
+    CUDA graphs included and unused cached ones not; 0 for any other device."""
     if torch.device(device).type != "cuda":
         return 0
     torch.cuda.empty_cache()
@@ -162,7 +166,7 @@ def held_bytes(device: str) -> int:
 
 
 def free_memory_bytes(device: str) -> int:
-    """Memory free on `device` now; on CPU the container's limit counts too."""
+    """Return the bytes that are free on `device` now; on CPU the container's limit counts, too."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return host_memory.available_bytes()

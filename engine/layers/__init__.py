@@ -1,2 +1,2 @@
-"""The parts that models are made of: paged attention of each kind of cache and device, and linear
-layers with what is fused around them and what adapters add."""
+"""Layers that models consist of: paged attention for each kind of cache and device, and linear
+layers with the operations fused around them and their LoRA adapters."""

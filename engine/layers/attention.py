@@ -1,9 +1,10 @@
-"""PagedAttention: from a layer's fused projection to the output of its attention, by the kernels:
-heads are rotated, keys and values written into the cache, and each row is attended as its sequence
-asks for: alone, in a chunk, or in a token tree.
+"""PagedAttention: the attention of a layer by the kernels, from its fused QKV projection to its
+output: applies RoPE, writes keys and values to the cache, and computes the attention of each row
+by the kind of its span: a single token, a chunk, or a token tree.
 
-Knows no weights but a layer's norms of heads. Invariant: all keys and values of a step are written
-before any row of it is attended, so that a sequence may be cut into parts. Engine thread only.
+It knows no weights but a layer's head norms. Invariant: all keys and values of a step are written
+before any row is attended, so that a step may contain several spans of one sequence. Engine thread
+only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from engine.decoder.inputs import MixedInputs
 
 
 class HeadNorms(Protocol):
-    """RMSNorm weights [D] of a layer's query and key heads; None: they have no norm."""
+    """The RMSNorm weights [D] of a layer's query and key heads; None: they have no norm."""
 
     @property
     def q_norm(self) -> torch.Tensor | None: ...
@@ -32,17 +33,18 @@ class HeadNorms(Protocol):
 
 
 class PagedAttention:
-    """The attention of one stage's layers, which are numbered from its first one.
+    """The attention of one pipeline stage's layers, which are numbered from its first one.
 
     Args:
-        num_heads: query heads of this rank.
-        scaling: of scores.
-        norm_eps: of the norms of heads.
-        rope: [positions, D] float32, as many as the longest request has.
-        windows: by layer: a token sees itself and window - 1 before it; None: all before it.
-        is_exact: a row's bits do not depend on the rows around it.
+        num_heads: number of query heads of this rank.
+        scaling: the factor of scores.
+        norm_eps: the epsilon of the head norms.
+        rope: [positions, D] float32, for as many positions as the longest request has.
+        windows: the sliding window of each layer: a token attends to itself and window - 1 tokens
+            before it; None: to all before it.
+        is_exact: the bits of a row's result do not depend on the other rows.
     Attributes:
-        rows: the cache, by layer.
+        rows: the cache of each layer.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class PagedAttention:
         positions: torch.Tensor,
         block_tables: torch.Tensor,
     ) -> torch.Tensor:
-        """Write, then attend, one token of each sequence: [B, (H + 2 K) D] -> [B, H D]."""
+        """Write KV and compute the attention of one token of each sequence: [B, (H + 2 K) D] -> [B,
+        H D]."""
         attended = rotate_and_attend(
             qkv,
             positions,
@@ -93,7 +96,7 @@ class PagedAttention:
     def forward(
         self, index: int, layer: HeadNorms, qkv: torch.Tensor, inputs: MixedInputs
     ) -> torch.Tensor:
-        """Write, then attend: [T, (H + 2 K) D] -> [T, H D]."""
+        """Write KV and compute the attention of any step: [T, (H + 2 K) D] -> [T, H D]."""
         num_rows, num_singles = qkv.shape[0], inputs.num_singles
         if num_singles == num_rows:
             return self.decode(index, layer, qkv, inputs.positions, inputs.block_tables)
@@ -123,8 +126,8 @@ class PagedAttention:
         inputs: MixedInputs,
         drawn: torch.Tensor,
     ) -> torch.Tensor:
-        """`forward`, where only the rows `drawn` [R] int32 are wanted, and there are no trees:
-        [T, (H + 2 K) D] -> [R, H D]. All rows leave their KV."""
+        """Write all rows' KV, and compute the attention of the rows `drawn` [R] int32 only, in a
+        step without token trees: [T, (H + 2 K) D] -> [R, H D]."""
         query = self._rotated_into_cache(index, layer, qkv, inputs)
         tables = inputs.block_tables.index_select(0, inputs.sequence_ids.index_select(0, drawn))
         ends = inputs.positions.index_select(0, drawn) + 1
@@ -142,8 +145,8 @@ class PagedAttention:
         slots: torch.Tensor | None = None,
         key_value: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Queries [T, H, D]; keys and values go into the cache (where there are tables), and into
-        `key_value`."""
+        """Apply head norms and RoPE, and write keys and values to the cache (with `block_tables`)
+        and to `key_value`. Returns: queries [T, H, D]."""
         out_k, out_v = key_value if key_value is not None else (None, None)
         return rotate_and_write(
             qkv,
@@ -183,7 +186,7 @@ class PagedAttention:
         ends: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[B, H, D] -> [B, H D]."""
+        """Compute the attention of single tokens: [B, H, D] -> [B, H D]."""
         attended = decode_attention(
             query,
             self.rows[index],

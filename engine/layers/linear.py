@@ -1,10 +1,10 @@
-"""Linear layers with what is fused around their product, and what adapters add to it: FusedLinear
-of our own decoder, PackedLinear in place of a linear layer of transformers' code on a CPU.
+"""Linear layers with fused operations and LoRA adapters: FusedLinear for LlamaDecoder, PackedLinear
+for transformers' models on a CPU.
 
-Rows without an adapter come out of the same call as in a step without any, equal to the last bit;
-rows with one are multiplied a second time, unfused. A step that is launched with adapters
-(`FusedLinear.stack`) multiplies all its rows once: what is fused behind a gate is a launch of its
-own then. Knows no model and no attention. Engine thread only.
+Rows without an adapter are computed by the same call as in a step without adapters, with the same
+bits; rows with one are multiplied a second time, unfused. A step that is launched with adapters
+(`FusedLinear.stack`) multiplies all its rows once, and a gate's activation is then a launch of its
+own. It knows no model and no attention. Engine thread only.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from engine.lora.stacked_weights import AdaptedLinear, Deltas, StackedFactors
 
 
 class FusedLinear(AdaptedLinear):
-    """x [M, K] -> [M, N], or [M, N / 2] where it is gated.
+    """A linear layer: x [M, K] -> [M, N], or [M, N / 2] if it is gated.
 
     Args:
-        weight: [N, K], or the same in fp8: then the product is of fp8 numbers; gated: the gate's
-            rows, then the inner ones.
+        weight: [N, K], or an Fp8Weight, whose product is computed in fp8; of a gated layer the
+            gate's rows come before the inner ones.
         bias: [N].
         is_gated: the result is SiLU of the first half of the columns times the second half.
     """
@@ -48,7 +48,8 @@ class FusedLinear(AdaptedLinear):
         matrix = weight.values if isinstance(weight, Fp8Weight) else weight
         self.out_features, self.in_features = matrix.shape
         self.weight: torch.Tensor | Fp8Weight | tuple[PackedWeight, ...] = weight
-        """Packed: of a gated one the gate's rows and the inner ones apart."""
+        """The weight; if it is packed, one PackedWeight, or two for a gated layer: of the gate's
+        rows and of the inner ones."""
         self.bias = bias
         self.is_gated = is_gated
         self.backend: Backend = "auto"
@@ -57,7 +58,7 @@ class FusedLinear(AdaptedLinear):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds, but a packed weight."""
+        """All tensors of the layer, without a packed weight."""
         weight = self.weight
         found = [] if self.bias is None else [self.bias]
         if isinstance(weight, Fp8Weight):
@@ -65,7 +66,8 @@ class FusedLinear(AdaptedLinear):
         return found if isinstance(weight, tuple) else [weight, *found]
 
     def pack(self) -> None:
-        """Reorder the weight for this CPU; of a tied one this is a copy. Not in fp8."""
+        """Reorder the weight for this CPU; a tied weight is copied. Does nothing for an fp8
+        weight."""
         if isinstance(self.weight, torch.Tensor):
             halves = self.weight.chunk(2) if self.is_gated else (self.weight,)
             self.weight = tuple(pack_weight(half) for half in halves)
@@ -81,14 +83,15 @@ class FusedLinear(AdaptedLinear):
         leaves: HalfNorm | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The product of x, or of its RMSNorm where `norm_weight` [K] is given. It is added to
-        `residual` [M, N] in place, where that is given: the library's product would copy it
-        otherwise. An input without rows gives an output without rows.
+        """Compute the product of x, or of its RMSNorm if `norm_weight` [K] is given, and add it to
+        `residual` [M, N] in place if that is given. An input without rows has an output without
+        rows.
 
         Args:
-            half_norm: of x, in place of the norm; as `room` of the projection ahead gave it.
-            leaves: filled; as `room` gave it.
-            out: [M, N] that may be taken for the result of a product without adapters.
+            half_norm: the half-computed norm of x, in place of `norm_weight`, as `room` of the
+                layer before returned it.
+            leaves: filled with the half-computed norm of the result, as `room` returned it.
+            out: [M, N], a buffer that a product without adapters may use for its result.
         """
         if x.shape[0] == 0:
             return x.new_empty(0, self.out_features // (2 if self.is_gated else 1))
@@ -103,8 +106,8 @@ class FusedLinear(AdaptedLinear):
     def room(
         self, x: torch.Tensor, taker: FusedLinear, norm_weight: torch.Tensor, norm_eps: float
     ) -> HalfNorm | None:
-        """For the norm between this product of x and the one of `taker`; None: it is done by
-        itself."""
+        """Return the buffer for half-computing the norm between this layer's product of x and the
+        layer `taker`; None: the norm is computed separately."""
         maker_weight, taker_weight = self.weight, taker.weight
         if not isinstance(maker_weight, torch.Tensor) or not isinstance(taker_weight, torch.Tensor):
             return None
@@ -190,7 +193,7 @@ class FusedLinear(AdaptedLinear):
         norm_eps: float,
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`forward` in a step that is launched with adapters: of fixed shapes."""
+        """Compute `forward` in a step that is launched with adapters, with fixed shapes."""
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, norm_eps, backend=self.backend)
         out = self._product(x, is_gated=False, residual=residual)
@@ -234,11 +237,11 @@ Activation = Literal["none", "swish"]
 
 
 class PackedLinear(AdaptedLinear):
-    """x [..., in] -> [..., out], same dtype. `activation` is applied to the output: "none" or
-    "swish" (SiLU).
+    """A linear layer with a packed weight: x [..., in] -> [..., out], same dtype. `activation`,
+    "none" or "swish" (SiLU), is applied to the output.
 
-    `deltas` is what adapters add to the product, before the activation. Rows without an adapter
-    come out of the same calls as without any, equal to the last bit.
+    `deltas` are the adapters' products, which are added before the activation. Rows without an
+    adapter are computed by the same calls as without adapters, with the same bits.
     """
 
     def __init__(
@@ -253,7 +256,7 @@ class PackedLinear(AdaptedLinear):
         self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """An input without rows gives an output without rows."""
+        """Compute the layer. An input without rows has an output without rows."""
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
         if self.deltas is not None and self.deltas.is_wanted:
@@ -265,8 +268,8 @@ class PackedLinear(AdaptedLinear):
         return packed_linear(x, self.packed, self.bias, activation)
 
     def _forward_adapted(self, x: torch.Tensor, deltas: Deltas) -> torch.Tensor:
-        """[T, in] -> [T, out]. Where only some rows have an adapter and the activation is in the
-        product, those rows are multiplied a second time, without it."""
+        """Compute the layer with adapters: [T, in] -> [T, out]. If only some rows have one and the
+        product has a fused activation, those rows are multiplied a second time, without it."""
         if self.activation == "none":
             out = self._product(x, "none")
             deltas.add(x, out)
@@ -282,7 +285,8 @@ class PackedLinear(AdaptedLinear):
         return out
 
     def forward_times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """forward(x) * other, in one pass; x [T, in], other and result [T, out]. No activation."""
+        """Compute forward(x) * other in one pass; x [T, in], other and result [T, out]. Not with an
+        activation."""
         if x.numel() == 0:
             return other
         out = packed_linear_with(x, other, self.packed, self.bias, "mul")
@@ -291,7 +295,8 @@ class PackedLinear(AdaptedLinear):
         return out
 
     def forward_plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """forward(x) + other, in one pass; x [T, in], other and result [T, out]. No activation."""
+        """Compute forward(x) + other in one pass; x [T, in], other and result [T, out]. Not with an
+        activation."""
         if x.numel() == 0:
             return other
         out = packed_linear_with(x, other, self.packed, self.bias, "add")

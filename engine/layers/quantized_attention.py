@@ -1,16 +1,18 @@
-"""QuantizedAttention: one step over a quantized cache. Stands where TorchPagedAttention does.
+"""QuantizedAttention: the attention of one step over a quantized cache, with the interface of
+TorchPagedAttention.
 
-A token at position p sees every block before its own as quantized, and its own block (positions
-p // P * P to p) as computed. So what a token sees, and what is stored of it, depends on positions
-alone: not on the chunks a prompt came in, nor on prefix hits, nor on batch-mates. A block is
-quantized once, in the step that fills it (KvQuantizer); until then it lies as computed in a slot of
-`KvMemory.tails`. Draft tokens (Span.branches) see what plain ones would at their place
-(DraftBlockVersions), and are stored nowhere but in slots of their own: those that are kept join the
-sequence by `PartialBlockBuffer.keep`.
+A token at position p attends to quantized KV in every block before its own, and to unquantized KV
+in its own block (positions p // P * P to p). So the KV that a token attends to, and the KV that is
+stored of it, depend on positions alone: not on the chunks of a prompt, on prefix hits, or on other
+requests of the batch. A block is quantized once, in the step that fills it (KvQuantizer); until
+then its KV is unquantized in a slot of `KvMemory.tails`. Draft tokens (Span.branches) attend to the
+same KV as plain ones at their place (DraftBlockVersions), and are stored only in slots of their
+own: accepted ones are moved to the sequence's blocks by `PartialBlockBuffer.keep`.
 
-Spans of one token are attended together, on CUDA by a kernel that reads the cache as it is; longer
-ones one by one, over copies as numbers. Blocks that a step fills keep their tails until the step is
-processed (engine/kv/cache_manager.py): a step that fails is computed again. Engine thread only.
+Spans of one token are attended together, on CUDA by a kernel that reads the quantized cache; longer
+ones one by one, over dequantized copies. Blocks that a step fills keep their tails until the step
+is processed (engine/kv/cache_manager.py), so that a failed step can be computed again. Engine
+thread only.
 """
 
 from __future__ import annotations
@@ -39,15 +41,15 @@ from engine.layers.torch_attention import (
 
 
 Scales = tuple[float, float | None]
-"""One layer's fixed scales, of keys and of values (None: latents)."""
+"""One layer's fixed scales, of keys and of values (None for latents)."""
 
 
 class KvQuantizer:
-    """From numbers to a quantized cache's bytes and back. Knows no step and no request.
+    """Quantizes KV into the cache's bytes, and dequantizes it. It knows no step and no request.
 
     Args:
-        views: of `memory`, one per layer.
-        fixed: scales by layer, where the layout's are per tensor.
+        views: the views of `memory`, one per layer.
+        fixed: the scales of each layer, if the layout has one scale per tensor.
     """
 
     def __init__(self, memory: KvMemory, views: list[LayerView], fixed: Sequence[Scales]) -> None:
@@ -59,12 +61,12 @@ class KvQuantizer:
         self._fixed = fixed
 
     def freeze(self, layer: int, kv: int, block_ids: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Quantize full blocks for good.
+        """Quantize full blocks into the cache.
 
         Args:
             kv: 0: keys, 1: values.
             block_ids: [1, n].
-            numbers: [K, n, P, D] as computed.
+            numbers: [K, n, P, D], unquantized.
         """
         rows, scales = self._rows(layer, kv)
         quantized, its_scales = self._quantize(layer, kv, numbers)
@@ -73,7 +75,7 @@ class KvQuantizer:
         scales[ids] = its_scales
 
     def freeze_tails(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        """Quantize blocks whose numbers lie in these slots, in all layers
+        """Quantize the contents of tail slots into blocks, in all layers
         (PartialBlockBuffer.quantize)."""
         device = self._views[0].keys.device
         blocks, tails = (torch.tensor([list(one)], device=device) for one in (block_ids, slots))
@@ -86,7 +88,7 @@ class KvQuantizer:
                     self.freeze(layer, kv, blocks, numbers[ids[view.heads]])
 
     def read(self, layer: int, kv: int, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[B, K, n] row numbers -> [B, K, n * P, D] in `dtype`."""
+        """Dequantize blocks: row numbers [B, K, n] -> [B, K, n * P, D] in `dtype`."""
         rows, scales = self._rows(layer, kv)
         flat = ids.reshape(-1)
         found = dequantize(
@@ -96,7 +98,7 @@ class KvQuantizer:
         return found.view(batch, num_heads, num_blocks * rows.shape[1], rows.shape[2])
 
     def rounded(self, layer: int, kv: int, numbers: torch.Tensor) -> torch.Tensor:
-        """[K, n, P, D] as computed -> what `read` would give of them, were they blocks."""
+        """Quantize and dequantize numbers of blocks, [K, n, P, D], without storing them."""
         pair = self._quantize(layer, kv, numbers)
         return dequantize(*pair, self._layout.dtype, numbers.dtype)
 
@@ -107,7 +109,7 @@ class KvQuantizer:
         return quantize(numbers, self._layout.dtype, self._layout.num_scales, fixed)
 
     def _rows(self, layer: int, kv: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[rows, P, D] bytes, and their scales [rows, scales]."""
+        """Return the quantized rows [rows, P, D] of a layer, and their scales [rows, scales]."""
         view = self._views[layer]
         rows, scales = (view.values, view.v_scales) if kv else (view.keys, view.k_scales)
         if rows is None or scales is None:
@@ -116,20 +118,19 @@ class KvQuantizer:
 
 
 class DraftBlockVersions:
-    """What the draft tokens of one span see of a quantized cache, in one forward pass.
+    """The KV that draft tokens of one span attend to in a quantized cache, in one forward pass.
 
-    A draft token sees what any token at its position would on its own path: earlier blocks as
-    quantized, its own as computed. A block that a path fills has other numbers on each path, so
-    each such version is quantized beside the cache, and seen by what hangs on the token that fills
-    it. Nothing is stored of a draft token but its numbers, in slots of its own
+    A draft token attends to the same KV as any token at its position on its own path: quantized in
+    earlier blocks, unquantized in its own. A block that a path fills has other numbers on each
+    path, so that each version is quantized outside of the cache, for the nodes below the token that
+    fills it. A draft token's KV is stored only unquantized, in slots of its own
     (engine/kv/partial_blocks.py).
 
-    Columns behind those of the tokens before: the draft tokens themselves, then the versions,
+    The columns of scores after those of earlier tokens are the draft tokens, then the versions,
     `size` each.
 
-    Args:
-        first_computed: position of the first token whose numbers are known as computed: of a
-            block's first.
+    Args: first_computed: position of the first token whose unquantized KV is known, which is a
+        block's first.
     """
 
     def __init__(self, span: Span, size: int, first_computed: int, device: torch.device) -> None:
@@ -159,17 +160,19 @@ class DraftBlockVersions:
         self._places = torch.from_numpy(places.reshape(-1)).to(device)
 
     def versions(self, computed: torch.Tensor) -> torch.Tensor:
-        """[K, S, D] from `first_computed` on, the guesses the last -> [K, versions, P, D]."""
+        """Quantize the versions of blocks: KV [K, S, D] from `first_computed` on, the draft tokens
+        last -> [K, versions, P, D]."""
         num_heads, _, dim = computed.shape
         picked = computed.index_select(1, self._places)
         return picked.view(num_heads, self.num_versions, -1, dim)
 
     def visible(self, num_tokens: int, window: int | None, positions: torch.Tensor) -> torch.Tensor:
-        """[T, N + versions * P] bool: which of the columns each token of the span sees.
+        """Return the mask of the columns that each token of the span attends to, [T, N + versions *
+        P] bool.
 
         Args:
-            num_tokens: of the span, T.
-            positions: [T] of its tokens.
+            num_tokens: number of tokens of the span, T.
+            positions: [T], the positions of its tokens.
         """
         visible = torch.zeros(
             (num_tokens, self._sees.shape[1]), dtype=torch.bool, device=self._device
@@ -185,7 +188,7 @@ class DraftBlockVersions:
 
 
 def uses_kernel(device: torch.device) -> bool:
-    """Where spans of one token are attended by a kernel."""
+    """Return whether spans of one token are attended by a kernel on this device."""
     return device.type == "cuda"
 
 
@@ -196,13 +199,13 @@ class _Chunk:
     first: int
     span: Span
     start: int
-    """Position where the numbers as computed begin: the first token's block."""
+    """Position from which KV is unquantized: that of the first token's block."""
     num_full: int
-    """Blocks that are full after this step, of the request's all; guesses fill none."""
+    """Number of the request's blocks that are full after this step; draft tokens do not count."""
     tail_in: int | None
-    """Slot of the block that is entered in its middle."""
+    """Tail slot of the block in whose middle the span begins; None: it begins a block."""
     tail_out: int | None
-    """Slot of the block that is left unfilled."""
+    """Tail slot of the block that the span leaves unfilled; None: it fills its last block."""
     guesses: DraftBlockVersions | None = None
     guess_slots: torch.Tensor | None = None  # [1, n] slots that their numbers go into
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
@@ -222,11 +225,11 @@ class _Group:
 
 
 class QuantizedAttention:
-    """The attention of one step; lives for one forward pass.
+    """The attention of one step; used for one forward pass.
 
     Args:
-        views: of `memory`, one per layer.
-        fixed: scales by layer, where the layout's are per tensor.
+        views: the views of `memory`, one per layer.
+        fixed: the scales of each layer, if the layout has one scale per tensor.
     """
 
     def __init__(
@@ -278,7 +281,7 @@ class QuantizedAttention:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _tail(self, block_id: int, offset: int) -> int:
-        """The slot of a block that is entered at `offset`."""
+        """Return the tail slot of a block for a token at `offset` in it; opens one for offset 0."""
         return self._tails.slot(block_id) if offset else self._tails.open(block_id)
 
     def _chunk(self, first: int, span: Span) -> _Chunk:
@@ -313,7 +316,8 @@ class QuantizedAttention:
         sinks: torch.Tensor | None = None,
         is_latent: bool = False,
     ) -> torch.Tensor:
-        """See TorchPagedAttention.attend."""
+        """Store the new tokens' KV and compute one layer's attention: query [H, T, D], key [K, T,
+        D], value [K, T, Dv] -> [T, H, Dv]."""
         num_heads, num_tokens, _ = query.shape
         out = query.new_empty(num_tokens, num_heads, self._views[layer].v_head_dim)
         for group in self._groups:
@@ -357,7 +361,7 @@ class QuantizedAttention:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[B, H, D] -> [B, H, Dv]."""
+        """Compute the attention of a group with the kernel: [B, H, D] -> [B, H, Dv]."""
         view, tail = self._views[layer], self._tail_views[layer]
         self._store(group, layer, 0, tail.keys, key)
         if tail.values is not None:
@@ -378,7 +382,7 @@ class QuantizedAttention:
     def _group_kv(
         self, group: _Group, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, K, S, D] and values of whole sequences, as their newest tokens see them."""
+        """Return keys [B, K, S, D] and values of whole sequences, for their newest tokens."""
         tail = self._tail_views[layer]
         keys = self._grouped(group, layer, 0, tail.keys, key)
         if tail.values is None:
@@ -393,8 +397,8 @@ class QuantizedAttention:
         tail_rows: torch.Tensor,
         new: torch.Tensor,
     ) -> torch.Tensor:
-        """Store the new tokens, [K, T, D], and give all [B, K, S, D], the last block as
-        computed."""
+        """Store the new tokens [K, T, D], and return the KV of whole sequences, [B, K, S, D], with
+        the last block unquantized."""
         size, heads = self._layout.block_size, self._views[layer].heads
         tails = self._store(group, layer, kv, tail_rows, new)
         found = self._blocks.read(layer, kv, row_ids(group.table, heads), new.dtype)
@@ -411,8 +415,8 @@ class QuantizedAttention:
         tail_rows: torch.Tensor,
         new: torch.Tensor,
     ) -> torch.Tensor:
-        """Put the new tokens, [K, T, D], into their tails, and quantize tails that are full.
-        Returns: tails [B, K, P, D]."""
+        """Write the new tokens [K, T, D] to their tails, and quantize tails that are full. Returns:
+        the tails, [B, K, P, D]."""
         size = self._layout.block_size
         tail_heads = self._tail_views[layer].heads
         ids = row_ids(group.tails[:, None], tail_heads)[:, :, 0]  # [B, K]
@@ -431,8 +435,9 @@ class QuantizedAttention:
     def _chunk_kv(
         self, chunk: _Chunk, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [K, S, D] and values: all full blocks as quantized, then the tokens from
-        `chunk.start` on as computed, then the blocks that guesses would fill as quantized."""
+        """Return keys [K, S, D] and values: all full blocks dequantized, then the tokens from
+        `chunk.start` on unquantized, then the dequantized versions of blocks that draft tokens
+        fill."""
         tail = self._tail_views[layer]
         keys = self._chunked(chunk, layer, 0, tail.keys, key)
         if tail.values is None:
@@ -482,8 +487,8 @@ class QuantizedAttention:
     def _mask(
         self, chunk: _Chunk, num_columns: int, window: int | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """[T, S] over what `_chunk_kv` gives: quantized ones of earlier blocks, computed ones of
-        the same block."""
+        """Return the mask [T, S] of the columns of `_chunk_kv`: dequantized columns of earlier
+        blocks, unquantized ones of the same block."""
         size, span, guesses = self._layout.block_size, chunk.span, chunk.guesses
         if not span.block_ids:
             return reference.chunk_mask(0, span.end, window, dtype, self._device)
@@ -513,11 +518,13 @@ class QuantizedAttention:
 
 _NUM_CALIBRATION_TOKENS = 128
 _HEADROOM = 1.25
-"""Other prompts' numbers may be greater: those beyond are clamped. A guess."""
+"""Factor of the greatest number of the calibration prompt, since other prompts may exceed it;
+numbers beyond are clamped; guessed."""
 
 
 class _Greatest:
-    """Attends as TorchPagedAttention does, and notes the greatest key and value of each layer."""
+    """An Attend that computes as TorchPagedAttention does, and records the greatest key and value
+    of each layer."""
 
     def __init__(self, step: TorchPagedAttention, num_layers: int) -> None:
         self._step = step
@@ -537,7 +544,7 @@ class _Greatest:
         sinks: torch.Tensor | None = None,
         is_latent: bool = False,
     ) -> torch.Tensor:
-        """See Attend."""
+        """Record the greatest key and value, and compute one layer's attention: [T, H, Dv]."""
         self.found[layer] = (key.abs().max(), None if is_latent else value.abs().max())
         return self._step.attend(
             layer, query, key, value, scaling, window, softcap, sinks, is_latent
@@ -553,15 +560,15 @@ def calibrate_scales(
     num_positions: int | None,
     device: str,
 ) -> tuple[Scales, ...]:
-    """Scales that are fixed at start, one for all keys and one for all values of a layer, found
-    from the greatest numbers of a fixed prompt.
+    """Find the fixed scales, one for all keys and one for all values of each layer, from the
+    greatest numbers of a fixed prompt.
 
-    The prompt is a function of the vocabulary's size and the number of positions alone, so that
-    every start of a model finds the same.
+    The prompt depends on the vocabulary size and the number of positions alone, so that every start
+    of a model finds the same scales.
 
     Args:
-        forward: computes a batch with the model, attending by the given object.
-        num_positions: that the model was made for; None: any.
+        forward: computes a batch with the model and the given attention.
+        num_positions: the number of positions that the model was made for; None: unlimited.
     """
     num_tokens = min(_NUM_CALIBRATION_TOKENS, num_positions or _NUM_CALIBRATION_TOKENS)
     token_ids = tuple((7919 * i + 17) % vocab_size for i in range(num_tokens))

@@ -1,10 +1,10 @@
-"""TorchPagedAttention: attention of one step over the paged cache in plain torch, on any device;
-and Scratch, the memory that it gathers keys and values into on a CPU.
+"""TorchPagedAttention: the attention of one step over the paged cache in plain torch, on any
+device; and Scratch, the memory into which keys and values are gathered on a CPU.
 
-Where the step's tokens lie in the cache is worked out once and used by every layer. Short spans
+The places of the step's tokens in the cache are computed once and used by every layer. Short spans
 (decodes, token trees, prompts with few tokens left) are attended together, padded within groups of
-similar length; longer spans one by one. Which phase a request is in plays no part. Engine thread
-only.
+similar length; longer spans one by one. Prefill and decode are not distinguished otherwise. Engine
+thread only.
 """
 
 from __future__ import annotations
@@ -26,33 +26,31 @@ from engine.kv.memory import TORCH_DTYPES, HeadRows, KvMemory, LayerView
 
 _GROWTH = 2
 _PADDING = 2
-"""Sequences of a group are padded to twice their blocks at most, but for short ones."""
+"""Largest ratio of padded to real blocks in a group of sequences, except short ones."""
 
 
 @dataclass
 class _Place:
     pages: torch.Tensor
-    """[bytes] uint8."""
+    """The memory, [bytes] uint8."""
     asked_bytes: int
-    """The most, of those that it had room for."""
+    """The largest number of bytes that `take` was asked for and had room for."""
     newest: torch.Tensor
-    """What `take` gave last."""
+    """The tensor that `take` returned last."""
 
 
 class Scratch:
-    """Memory on a CPU that a model's steps gather keys and values into, layer after layer, step
-    after step.
+    """CPU memory into which a model's steps gather keys and values, layer after layer, step after
+    step.
 
-    Memory that is allocated and freed in each layer goes back to the kernel and is zeroed and
-    mapped in again, page by page, whenever the C library thinks that it is not needed; what it
-    thinks depends on all that the process allocates, a draft model's steps among it. On a device
-    the caching allocator keeps memory, so Scratch is not used there.
+    Memory that is allocated and freed in each layer would return to the operating system and be
+    zeroed and mapped again, page by page, whenever the C library trims its heap. On other devices
+    the caching allocator keeps memory, so that Scratch is not used.
 
-    Law (`check_integrity`): what it holds is at most `limit_bytes`, and of each place at most twice
-    what was once asked for there, rounded up to a page; nothing, once closed.
+    Invariant (`check_integrity`): it holds at most `limit_bytes`, and at each place at most twice
+    the largest size asked for there, rounded up to a page; nothing after `close`.
 
-    Args:
-        limit_bytes: that it ever holds; what does not fit is allocated and freed as anything else.
+    Args: limit_bytes: largest size; requests beyond it get ordinary memory.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -62,12 +60,12 @@ class Scratch:
 
     @property
     def num_bytes(self) -> int:
-        """Held now, address space of pages that were not written yet included."""
+        """Number of bytes held, pages that were not written yet included."""
         return sum(len(one.pages) for one in self._places.values())
 
     def take(self, place: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of this shape, contiguous, with anything in it. The next one that is taken of
-        this place is the same memory."""
+        """Return a contiguous tensor of this shape with undefined contents. The next call for this
+        place reuses its memory."""
         one = self._places.get(place)
         if one is not None and one.newest.shape == shape and one.newest.dtype is dtype:
             return one.newest
@@ -81,7 +79,7 @@ class Scratch:
         return one.newest
 
     def _grow(self, place: str, num_bytes: int) -> _Place | None:
-        """None: it does not fit."""
+        """Enlarge a place. Returns: None if that exceeds the limit."""
         old = self._places.get(place)
         old_bytes = 0 if old is None else len(old.pages)
         room_bytes = 0 if self._is_closed else self.limit_bytes - self.num_bytes + old_bytes
@@ -94,13 +92,13 @@ class Scratch:
         return one
 
     def close(self) -> None:
-        """Give all of it back: with the last tensor that was taken. Idempotent; what is taken
-        afterwards is not held."""
+        """Release all memory, which is freed with the last tensor taken. Idempotent; later calls of
+        `take` return ordinary memory."""
         self._is_closed = True
         self._places.clear()
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where the law does not hold."""
+        """Check the sizes. Raises: IntegrityError where the invariant does not hold."""
         if self.num_bytes > self.limit_bytes:
             raise IntegrityError(f"scratch: {self.num_bytes} bytes, beyond {self.limit_bytes}")
         if self._is_closed and self._places:
@@ -117,10 +115,11 @@ class Scratch:
 
 
 def scratch_for(memory: KvMemory, dtype: str) -> Scratch | None:
-    """For a model that computes in `dtype` on this cache; None: its device needs none.
+    """Create the Scratch of a model that computes in `dtype` on this cache; None on devices that
+    need none.
 
-    It has room for the keys and values of one layer of all that the cache holds, padded, and takes
-    no more than the cache does: automatic sizing leaves a CPU that much (kv/sizing.py).
+    Its limit is the padded size of one layer's keys and values for the whole cache, and at most the
+    size of the cache: automatic sizing leaves a CPU that much (kv/sizing.py).
     """
     if torch.device(memory.device).type != "cpu":
         return None
@@ -140,7 +139,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def _pages(num_bytes: int) -> torch.Tensor:
-    """[bytes] uint8, page-aligned; in use from when they are first written."""
+    """Return page-aligned memory, [bytes] uint8, whose pages are committed when first written."""
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them: slower, nothing else
@@ -149,19 +148,20 @@ def _pages(num_bytes: int) -> torch.Tensor:
 
 
 _GROUP_FLOOR = 8
-"""Sequences of up to this many blocks are one group: padding them costs less than another call. A
-guess."""
+"""Number of blocks up to which sequences form one group, since padding them costs less than another
+call; guessed."""
 
 _GROUP_TOKENS = 32
-"""Spans of up to this many tokens are attended in groups; of a longer one, padding and a copy of
-the queries cost more than a call of its own. A guess."""
+"""Number of tokens up to which spans are attended in groups; for a longer span, padding and a copy
+of the queries cost more than a call of its own; guessed."""
 
 _TOKENS_FLOOR = 8
-"""Spans of 2 to this many tokens are one group: padded rows cost less than another call."""
+"""Number of tokens up to which spans of 2 and more form one group, since padded rows cost less than
+another call."""
 
 
 class Attend(Protocol):
-    """Attention of one step, as a model's layers call it."""
+    """Protocol of the attention of one step, which a model's layers call."""
 
     def attend(
         self,
@@ -175,22 +175,26 @@ class Attend(Protocol):
         sinks: torch.Tensor | None = None,
         is_latent: bool = False,
     ) -> torch.Tensor:
-        """[H, T, D], [K, T, D], [K, T, Dv] -> [T, H, Dv].
+        """Write the new tokens' KV and compute one layer's attention: query [H, T, D], key [K, T,
+        D], value [K, T, Dv] -> [T, H, Dv].
 
-        softcap, sinks [H]: see baton_kernels.reference.attend_capped. is_latent: `value` is the
-        first columns of `key`, and is not stored apart.
+        Args:
+            window: a token attends to itself and window - 1 tokens before it; None: to all before
+                it.
+            softcap, sinks: as in baton_kernels.reference.attend_capped; sinks is [H].
+            is_latent: `value` is the first columns of `key`, and is not stored separately.
         """
         ...
 
 
 Rows = dict[HeadRows, torch.Tensor]
-"""Row numbers by how a layer's heads lie in a block: nearly always one entry."""
+"""Row numbers by the layout of a layer's heads in a block; mostly one entry."""
 
 
 @dataclass
 class _Group:
-    """Short spans with about the same number of blocks, and of tokens, padded to the most: B spans
-    of n rows each."""
+    """Short spans with about the same number of blocks and of tokens, padded to the largest: B
+    spans of n rows each."""
 
     spans: list[Span]
     num_rows: int  # n
@@ -203,13 +207,13 @@ class _Group:
 
     @property
     def own_places(self) -> torch.Tensor:
-        """Of the rows that are no padding."""
+        """The indices of the rows that are not padding."""
         return self.places if self.own_rows is None else self.places[self.own_rows]
 
 
 @dataclass
 class _Chunk:
-    """A span of many tokens, or one that has no blocks."""
+    """A span of many tokens, or one without blocks."""
 
     first: int
     span: Span
@@ -219,11 +223,11 @@ class _Chunk:
 
 
 class TorchPagedAttention:
-    """The attention of one step; lives for one forward pass.
+    """The attention of one step; used for one forward pass.
 
     Args:
         views: one per layer (KvMemory.layer_views).
-        scratch: what keys and values are gathered into; None: new memory each time.
+        scratch: memory into which keys and values are gathered; None: new memory each time.
     """
 
     def __init__(
@@ -271,7 +275,7 @@ class TorchPagedAttention:
             self._new_slots = torch.tensor(slots, device=self._device)
 
     def _group(self, members: list[tuple[int, Span]]) -> _Group:
-        """Of spans, each with its place in the batch."""
+        """Build a group of spans, each given with its index in the batch."""
         spans = [span for _, span in members]
         counts = np.array([span.num_tokens for span in spans])
         num_rows = int(counts.max())
@@ -302,12 +306,12 @@ class TorchPagedAttention:
         sinks: torch.Tensor | None = None,
         is_latent: bool = False,
     ) -> torch.Tensor:
-        """Write the new tokens' KV, then attend.
+        """Write the new tokens' KV, and compute one layer's attention.
 
         Args:
             query: [H, T, D]; key: [K, T, D]; value: [K, T, Dv].
-            softcap, sinks: see reference.attend_capped; sinks [H].
-            is_latent: of no account here: the layer's view knows.
+            softcap, sinks: as in baton_kernels.reference.attend_capped; sinks is [H].
+            is_latent: ignored, since the layer's view has this information.
         Returns: [T, H, Dv], contiguous.
         """
         view = self._views[layer]
@@ -354,7 +358,8 @@ class TorchPagedAttention:
     def _gather(
         self, view: LayerView, table: torch.Tensor, gather_ids: Rows, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, K, S, D] and values [B, K, S, Dv] of whole sequences, until the next call."""
+        """Gather keys [B, K, S, D] and values [B, K, S, Dv] of whole sequences, valid until the
+        next call."""
         ids = gather_ids.get(view.heads)
         if ids is None:
             ids = gather_ids[view.heads] = row_ids(table, view.heads)
@@ -366,7 +371,7 @@ class TorchPagedAttention:
     def _gathered(
         self, place: str, rows: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """In this place of the scratch, if there is one."""
+        """Gather rows into a place of the scratch, or into new memory without one."""
         if self._scratch is None:
             return reference.gather(rows, ids).to(dtype)
         batch, num_heads, num_blocks = ids.shape
@@ -387,7 +392,7 @@ class TorchPagedAttention:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[H, B * n, D] -> [B * n, H, Dv]."""
+        """Compute the attention of a group: [H, B * n, D] -> [B * n, H, Dv]."""
         num_spans, num_rows = len(group.spans), group.num_rows
         num_heads, _, head_dim = query.shape
         num_kv_heads = view.heads.num_heads
@@ -410,7 +415,8 @@ class TorchPagedAttention:
     def _chunk_mask(
         self, chunk: _Chunk, window: int | None, dtype: torch.dtype, *, is_plain: bool
     ) -> torch.Tensor | None:
-        """None: plain causal, which only the plain attention has built in."""
+        """Return the mask of a chunk; None: plain causal attention, which torch's own attention has
+        built in."""
         span = chunk.span
         if is_plain and span.start == 0 and (window is None or window >= span.end):
             return None
@@ -428,12 +434,12 @@ def group_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """[B, 1, n, num_positions], n the most tokens of a span: 0 where a token may see what lies in a
-    slot, -inf elsewhere. For trees SpecInfer's topology-aware causal mask, section 4.2. What is
-    padding says nothing.
+    """Return the mask of a group, [B, 1, n, num_positions], where n is the largest number of tokens
+    of a span: 0 where a token attends to a slot, -inf elsewhere. For token trees it is
+    SpecInfer's topology-aware causal mask, section 4.2. Entries of padding are undefined.
 
-    Args:
-        window: a token sees itself and window - 1 positions before it; None: all before it.
+    Args: window: a token attends to itself and window - 1 positions before it; None: to all before
+        it.
     """
     num_rows = max(span.num_tokens for span in spans)
     if num_rows == 1:
@@ -461,7 +467,7 @@ def group_mask(
 
 
 def _is_short(span: Span) -> bool:
-    """It is attended in a group."""
+    """Return whether a span is attended in a group."""
     if not span.block_ids:
         return False
     is_few = span.start > 0 and span.num_tokens <= _GROUP_TOKENS
@@ -469,20 +475,21 @@ def _is_short(span: Span) -> bool:
 
 
 def _length_class(span: Span) -> int:
-    """Spans of one class are padded to one number of tokens."""
+    """Return the class of a span's number of tokens; spans of one class are padded to the same
+    number."""
     return 0 if span.num_tokens == 1 else (max(_TOKENS_FLOOR, span.num_tokens) - 1).bit_length()
 
 
 def size_class(span: Span) -> int:
-    """Spans of one class are padded to one length."""
+    """Return the class of a span's number of blocks; spans of one class are padded to the same
+    number."""
     return max(_GROUP_FLOOR, len(span.block_ids) - 1).bit_length()
 
 
 def block_table(spans: list[Span], device: torch.device) -> torch.Tensor:
-    """[B, n] block ids, padded with each span's own last block, which the mask hides.
-
-    Never another sequence's: a masked score is 0 times a value, and 0 times another's NaN is NaN.
-    """
+    """Build the block table [B, n], padded with each span's own last block, which the mask hides.
+    Another sequence's block must not be used: masked scores are weighted with 0, and 0 times NaN
+    is NaN."""
     num_blocks = max(len(span.block_ids) for span in spans)
     return torch.tensor(
         [
@@ -494,6 +501,6 @@ def block_table(spans: list[Span], device: torch.device) -> torch.Tensor:
 
 
 def row_ids(block_ids: torch.Tensor, heads: HeadRows) -> torch.Tensor:
-    """[B, n] block ids -> [B, K, n] row numbers of a layer's views."""
+    """Convert block ids [B, n] to row numbers [B, K, n] of a layer's views."""
     steps = torch.arange(heads.num_heads, device=block_ids.device) * heads.head_step
     return block_ids[:, None, :] * heads.rows_per_block + steps[None, :, None]

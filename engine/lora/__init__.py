@@ -1,8 +1,8 @@
-"""LoRA adapters of one loaded model: read from PEFT folders, several in one batch, none in the KV
-of another.
+"""LoRA adapters of one loaded model: read from PEFT folders, several in one batch. Adapters never
+share KV blocks.
 
-    config           LoraLimits: how many, how large
+    limits           LoraLimits: number and sizes of adapters
     adapter          a PEFT folder -> checked tensors and their content digest
     manager          LoraManager: the table of slots, loads, unloads, in-use counts
-    stacked_weights  what adapters add to a linear layer: one by one, or all at once in CUDA graphs
+    stacked_weights  products of adapters: one adapter at a time, or all at once in CUDA graphs
 """

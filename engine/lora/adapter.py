@@ -1,13 +1,12 @@
-"""A LoRA adapter as PEFT publishes it: its folder -> what its adapter_config.json says of which
-module (`PeftConfig`), its low-rank factors by module, each with its scale, and one digest of all
-that it computes (`read_adapter`).
+"""Adapter: a LoRA adapter in PEFT's format: the settings of its adapter_config.json (`PeftConfig`),
+its low-rank factors by module, each with its scale, and one digest of all that it computes
+(`read_adapter`).
 
-Safetensors only: nothing that could run code. A field that would make us compute something else
-than PEFT does is refused by name. Module patterns are regular expressions that anyone may write:
-they are matched by `Pattern`, whose time is bounded. Does not know the model; manager.py compares
-the shapes. Any thread may call; the file is read once, so what was digested is what is used.
-Source: PEFT's LoraConfig and its `check_target_module_exists` and `get_pattern_key` (behaviour, not
-code).
+Only safetensors are read, since other formats can run code. A field whose effect differs from
+PEFT's is rejected by name. Module patterns are regular expressions from untrusted files: `Pattern`
+matches them in bounded time. It does not know the model; manager.py compares the shapes. Any thread
+may call; the file is read once, so that the digest is of the tensors in use. Source: PEFT's
+LoraConfig and its `check_target_module_exists` and `get_pattern_key` (behaviour, not code).
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ _PLAIN = re.compile(r"[\w.\-]+")
 
 @dataclass(frozen=True)
 class _One:
-    """One character."""
+    """A pattern node that matches one character."""
 
     allowed: re.Pattern[str]
 
 
 @dataclass(frozen=True)
 class _Edge:
-    """A place between characters."""
+    """A pattern node that matches the beginning or the end of the name."""
 
     place: re.Pattern[str]
 
@@ -64,12 +63,12 @@ class _Repeat:
     part: _Node
     least: int
     most: int | None
-    """None: without end."""
+    """Largest number of repetitions; None: unlimited."""
 
 
 @dataclass(frozen=True)
 class _Either:
-    """One of several rows. A group is one, too."""
+    """A pattern node that matches one of several sequences of nodes; a group is one of them."""
 
     ways: tuple[tuple[_Node, ...], ...]
 
@@ -78,31 +77,32 @@ _Node = _One | _Edge | _Repeat | _Either
 
 
 class NotAPattern(ValueError):
-    """The text is no pattern, or more than what is matched here; says which and where."""
+    """Raised for a text that is not a pattern, or a pattern that is not supported; says what and
+    where."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A regular expression over modules' names that ends in bounded time, whatever it says.
+    """A regular expression over module names that is matched in bounded time.
 
-    Python's matcher goes back and tries again: a few characters can keep it busy for years. Here
-    all positions that are reachable are carried along together, so the work is at most (length of
-    the pattern) x (length of the name) x (length of the name). Only which names match is answered,
-    and so greedy and lazy are one. Two patterns are equal if their texts are.
+    Python's matcher backtracks: a few characters can keep it busy for years. Here all positions
+    that are reachable are advanced together, so that the work is at most (length of the pattern) x
+    (length of the name) x (length of the name). The result is only whether a name matches, so that
+    greedy and lazy repetitions are equal. Two patterns are equal if their texts are.
 
-    Life: `parse` (refuses what it does not know) -> `is_whole`, `is_end`. Source: Thompson,
-    "Regular expression search algorithm" (1968), by sets of positions.
+    Source: Thompson, "Regular expression search algorithm" (1968), by sets of positions.
     """
 
     text: str
     num_repeats: int = field(compare=False)
     _root: _Node = field(compare=False, repr=False)
     _plain: re.Pattern[str] | None = field(compare=False, repr=False)
-    """For a name without repeats and alternatives: there Python's own matcher is bounded, too."""
+    """The compiled pattern if it has no repetitions or alternatives, for which Python's own matcher
+    is bounded, too; else None."""
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
-        """Raises: NotAPattern."""
+        """Parse a pattern. Raises: NotAPattern for a text that is not one, or not supported."""
         parser = _Parser(text)
         root = parser.parse()
         plain = re.compile(rf"(?:.*\.)?(?:{text})$") if _PLAIN.fullmatch(text) else None
@@ -110,15 +110,15 @@ class Pattern:
 
     @property
     def is_plain(self) -> bool:
-        """Letters, digits, dots and dashes alone."""
+        """Whether the pattern consists of letters, digits, dots and dashes only."""
         return self._plain is not None
 
     def is_whole(self, name: str) -> bool:
-        """Whether it matches all of `name`."""
+        """Whether the pattern matches all of `name`."""
         return len(name) in _ends(self._root, name, {0})
 
     def is_end(self, name: str) -> bool:
-        """Whether it matches all of `name`, or all that follows one of its dots."""
+        """Whether the pattern matches all of `name`, or all that follows one of its dots."""
         if self._plain is not None:
             return self._plain.match(name) is not None
         starts = {0} | {index + 1 for index, character in enumerate(name) if character == "."}
@@ -141,7 +141,7 @@ class _Parser:
         return root
 
     def _either(self) -> _Node:
-        """Up to a closing bracket or the end."""
+        """Parse alternatives up to a closing bracket or the end."""
         ways: list[tuple[_Node, ...]] = []
         row: list[_Node] = []
         while self._at < len(self._text):
@@ -218,7 +218,7 @@ def _has_repeat(node: _Node) -> bool:
 
 
 def _ends(node: _Node, text: str, starts: set[int]) -> set[int]:
-    """Where it may end if it begins at any of `starts`."""
+    """Return the positions at which a match of the node that starts at any of `starts` may end."""
     match node:
         case _One(allowed):
             return {at + 1 for at in starts if allowed.fullmatch(text, at, at + 1)}
@@ -262,7 +262,8 @@ ALL_LINEAR = "all-linear"
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_PATTERNS = 64
-"""With repeats or alternatives; plain names may be as many as the file holds."""
+"""Largest number of patterns with repetitions or alternatives; plain names are limited by the size
+of the file only."""
 
 _READ = frozenset(
     {
@@ -278,7 +279,8 @@ _HARMLESS = frozenset(
         "lora_dropout", "megatron_core", "qalora_group_size", "loftq_config", "eva_config",
     }
 )  # fmt: skip
-"""Fields that say nothing of what is computed when serving. Any other that is set is refused."""
+"""Fields of adapter_config.json that do not affect serving. Any other unknown field that is set is
+rejected."""
 
 _FIELD_REASONS = {
     "use_dora": "DoRA scales the base weights, too",
@@ -293,39 +295,40 @@ _FIELD_REASONS = {
 }
 
 _HARMLESS_INITS = frozenset({True, False, None, "gaussian", "eva"})
-"""Ways to start training that leave the base weights alone; PiSSA, OLoRA, CorDA, LoftQ do not."""
+"""Values of `init_lora_weights` that leave the base weights unchanged; those of PiSSA, OLoRA, CorDA
+and LoftQ change them."""
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What counts of an adapter_config.json."""
+    """The settings of an adapter_config.json that affect serving."""
 
     rank: int
     alpha: float
     is_rank_stabilised: bool
     targets: str | Pattern | tuple[str, ...]
-    """A string: ALL_LINEAR."""
+    """The target modules: a pattern, or names; the only string is ALL_LINEAR."""
     excluded: Pattern | tuple[str, ...]
     layers: frozenset[int] | None
-    """None: all."""
+    """Indices of the layers with an adapter; None: all."""
     layers_patterns: tuple[str, ...]
     rank_pattern: Mapping[Pattern, int]
     alpha_pattern: Mapping[Pattern, float]
 
     def rank_of(self, module: str) -> int:
-        """The rank of one module."""
+        """Return the rank of one module."""
         return _find(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What B @ A is multiplied with: alpha / rank, or alpha / sqrt(rank) (rsLoRA,
+        """Return the factor of a module's B @ A: alpha / rank, or alpha / sqrt(rank) (rsLoRA,
         arXiv:2312.03732)."""
         alpha = _find(self.alpha_pattern, module, self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
     def is_target(self, module: str) -> bool:
-        """Whether PEFT would put an adapter on the linear layer of this name. All of them are
-        candidates but the head, which the caller leaves out."""
+        """Return whether PEFT would add the adapter to the linear layer of this name, which must
+        not be the LM head."""
         if _is_named(self.excluded, module):
             return False
         if isinstance(self.targets, str):
@@ -342,7 +345,7 @@ class PeftConfig:
 
 
 def read_config(folder: Path) -> PeftConfig:
-    """The adapter's config. Raises: InvalidAdapter naming the field and what to do."""
+    """Read an adapter's config. Raises: InvalidAdapter naming the field and the fix."""
     path = folder / CONFIG
     try:
         if not path.is_file():
@@ -362,7 +365,7 @@ def read_config(folder: Path) -> PeftConfig:
 
 
 def parse_config(values: Mapping[str, Any]) -> PeftConfig:
-    """A config from the values of its file. Raises: InvalidAdapter naming the field."""
+    """Create a config from the values of its file. Raises: InvalidAdapter naming the field."""
     _check_refused(values)
     layers = values.get("layers_to_transform")
     if isinstance(layers, int):
@@ -482,14 +485,15 @@ def _pattern(field: str, text: str) -> Pattern:
 
 
 def _is_named(names: Pattern | tuple[str, ...], module: str) -> bool:
-    """By a pattern that matches the whole name, or by a list of names and their last parts."""
+    """Return whether a pattern matches the whole module name, or a list contains it or a suffix of
+    it after a dot."""
     if isinstance(names, Pattern):
         return names.is_whole(module)
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _find(patterns: Mapping[Pattern, T], module: str, default: T) -> T:
-    """The value of the first key that matches the end of the name."""
+    """Return the value of the first key that matches the end of the name, or `default`."""
     return next((each for pattern, each in patterns.items() if pattern.is_end(module)), default)
 
 
@@ -516,7 +520,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Factors:
-    """One module's part: it adds `scale * b @ a @ x`."""
+    """The factors of one module, which adds `scale * b @ a @ x`."""
 
     a: torch.Tensor  # [r, in], as stored
     b: torch.Tensor  # [out, r], as stored
@@ -525,27 +529,26 @@ class Factors:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A whole adapter, checked by itself."""
+    """An adapter whose config and tensors are consistent with each other."""
 
     config: PeftConfig
     factors: dict[str, Factors]
-    """By the module's name in the model, "model.layers.0.self_attn.q_proj"."""
+    """The factors of each module, by its name in the model ("model.layers.0.self_attn.q_proj")."""
     digest: str
-    """Hex, 64 characters: equal exactly if modules, factors and scales are."""
+    """Digest of 64 hexadecimal characters, equal exactly if modules, factors and scales are."""
 
     @property
     def rank(self) -> int:
-        """The highest of its modules."""
+        """The highest rank of its modules."""
         return max(one.a.shape[0] for one in self.factors.values())
 
 
 def read_adapter(folder: Path, limits: LoraLimits, progress: Progress | None = None) -> Adapter:
     """Read and check an adapter.
 
-    Args:
-        progress: called with ("adapter", bytes done, bytes in all).
-    Raises: InvalidAdapter naming the field or tensor; TooManyAdapters where it alone is larger than
-        all may be.
+    Args: progress: called with ("adapter", bytes done, bytes in all).
+    Raises: InvalidAdapter naming the field or tensor; TooManyAdapters if it alone exceeds
+        `limits.max_bytes`.
     """
     config = read_config(folder)
     tensors = _read_tensors(folder, limits, progress)
@@ -595,7 +598,8 @@ def _read_tensors(
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A tensor's name -> (module, "A" or "B")."""
+    """Split a tensor's name into (module, "A" or "B"). Raises: InvalidAdapter for a tensor that is
+    not supported."""
     for part, reason in _TENSOR_REASONS:
         if part in name.split(".") or (part.startswith("lora_") and part in name):
             raise InvalidAdapter(name, f"{reason}; merge the adapter into the model")
@@ -641,7 +645,8 @@ def _factors(
 
 
 def _digest(factors: dict[str, Factors]) -> str:
-    """BLAKE2b over every module's name, scale, and both factors with dtype and shape, by name."""
+    """Return the BLAKE2b digest over every module's name, scale, and both factors with dtype and
+    shape, in the order of names."""
     digest = hashlib.blake2b(digest_size=32, person=b"baton-adapter-v1")
     for module in sorted(factors):
         one = factors[module]

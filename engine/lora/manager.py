@@ -1,14 +1,14 @@
 """LoraManager: the LoRA adapters of one loaded model, in numbered slots.
 
-Life of an adapter: `load` reads and checks everything, then puts its factors on the model's linear
-layers; a request that names it holds it from `acquire` to `release`; `unload` takes it off again,
-and is refused while it is held. Slot 0 means no adapter. `begin` says which rows of the next
-forward pass belong to which slot.
+Life of an adapter: `load` reads and checks it, then adds its factors to the model's linear layers;
+a request that names it holds it from `acquire` to `release`; `unload` removes it, and is rejected
+while it is held. Slot 0 means no adapter. `begin` sets the slot of each row of the next forward
+pass.
 
 Invariants (`check_integrity`): each slot has one adapter; a linear layer holds factors of exactly
-the loaded adapters that are on it; stacks hold exactly those that are launched; bytes are the sum
-of what is held; nothing is held by requests that are not live. Knows no requests and no blocks.
-Engine thread only.
+the loaded adapters that have it as a target; stacks hold exactly those that are launched; the
+counted bytes are the sum of the factors' bytes; adapters are held by live requests only. It knows
+no requests and no blocks. Engine thread only.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ MAX_NAME_CHARS = 128
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """A loaded adapter, for others."""
+    """The properties of a loaded adapter."""
 
     name: str
 
     digest: str
-    """Hex over everything it computes: what cache roots are keyed with, never the name."""
+    """Hexadecimal digest over all that the adapter computes; a part of the key of cache roots,
+    which its name is not."""
 
     rank: int
-    """The highest of its modules."""
+    """The highest rank of its modules."""
 
     num_bytes: int
-    """As held in memory."""
+    """Size in memory."""
 
     targets: tuple[str, ...]
-    """The kinds of modules it is on ("q_proj"), sorted."""
+    """The kinds of modules that it is on ("q_proj"), sorted."""
 
 
 @dataclass
@@ -77,13 +78,13 @@ class _Loaded:
 
 
 class LoraManager:
-    """The table of adapters, and the factors that they put on the model's linear layers.
+    """The table of adapters, and their factors on the model's linear layers.
 
     Args:
-        find_sites: the model's linear layers by name; asked once, at the first load.
-        dtype: what factors are held in.
-        refusal: why this model takes no adapters at all; empty: it does.
-        stacks: where adapters lie that are launched; None: none is.
+        find_sites: returns the model's linear layers by name; called once, at the first load.
+        dtype: the dtype in which factors are stored.
+        refusal: why this model supports no adapters; empty: it does.
+        stacks: the stacked factors of launched adapters; None: none is launched.
     """
 
     def __init__(
@@ -109,31 +110,33 @@ class LoraManager:
 
     @classmethod
     def refused(cls, reason: str) -> LoraManager:
-        """For a model that takes none: every load is refused with this reason."""
+        """Create the manager of a model that supports no adapters: every load is rejected with this
+        reason."""
         return cls(LoraLimits(max_num_adapters=0), dict, refusal=reason)
 
     # -- loading
 
     def load(self, name: str, folder: Path, progress: Progress | None = None) -> AdapterInfo:
-        """Read a PEFT adapter and let requests use it. The same content again changes nothing;
-        another content replaces what had the name.
+        """Read a PEFT adapter and make it available to requests. Loading the same content again
+        changes nothing; other content replaces the adapter of that name.
 
-        Raises: InvalidAdapter, TooManyAdapters; AdapterInUse when another content has the name and
-            is held. Nothing changed then.
+        Raises: InvalidAdapter, TooManyAdapters; AdapterInUse if an adapter of that name with other
+            content is held. Nothing changes then.
         """
         limits = self.reading_limits()
         _check_name(name)
         return self.install(name, read_adapter(folder, limits, progress))
 
     def reading_limits(self) -> LoraLimits:
-        """What an adapter is read with. Raises: InvalidAdapter where this model takes none."""
+        """Return the limits for reading an adapter. Raises: InvalidAdapter if this model supports
+        none."""
         if self._refusal:
             raise InvalidAdapter("adapter", f"{self._refusal}: it takes no LoRA adapters")
         return self.limits
 
     def install(self, name: str, adapter: Adapter) -> AdapterInfo:
-        """`load` for an adapter that was read before, maybe by another thread. Raises: as
-        `load`."""
+        """Make an adapter available that was read before, maybe by another thread. Raises: the
+        errors of `load`."""
         self.reading_limits()
         _check_name(name)
         old = self._loaded.get(name)
@@ -171,7 +174,7 @@ class LoraManager:
         return info
 
     def unload(self, name: str) -> None:
-        """Take an adapter off the model. Raises: UnknownAdapter; AdapterInUse, naming by how many
+        """Remove an adapter from the model. Raises: UnknownAdapter; AdapterInUse with the number of
         requests."""
         loaded = self._get(name)
         if loaded.num_held:
@@ -183,34 +186,36 @@ class LoraManager:
         del self._loaded[name]
 
     def infos(self) -> tuple[AdapterInfo, ...]:
-        """What is loaded, in the order of loading."""
+        """Return the loaded adapters, in the order of loading."""
         return tuple(loaded.info for loaded in self._loaded.values())
 
     # -- requests
 
     def digest(self, name: str) -> str:
-        """What cache roots are keyed with; empty for no adapter. Raises: InvalidRequest."""
+        """Return the adapter's digest, with which cache roots are keyed; empty for no adapter.
+        Raises: InvalidRequest if it is not loaded."""
         return self._named(name).info.digest if name else ""
 
     def slot(self, name: str) -> int:
-        """For Span.adapter; 0 for no adapter. Raises: InvalidRequest."""
+        """Return the adapter's slot (Span.adapter); 0 for no adapter. Raises: InvalidRequest if it
+        is not loaded."""
         return self._named(name).slot if name else 0
 
     def is_launched(self, name: str) -> bool:
-        """Launches (DecodesAhead) take its rows; so they do without an adapter. Raises:
-        InvalidRequest."""
+        """Return whether rows with this adapter can be launched ahead (DecodesAhead); True for no
+        adapter. Raises: InvalidRequest if it is not loaded."""
         if not name:
             return True
         return self._stacks is not None and self._stacks.holds(self._named(name).slot)
 
     def acquire(self, name: str) -> None:
-        """A request uses it from now on; nothing for no adapter. Raises: InvalidRequest naming what
-        is loaded."""
+        """Count one more request that uses the adapter; does nothing for no adapter. Raises:
+        InvalidRequest naming the loaded adapters."""
         if name:
             self._named(name).num_held += 1
 
     def release(self, name: str) -> None:
-        """One `acquire` is over. Raises: IntegrityError without one."""
+        """End one `acquire`. Raises: IntegrityError without one."""
         if not name:
             return
         loaded = self._loaded.get(name)
@@ -221,8 +226,8 @@ class LoraManager:
     # -- the step
 
     def begin(self, batch: Batch) -> None:
-        """The next forward pass computes `batch`. Raises: IntegrityError for a slot without an
-        adapter."""
+        """Set the slots of the rows of the next forward pass. Raises: IntegrityError for a slot
+        without an adapter."""
         self._rows.place(batch.spans)
         if self._rows.slots:
             known = {loaded.slot for loaded in self._loaded.values()}
@@ -233,8 +238,7 @@ class LoraManager:
     def check_integrity(self, num_held: Mapping[str, int] | None = None) -> None:
         """Recompute the invariants that the module's docstring lists.
 
-        Args:
-            num_held: live requests by adapter name; None: not known here.
+        Args: num_held: number of live requests by adapter name; None: not checked.
         Raises: IntegrityError.
         """
         slots = [loaded.slot for loaded in self._loaded.values()]
@@ -287,7 +291,8 @@ class LoraManager:
         return range(1, self.limits.max_num_adapters + 1)
 
     def _choose_slot(self, old: _Loaded | None, num_bytes: int) -> int:
-        """The slot of what is replaced, or the first free one. Raises: TooManyAdapters."""
+        """Return the slot of the adapter `old` that is replaced, or the first free one. Raises:
+        TooManyAdapters."""
         rest = self._num_bytes() - (old.info.num_bytes if old else 0)
         if rest + num_bytes > self.limits.max_bytes:
             raise TooManyAdapters(
@@ -306,8 +311,8 @@ class LoraManager:
         )
 
     def _check_sites(self, adapter: Adapter) -> dict[str, Site]:
-        """The sites of an adapter's modules. Raises: InvalidAdapter naming the first that does not
-        fit."""
+        """Return the sites of an adapter's modules. Raises: InvalidAdapter naming the first that
+        does not fit."""
         if self._sites is None:
             self._sites = self._find_sites()
         for module, factors in adapter.factors.items():
@@ -336,7 +341,7 @@ class LoraManager:
         return {module: self._sites[module] for module in adapter.factors}
 
     def _low_rank(self, members: Mapping[str, Site], adapter: Adapter) -> LowRank:
-        """The factors of all modules that are columns of one linear, as one pair."""
+        """Combine the factors of all modules that are columns of one linear layer into one pair."""
         factors = [adapter.factors[module] for module in members]
         linear = next(iter(members.values())).linear
         a = torch.cat([one.a for one in factors]).to(self._dtype)
@@ -350,7 +355,7 @@ class LoraManager:
         return LowRank(a.to(self._device), b.to(self._dtype).to(self._device))
 
     def _num_low_rank_bytes(self, members: Mapping[str, Site], adapter: Adapter) -> int:
-        """Of what `_low_rank` makes."""
+        """Return the size in bytes of the result of `_low_rank`."""
         rank = sum(adapter.factors[module].a.shape[0] for module in members)
         site = next(iter(members.values()))
         num_features: int = site.in_features + site.linear.out_features
@@ -375,10 +380,9 @@ def _by_linear(sites: Mapping[str, Site]) -> dict[Linear, dict[str, Site]]:
 
 
 def plain_steps_warning(name: str, rank: int, launched_rank: int, device_type: str) -> str:
-    """What whoever loads an adapter should know of its speed; empty: nothing.
+    """Return a warning that an adapter's decode steps will be slow; empty if they will not.
 
-    Args:
-        launched_rank: highest that is launched here; 0: none is.
+    Args: launched_rank: highest rank that is launched ahead; 0: none is.
     """
     if device_type != "cuda" or rank <= launched_rank:
         return ""

@@ -1,20 +1,20 @@
-"""What adapters add to a model's linear layers: `x @ A.T @ B`, for the rows of a step that ask for
-it.
+"""Application of LoRA adapters to a model's linear layers: `x @ A.T @ B`, for the rows of a step
+that have an adapter.
 
-A `Site` is a linear layer that adapters can add to. Two forms of the factors lie beside it:
+A `Site` is a linear layer, or columns of one, that adapters can be added to. There are two forms of
+the factors:
 
-- `Deltas`, one for each linear layer that an adapter is on: rows of one adapter are multiplied
-  together, adapter by adapter. AdapterRows says which rows of the step's row of tokens belong to
-  which slot; there is one per model, set before each forward pass. Rows without an adapter are
-  neither read nor written, so they stay equal to the last bit. With no adapter in the step nothing
-  is computed.
-- `StackedLora`: the factors of all slots in tensors that stay where they are, which a CUDA graph
-  can read. One pair of tensors for each linear layer, made once, for every slot and for the highest
-  rank that is launched; zeros where an adapter has less, and where there is none. A decode step
-  adds the products of all its rows' adapters at once (baton_kernels.lora).
+- `Deltas`, one for each linear layer with an adapter: rows of one adapter are multiplied together,
+  adapter by adapter. AdapterRows has the slot of each row of the step; there is one per model, set
+  before each forward pass. Rows without an adapter are neither read nor written, so that their
+  bits do not change. With no adapter in the step nothing is computed.
+- `StackedLora`: the factors of all slots in tensors at fixed addresses, which a CUDA graph can
+  read. One pair of tensors for each linear layer, allocated once, for every slot and for the
+  highest rank that is launched; zeros where an adapter has a lower rank, and where there is none.
+  A decode step adds the products of all its rows' adapters at once (baton_kernels.lora).
 
-LoraManager fills and clears both. Source of the grouping: Punica, arXiv:2310.18547, section 4.
-Knows no model and no requests: models find their sites. Engine thread only.
+LoraManager fills and clears both. Source of the grouping: Punica, arXiv:2310.18547, section 4. It
+knows no model and no requests: models find their sites. Engine thread only.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from engine.errors import IntegrityError
 
 
 _MAX_WIDE_ROWS = 32
-"""Up to this many rows of each adapter are multiplied in the dtype that factors are held in
-(float32 on CPU: a product costs 2-5 us where bfloat16 costs 12-20 us to dispatch, and that is more
-than the bytes cost); more, in the model's, whose products of many rows are several times as fast.
-Measured."""
+"""Largest number of rows of each adapter that are multiplied in the dtype of the stored factors
+(float32 on CPU: dispatching a product costs 2-5 us, in bfloat16 12-20 us, which is more than the
+bytes cost). More rows are multiplied in the model's dtype, several times as fast. Measured."""
 
 
 class AdapterRows:
-    """The rows of one step by slot.
+    """The rows of one step by adapter slot.
 
     Attributes:
-        slots: those in the step, none twice.
-        sizes: rows of each of them; the picked rows are those of slots[0], then of slots[1], ...
-        index: [n] the picked rows in the step's row; None: all of it, in its order.
-        num_rows: of the step.
-        is_small: no adapter has more than _MAX_WIDE_ROWS rows.
+        slots: the distinct slots of the step.
+        sizes: number of rows of each slot; the picked rows are those of slots[0], then of slots[1],
+            ...
+        index: [n] indices of the picked rows in the step; None: all rows, in their order.
+        num_rows: number of rows of the step.
+        is_small: whether no adapter has more than _MAX_WIDE_ROWS rows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class AdapterRows:
         self.is_small = True
 
     def place(self, spans: Sequence[Span]) -> None:
-        """Note which rows of one step belong to which adapter slot. `spans`: the step's, in the
+        """Record the rows of each adapter slot in a step. Args: spans: the step's spans, in the
         order of its rows."""
         self.slots, self.index = (), None
         if not any(span.adapter for span in spans):
@@ -83,7 +83,7 @@ class AdapterRows:
             self.index = torch.tensor(picked, device=self._device)
 
     def pick(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, F] -> [n, F], the rows that have an adapter."""
+        """Select the rows that have an adapter: [T, F] -> [n, F]."""
         if x.shape[0] != self.num_rows:
             raise IntegrityError(f"a linear saw {x.shape[0]} rows in a step of {self.num_rows}")
         return x if self.index is None else x.index_select(0, self.index)
@@ -91,7 +91,7 @@ class AdapterRows:
 
 @dataclass(frozen=True)
 class LowRank:
-    """One slot's factors for one linear layer."""
+    """The factors of one slot for one linear layer."""
 
     a: torch.Tensor  # [R, in]
     b: torch.Tensor  # [R, out], the scale in it
@@ -102,8 +102,8 @@ class LowRank:
 
 
 class Deltas:
-    """One linear layer's factors by slot, multiplied adapter by adapter, so that no adapter's
-    numbers meet another's. Its linear layer has it as `deltas`."""
+    """The factors of one linear layer by slot, multiplied one adapter at a time, so that numbers of
+    different adapters are never in one product. The layer has it as `deltas`."""
 
     def __init__(self, rows: AdapterRows, out_features: int, dtype: torch.dtype) -> None:
         self._rows = rows
@@ -113,30 +113,29 @@ class Deltas:
 
     @property
     def is_wanted(self) -> bool:
-        """Some row of this step has an adapter that adds to this layer."""
+        """Whether some row of this step has an adapter that adds to this layer."""
         return not self.by_slot.keys().isdisjoint(self._rows.slots)
 
     @property
     def is_whole(self) -> bool:
-        """Every row of this step has an adapter, in the order of the groups."""
+        """Whether every row of this step has an adapter, in the order of the groups."""
         return self._rows.index is None
 
     def pick(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, F] -> [n, F], the rows of this step that have an adapter."""
+        """Select the rows of this step that have an adapter: [T, F] -> [n, F]."""
         return self._rows.pick(x)
 
     def put(self, out: torch.Tensor, picked: torch.Tensor) -> None:
-        """Write [n, F] over those rows of [T, F]."""
+        """Write rows [n, F] over the rows of `out` [T, F] that have an adapter."""
         if self._rows.index is None:
             out.copy_(picked)
         else:
             out.index_copy_(0, self._rows.index, picked)
 
     def add(self, x: torch.Tensor, out: torch.Tensor, times: torch.Tensor | None = None) -> None:
-        """Add to `out` [T, out], in place, what the adapters make of `x` [T, in].
+        """Add the adapters' products of `x` [T, in] to `out` [T, out], in place.
 
-        Args:
-            times: [T, out] what it is multiplied with before.
+        Args: times: [T, out], factors of the products; None: 1.
         """
         delta = self._delta(self.pick(x))
         if times is not None:
@@ -148,12 +147,12 @@ class Deltas:
             out.index_add_(0, self._rows.index, delta)
 
     def delta(self, picked: torch.Tensor) -> torch.Tensor:
-        """[n, in] -> [n, out] in the same dtype, zero where an adapter does not touch this
-        layer."""
+        """Compute the adapters' products of the picked rows: [n, in] -> [n, out] in the same dtype,
+        zero where an adapter has no factors for this layer."""
         return self._delta(picked).to(picked.dtype)
 
     def _delta(self, picked: torch.Tensor) -> torch.Tensor:
-        """`delta` before it is rounded."""
+        """Compute `delta` before it is rounded to the dtype of the rows."""
         rows = self._rows
         dtype = self._dtype if rows.is_small else picked.dtype
         parts: list[torch.Tensor] = []
@@ -170,8 +169,8 @@ class Deltas:
 
 
 class AdaptedLinear(nn.Module):
-    """Base of our own linear layers: they add `deltas` themselves, before what they fuse behind the
-    product. Any other linear layer is an nn.Linear, and gets a hook."""
+    """Base of this package's linear layers, which add `deltas` themselves, before the operations
+    fused after the product. Any other linear layer is an nn.Linear, and gets a hook."""
 
     in_features: int
     out_features: int
@@ -183,7 +182,8 @@ Linear = nn.Linear | AdaptedLinear
 
 @dataclass(frozen=True)
 class Site:
-    """`out_features` columns of `linear`'s output, from `column` on."""
+    """A place that an adapter can be added to: `out_features` columns of `linear`'s output, from
+    `column` on."""
 
     linear: Linear
     column: int
@@ -192,7 +192,7 @@ class Site:
 
 
 def attach(linear: Linear, deltas: Deltas) -> RemovableHandle | None:
-    """From now on the linear adds `deltas`. Returns what `detach` needs."""
+    """Make the linear layer add `deltas` from now on. Returns: the handle that `detach` needs."""
     if isinstance(linear, nn.Linear):
         return linear.register_forward_hook(_adding(deltas))
     linear.deltas = deltas
@@ -200,7 +200,7 @@ def attach(linear: Linear, deltas: Deltas) -> RemovableHandle | None:
 
 
 def detach(linear: Linear, handle: RemovableHandle | None) -> None:
-    """The linear is as it was before `attach`."""
+    """Stop adding `deltas` to the linear layer. Args: handle: the result of `attach`."""
     if handle is not None:
         handle.remove()
     elif not isinstance(linear, nn.Linear):
@@ -220,10 +220,9 @@ def _adding(deltas: Deltas) -> Callable[..., None]:
 
 
 class StepRows:
-    """What all stacks look at: the rows of the step that is computed.
+    """The adapter rows of the present step, which all stacks read.
 
-    Attributes:
-        rows: None: none of them has an adapter.
+    Attributes: rows: the rows with adapters; None: there is none.
     """
 
     def __init__(self) -> None:
@@ -231,12 +230,12 @@ class StepRows:
 
 
 class StackedFactors:
-    """One linear layer's factors.
+    """The stacked factors of one linear layer.
 
     Args:
-        step: whose rows it adds to.
-        num_slots: adapters that may be loaded at once.
-        rank: of one slot, of all modules that are columns of this linear together.
+        step: the rows to add to.
+        num_slots: number of adapters that can be loaded at once.
+        rank: the rank of one slot, summed over all modules that are columns of this layer.
     """
 
     def __init__(
@@ -255,11 +254,11 @@ class StackedFactors:
 
     @property
     def is_wanted(self) -> bool:
-        """Rows of this step have adapters."""
+        """Whether rows of this step have adapters."""
         return self._step.rows is not None
 
     def add(self, out: torch.Tensor, x: torch.Tensor, backend: Backend) -> torch.Tensor:
-        """Add to `out` [M, out], in place, what the rows' adapters make of x [M, in]."""
+        """Add the products of the rows' adapters and x [M, in] to `out` [M, out], in place."""
         rows = self._step.rows
         if rows is None:
             raise IntegrityError("a step without adapters")
@@ -267,13 +266,13 @@ class StackedFactors:
 
 
 class StackedLora:
-    """The factors of all loaded adapters of a rank that is launched. Invariant: a slot that is not
-    held has only zeros.
+    """The stacked factors of all loaded adapters that are launched ahead. Invariant: an empty slot
+    contains zeros only.
 
     Args:
         sites: the model's linear layers by name.
-        num_slots: adapters that may be loaded at once: slots 1 to this.
-        max_rank: of an adapter that is launched.
+        num_slots: number of adapters that can be loaded at once, in slots 1 to `num_slots`.
+        max_rank: highest rank of an adapter that is launched ahead.
     """
 
     def __init__(
@@ -301,12 +300,13 @@ class StackedLora:
 
     @property
     def num_bytes(self) -> int:
-        """On the device, from the first to the last day."""
+        """Number of bytes on the device, which does not depend on the loaded adapters."""
         pairs = [(one.a, one.b) for one in self.by_linear.values()]
         return sum(one.numel() * one.element_size() for pair in pairs for one in pair)
 
     def put(self, slot: int, by_linear: Mapping[Linear, LowRank]) -> None:
-        """An adapter, of at most `max_rank`, into a slot that is not held."""
+        """Copy an adapter of at most `max_rank` into an empty slot. Raises: IntegrityError if the
+        slot is in use or does not exist."""
         self._check_empty(slot)
         for linear, factors in by_linear.items():
             stack, rank = self.by_linear[linear], factors.a.shape[0]
@@ -315,7 +315,7 @@ class StackedLora:
         self._held.add(slot)
 
     def clear(self, slot: int) -> None:
-        """The slot's adapter is taken off, if it holds one."""
+        """Remove the slot's adapter, if it has one."""
         if slot in self._held:
             self._held.remove(slot)
             for stack in self.by_linear.values():
@@ -323,18 +323,18 @@ class StackedLora:
                 stack.b[slot - 1].zero_()
 
     def holds(self, slot: int) -> bool:
-        """Its adapter is here."""
+        """Whether the slot has an adapter."""
         return slot in self._held
 
     def check_held(self, slots: Iterable[int]) -> None:
-        """Raises: IntegrityError for one of these, 0 apart, that is not held."""
+        """Check that each of these slots, except 0, has an adapter. Raises: IntegrityError."""
         unknown = {slot for slot in slots if slot} - self._held
         if unknown:
             raise IntegrityError(f"a row names adapter slots {sorted(unknown)}: not launched")
 
     @contextlib.contextmanager
     def of_step(self, rows: LoraRows | None) -> Generator[None, None, None]:
-        """These rows have their adapters meanwhile."""
+        """Set the rows of the present step, for the duration of the body."""
         self._step.rows = rows
         try:
             yield
@@ -342,10 +342,10 @@ class StackedLora:
             self._step.rows = None
 
     def check_integrity(self, launched: Iterable[int]) -> None:
-        """Numbers are not looked at: the device would be waited for.
+        """Check the set of slots in use; the factors are not read, since that would wait for the
+        device.
 
-        Args:
-            launched: slots of all loaded adapters that are launched.
+        Args: launched: slots of all loaded adapters that are launched ahead.
         Raises: IntegrityError.
         """
         expected = set(launched)

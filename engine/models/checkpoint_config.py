@@ -1,10 +1,10 @@
-"""CheckpointConfig: what a checkpoint's config files say as transformers reads them; and Rehearsed,
-which keeps it between starts.
+"""CheckpointConfig: the contents of a checkpoint's config files as transformers reads them; and
+Rehearsed: a cache of them and of passed architecture checks, kept between starts.
 
-Reading and rehearsing a config imports transformers' modelling code: two of the five CPU seconds
-that a worker's start took. Both depend on nothing but the config files, the libraries and this
-code, so a start that finds their digest in the cache folder imports none of it. A rehearsal that
-failed is never kept. Of several starts at once, as on a node with several workers, one does it.
+Reading a config and checking its architecture imports transformers' modelling code, which takes two
+of the five CPU seconds of a worker's start. Both depend only on the config files, the libraries and
+this code, so a start that finds their digest in the cache folder skips them. A failed check is
+never cached. Of several starts at once, as on a node with several workers, one does the check.
 Start-up only.
 """
 
@@ -39,17 +39,18 @@ _FILES = ("config.json", "generation_config.json")
 _CODE = (*engine.__path__, *baton_kernels.__path__)
 _PRIVATE = 0o700
 _WAIT_S = 30.0
-"""For another start that rehearses the same: it takes three, ten where the cores are few."""
+"""Longest wait in seconds for another start that checks the same files: a check takes three
+seconds, ten with few cores."""
 _POLL_S = 0.05
 
 Way = Literal["transformers", "own", "own kernels"]
-"""How a model is computed: by transformers' code; by our own decoder with torch's attention; by our
-own decoder with the kernels (of a CPU: their reference)."""
+"""A way to compute a model: "transformers": transformers' modelling code; "own": LlamaDecoder with
+torch's attention; "own kernels": LlamaDecoder with the kernels (on a CPU: their reference)."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What a start needs of config.json and generation_config.json."""
+    """The parts of config.json and generation_config.json that a start needs."""
 
     model_type: str
     vocab_size: int
@@ -57,24 +58,26 @@ class CheckpointConfig:
     """The longest context that the model was made for, in tokens; None: the config names none."""
 
     eos_token_ids: tuple[int, ...]
-    """Of both files together, sorted."""
+    """EOS token ids of both files together, sorted."""
 
     refusal: str
-    """Why our own decoder does not compute it; "": it does."""
+    """Why LlamaDecoder does not support the model; "": it does."""
 
     shape: LlamaConfig | None
-    """For our own decoder; None: it does not compute this model."""
+    """The sizes for LlamaDecoder; None: it does not support the model."""
 
     @property
     def decoder_shape(self) -> LlamaConfig:
-        """Raises: ValueError with `refusal`."""
+        """The sizes for LlamaDecoder. Raises: ValueError with `refusal` if it does not support the
+        model."""
         if self.shape is None:
             raise ValueError(self.refusal)
         return self.shape
 
 
 def transformers_config(folder: Path) -> Any:
-    """transformers' own object. Raises: LoadError where it refuses the file."""
+    """Read config.json with transformers. Returns: a transformers config. Raises: LoadError if
+    transformers rejects the file."""
     import transformers
 
     try:
@@ -87,7 +90,8 @@ def transformers_config(folder: Path) -> Any:
 
 
 def read_checkpoint_config(folder: Path) -> CheckpointConfig:
-    """By transformers. Raises: LoadError, as `transformers_config`."""
+    """Read a CheckpointConfig from a folder, with transformers. Raises: LoadError if transformers
+    rejects the file."""
     config = transformers_config(folder)
     reason = unsupported_reason(config)
     positions = getattr(config, "max_position_embeddings", None)
@@ -115,15 +119,15 @@ def _eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
 
 
 class Rehearsed:
-    """What earlier starts found out about one checkpoint's config files: one JSON file.
+    """The cached results of earlier starts for one checkpoint's config files: one JSON file.
 
-    A file that cannot be read, is another user's or can be written by one, or has another form, is
-    passed over and written anew; where none can be written, each start reads and rehearses.
+    A file that cannot be read, that another user owns or may write, or that has another form, is
+    ignored and replaced; if none can be written, each start reads and checks the config itself.
 
     Args:
-        folder: of the checkpoint.
-        cache: where such files lie; None: `cache_folder()`.
-        code: folders of Python files that a rehearsal depends on.
+        folder: the checkpoint's folder.
+        cache: the folder of the cache files; None: `cache_folder()`.
+        code: folders of Python files that the results depend on.
     """
 
     def __init__(
@@ -144,8 +148,9 @@ class Rehearsed:
 
     @contextlib.contextmanager
     def alone(self, wait_s: float = _WAIT_S) -> Iterator[None]:
-        """Where nothing is kept yet, the body runs when no other start's does for the same files,
-        after at most `wait_s` beside it; what that one kept is known then."""
+        """Return a context that one start of the same files enters at a time, if nothing is cached;
+        the results of the start before it are loaded on entry. After `wait_s` seconds it is
+        entered all the same."""
         with contextlib.ExitStack() as held:
             if self.config is None and self._path is not None:
                 with contextlib.suppress(OSError):  # as `keep`: each start for itself
@@ -156,11 +161,12 @@ class Rehearsed:
             yield
 
     def has(self, way: Way) -> bool:
-        """A rehearsal of this config by this way passed."""
+        """Whether a check of this config, run in this way, has passed."""
         return self.config is not None and way in self._ways
 
     def keep(self, config: CheckpointConfig, way: Way) -> None:
-        """Such a rehearsal passed. What cannot be written is logged."""
+        """Store that a check of this config, run in this way, has passed. A failure to write is
+        logged."""
         self.config = config
         self._ways.add(way)
         if self._path is None or self._cache is None:
@@ -176,7 +182,8 @@ class Rehearsed:
 
 
 def cache_folder() -> Path | None:
-    """Under XDG_CACHE_HOME, ~/.cache where that is not set; None for a user without a home."""
+    """Return the folder of cache files, under XDG_CACHE_HOME or ~/.cache; None for a user without a
+    home."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError:
@@ -185,8 +192,8 @@ def cache_folder() -> Path | None:
 
 
 def _take(lock: int, wait_s: float) -> None:
-    """Have the lock of an open file, which the kernel takes back when that is closed; go on without
-    where another process has it for so long. Raises: OSError where the file system has no locks."""
+    """Lock an open file until it is closed, or give up after `wait_s` seconds if another process
+    holds the lock. Raises: OSError if the file system has no locks."""
     ends_s = time.monotonic() + wait_s
     while time.monotonic() < ends_s:
         try:
@@ -198,7 +205,8 @@ def _take(lock: int, wait_s: float) -> None:
 
 
 def _read(path: Path) -> tuple[CheckpointConfig, set[str]]:
-    """Raises: OSError, ValueError, TypeError, KeyError for what `keep` did not write."""
+    """Read a file that `keep` wrote. Raises: OSError, ValueError, TypeError or KeyError for any
+    other file."""
     with path.open() as file:
         found = os.fstat(file.fileno())
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
@@ -215,7 +223,8 @@ def _read(path: Path) -> tuple[CheckpointConfig, set[str]]:
 
 
 def _digest(folder: Path, code: Sequence[str]) -> str:
-    """Of all that a rehearsal depends on: the config files, the libraries, this code, the CPU."""
+    """Return a digest of all that a check depends on: the config files, the libraries, this code,
+    the CPU."""
     digest = hashlib.blake2b(digest_size=16, person=b"baton-rehearsed")
     for name in _FILES:
         path = folder / name

@@ -1,15 +1,14 @@
-"""Faster layers for a loaded transformers model, recognised by the shape of their attributes, not
-by family: `fuse` replaces what it recognises exactly and leaves the rest as it is.
+"""Faster layers for a loaded transformers model, recognised by the structure of a layer's
+attributes, not by model family: `fuse` replaces the layers that it recognises exactly and leaves
+others.
 
-FusedDecoderLayer computes norm, attention, residual, norm, gated SiLU and residual in as few calls
-as torch offers: RMSNorm is one call, q/k/v one matrix, RoPE runs over queries and keys together;
-with packed linears SiLU, SiLU * up and both residual sums are done in the matrix products'
-epilogues.
+FusedDecoderLayer computes norm, attention, residual, norm, gated SiLU and residual in as few torch
+calls as possible: RMSNorm is one call, q/k/v one matrix, RoPE runs over queries and keys together;
+with packed linears SiLU, SiLU * up and both residual sums run in the matrix products' epilogues.
 
-It promises nothing about numbers: transformers_backend.py compares logits before and after, and
-goes back to the plain model where they differ. Weights are replaced layer by layer, so the peak is
-one layer above the model's size. Knows no engine. `fuse` is for load time; the layer for the
-engine's thread.
+Numerical equality is not guaranteed: transformers_backend.py compares logits before and after, and
+returns to the plain model if they differ. Weights are replaced layer by layer, so the peak is one
+layer above the model's size. `fuse` is for load time; the layer for the engine's thread.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from engine.lora.stacked_weights import AdaptedLinear
 
 
 class PlainLinear(AdaptedLinear):
-    """The same surface as PackedLinear for x [T, in], by F.linear."""
+    """A linear layer with the interface of PackedLinear, computed by torch's `linear`; x is [T,
+    in]."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none"
@@ -53,12 +53,13 @@ class PlainLinear(AdaptedLinear):
 
 
 class FusedDecoderLayer(nn.Module):
-    """Takes the place of a decoder layer; `layer` may be dropped afterwards.
+    """A replacement of a transformers decoder layer, made from `layer`, which may be dropped
+    afterwards.
 
     Args:
-        layer: one that `fuse.is_plain_decoder_layer` recognised.
-        window: how many tokens back it sees; None: all.
-        is_packed: PackedLinear, else PlainLinear.
+        layer: a layer that `is_plain_decoder_layer` recognised.
+        window: number of tokens of its sliding window; None: it has none.
+        is_packed: uses PackedLinear; otherwise PlainLinear.
     """
 
     def __init__(self, layer: Any, *, window: int | None, is_packed: bool) -> None:
@@ -94,8 +95,8 @@ class FusedDecoderLayer(nn.Module):
             self.head_norm_eps = attention.q_norm.variance_epsilon
 
     def parts(self) -> dict[str, tuple[AdaptedLinear, int, int]]:
-        """The projections by their names in the plain layer: (linear, first column of its output,
-        number of columns)."""
+        """Return the projections by their names in the plain layer: (linear, first column of its
+        output, number of columns)."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         whole: dict[str, AdaptedLinear] = {
             "self_attn.o_proj": self.o,
@@ -117,8 +118,8 @@ class FusedDecoderLayer(nn.Module):
         baton_step: Attend,
         **_: Any,
     ) -> torch.Tensor:
-        """[1, T, hidden] -> [1, T, hidden]. Masks and caches among the keywords are None on our way
-        of calling."""
+        """Compute the layer: [1, T, hidden] -> [1, T, hidden]. Other keywords (masks, caches) are
+        ignored; they are None in the calls of `run`."""
         x = hidden_states[0]
         num_tokens = x.shape[0]
         num_rotated = self.num_heads + self.num_kv_heads
@@ -144,7 +145,7 @@ class FusedDecoderLayer(nn.Module):
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE, half-split layout.
+    """Apply RoPE in the half-split layout. Returns: [T, heads, D].
 
     Args:
         heads: [T, heads, D].
@@ -164,12 +165,14 @@ _MLP_LINEARS = {"gate_proj", "up_proj", "down_proj"}
 def fuse(
     model: Any, *, is_packed: bool, windows: Sequence[int | None], with_layers: bool = True
 ) -> tuple[str, ...]:
-    """Replace what can be in `model`, in place. Returns what was done, in words.
+    """Replace the layers of `model` that are recognised, in place. Returns: descriptions of what
+    was replaced.
 
     Args:
-        windows: how far each layer sees (`probe.Probed`). Code and config may disagree on it, and a
-            short comparison of logits would not show it.
-        with_layers: decoder layers, too; False where the type is known to have look-alikes.
+        windows: the sliding window of each layer as observed (Probed.windows), since code and
+            config may disagree on it, and a short comparison of logits would not show it.
+        with_layers: replace decoder layers, too; False for model types that are known to have
+            look-alikes.
     """
     done: list[str] = []
     for module in list(model.modules()) if with_layers else ():
@@ -193,8 +196,9 @@ def fuse(
 
 
 def is_plain_decoder_layer(layer: Any) -> bool:
-    """Whether the layer has exactly the children of a Llama-like layer: two RMS norms, attention
-    with q, k, v and o (and norms of q and k, or none), gated SiLU; all linears plain nn.Linear."""
+    """Whether the layer's child modules are exactly those of a Llama-like layer, with plain
+    nn.Linear projections: two RMS norms, attention with q, k, v and o (and norms of q and k, or
+    none), gated SiLU."""
     if _children(layer) != _LAYER:
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -226,8 +230,8 @@ def _children(module: nn.Module) -> set[str]:
 
 @torch.inference_mode()
 def _is_rms_norm(module: Any) -> bool:
-    """It computes weight * x / rms(x): tried on numbers, so that a look-alike (1 + weight) is not
-    taken for it."""
+    """Whether the module computes weight * x / rms(x), tested on numbers, so that a look-alike (1 +
+    weight) is rejected."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
         return False
@@ -243,7 +247,8 @@ def _is_silu(function: Any) -> bool:
 
 
 def _rotary_dim(model: Any) -> int | None:
-    """Dimensions that RoPE turns, where the model has one rotary embedding for all layers."""
+    """Return the number of dimensions that RoPE rotates; None unless all rotary embeddings agree on
+    it."""
     dims = {
         2 * module.inv_freq.numel()
         for module in model.modules()
@@ -253,7 +258,8 @@ def _rotary_dim(model: Any) -> int | None:
 
 
 def _pack_linears(module: nn.Module) -> int:
-    """Pack every plain nn.Linear below `module`; the language model's head is one."""
+    """Replace every plain nn.Linear below `module`, the LM head included, by a PackedLinear.
+    Returns: their number."""
     num_packed = 0
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear:

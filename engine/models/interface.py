@@ -1,6 +1,6 @@
-"""LoadedModel: what the engine needs of a model; and DecodesAhead: what it needs of one whose
-decode steps may be launched before the tokens of the last one were read. One seam; the Hugging Face
-backend, engine/models/llama.py and engine/testing/fake_model.py stand behind it.
+"""LoadedModel: the interface between the engine and a model; and DecodesAhead: that of a model
+whose decode steps may be launched before the previous step's tokens were read. Implemented by
+transformers_backend.py, llama.py, engine/parallel and engine/testing/fake_model.py.
 
 Called from the engine's thread only.
 """
@@ -24,68 +24,73 @@ from engine.sampling.metadata import SamplerOutput, SamplingRequest
 from engine.sequence import Key
 
 DRAWN_BEFORE = -1
-"""Stands for a token that is not read yet."""
+"""The token id of a token that was sampled by the previous launch and is not read yet."""
 
 Progress = Callable[[str, int, int], None]
-"""(what, done, total): bytes read for "weights" and "digest", steps for "warm-up"."""
+"""A callback (phase, done, total): bytes read for "weights" and "digest", steps for "warm-up"."""
 
 
 class DecodeRow(NamedTuple):
     """One row of a launch: one token of one sample, whose KV is written and from whose logits the
-    next one is drawn."""
+    next token is sampled."""
 
     key: Key
-    """(request id, sample index). In a launch at most once; used again by others later."""
+    """(request id, sample index). At most once in a launch; a later request may reuse it."""
 
     token_id: int
-    """The token to compute; DRAWN_BEFORE: what the row of this key drew in the launch just before
-    this one. If that was an error, this row's draw is never looked at, but must not disturb others,
-    and its KV is written where it belongs."""
+    """The token to compute; DRAWN_BEFORE: the token that the row of this key sampled in the launch
+    just before. If that was an error, the result of this row is not used, but the row must not
+    disturb others, and writes its KV to its own place."""
 
     position: int
-    """Of the token computed; 0 is the prompt's first. Those before it are in the cache, or written
-    by the launch just before."""
+    """Position of the token; 0 is the prompt's first. Tokens before it are in the cache, or are
+    written by the launch just before."""
 
     block_ids: tuple[int, ...]
-    """Blocks of tokens [0, position + 1), and maybe further ones of the same sample. The same
-    object as in the launch before if they are the same: `is` tells what must be sent."""
+    """Blocks of tokens [0, position + 1), maybe with further ones of the same sample. The same
+    object as in the launch before if they are equal, so that `is` shows whether they must be
+    sent to the device."""
 
     draw: SamplingRequest
-    """`draw.position` is position + 1. With DRAWN_BEFORE, `draw.history` is None."""
+    """The sampling of the next token; its position is `position` + 1. With DRAWN_BEFORE its
+    `history` is None."""
 
     adapter: int = 0
-    """As Span.adapter: of one that launches take (LoraManager.is_launched)."""
+    """The slot of the row's LoRA adapter (Span.adapter), of an adapter for which
+    LoraManager.is_launched; 0: none."""
 
     @property
     def num_tokens(self) -> int:
-        """That it computes."""
+        """Number of tokens of the row: 1."""
         return 1
 
 
 class MixedRow(NamedTuple):
-    """One row of a mixed launch: some tokens of one sample, one after the other, whose KV is
-    written: a chunk of a prompt, or what a DecodeRow is."""
+    """One row of a mixed launch: consecutive tokens of one sample, whose KV is written: a chunk of
+    a prompt, or one token as in a DecodeRow."""
 
     key: Key
-    """As DecodeRow's."""
+    """(request id, sample index), as in DecodeRow."""
 
     token_ids: tuple[int, ...]
-    """At least one. (DRAWN_BEFORE,): as DecodeRow's."""
+    """The tokens to compute, at least one; (DRAWN_BEFORE,): the token sampled in the launch just
+    before, as in DecodeRow."""
 
     position: int
-    """Of the first of them. Those before it are as DecodeRow's."""
+    """Position of the first of them. Tokens before it are in the cache, or are written by the
+    launch just before."""
 
     block_ids: tuple[int, ...]
-    """Blocks of tokens [0, position + num_tokens), and no further ones: they go to the device with
-    the step."""
+    """Blocks of tokens [0, position + num_tokens), and no further ones, since they are sent to the
+    device with the step."""
 
     draw: SamplingRequest | None
-    """From the last one's logits; None: nothing is drawn, the prompt goes on. Its position is
-    `position` + `num_tokens`."""
+    """The sampling from the last token's logits, at `position` + `num_tokens`; None: no token is
+    sampled, since the prompt is not complete."""
 
     @property
     def num_tokens(self) -> int:
-        """That it computes."""
+        """Number of tokens of the row."""
         return len(self.token_ids)
 
 
@@ -93,264 +98,277 @@ LaunchRow = DecodeRow | MixedRow
 
 
 class Launch(Protocol):
-    """What `launch` gives and `read` takes; whoever made it knows what is in it."""
+    """A handle that `launch` returns and `read` needs; its contents belong to the
+    implementation."""
 
 
 class DecodesAhead(Protocol):
-    """Steps with the draws in them, begun by one call and read by another: decode steps, and where
-    it `takes_prompts` mixed ones, too.
+    """Steps, sampling included, that one call launches and another reads: decode steps, and with
+    `takes_prompts` mixed ones, too.
 
-    Order on the device: what the engine queued before `launch` (forward passes, `KvMemory.clear`
-    and `copy`) is done before it, what it queues after, after it. Launches run in their order.
+    Order on the device: work that the engine queued before `launch` (forward passes,
+    `KvMemory.clear` and `copy`) is done before it; work queued after it is done after it. Launches
+    run in the order of the calls.
     """
 
     @property
     def max_rows(self) -> int:
-        """Most rows of one launch."""
+        """Largest number of rows of one launch."""
         ...
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether there is `launch_mixed`."""
+        """Whether `launch_mixed` is available."""
         ...
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile and capture whatever `launch` needs; writes no KV. Once, after `attach`."""
+        """Compile and capture all that `launch` needs, without writing KV. Called once, after
+        `attach`."""
         ...
 
     def takes(self, draw: SamplingRequest) -> bool:
-        """Whether a launch can make this draw: exactly as engine/sampling/sampler.py would. Asked
-        for each row before each launch: quick. Draws that depend on tokens drawn before (`history`)
-        or on a grammar are never asked for."""
+        """Whether a launch can sample a row with these parameters, with the same result as
+        engine/sampling/sampler.py. Must be fast: it is called for each row of each launch. It is
+        not called for sampling that depends on earlier tokens (`history`) or a grammar."""
         ...
 
     def launch(self, rows: Sequence[DecodeRow]) -> Launch:
-        """Begin a step of 1 to `max_rows` rows. Does not wait for the device. At most two launches
-        are unread at any time, those of `launch_mixed` counted. May raise: then nothing of it was
-        begun, or `drain` ends it."""
+        """Launch a step of 1 to `max_rows` rows, without waiting for the device. At most two
+        launches are unread at any time, those of `launch_mixed` included. If it raises, nothing
+        was launched, or `drain` ends it."""
         ...
 
     def launch_mixed(self, rows: Sequence[MixedRow]) -> Launch:
-        """`launch` for rows of several tokens, or without a draw, among others. What a row of the
-        launch just before drew is known to either; their order is that of the calls."""
+        """Launch a step that has rows of several tokens, or rows without sampling. Tokens sampled
+        by the launch just before are available, whichever of the two calls made it."""
         ...
 
     def read(self, launch: Launch) -> list[SamplerOutput]:
-        """Wait for a launch: its draws, in the order of its rows, those without one left out; its
-        KV is in the cache. In the order in which they were launched, each once."""
+        """Wait for a launch, whose KV is then in the cache. Launches are read in their order, each
+        once. Returns: the outputs in the order of its rows, without rows that do not sample."""
         ...
 
     def drain(self) -> None:
-        """After an exception: wait until nothing that was launched touches the cache any more, and
-        forget it. Nothing of it will be read, and no row says DRAWN_BEFORE in the next launch."""
+        """Wait until no launch touches the cache any more, and discard all unread launches; called
+        after an exception. No row of the next launch is DRAWN_BEFORE."""
         ...
 
 
 class Guesses(enum.Enum):
-    """What of tokens that were guessed a model can compute in one pass."""
+    """The kinds of draft tokens that a model can verify in one forward pass."""
 
     CHAINS = "chains"
-    """One continuation: tokens of a span like any others."""
+    """A single path of draft tokens, computed like any tokens of a span."""
     TREES = "trees"
-    """Span.branches."""
+    """A tree of draft tokens (Span.branches)."""
 
 
 class Ends(NamedTuple):
-    """What a model begins and ends with, for draft heads that share it."""
+    """The embedding and the LM head of a model, for draft heads that share them."""
 
     hidden_size: int
 
     embed: Callable[[torch.Tensor], torch.Tensor]
-    """Token ids [T] -> [T, hidden]."""
+    """Embed token ids: [T] -> [T, hidden]."""
 
     head: Callable[[torch.Tensor], torch.Tensor]
-    """[R, hidden], after the last norm -> logits [R, vocab_size]; without adapters."""
+    """Compute logits from hidden states after the final norm: [R, hidden] -> [R, vocab_size];
+    without adapters."""
 
     num_layers: int = 0
-    """Layers whose input can be kept (Batch.wants_layers): all of them, or 0."""
+    """Number of layers whose input can be kept (Batch.wants_layers): all, or 0."""
 
 
 class InOneProcess:
-    """What a LoadedModel does that is computed by this process alone."""
+    """Default implementations of LoadedModel for a model that this process computes alone."""
 
     info: ModelInfo
     layout: KvLayout
     kept_hidden: torch.Tensor | None = None
-    """Of the last `forward`, if its batch wanted it."""
+    """Hidden states of the last `forward`, [R, hidden], if its batch wanted them; else None."""
     kept_every_hidden: torch.Tensor | None = None
-    """The same of all its tokens, if its batch wanted that and the model can."""
+    """Hidden states of all tokens of the last `forward`, [T, hidden], if its batch wanted them and
+    the model supports it; else None."""
     kept_layer_inputs: Mapping[int, torch.Tensor] = MappingProxyType({})
-    """Of its layers, those that its batch wanted."""
+    """Inputs of the layers that the last batch wanted, [T, hidden] each, by layer."""
     reads_unwritten: bool = True
-    """See LoadedModel."""
+    """Whether a forward pass reads slots that were not written; True unless a subclass knows
+    better."""
     guesses: Guesses = Guesses.CHAINS
-    """See LoadedModel."""
+    """The kinds of draft tokens that the model can verify in one forward pass."""
 
     @property
     def kv_record(self) -> KvLayout:
-        """See LoadedModel."""
+        """The layout of the part of a block on this device: the whole block."""
         return self.layout
 
     def device_memory(self) -> DeviceMemory | None:
-        """See LoadedModel."""
+        """Return the memory of the model's CUDA device; None on CPU."""
         info = self.info
         return device_memory(
             info.device, weight_bytes=info.weight_bytes, step_bytes=info.step_bytes
         )
 
     def make_memory(self, num_blocks: int) -> KvMemory:
-        """See LoadedModel."""
+        """Create a KV cache of `num_blocks` blocks on the model's device."""
         return KvMemory(self.layout, num_blocks, self.info.device)
 
     def hidden(self) -> torch.Tensor:
-        """See LoadedModel."""
+        """Return the hidden states that the last `forward` kept. Raises: ValueError if its batch
+        did not want them."""
         if self.kept_hidden is None:
             raise ValueError("the last batch did not want hidden states")
         return self.kept_hidden
 
     def every_hidden(self) -> torch.Tensor | None:
-        """See LoadedModel."""
+        """Return the hidden states of all tokens that the last `forward` kept; None if it kept
+        none."""
         return self.kept_every_hidden
 
     def layer_inputs(self) -> Mapping[int, torch.Tensor]:
-        """See LoadedModel."""
+        """Return the layer inputs that the last `forward` kept, by layer."""
         return self.kept_layer_inputs
 
     @property
     def ends(self) -> Ends | None:
-        """See LoadedModel."""
+        """None: embedding and head cannot be called by themselves."""
         return None
 
     def queues_step(self, batch: Batch) -> bool:
-        """See LoadedModel."""
+        """Return False: `forward` launches kernel by kernel."""
         return False
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """See LoadedModel."""
+        """Do nothing: no graphs are captured."""
 
     def check_alive(self) -> None:
-        """See LoadedModel."""
+        """Do nothing: there are no other processes that could end."""
 
     def watch(self, tell: Callable[[], None]) -> None:
-        """See LoadedModel."""
+        """Do nothing: there are no other processes that could end."""
 
     def check_integrity(self) -> None:
-        """See LoadedModel."""
+        """Do nothing: the model keeps no state to check."""
 
     def close(self) -> None:
-        """See LoadedModel."""
+        """Do nothing: there are no other processes to end."""
 
 
 class LoadedModel(Protocol):
-    """A model with its weights in place."""
+    """Protocol of a model with its weights loaded."""
 
     @property
     def info(self) -> ModelInfo:
-        """What it is; `num_blocks` is 0, the engine knows it."""
+        """Name, sizes, dtype and device of the model; `num_blocks` is 0, since the engine chooses
+        it."""
         ...
 
     @property
     def layout(self) -> KvLayout:
-        """What it caches per block."""
+        """The layout of a block of its KV cache."""
         ...
 
     @property
     def kv_record(self) -> KvLayout:
-        """What of a block lies on one device: `layout`, unless several processes share the
-        blocks."""
+        """The layout of the part of a block that lies on one device: `layout`, unless several ranks
+        share the blocks."""
         ...
 
     @property
     def adapters(self) -> LoraManager:
-        """Its LoRA adapters; one that refuses every load where the model takes none."""
+        """The model's LoRA adapters; a manager that rejects every load if the model supports
+        none."""
         ...
 
     @property
     def reads_unwritten(self) -> bool:
-        """Whether a pass reads the slots of a block that nothing was written to yet, with weight 0:
-        they must hold numbers then. Asked for after `attach`."""
+        """Whether a forward pass reads slots of a block that nothing was written to yet, with
+        weight 0, so that they must hold finite numbers. Valid after `attach`."""
         ...
 
     def queues_step(self, batch: Batch) -> bool:
-        """Whether `forward` of this batch has given a device its work at once, long before that is
-        done: then it pays to begin such a step before the events of the last one are told. False
-        where the caller waits for the numbers, or launches kernel by kernel. Quick."""
+        """Whether `forward` of this batch queues all work of the device at once and returns long
+        before it is done. Such a step is begun before the events of the previous one are sent.
+        False where `forward` waits for results, or launches kernel by kernel. Must be fast."""
         ...
 
     @property
     def guesses(self) -> Guesses:
-        """What it takes of what was guessed. Asked for after `attach`."""
+        """The kinds of draft tokens that the model can verify in one forward pass. Valid after
+        `attach`."""
         ...
 
     @property
     def ahead(self) -> DecodesAhead | None:
-        """Its decode steps that may be launched ahead; None where it has none. Asked for after
+        """The interface for launching decode steps ahead; None if the model has none. Valid after
         `attach`."""
         ...
 
     def device_memory(self) -> DeviceMemory | None:
-        """Of the device with the least room, where that is known; None where it is not."""
+        """Return the memory of the device with the least room; None if it is not known."""
         ...
 
     def make_memory(self, num_blocks: int) -> KvMemory:
-        """A cache for `attach`."""
+        """Create a KV cache of `num_blocks` blocks that `attach` accepts."""
         ...
 
     def attach(self, memory: KvMemory) -> None:
-        """Use this cache, which `make_memory` made, from now on; once for measuring and once for
-        good, before `forward`."""
+        """Use a cache that `make_memory` created, from now on. Called before `forward`: once for
+        measuring, and once with the cache that serves."""
         ...
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute the batch's tokens, write their KV into their blocks, and give logits [R,
-        vocab_size] for its draws, which hold until the next call.
+        """Compute the batch's tokens, write their KV to their blocks, and return logits [R,
+        vocab_size] for its `draw_indices`, valid until the next call.
 
-        A token sees the cached tokens before it in its own request, and itself. The KV of
-        batch-mates is never seen. A row's logits do not depend on what else is in the batch, beyond
+        A token attends to the cached tokens before it in its own sequence, and to itself, never to
+        other sequences of the batch. A row's logits do not depend on the rest of the batch, beyond
         rounding.
         """
         ...
 
     def hidden(self) -> torch.Tensor:
-        """[R, hidden]: what the head made the last `forward`'s logits of, the model's last norm
-        included. Only after a batch that `wants_hidden`, and where `info.gives_embeddings`."""
+        """Return the hidden states [R, hidden] that the last `forward` computed its logits from,
+        the final norm included. Only after a batch that `wants_hidden`, and if
+        `info.gives_embeddings`."""
         ...
 
     def every_hidden(self) -> torch.Tensor | None:
-        """[T, hidden]: `hidden` of all tokens of the last batch, in their order. Only after a batch
-        that `wants_every_hidden`; None: this model has it for the draws alone."""
+        """Return the hidden states [T, hidden] of all tokens of the last batch, in their order.
+        Only after a batch that `wants_every_hidden`; None if the model keeps those of
+        `draw_indices` only."""
         ...
 
     def layer_inputs(self) -> Mapping[int, torch.Tensor]:
-        """[T, hidden] by layer, for the last batch's `wants_layers`: what went into that layer for
-        each token, before any norm. Layer i's is what the first i layers made of the embedding."""
+        """Return, for each of the last batch's `wants_layers`, the layer's input for each token
+        before any norm, [T, hidden]. Layer i's is the output of the first i layers."""
         ...
 
     @property
     def ends(self) -> Ends | None:
-        """Its embedding and its head; None where they cannot be called by themselves."""
+        """The embedding and the LM head; None if they cannot be called by themselves."""
         ...
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile and capture what plain steps need beyond having been run once; writes no KV. At
-        most once, after `attach`, and where `ahead` is not warmed up, which does it, too."""
+        """Compile and capture what plain steps need, without writing KV. At most once, after
+        `attach`; not if `ahead` is warmed up, which includes it."""
         ...
 
     def check_alive(self) -> None:
-        """Raises: RankFailed when a process that computes a part of it has ended; it never computes
-        again. Cheap; for when nothing is computed."""
+        """Check that all processes of the model are alive. Raises: RankFailed if one has ended; the
+        model cannot be used again. Cheap; for idle times."""
         ...
 
     def watch(self, tell: Callable[[], None]) -> None:
-        """Have `tell` called when `check_alive` would raise from now on. From another thread, once;
-        it must not block."""
+        """Register a callback for the moment from which `check_alive` raises. It is called once,
+        from another thread, and must not block."""
         ...
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where it keeps books of its own and they do not add up. Between
-        two steps."""
+        """Check the model's own state between two steps. Raises: IntegrityError where it is
+        inconsistent."""
         ...
 
     def close(self) -> None:
-        """End the other processes. No call after it. Idempotent."""
+        """End the model's other processes. No call follows. Idempotent."""
         ...

@@ -1,6 +1,5 @@
-"""What the largest step of an engine needs on the device beside weights and cache: measured once,
-before the cache is made, so that the cache can have the rest. Start-up only; knows no requests.
-"""
+"""Measurement of the memory that an engine's largest step needs on the device in addition to
+weights and cache, made before the cache is sized. Start-up only; it knows no requests."""
 
 from __future__ import annotations
 
@@ -16,15 +15,16 @@ from engine.sampling.sampler import WARM_UP, Sampler
 from engine.scheduler import MAX_PROMPT_ROWS
 
 MOST_LAYERS = 3
-"""Whose inputs one head goes by: EAGLE-3's."""
+"""Largest number of layers whose inputs one draft head uses: EAGLE-3's."""
 
 
 def largest_step_bytes(model: LoadedModel, config: EngineConfig) -> int:
-    """Peak bytes of a step of `max_num_tokens_per_step` tokens with `max_num_running` draws, and
-    with a row of logits for each of MAX_PROMPT_ROWS more; 0 on CPU, which keeps none free.
+    """Measure the peak bytes of a step of `max_num_tokens_per_step` tokens that samples
+    `max_num_running` rows and has logits for MAX_PROMPT_ROWS more; 0 on CPU, where nothing is
+    reserved.
 
     The model is attached to a cache of one block meanwhile, which nothing is written to.
-    Raises: LoadError where such a step does not fit beside the weights.
+    Raises: LoadError if such a step does not fit beside the weights.
     """
     device = torch.device(model.info.device)
     if device.type != "cuda":
@@ -54,15 +54,17 @@ def largest_step_bytes(model: LoadedModel, config: EngineConfig) -> int:
 
 
 def _keeping(batch: Batch, model: LoadedModel) -> Batch:
-    """With what heads may want kept of a step beside: which ones there are is not known yet."""
+    """Return the batch with all hidden states kept that draft heads may need, since the heads are
+    not loaded yet."""
     num_layers = 0 if model.ends is None else model.ends.num_layers
     layers = tuple(range(min(MOST_LAYERS, num_layers)))
     return replace(batch, wants_hidden=True, wants_every_hidden=True, wants_layers=layers)
 
 
 def _largest(config: EngineConfig, context_window: int, num_long: int) -> Batch:
-    """As many single tokens as requests may run, and chunks of what is left of the budget, whose
-    log probabilities are wanted as far as those of one step are."""
+    """Build a batch of as many single tokens as requests may run, minus `num_long`, and, if
+    `num_long` is 1, chunks that fill the token budget, with the largest number of rows of
+    logits."""
     num_singles = config.max_num_running - num_long
     lengths = [1] * num_singles
     left = config.max_num_tokens_per_step - num_singles

@@ -1,19 +1,19 @@
-"""Our own decoder for the family of Llama (Llama, Mistral, Qwen2, Qwen3): five or six launches a
-layer on a GPU.
+"""LlamaDecoder and LlamaModel: our own decoder for the family of Llama (Llama, Mistral, Qwen2,
+Qwen3), with five or six kernel launches per layer on a GPU.
 
-- LlamaConfig: what it must know of a model, read from a transformers config. Invariant: what
-  `read_llama_config` accepts is computed as transformers does; loader.py checks that for every
-  config it is given (self_check.py).
-- LlamaWeights: one rank's tensors, fused, on the device. Query, key and value rows lie below one
-  another, gate rows above inner rows. Where matrices are kept in fp8, those of the layers are, with
-  a scale per row; embedding and head are not. WeightsBuilder makes them empty and says what belongs
-  where; weights.py fills them.
+- LlamaConfig: the sizes and switches of a model, read from a transformers config. Invariant: a
+  config that `read_llama_config` accepts is computed as transformers does; loader.py checks that
+  for every config (self_check.py).
+- LlamaWeights: one rank's tensors, fused, on the device. The rows of query, key and value are
+  concatenated, and so are those of gate and up projection. With fp8, the layers' matrices are
+  stored in it with a scale per row; embedding and head are not. WeightsBuilder allocates them and
+  records the place of each of the checkpoint's tensors; weights.py fills them.
 - LlamaDecoder: the forward pass over the paged cache.
-- LlamaModel: the same behind the engine's seam (interface.py): turns a Batch into tensors, and
-  knows how the cache is laid out.
+- LlamaModel: the decoder as a LoadedModel (interface.py): turns a Batch into tensors, and knows
+  the layout of the cache.
 
-Knows no files, no requests, no states and no sampling. Imports no transformers: ranks start without
-it. Engine thread only.
+It knows no files, no requests, no states and no sampling, and does not import transformers: ranks
+start without it. Engine thread only.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ from engine.sampling.copies import bring
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of RoPE whose frequencies do not depend on a request's length."""
+"""RoPE types whose frequencies do not depend on a request's length."""
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes and switches of one rank's part of the model; of all of it where nothing is shared."""
+    """Sizes and switches of the model, or of one rank's part of it."""
 
     num_layers: int
     hidden_size: int
@@ -85,32 +85,32 @@ class LlamaConfig:
     has_o_bias: bool
     has_mlp_bias: bool
     has_head_norms: bool
-    """RMSNorm of every query and key head before RoPE (Qwen3)."""
+    """Whether queries and keys of each head get an RMSNorm before RoPE (Qwen3)."""
     is_tied: bool
-    """The head's weight is the embedding's."""
+    """Whether the LM head shares the embedding's weight."""
 
     windows: tuple[int | None, ...]
-    """How far each layer sees; None: all before it."""
+    """The sliding window of each layer, in tokens; None: full attention."""
 
     rope_frequencies: tuple[float, ...]
-    """[D / 2]: radians a position, float32 numbers."""
+    """RoPE frequencies, [D / 2], in radians per position, rounded to float32."""
 
     rope_scale: float
-    """What cosine and sine are multiplied with (YaRN)."""
+    """The factor of RoPE's cosines and sines (YaRN)."""
 
     @property
     def scaling(self) -> float:
-        """Of the scores."""
+        """The factor of attention scores, 1 / sqrt(D)."""
         return 1.0 / math.sqrt(self.head_dim)
 
     @property
     def qkv_features(self) -> int:
-        """Columns of query, key and value heads together."""
+        """Number of columns of query, key and value heads together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def num_parameters(self) -> int:
-        """Of all weights, a tied one counted once."""
+        """Number of parameters of all weights; a tied LM head is not counted again."""
         hidden, inner, query = self.hidden_size, self.intermediate_size, self.num_heads
         query *= self.head_dim
         layer = self.qkv_features * hidden + query * hidden + 3 * inner * hidden + 2 * hidden
@@ -120,7 +120,8 @@ class LlamaConfig:
         return layer * self.num_layers + ends
 
     def why_not_shared(self, num_ranks: int) -> str | None:
-        """Why its layers cannot be cut for so many tensor-parallel ranks; None: they can."""
+        """Return why the layers cannot be split between `num_ranks` tensor-parallel ranks; None:
+        they can."""
         for what, count in (
             ("key-value heads", self.num_kv_heads),
             ("heads", self.num_heads),
@@ -132,8 +133,8 @@ class LlamaConfig:
         return None
 
     def share(self, num_ranks: int) -> LlamaConfig:
-        """The shape of one tensor-parallel rank's part. Raises: ValueError where it cannot be
-        cut."""
+        """Return the sizes of one tensor-parallel rank's part. Raises: ValueError if the layers
+        cannot be split."""
         reason = self.why_not_shared(num_ranks)
         if reason is not None:
             raise ValueError(reason)
@@ -146,7 +147,8 @@ class LlamaConfig:
 
 
 def unsupported_reason(config: Any) -> str | None:
-    """Why our decoder does not do a model of this transformers config; None: it does."""
+    """Return why LlamaDecoder does not support a model of this transformers config; None: it
+    does."""
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is none of {', '.join(FAMILIES)}"
     if config.hidden_act != "silu":
@@ -163,7 +165,8 @@ def unsupported_reason(config: Any) -> str | None:
 
 
 def read_llama_config(config: Any) -> LlamaConfig:
-    """The shape of a transformers config. Raises: ValueError with `unsupported_reason`'s reason."""
+    """Read the sizes from a transformers config. Raises: ValueError with the reason if
+    `unsupported_reason` has one."""
     reason = unsupported_reason(config)
     if reason is not None:
         raise ValueError(reason)
@@ -191,8 +194,11 @@ def read_llama_config(config: Any) -> LlamaConfig:
 
 
 def rope_table(shape: LlamaConfig, num_positions: int, device: torch.device) -> torch.Tensor:
-    """[num_positions, D] float32: cosines, then sines, of every position's D / 2 angles. Angles are
-    float32 products, as transformers' are. Source: RoFormer, arXiv:2104.09864, section 3.4.2."""
+    """Compute the RoPE table [num_positions, D] float32: for every position the cosines, then the
+    sines, of D / 2 angles. Angles are float32 products, as transformers computes them.
+
+    Source: RoFormer, arXiv:2104.09864, section 3.4.2.
+    """
     positions = torch.arange(num_positions, dtype=torch.float32, device=device)
     frequencies = torch.tensor(shape.rope_frequencies, dtype=torch.float32, device=device)
     angles = positions[:, None] * frequencies
@@ -200,13 +206,14 @@ def rope_table(shape: LlamaConfig, num_positions: int, device: torch.device) -> 
 
 
 def head_dim(config: Any) -> int:
-    """D of a transformers config."""
+    """Return the head dim of a transformers config."""
     named = getattr(config, "head_dim", None)
     return int(named or config.hidden_size // config.num_attention_heads)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    """By layer. Llama's code reads no window, whatever its config says."""
+    """Return the sliding window of each layer. Llama's code reads none, whatever its config
+    says."""
     num_layers = int(config.num_hidden_layers)
     if config.model_type == "llama":
         return (None,) * num_layers
@@ -217,7 +224,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _rope(config: Any) -> tuple[tuple[float, ...], float]:
-    """Frequencies and scale; the scaled kinds are transformers' to compute."""
+    """Return RoPE frequencies and scale; transformers computes those of scaled types."""
     rope = config.rope_parameters
     dim = head_dim(config)
     if rope["rope_type"] == "default":
@@ -234,34 +241,35 @@ def _rope(config: Any) -> tuple[tuple[float, ...], float]:
 
 @dataclass(slots=True)
 class HiddenStateCapture:
-    """What of one pass is kept beside its logits: set on a LlamaDecoder for one pass of a whole
-    model, which fills it. Not under a graph."""
+    """Hidden states that one forward pass keeps in addition to its logits. It is set on a
+    LlamaDecoder of all layers for one pass, which fills it; not under a CUDA graph."""
 
     wants_every: bool = False
-    """`every`, too: the last layer computes all rows then."""
+    """Whether to keep `every`; the last layer then computes all rows."""
 
     layers: tuple[int, ...] = ()
-    """Whose `inputs` are wanted, too."""
+    """Indices of the layers whose `inputs` are kept."""
 
     hidden: torch.Tensor | None = None
-    """[R, hidden]: what the head makes logits of."""
+    """[R, hidden], the LM head's input for the rows of the logits."""
 
     every: torch.Tensor | None = None
-    """[T, hidden]: the same of all rows."""
+    """[T, hidden], the LM head's input for all rows."""
 
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    """[T, hidden] by layer."""
+    """The input of each of `layers`, [T, hidden]."""
 
     def enter(self, layer: int, x: torch.Tensor) -> None:
-        """Before this layer; x [T, hidden] is spoiled by it."""
+        """Keep the input of a layer, if wanted. Called before the layer, which overwrites x [T,
+        hidden]."""
         if layer in self.layers:
             self.inputs[layer] = x.clone()
 
     def in_order(self, places: torch.Tensor) -> None:
-        """`every` and `inputs` of a pass whose rows were in another order.
+        """Reorder `every` and `inputs` after a pass whose rows were in another order than the
+        batch's.
 
-        Args:
-            places: [T] int64: where each row was.
+        Args: places: [T] int64, the row of each of the batch's tokens in the pass.
         """
         if self.every is not None:
             self.every = self.every.index_select(0, places)
@@ -278,20 +286,22 @@ LAYERS = "model.layers."
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part: a cut through every layer (tensor parallel), of some layers (pipeline)."""
+    """One rank's part of a model: a slice of each layer (tensor parallel), of some of the layers
+    (pipeline parallel)."""
 
     rank: int = 0
-    """Of the ranks that share layers."""
+    """Index among the ranks that split the same layers."""
 
     num_ranks: int = 1
 
     first_layer: int = 0
 
     num_layers: int = -1
-    """-1: all from `first_layer` on."""
+    """Number of layers; -1: all from `first_layer` on."""
 
     def layers(self, shape: LlamaConfig) -> range:
-        """Which of the model's layers it has. Raises: ValueError where they do not exist."""
+        """Return the indices of its layers in the model. Raises: ValueError if the model does not
+        have them."""
         num_layers = self.num_layers
         end = shape.num_layers if num_layers < 0 else self.first_layer + num_layers
         if not 0 <= self.first_layer < end <= shape.num_layers:
@@ -299,7 +309,7 @@ class Share:
         return range(self.first_layer, end)
 
     def part(self, size: int) -> slice:
-        """Its part of `size` things that are dealt in equal runs."""
+        """Return its slice of `size` items that are split into equal runs."""
         each = size // self.num_ranks
         return slice(self.rank * each, (self.rank + 1) * each)
 
@@ -309,7 +319,7 @@ WHOLE = Share()
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Norms are [hidden] or [D]."""
+    """The weights of one decoder layer. Norms are [hidden] or [D]."""
 
     norm: torch.Tensor
     qkv: FusedLinear
@@ -327,37 +337,37 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class LlamaWeights:
-    """One rank's tensors."""
+    """The weights of one rank."""
 
     shape: LlamaConfig
-    """Of this rank's part, with the whole model's number of layers."""
+    """The sizes of this rank's part, with the whole model's number of layers."""
 
     share: Share
     layers: tuple[LayerWeights, ...]
 
     embedding: torch.Tensor | None
-    """[V, hidden], whole on every rank of the first stage; None: another stage has it."""
+    """[V, hidden], whole on every rank of the first pipeline stage; None on other stages."""
 
     norm: torch.Tensor | None
-    """The last norm; None: another stage has it, and the head."""
+    """The final norm, [hidden], on the last pipeline stage; None on other stages."""
 
     head: FusedLinear | None
-    """[V / ranks, hidden]."""
+    """The LM head, [V / ranks, hidden], on the last pipeline stage; None on other stages."""
 
     @property
     def projections(self) -> list[FusedLinear]:
-        """All, the head's last."""
+        """All projections of the layers, and then the LM head if there is one."""
         found = [one for layer in self.layers for one in layer.projections]
         return found if self.head is None else [*found, self.head]
 
     @property
     def is_fp8(self) -> bool:
-        """The layers' matrices are kept in fp8."""
+        """Whether the layers' matrices are stored in fp8."""
         return any(isinstance(one.weight, Fp8Weight) for one in self.projections)
 
     @property
     def num_bytes(self) -> int:
-        """On the device; what is tied counts once."""
+        """Bytes on the device; tied weights are counted once."""
         tensors = [self.embedding, self.norm]
         for layer in self.layers:
             tensors += [layer.norm, layer.mlp_norm, layer.q_norm, layer.k_norm]
@@ -374,27 +384,27 @@ class LlamaWeights:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where (a part of) one of a checkpoint's tensors goes."""
+    """The place of (a part of) a checkpoint's tensor in a fused buffer."""
 
     name: str
     full_shape: tuple[int, ...]
-    """As the checkpoint must have it."""
+    """The shape that the tensor must have in the checkpoint."""
 
     target: torch.Tensor
-    """A dense view of a fused buffer."""
+    """The place: a dense view of a fused buffer."""
 
     rows: slice
     columns: slice
-    """What of it is this rank's; of a vector, `rows`."""
+    """The columns of the tensor that are this rank's. For a vector `rows` counts."""
 
     scales: torch.Tensor | None = None
-    """[target's rows] float32, where the target is fp8: its numbers are quantized."""
+    """[target's rows] float32 if the target is fp8, so that its numbers are quantized; else
+    None."""
 
     def put(self, numbers: torch.Tensor) -> None:
-        """Fill it.
+        """Write numbers to the target, quantized if it is fp8.
 
-        Args:
-            numbers: of the target's shape, in the dtype computed in, on its device.
+        Args: numbers: of the target's shape, in the compute dtype, on its device.
         """
         if self.scales is None:
             self.target.copy_(numbers)
@@ -408,14 +418,14 @@ ALL = slice(None)
 
 
 class WeightsBuilder:
-    """Makes empty buffers and notes what belongs into them.
+    """Creates empty weights of one rank and records the place of each of the checkpoint's tensors.
 
     Args:
-        dtype: that is computed in.
-        weight_dtype: "fp8_e4m3": of the layers' matrices; "": the dtype computed in.
+        dtype: the dtype to compute in.
+        weight_dtype: the dtype of the layers' matrices, "fp8_e4m3"; "": the dtype to compute in.
     Attributes:
-        placements: what is to be filled.
-        others: tensors of these layers that only another rank takes.
+        placements: the places to fill.
+        others: names of tensors of these layers that only another rank needs.
     """
 
     def __init__(
@@ -434,7 +444,7 @@ class WeightsBuilder:
         self.others: set[str] = set()
 
     def build(self) -> LlamaWeights:
-        """All buffers of this share, not filled."""
+        """Allocate all buffers of this rank's weights, without filling them."""
         shape, share = self.shape, self.share
         indices = share.layers(shape)
         layers = tuple(self._layer(f"{LAYERS}{index}.") for index in indices)
@@ -489,7 +499,8 @@ class WeightsBuilder:
         has_bias: bool,
         is_gated: bool = False,
     ) -> FusedLinear:
-        """Several projections as one, each cut by its outputs."""
+        """Create one linear layer of several projections, each split between ranks by its
+        outputs."""
         num_rows = sum(features for _, features in parts) // self.share.num_ranks
         weight = self._matrix(num_rows, in_features)
         bias = self._empty(num_rows) if has_bias else None
@@ -505,7 +516,8 @@ class WeightsBuilder:
         return FusedLinear(weight, bias, is_gated=is_gated)
 
     def _by_columns(self, name: str, share_of: int, *, has_bias: bool) -> FusedLinear:
-        """A projection cut by its inputs: ranks' products are added up, so one has the bias."""
+        """Create a linear layer that is split between ranks by its inputs; the ranks' products are
+        summed, so that one rank has the bias."""
         hidden, columns = self.shape.hidden_size, self.share.part(share_of)
         weight = self._matrix(hidden, columns.stop - columns.start)
         self._place(f"{name}.weight", (hidden, share_of), weight, columns=columns)
@@ -525,7 +537,7 @@ class WeightsBuilder:
         return torch.empty(*sizes, dtype=self.dtype, device=self.device)
 
     def _matrix(self, num_rows: int, num_columns: int) -> torch.Tensor | Fp8Weight:
-        """Of a layer."""
+        """Allocate a matrix of a layer, in fp8 if the layers' matrices are."""
         if not self._is_fp8:
             return self._empty(num_rows, num_columns)
         values = torch.empty(num_rows, num_columns, dtype=FP8, device=self.device)
@@ -541,7 +553,8 @@ class WeightsBuilder:
         rows: slice = ALL,
         columns: slice = ALL,
     ) -> None:
-        """`rows` and `columns` of a tensor belong into `part` of a buffer's rows."""
+        """Record that `rows` and `columns` of a checkpoint's tensor are written to rows `part` of a
+        buffer."""
         if isinstance(buffer, Fp8Weight):
             values, scales = buffer.values[part], buffer.scales[part]
             self.placements.append(Placement(name, full_shape, values, rows, columns, scales))
@@ -553,51 +566,55 @@ class WeightsBuilder:
 
 
 _LEAST_SPARED_ROWS = 64
-"""The last layer computes only rows that are drawn from, where that spares so many. A guess: what
-two more small launches cost."""
+"""Smallest number of unsampled rows for which the last layer computes the sampled rows only, which
+costs two more small launches; guessed."""
 
 _AttendLayer = Callable[[int, LayerWeights, torch.Tensor], torch.Tensor]
-"""(index among this stage's layers, layer, qkv [T, (H + 2 K) D]) -> [T, H D]."""
+"""The attention of a layer: (index among this stage's layers, layer, qkv [T, (H + 2 K) D]) -> [T, H
+D]."""
 
 
 class Collective(Protocol):
-    """What ranks that share layers do together."""
+    """Collective operations of the ranks that split the same layers."""
 
     @property
     def rank(self) -> int: ...
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x; may be x, in place."""
+        """Return the sum of all ranks' x, possibly in place."""
         ...
 
     def join_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """[M, V / ranks] of each rank -> [M, V]."""
+        """Concatenate the ranks' columns: [M, V / ranks] of each -> [M, V]."""
         ...
 
 
 class Stream(NamedTuple):
-    """The hidden rows between two layers."""
+    """The hidden states between two layers."""
 
     x: torch.Tensor
-    """[T, hidden]."""
+    """The hidden states, [T, hidden]."""
 
     half_norm: HalfNorm | None = None
-    """The norm before what comes next, where it is half done."""
+    """The norm before the next layer, if the previous product has computed a part of it; else
+    None."""
 
 
 class LlamaDecoder:
-    """The forward pass over the paged cache.
+    """The forward pass of a Llama model over the paged cache.
 
-    Two ways in: `decode` takes one token of each sequence, fixed shapes, nothing read back: it can
-    be captured in a CUDA graph. `forward` takes any step. Both are functional but for the KV that
-    they write. Invariant: a row sees the cached tokens of its own sequence and itself.
+    `decode` computes one token of each sequence, with fixed shapes and nothing read back, so that a
+    CUDA graph can capture it. `forward` computes any step. Both write KV and have no other side
+    effect. A row attends to the cached tokens of its own sequence and to itself.
 
     Args:
-        weights: of this rank.
-        rope: [positions, D] float32 (`shape.rope_table`): as many as the longest request has.
-        is_exact: a row's bits do not depend on the rows around it, nor on its step; slower.
-        backend: of every kernel.
-        collective: where several ranks share the layers.
+        weights: this rank's weights.
+        rope: [positions, D] float32 (`rope_table`), for as many positions as the longest request
+            has.
+        is_exact: the bits of a row's result do not depend on the other rows or the kind of step;
+            slower.
+        backend: the implementation of every kernel.
+        collective: the collective operations, if several ranks split the layers; else None.
     """
 
     def __init__(
@@ -613,7 +630,8 @@ class LlamaDecoder:
         self.shape = weights.shape
         self.is_exact = is_exact
         self.capture: HiddenStateCapture | None = None
-        """What `forward` and `forward_attending` leave beside logits. Not under a graph."""
+        """Where `forward` and `forward_attending` keep hidden states; None: they keep none. Not
+        under a CUDA graph."""
         self.stacks: StackedLora | None = None
         self.backend: Backend
         self._collective = collective
@@ -633,37 +651,33 @@ class LlamaDecoder:
         self.use_backend(backend)
 
     def use_backend(self, backend: Backend) -> None:
-        """Of every kernel, from now on."""
+        """Set the implementation of every kernel from now on."""
         self.backend = self._attention.backend = backend
         for projection in self.weights.projections:
             projection.backend = backend
 
     def attach(self, rows: Sequence[BlockRows]) -> None:
-        """Use this cache from now on.
-
-        Args:
-            rows: one for each of this stage's layers.
-        """
+        """Set the KV cache to use from now on. Args: rows: one entry for each of this stage's
+        layers. Raises: ValueError for another number of them."""
         if len(rows) != len(self.weights.layers):
             raise ValueError(f"rows: {len(rows)} for {len(self.weights.layers)} layers")
         self._attention.rows = rows
 
     def stack(self, stacks: StackedLora) -> None:
-        """Rows of `decode` may have adapters from now on, which lie there.
+        """Set the stacked LoRA adapters that rows of `decode` may use from now on.
 
-        Args:
-            stacks: of this decoder's projections.
+        Args: stacks: the adapters of this decoder's projections.
         """
         self.stacks = stacks
         for projection in self.weights.projections:
             projection.stack = stacks.by_linear.get(projection)
 
     def decode(self, inputs: DecodeInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """One token of each sequence.
+        """Compute one token of each sequence.
 
-        Args:
-            hidden: [B, hidden] of the stage before, spoiled; None: this is the first.
-        Returns: logits [B, V]; of a stage that is not the last, hidden [B, hidden].
+        Args: hidden: [B, hidden], the output of the stage before, which is overwritten; None on the
+            first stage.
+        Returns: logits [B, V]; on a stage that is not the last, hidden states [B, hidden].
         """
         if inputs.adapted is None:
             return self._decode(inputs, hidden)
@@ -684,12 +698,12 @@ class LlamaDecoder:
         return self._logits(stream)
 
     def forward(self, inputs: MixedInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Any step.
+        """Compute any step.
 
-        Args:
-            hidden: [T, hidden] of the stage before, spoiled; None: this is the first.
-        Returns: logits [R, V] of the rows of `draw_indices`; of a stage that is not the last,
-            hidden [T, hidden].
+        Args: hidden: [T, hidden], the output of the stage before, which is overwritten; None on the
+            first stage.
+        Returns: logits [R, V] of the rows of `draw_indices`; on a stage that is not the last,
+            hidden states [T, hidden].
         """
 
         def attend(index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
@@ -717,12 +731,13 @@ class LlamaDecoder:
         draw_indices: torch.Tensor,
         step: Attend,
     ) -> torch.Tensor:
-        """Any step whose attention is not the kernels': on a CPU, and over a quantized cache.
+        """Compute any step with another attention than the kernels': on a CPU, or over a quantized
+        cache.
 
         Args:
             token_ids, positions: [T] int32.
             draw_indices: [R] int32.
-            step: writes and attends; whole models only, no stages.
+            step: writes KV and computes the attention. For a decoder of all layers only.
         Returns: logits [R, V].
         """
 
@@ -761,7 +776,7 @@ class LlamaDecoder:
     def _layer(
         self, index: int, layer: LayerWeights, stream: Stream, attend: _AttendLayer
     ) -> Stream:
-        """One layer. Of what `stream` is left only the result is of use."""
+        """Compute one layer. Only the result may be used afterwards, not `stream`."""
         attended = attend(index, layer, self._qkv(layer, stream))
         return self._finish_layer(index, layer, stream.x, attended)
 
@@ -776,7 +791,7 @@ class LlamaDecoder:
     def _finish_layer(
         self, index: int, layer: LayerWeights, x: torch.Tensor, attended: torch.Tensor
     ) -> Stream:
-        """What follows the attention: x [M, hidden], attended [M, H D]."""
+        """Compute the part of a layer after its attention: x [M, hidden], attended [M, H D]."""
         eps = self.shape.norm_eps
         within = self._room(layer.o, attended, layer.gate_up, layer.mlp_norm)
         x = self._added(layer.o.forward(attended, residual=self._residual(x), leaves=within))
@@ -789,7 +804,8 @@ class LlamaDecoder:
         return Stream(self._added(x), behind)
 
     def _taker(self, index: int) -> tuple[FusedLinear | None, torch.Tensor | None]:
-        """Who takes the hidden rows before this layer, or after the last: its norm, too."""
+        """Return the projection and the norm that the hidden states before this layer go to, or
+        those of the LM head after the last layer."""
         layers = self.weights.layers
         if index < len(layers):
             return layers[index].qkv, layers[index].norm
@@ -798,7 +814,8 @@ class LlamaDecoder:
     def _room(
         self, maker: FusedLinear, x: torch.Tensor, taker: FusedLinear, norm: torch.Tensor
     ) -> HalfNorm | None:
-        """See FusedLinear.room. Sums of ranks are no product's, and exact ones have one way."""
+        """Return the buffer for a half-computed norm (FusedLinear.room); None for sums of several
+        ranks, and with `is_exact`."""
         if self._collective is not None or self.is_exact:
             return None
         return maker.room(x, taker, norm, self.shape.norm_eps)
@@ -806,7 +823,8 @@ class LlamaDecoder:
     def _last_layer(
         self, index: int, layer: LayerWeights, stream: Stream, inputs: MixedInputs
     ) -> Stream:
-        """Rows that nothing is drawn from only leave their KV: [T, hidden] -> [R, hidden]."""
+        """Compute the last layer for the rows of `draw_indices` only; the others only write their
+        KV: [T, hidden] -> [R, hidden]."""
         drawn = inputs.draw_indices
         if drawn is None:
             raise ValueError("inputs: all rows are drawn from")
@@ -838,7 +856,7 @@ class LlamaDecoder:
             self.capture.every = self._normed(stream)
 
     def _normed(self, stream: Stream) -> torch.Tensor:
-        """What the head takes; of the last stage."""
+        """Apply the final norm. Raises: ValueError on a stage that does not have it."""
         if self.weights.norm is None:
             raise ValueError("capture: this stage has no norm")
         normed: torch.Tensor = rms_norm(
@@ -847,10 +865,10 @@ class LlamaDecoder:
         return normed
 
     def _logits(self, stream: Stream, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[R, hidden] -> [R, V], or x where the head is another stage's.
+        """Compute logits: [R, hidden] -> [R, V]; on a stage without the head, return the hidden
+        states.
 
-        Args:
-            out: see MixedInputs.logits.
+        Args: out: a buffer for the logits (MixedInputs.logits); None: a new one.
         """
         head, norm = self.weights.head, self.weights.norm
         if head is None or norm is None:
@@ -871,33 +889,33 @@ class LlamaDecoder:
 
 
 MakeAhead = Callable[[LlamaDecoder, KvMemory], AheadDecoder]
-"""Makes what launches decode steps, for a decoder on its cache."""
+"""Creates the AheadDecoder of a decoder on its cache."""
 
 MakeGraphs = Callable[[LlamaDecoder, KvMemory], PlainGraphs | None]
-"""Makes what runs plain steps as graphs, for a decoder on its cache."""
+"""Creates the CUDA graphs of plain steps of a decoder on its cache; None if there are none."""
 
 _NO_ROWS = Batch((), (), ())
 _HERE = contextlib.nullcontext()
 
 
 class LlamaModel(InOneProcess):
-    """A LoadedModel (interface.py) over a LlamaDecoder. It turns a Batch into tensors, and computes
-    nothing itself.
+    """A LoadedModel (interface.py) over a LlamaDecoder. It turns a Batch into tensors; the decoder
+    computes.
 
-    Without the kernels (on a CPU), and over a cache that stores other numbers than are computed
-    (quantized, or of another dtype), the attention is that of torch_attention.py and
-    quantized_attention.py in engine/layers. A warm-up (spans without blocks) runs what a request
-    runs, with nothing written; its logits mean nothing.
+    Without the kernels (on a CPU), and over a cache that stores another dtype than the model
+    computes in, the attention is that of torch_attention.py and quantized_attention.py in
+    engine/layers. A warm-up batch (spans without blocks) runs the same code as a request without
+    writing KV; its logits are meaningless.
 
     Args:
-        fixed_scales: by layer, where the cache has one scale for all keys of a layer.
+        fixed_scales: the scales of each layer, if the cache has one scale for all keys of a layer.
         uses_kernels: False: torch's attention, whatever the cache stores.
-        make_ahead: called when `ahead` is first asked for; None: no decode step is launched ahead.
-            Not used without the kernels' attention.
-        make_graphs: called by `warm_up`, where nothing is launched ahead; None: plain steps are
-            launched kernel by kernel then. Not used without the kernels' attention, either.
-        graph_bytes: that these graphs take on the device, at most.
-        launches_prompts: steps with prompts are launched ahead, too; takes pinned memory.
+        make_ahead: called when `ahead` is first read; None: no decode step is launched ahead. Used
+            with the kernels' attention only.
+        make_graphs: called by `warm_up` if nothing is launched ahead; None: plain steps are
+            launched kernel by kernel. Used with the kernels' attention only.
+        graph_bytes: upper limit of the device memory that these graphs need.
+        launches_prompts: launch steps with prompts ahead, too; needs pinned memory.
     """
 
     def __init__(
@@ -942,7 +960,7 @@ class LlamaModel(InOneProcess):
         )
 
     def attach(self, memory: KvMemory) -> None:
-        """Use this cache from now on."""
+        """Use this KV cache from now on; drops the graphs of an earlier one."""
         share, layers = self.decoder.weights.share, self.decoder.weights.layers
         indices = range(share.first_layer, share.first_layer + len(layers))
         self._memory = memory
@@ -953,23 +971,25 @@ class LlamaModel(InOneProcess):
         self._ahead = self._graphs = None
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where the memory that steps gather into is not as accounted."""
+        """Check the memory into which steps gather KV. Raises: IntegrityError where its accounting
+        is wrong."""
         if self._scratch is not None:
             self._scratch.check_integrity()
 
     def close(self) -> None:
-        """See LoadedModel."""
+        """Free the memory into which steps gather KV."""
         if self._scratch is not None:
             self._scratch.close()
 
     @property
     def reads_unwritten(self) -> bool:  # type: ignore[override]  # a constant elsewhere
-        """See LoadedModel. Our kernels look no further than a sequence's end."""
+        """Whether torch's attention is used, which reads whole blocks; the kernels read no slot
+        after a sequence's end."""
         return not self._has_kernels
 
     @property
     def ends(self) -> Ends | None:
-        """See LoadedModel."""
+        """The embedding and the LM head; None on a rank that lacks one of them."""
         weights = self.decoder.weights
         embedding, head = weights.embedding, weights.head
         if embedding is None or head is None:
@@ -988,13 +1008,14 @@ class LlamaModel(InOneProcess):
 
     @property
     def guesses(self) -> Guesses:  # type: ignore[override]  # as above
-        """See LoadedModel. A row of a tree sums in another order than that token alone would: exact
-        models take one path."""
+        """TREES; CHAINS for an exact model, since a row of a tree sums in another order than the
+        same token alone."""
         return Guesses.CHAINS if self.decoder.is_exact else Guesses.TREES
 
     @property
     def ahead(self) -> DecodesAhead | None:
-        """Made when it is first asked for."""
+        """The interface for launching decode steps ahead, created on first use; None if the model
+        has none."""
         if self._memory is None or self._make_ahead is None or not self._has_kernels:
             return None
         if self._ahead is None:
@@ -1006,11 +1027,12 @@ class LlamaModel(InOneProcess):
 
     @property
     def graphs(self) -> PlainGraphs | None:
-        """Of plain steps; None before they are made, and where there are none."""
+        """The CUDA graphs of plain steps; None if they are not captured, or there are none."""
         return self._graphs
 
     def device_memory(self) -> DeviceMemory | None:
-        """See LoadedModel."""
+        """Return the memory of the model's CUDA device, with adapters counted as weights and graphs
+        as part of the largest step; None on CPU."""
         found = super().device_memory()
         if found is None:
             return None
@@ -1022,7 +1044,7 @@ class LlamaModel(InOneProcess):
         )
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """See LoadedModel."""
+        """Capture the CUDA graphs of plain steps, if the model has any."""
         if self._memory is None or self._make_graphs is None or not self._has_kernels:
             return
         self._graphs = self._make_graphs(self.decoder, self._memory)
@@ -1032,18 +1054,19 @@ class LlamaModel(InOneProcess):
                 self._graphs.reserve()
 
     def queues_step(self, batch: Batch) -> bool:
-        """See LoadedModel. What no graph takes is launched kernel by kernel."""
+        """Whether a CUDA graph computes this batch; otherwise it is launched kernel by kernel."""
         graphs = None if batch.wants_hidden or self._device.type != "cuda" else self._graphs
         return graphs is not None and graphs.takes(batch)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """See LoadedModel. Logits come in the model's dtype. Raises: ValueError for a tree where
-        every bit is promised (`guesses`)."""
+        """Compute the batch (LoadedModel.forward). Logits have the model's dtype. Raises:
+        ValueError for a token tree on an exact model."""
         return self._forward(batch)
 
     def _forward(self, batch: Batch, drawn: torch.Tensor | None = None) -> torch.Tensor:
-        """See ForwardDrawn (mixed_launch.py). With `drawn`, a step over a cache that stores what is
-        computed, without guesses, that wants no hidden states."""
+        """Compute the batch, as ForwardDrawn (mixed_launch.py). With `drawn`, the tokens of the
+        launch before, the cache stores the compute dtype, and the batch has no draft tokens and
+        wants no hidden states."""
         if self.decoder.is_exact and any(span.is_tree for span in batch.spans):
             raise ValueError(
                 "exact: one path of guesses, no token tree: its sums have another order"
@@ -1070,7 +1093,7 @@ class LlamaModel(InOneProcess):
             return self.decoder.forward(mixed_inputs(ordered, self._device, drawn))
 
     def _forward_keeping(self, batch: Batch) -> torch.Tensor:
-        """Outside of graphs, and leaving what the batch wants beside logits."""
+        """Compute the batch without CUDA graphs, and keep the hidden states that it wants."""
         capture = HiddenStateCapture(batch.wants_every_hidden, batch.wants_layers)
         self.decoder.capture = capture
         try:
@@ -1090,8 +1113,8 @@ class LlamaModel(InOneProcess):
 
     @contextlib.contextmanager
     def _adapting(self, batch: Batch) -> Generator[None, None, None]:
-        """Rows of `batch` have their adapters meanwhile. Afterwards none has: launches look into
-        StackedLora for theirs."""
+        """Apply the adapters of the batch's rows in the body. Launches ahead find theirs in
+        StackedLora."""
         self.adapters.begin(batch)
         try:
             yield
@@ -1099,7 +1122,7 @@ class LlamaModel(InOneProcess):
             self.adapters.begin(_NO_ROWS)
 
     def _forward_attending(self, batch: Batch) -> torch.Tensor:
-        """With torch's attention."""
+        """Compute the batch with torch's attention."""
         if self._memory is None:
             raise ValueError("no cache is attached")
         step: Attend
@@ -1112,14 +1135,14 @@ class LlamaModel(InOneProcess):
 
 
 def _places(batch: Batch, device: torch.device) -> torch.Tensor:
-    """[T] int64: where each row of a batch lies in what `singles_first` makes of it."""
+    """Return the row of each token of a batch after `singles_first`, [T] int64."""
     every = tuple(range(len(batch.token_ids)))
     places = singles_first(replace(batch, draw_indices=every)).draw_indices
     return bring(np.array(places, dtype=np.int64), device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device, not on that of their tensors."""
+    """Return a context in which `device` is the current one, on which kernels are launched."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     # The device waits meanwhile, and mostly it is the current one.
@@ -1131,7 +1154,8 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def kv_layout(
     shape: LlamaConfig, *, block_size: int, dtype: str, kv_dtype: str = "", scale: str = ""
 ) -> KvLayout:
-    """What a whole model of this shape caches per block. See layout_of."""
+    """Return the layout of the KV blocks of a whole model of these sizes. The arguments are those
+    of `layout_of`."""
     layer = LayerKv(shape.num_kv_heads, shape.head_dim, shape.num_kv_heads, shape.head_dim)
     return layout_of(
         (layer,) * shape.num_layers,
@@ -1143,13 +1167,13 @@ def kv_layout(
 
 
 def block_rows(view: LayerView, layout: KvLayout) -> BlockRows:
-    """One layer's part of the cache, as kernels take it."""
+    """Return one layer's part of the cache as an argument of the kernels."""
     return view.block_rows(layout.dtype if layout.is_quantized else "")
 
 
 def find_sites(weights: LlamaWeights) -> dict[str, Site]:
-    """The linear layers that adapters can add to, by their names in the checkpoint. Raises:
-    ValueError for a share of the layers: adapters are not cut."""
+    """Return the linear layers that adapters can be added to, by their names in the checkpoint.
+    Raises: ValueError for a rank's part of a model, since adapters are not split."""
     if weights.share != Share():
         raise ValueError("adapters on a model that several ranks share")
     shape = weights.shape
@@ -1173,8 +1197,8 @@ def find_sites(weights: LlamaWeights) -> dict[str, Site]:
 def stack_adapters(
     decoder: LlamaDecoder, limits: LoraLimits, device: torch.device, dtype: str
 ) -> None:
-    """Make the tensors that adapters of launched rows will lie in, where some are to be launched:
-    `decoder` adds them from now on. Raises: LoadError where the device has no memory for it."""
+    """Allocate the stacked adapters of launched rows and set them on `decoder`, if the limits allow
+    any. Raises: LoadError if the device lacks the memory."""
     if not limits.max_launched_rank or not limits.max_num_adapters:
         return
     try:
@@ -1195,8 +1219,8 @@ def stack_adapters(
 
 
 def pack_weights(decoder: LlamaDecoder, dtype: str) -> str:
-    """Reorder a decoder's weights for this CPU, where that can be. Returns how products are
-    computed, in words."""
+    """Reorder a decoder's weights for this CPU, if possible. Returns: a description of how products
+    are computed."""
     reason = unavailable_reason(TORCH_DTYPES[dtype], "cpu")
     if reason is not None:
         return f"plain ({reason})"

@@ -1,17 +1,21 @@
-"""load_model: from a checkpoint's name to a probed, fused and verified model. Everything that can
-be wrong is said in one line.
+"""load_model: loads, fuses and verifies the model of a checkpoint's name. Every error is one line.
 
-    resolve the folder -> refuse by config.json (checkpoints/architectures.py) -> choose_backend:
-    our own decoder or transformers' code -> check a small random instance of the same config, where
-    no earlier start did (self_check.py) -> only now read weights (and, beside, take their digest)
-    -> build, and verify -> measure the largest step -> fingerprint
+    resolve the folder
+    -> reject by config.json (checkpoints/architectures.py)
+    -> choose_backend: LlamaDecoder or transformers' code
+    -> check a small random instance of the same config, unless an earlier start did (self_check.py)
+    -> only now read weights (and, in parallel, compute their digest)
+    -> build, and verify
+    -> measure the largest step
+    -> fingerprint
 
-A model over several processes is started, loaded and joined by `load_parallel`. The fingerprint of
-a model is a digest over everything that a block's bytes depend on beside the tokens: two engines
-may exchange KV only if theirs are equal.
+A model over several processes is started, loaded and joined by `load_parallel`.
 
-transformers_backend.py is imported where a model needs it: that takes two CPU seconds. Knows no
-requests and no blocks. Start-up only.
+The fingerprint of a model is a digest over everything, except the tokens, that a block's bytes
+depend on: two engines may exchange KV only if theirs are equal.
+
+transformers_backend.py is imported only for models that need it: importing it takes two CPU
+seconds. It knows no requests and no blocks. Start-up only.
 """
 
 from __future__ import annotations
@@ -95,11 +99,10 @@ _Make: TypeAlias = """Callable[
 def load_model(
     config: EngineConfig, *, progress: Progress | None = None, is_draft: bool = False
 ) -> Loaded:
-    """Load `config.model`.
+    """Load the model `config.model`.
 
-    Args:
-        is_draft: it drafts for another model: it computes token trees in any case.
-    Raises: LoadError; the message is one line.
+    Args: is_draft: it is a draft model, which must compute token trees in any case.
+    Raises: LoadError with a message of one line.
     """
     phases = StartupPhases()
     try:
@@ -190,12 +193,11 @@ def _measure(
     digest: Background[str],
     check_files: Callable[[], None],
 ) -> tuple[int, str]:
-    """Bytes of the largest step, and the weights' digest, which was taken beside all that. A model
-    that gets no further is closed.
+    """Measure the largest step, and wait for the weights' digest. Returns: (bytes of the step,
+    digest). Closes the model on any error.
 
-    Args:
-        check_files: raises where what was digested may not be what was loaded: both opened the
-            files by name, each in its own time.
+    Args: check_files: raises if the files that were digested may differ from those that were
+        loaded, since both were opened by name at different times.
     """
     try:
         with phases.timed("measure"):
@@ -219,7 +221,7 @@ def _make_own(
     phases: StartupPhases,
     progress: Progress | None,
 ) -> LlamaModel:
-    """Our own decoder; `info` filled in with what it is."""
+    """Load a model for LlamaDecoder, and fill in `info`."""
     shape = model_config.decoder_shape
     layout = kv_layout(
         shape,
@@ -307,7 +309,7 @@ def _make_parallel(
     phases: StartupPhases,
     progress: Progress | None,
 ) -> ParallelModel:
-    """Our own decoder over several processes; `info` filled in with what it is."""
+    """Load a model over several processes, and fill in `info`."""
     with phases.timed("weights"):
         return load_parallel(config, folder, model_config.decoder_shape, info, progress=progress)
 
@@ -321,7 +323,7 @@ def _make_transformers(
     phases: StartupPhases,
     progress: Progress | None,
 ) -> TransformersModel:
-    """The universal backend; `info` filled in with what it is."""
+    """Load a model for transformers' code, and fill in `info`."""
     from engine.models.transformers_backend import TransformersModel, build
 
     with phases.timed("weights"):
@@ -351,8 +353,8 @@ def _make_transformers(
 
 
 def _numerics(config: EngineConfig) -> dict[str, object]:
-    """For the fingerprint: what gives other keys and values than the checkpoint's own dtype does.
-    Rounding of another order is not among them, but where every bit was promised."""
+    """Return the settings, for the fingerprint, with which keys and values differ from those of the
+    checkpoint's dtype by more than rounding; with `exact`, also those that change rounding."""
     found: dict[str, object] = {}
     if config.weight_dtype != "auto":
         found["baton_weight_dtype"] = config.weight_dtype
@@ -367,16 +369,15 @@ def _numerics(config: EngineConfig) -> dict[str, object]:
 
 
 def check_supported(config: Mapping[str, Any], name: str) -> None:
-    """Raises: ModelNotSupported for a config.json that this engine would compute wrongly or cannot
-    load."""
+    """Check that this engine can load and compute a config.json. Raises: ModelNotSupported."""
     reason = architectures.refusal(config)
     if reason is not None:
         raise ModelNotSupported(f"{name}: {reason}")
 
 
 def choose_device(device: str) -> str:
-    """The device by kind and number. Raises: LoadError when CUDA, or that one, is asked for and
-    absent."""
+    """Return the device by kind and number ("cpu", "cuda:0"). Raises: LoadError if the CUDA device
+    does not exist."""
     if device == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     kind, _, number = device.partition(":")
@@ -394,8 +395,8 @@ def choose_device(device: str) -> str:
 
 
 def choose_dtype(dtype: str, config: Mapping[str, Any]) -> str:
-    """The dtype to compute in. "auto": the checkpoint's; float32 where it has another one or names
-    none."""
+    """Return the dtype to compute in. "auto": bfloat16 if the checkpoint is stored in it, else
+    float32."""
     if dtype != "auto":
         return dtype
     named = config.get("dtype") or config.get("torch_dtype")
@@ -403,8 +404,8 @@ def choose_dtype(dtype: str, config: Mapping[str, Any]) -> str:
 
 
 def choose_window(wanted: int, model_config: CheckpointConfig, name: str) -> int:
-    """The context window. Raises: LoadError when more is wanted than the model was made for, or
-    where neither says how much."""
+    """Return the context window in tokens. Raises: LoadError if `wanted` exceeds that of the model,
+    or if neither is given."""
     limit = model_config.max_position_embeddings or wanted
     if not limit:
         raise LoadError(
@@ -418,16 +419,16 @@ def choose_window(wanted: int, model_config: CheckpointConfig, name: str) -> int
 
 
 MIN_HEAD_DIM = 16
-"""The least that one product of the matrix units takes."""
+"""Smallest head dim of the kernels: that of one product of the tensor cores."""
 
 
 def choose_backend(
     config: EngineConfig, model_config: CheckpointConfig, device: str, name: str
 ) -> str | None:
-    """Why transformers' code runs this model; None: our own decoder does.
+    """Return why transformers' code computes this model; None: LlamaDecoder does.
 
-    Raises: ModelNotSupported, LoadError for settings that only our own decoder has, where it does
-        not do the model.
+    Raises: ModelNotSupported, or LoadError for settings that only LlamaDecoder supports, if it does
+        not support the model.
     """
     is_cuda = torch.device(device).type == "cuda"
     shape = model_config.shape
@@ -462,9 +463,9 @@ def choose_backend(
 
 
 def runs_kernels(config: EngineConfig, device: str) -> bool:
-    """Whether our own decoder's attention and products are the kernels'. On a CPU they are the
-    kernels' reference, row by row and slow: taken where `exact` or several ranks need it, and for
-    decoder=own, which computes there what a GPU would."""
+    """Return whether LlamaDecoder uses the kernels' attention and products. On a CPU these are the
+    kernels' reference, row by row and slow: used if `exact` or several ranks need it, and with
+    decoder=own, which computes the same as on a GPU."""
     is_cuda = torch.device(device).type == "cuda"
     return is_cuda or config.decoder == "own" or config.exact or config.num_ranks > 1
 
@@ -483,11 +484,11 @@ def load_decoder(
     weight_dtype: str,
     progress: Progress | None,
 ) -> LlamaDecoder:
-    """Weights from `folder`, on the device, ready to run.
+    """Read weights from `folder` to the device and create the decoder.
 
     Args:
-        num_positions: of the longest request.
-        weight_dtype: of EngineConfig.
+        num_positions: number of positions of the longest request.
+        weight_dtype: that of EngineConfig.
     Raises: LoadError, CheckpointError.
     """
     on = torch.device(device)
@@ -512,7 +513,8 @@ def load_decoder(
 def fixed_scales(
     decoder: LlamaDecoder, layout: KvLayout, *, num_positions: int, device: str
 ) -> tuple[Scales, ...]:
-    """One pair per layer where the layout has such scales; else none."""
+    """Calibrate one pair of scales per layer, if the layout has such scales; else return an empty
+    tuple."""
     if layout.scale != "tensor":
         return ()
     on = torch.device(device)
@@ -538,16 +540,17 @@ def fixed_scales(
 
 
 def grid_of(config: EngineConfig) -> Grid:
-    """The ranks that are asked for."""
+    """Return the grid of ranks that the settings ask for."""
     return Grid(config.tensor_parallel, config.pipeline_parallel)
 
 
 def check_parallel(config: EngineConfig, shape: LlamaConfig, device: str, name: str) -> None:
-    """Refuse what cannot be shared by several processes, before any weights are read.
+    """Check that a model can be split between the configured processes, before any weights are
+    read.
 
     Args:
-        shape: of a model that our own decoder does.
-        device: rank 0's, by kind and number.
+        shape: the sizes of a model that LlamaDecoder supports.
+        device: rank 0's device, by kind and number.
     Raises: LoadError in one line, with the setting.
     """
     grid = grid_of(config)
@@ -593,11 +596,11 @@ def load_parallel(
     progress: Progress | None = None,
     program: Sequence[str] = PROGRAM,
 ) -> ParallelModel:
-    """Start the other ranks, load every part, and let them meet.
+    """Start the other ranks, load every part, and connect the ranks.
 
     Args:
-        info: device, dtype and window are settled; filled in with what the model is.
-        program: what each other rank runs.
+        info: has device, dtype and window set; the rest is filled in.
+        program: the command that each other rank runs.
     Raises: LoadError, RankFailed; no process is left then.
     """
     grid = grid_of(config)
@@ -670,7 +673,8 @@ def _start(
 
 
 def _num_threads(config: EngineConfig, grid: Grid, device: str) -> int:
-    """Of each rank: where none are set, ranks on CPU share its cores, or they stall one another."""
+    """Return the number of threads of each rank: as configured, or on a CPU an equal share of its
+    cores, since ranks with more threads would stall one another."""
     if config.num_threads or torch.device(device).type != "cpu":
         return config.num_threads
     return max(1, (os.cpu_count() or 1) // grid.num_ranks)
@@ -682,11 +686,12 @@ def _num_threads(config: EngineConfig, grid: Grid, device: str) -> int:
 _NOT_MODEL = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
 )
-"""Keys of config.json that say nothing about what is computed; the dtype used is in the layout."""
+"""Keys of config.json that do not affect the computation; the dtype is part of the layout."""
 
 
 def normalised_config(config: Mapping[str, Any]) -> str:
-    """config.json as one line that does not depend on the order of keys or on what saved it."""
+    """Return config.json as one line that does not depend on the order of keys or on the program
+    that saved it."""
     kept = {key: value for key, value in config.items() if key not in _NOT_MODEL}
     return json.dumps(kept, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
 
@@ -694,11 +699,11 @@ def normalised_config(config: Mapping[str, Any]) -> str:
 def fingerprint(
     *, weights_digest: str, config: Mapping[str, Any], tokenizer_digest: str, layout: str
 ) -> str:
-    """Hex, 64 characters, over weights, config, tokenizer, dtype of the KV and block layout. Not in
-    it: device, threads, how linears run, tensor-parallel degree.
+    """Return the fingerprint over weights, config, tokenizer, dtype of the KV and block layout: 64
+    hexadecimal characters. Device, threads, the computation of linear layers and the
+    tensor-parallel degree are not in it.
 
-    Args:
-        layout: KvLayout.fingerprint_part.
+    Args: layout: KvLayout.fingerprint_part.
     """
     digest = hashlib.blake2b(digest_size=32, person=b"baton-model-v1")
     for part in (weights_digest, normalised_config(config), tokenizer_digest, layout):
@@ -716,14 +721,14 @@ _DIGITS = 3
 
 
 class StartupPhases:
-    """Seconds of a start, by phase."""
+    """The durations of a start's phases."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Generator[None, None, None]:
-        """Count the time of the body for this phase."""
+        """Add the duration of the body to this phase."""
         begun = time.monotonic()
         try:
             yield
@@ -732,14 +737,14 @@ class StartupPhases:
 
     @property
     def seconds(self) -> tuple[tuple[str, float], ...]:
-        """(phase, seconds), in the order in which they first began."""
+        """Return (phase, seconds) pairs, in the order in which the phases first began."""
         return tuple((name, round(value, _DIGITS)) for name, value in self._seconds.items())
 
 
 @contextlib.contextmanager
 def closed_on_failure() -> Generator[list[Callable[[], None]], None, None]:
-    """Gives a list to the body. If the body fails, the callables in the list are called, the last
-    first. Their exceptions are only logged, because the body's is the one to report."""
+    """Return a context whose value is a list of callables that are called, the last first, if the
+    body fails. Their exceptions are only logged; the body's is raised."""
     closes: list[Callable[[], None]] = []
     try:
         yield closes
@@ -759,19 +764,19 @@ _LOOK_EVERY_S = 0.1
 
 
 class _NotWanted(Exception):
-    """Ends work whose result is not waited for any more."""
+    """Raised in the thread of a Background whose result is not wanted any more."""
 
 
 class Background(Generic[T]):
-    """One piece of work of a start that goes on in a thread while another is done, and whose
-    progress is reported by the thread that waits for it.
+    """Work of a start that runs in a thread while the caller does other work, and whose progress
+    the caller's thread reports.
 
-    At the end of the `with` block the thread has ended: work that reports its progress stops at its
-    next report. A process that ends meanwhile does not wait for the thread.
+    At the end of the `with` block the thread has ended: work that reports progress stops at its
+    next report. The thread does not keep a process from ending.
 
     Args:
-        work: called in the thread, with what it reports its progress to.
-        progress: told by `tell` and `result`, in the caller's thread.
+        work: called in the thread with a callback for its progress.
+        progress: called by `tell` and `result`, in the caller's thread.
     """
 
     def __init__(self, work: Callable[[Progress], T], progress: Progress | None) -> None:
@@ -808,14 +813,15 @@ class Background(Generic[T]):
         self._latest = (what, done, total)
 
     def tell(self) -> None:
-        """Report how far it is, if that is news."""
+        """Report the work's progress, if it has changed."""
         latest = self._latest
         if latest is not None and latest != self._told and self._progress is not None:
             self._told = latest
             self._progress(*latest)
 
     def telling(self) -> Progress | None:
-        """For the work beside it: reports that one's progress, and its own."""
+        """Return a progress callback for the caller's own work, which reports this work's progress,
+        too; None without `progress`."""
         progress = self._progress
         if progress is None:
             return None
@@ -827,7 +833,8 @@ class Background(Generic[T]):
         return both
 
     def result(self) -> T:
-        """Wait for it. Raises: what the work raised."""
+        """Wait for the work and return its result, reporting progress meanwhile. Raises: the work's
+        exception."""
         while not self._future.done():
             concurrent.futures.wait((self._future,), timeout=_LOOK_EVERY_S)
             self.tell()

@@ -1,19 +1,18 @@
-"""What a start tries before it believes a model.
+"""Checks of a model at start.
 
-- `check_architecture`: does this architecture, run our way, compute what transformers computes?
-  Asked of a small random instance of the same config (`tiny_config`), before any weights are
-  loaded. The instance runs a script of prompts, chunks and decodes of ragged lengths through the
-  paged cache, with shared blocks; every token's logits are compared with those of the same instance
-  under transformers' own eager attention, one sequence at a time. What fails is refused by name.
-  Float32 on CPU; tens of milliseconds.
-- `probe_kv_layout`: one tiny forward pass that shows what a transformers model really caches, and
-  refuses a model that would be computed wrongly. It reads shapes from the tensors that reach the
-  attention function, not from the config.
-- `check_kernels`, `compare_logits`: do the kernels of this device give what plain torch gives, on
-  the very weights that are served?
+- `check_architecture`: compares this engine's computation of the architecture with transformers',
+  on a small random instance of the same config (`tiny_config`), before any weights are loaded. The
+  instance runs a script of prompts, chunks and decodes of different lengths through the paged
+  cache, with shared blocks; every token's logits are compared with those of the same instance under
+  transformers' own eager attention, one sequence at a time. An architecture that fails is rejected
+  by name. Float32 on CPU; tens of milliseconds.
+- `probe_kv_layout`: one tiny forward pass that finds what a transformers model caches, and rejects
+  a model that would be computed wrongly. It reads shapes from the tensors that reach the attention
+  function, not from the config.
+- `check_kernels`, `compare_logits`: compare the kernels of this device with plain torch on the
+  weights that are served.
 
-Imports transformers where an architecture is checked, and nowhere else: ranks start without it.
-Start-up only.
+Imports transformers only where an architecture is checked: ranks start without it. Start-up only.
 """
 
 from __future__ import annotations
@@ -50,22 +49,25 @@ if TYPE_CHECKING:
 
 
 NUM_VERIFY_TOKENS = 40
-"""A chunk that is longer than a block and ends off its border, and one decode."""
+"""Number of tokens of a comparison: a chunk that is longer than a block and ends inside one, and
+one decode."""
 
 _MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 0.1}
-"""Of logits through the kernels against plain torch on the same weights (L2): rounding of another
-order. Measured on 32 layers: 0.01 to 0.07 in bfloat16; a wrong kernel is off by 0.5 and more."""
+"""Largest relative error (L2) of logits through the kernels against plain torch with the same
+weights, by dtype; sums are rounded in another order. Measured on 32 layers: 0.01 to 0.07 in
+bfloat16; a wrong kernel is off by 0.5 and more."""
 
 _MAX_FP8_ERROR = 0.5
-"""The same where matrices are in fp8: numbers on its rounding edges fall to either side. Measured:
-0.18 on 32 layers of random numbers; what has nothing in common is off by 1.4."""
+"""Largest relative error (L2) with fp8 matrices, where numbers on rounding edges fall to either
+side. Measured: 0.18 on 32 layers of random numbers; unrelated logits are off by 1.4."""
 
 
 def verify_logits(
     forward: Callable[[Batch], torch.Tensor], vocab_size: int, layout: KvLayout
 ) -> torch.Tensor:
-    """float32 logits [40, V] of a fixed prompt in a chunk and a decode, through a cache of at least
-    `layout.num_blocks_for(NUM_VERIFY_TOKENS)` unused blocks; [0, V] of a rank that has none."""
+    """Compute float32 logits [40, V] of a fixed prompt, by a chunk and a decode, through a cache of
+    at least `layout.num_blocks_for(NUM_VERIFY_TOKENS)` unused blocks; [0, V] on a rank without a
+    head."""
     token_ids = tuple((7919 * i + 17) % vocab_size for i in range(NUM_VERIFY_TOKENS))
     cut = NUM_VERIFY_TOKENS - 1
     parts: list[torch.Tensor] = []
@@ -79,8 +81,8 @@ def verify_logits(
 def compare_logits(
     actual: torch.Tensor, expected: torch.Tensor, *, dtype: str, is_fp8: bool, device: str
 ) -> None:
-    """Raises: LoadError where logits through the kernels differ from plain torch's by more than
-    rounding."""
+    """Compare logits through the kernels with those of plain torch. Raises: LoadError if they
+    differ by more than rounding."""
     error = float((actual - expected).norm() / expected.norm())
     max_error = _MAX_FP8_ERROR if is_fp8 else _MAX_RELATIVE_ERROR[dtype]
     if not error <= max_error:  # NaN is a difference, too
@@ -91,11 +93,11 @@ def compare_logits(
 
 
 Forward = Callable[[Batch], torch.Tensor]
-"""Computes a batch; logits [R, V]."""
+"""Computes a batch and returns logits [R, V]."""
 
 
 def attending(decoder: LlamaDecoder, memory: KvMemory) -> Forward:
-    """`decoder` with torch's attention, as a function of batches."""
+    """Return a function that computes batches with `decoder` and torch's attention."""
     views, block_size = memory.layer_views(), memory.layout.block_size
     device = memory.cache.device
 
@@ -108,7 +110,8 @@ def attending(decoder: LlamaDecoder, memory: KvMemory) -> Forward:
 
 
 def attached(decoder: LlamaDecoder, memory: KvMemory) -> Forward:
-    """`decoder` on a cache that is not quantized, as a function of batches. Whole models only."""
+    """Return a function that computes batches with `decoder` and the kernels, on an unquantized
+    cache. For a decoder of all layers only."""
     decoder.attach([block_rows(view, memory.layout) for view in memory.layer_views()])
     device = memory.cache.device
 
@@ -121,10 +124,10 @@ def attached(decoder: LlamaDecoder, memory: KvMemory) -> Forward:
 
 
 def check_kernels(decoder: LlamaDecoder, layout: KvLayout, device: str, dtype: str) -> None:
-    """Compare logits through this device's kernels with those of plain torch, same weights. Nothing
-    to compare on CPU.
+    """Compare logits through this device's kernels with those of plain torch with the same weights;
+    on CPU do nothing.
 
-    Raises: LoadError where they differ by more than rounding.
+    Raises: LoadError if they differ by more than rounding.
     """
     if torch.device(device).type != "cuda":
         return
@@ -146,16 +149,17 @@ _NUM_PROBE_TOKENS = 3
 
 @dataclass(frozen=True)
 class Probed:
-    """What each layer does, in order."""
+    """The properties of each attention layer that a probe found, in order."""
 
     layers: tuple[LayerKv, ...]
-    """What it caches per token."""
+    """The heads and dims that each layer caches per token."""
     windows: tuple[int | None, ...]
-    """How many tokens back it sees; None: all."""
+    """The sliding window of each layer, in tokens; None: it attends to all tokens before."""
 
 
 class Recorder:
-    """Stands in for TorchPagedAttention: notes each layer's dims and window, attends to nothing."""
+    """A stand-in for TorchPagedAttention that records each layer's dims and window, and returns
+    zeros."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerKv] = {}
@@ -173,7 +177,7 @@ class Recorder:
         sinks: torch.Tensor | None = None,
         is_latent: bool = False,
     ) -> torch.Tensor:
-        """Note one layer. Raises: TypeError for a shape that paged attention does not have."""
+        """Record one layer. Raises: TypeError for a shape that paged attention does not support."""
         if layer in self.layers:
             raise TypeError(f"layer {layer} attends twice")
         if key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]:
@@ -192,12 +196,12 @@ class Recorder:
 
 @torch.inference_mode()
 def probe_kv_layout(model: Any, *, num_layers: int, device: str) -> Probed:
-    """What each layer caches per token, and how far it sees.
+    """Run a tiny forward pass to find what each layer caches per token, and its sliding window.
 
     Args:
         model: a transformers causal language model that uses `transformers_backend.ATTENTION_NAME`.
-        num_layers: as the config says.
-    Raises: ModelNotSupported.
+        num_layers: the number of layers in its config.
+    Raises: ModelNotSupported if the paged cache cannot serve the model.
     """
     recorder = Recorder()
     positions = torch.arange(_NUM_PROBE_TOKENS, device=device)[None]
@@ -226,21 +230,22 @@ def probe_kv_layout(model: Any, *, num_layers: int, device: str) -> Probed:
 
 VOCAB_SIZE = 96
 WINDOW = 5
-"""Sliding window of a shrunken config: shorter than the rehearsal's prompts."""
+"""Sliding window of a shrunken config, in tokens: shorter than the check's prompts."""
 
 _MIN_LAYERS = 4
 _HIDDEN = 64
 _NUM_HEADS = 4
 _HEAD_DIM = 16
 _OTHER_HEAD_DIM = 32
-"""Where the heads do not add up to the hidden size: they shall not here, either."""
+"""Head dim where heads * head_dim is not the hidden size in the original config, so that it is not
+in the shrunken one."""
 
 _HIDDEN_NAMES = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS_NAMES = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 _LAYERS_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN_TOO = ("word_embed_proj_dim", "embedding_size", "emb_dim")
-"""Sizes that go with the hidden size where they equal it."""
+"""Sizes that are shrunken with the hidden size if they are equal to it."""
 
 _AT_MOST = {
     "intermediate_size": 96,
@@ -290,18 +295,18 @@ _AT_MOST = {
 }
 _IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _PER_LAYER = "per_layer_config"
-"""What single layers have otherwise, by index."""
+"""Key of settings of single layers that differ from the common ones, by index."""
 _NUM_SHARED = "num_kv_shared_layers"
-"""How many of the last layers use an earlier layer's keys and values."""
+"""Key of the number of last layers that use an earlier layer's keys and values."""
 _INDEX_LISTS = ("moe_layers", "full_attn_idxs", "mlp_only_layers")
-"""Lists of layer indices."""
+"""Keys of lists of layer indices."""
 _NO_LAYERS = (*_IDS, *_INDEX_LISTS, "architectures", "suppress_tokens")
-"""Lists that are not one entry per layer, whatever their length."""
+"""Keys of lists that do not have one entry per layer, whatever their length."""
 
 
 def tiny_config(config: Any) -> Any:
-    """A config of the same class. Raises: ValueError where it names no hidden size, heads or
-    layers."""
+    """Return a small config of the same class. Raises: ValueError if the config names no hidden
+    size, heads or layers."""
     old: dict[str, Any] = config.to_dict()
     new = dict(old)
     for name in ("quantization_config", "dtype", "torch_dtype", "transformers_version"):
@@ -338,7 +343,8 @@ def tiny_config(config: Any) -> Any:
 
 
 def _shrink_heads(old: dict[str, Any], new: dict[str, Any], heads: str, hidden: str) -> None:
-    """As many heads per kv head as before where that is one or all, else two."""
+    """Shrink the numbers of heads: as many query heads per kv head as before if that is one or all,
+    else two."""
     new[heads] = _NUM_HEADS
     for name in _KV_HEADS_NAMES:
         if isinstance(old.get(name), int):
@@ -370,7 +376,8 @@ def _is_per_layer(name: str, value: Any, num_layers: int) -> bool:
 
 
 def _kept_layers(config: dict[str, Any], num_layers: int) -> list[int]:
-    """The first layer of each kind, and the first ones beside, in order."""
+    """Return the indices of the first layer of each kind, and of the first layers up to
+    `_MIN_LAYERS`, ascending."""
     lists = [value for name, value in config.items() if _is_per_layer(name, value, num_layers)]
     others = {int(index): part for index, part in (config.get(_PER_LAYER) or {}).items()}
     first_shared = num_layers - (config.get(_NUM_SHARED) or 0)
@@ -389,37 +396,37 @@ def _kept_layers(config: dict[str, Any], num_layers: int) -> list[int]:
 
 
 BLOCK_SIZE = 4
-"""Of the rehearsal's cache."""
+"""Block size of the check's cache, in tokens."""
 _SCRIPT = (
     ((0, 0, 13), (1, 0, 1), (2, 0, 6)),
     ((0, 13, 14), (1, 1, 2), (2, 6, 19), (3, 8, 9)),
     ((0, 14, 15), (1, 2, 3), (2, 19, 20), (3, 9, 30)),
     ((0, 15, 16),),
 )
-"""Steps of (prompt, start, end): whole prompts, chunks off and on block borders, decodes; nearly
-every step is a mix."""
+"""Steps of the check, each of (prompt, start, end): whole prompts, chunks that end inside and at
+the end of blocks, decodes; nearly every step mixes them."""
 _LENGTHS = (16, 3, 20, 30)
 _SHARED = 8
-"""Tokens that the last prompt has in common with the first, and finds in its blocks."""
+"""Number of tokens that the last prompt has in common with the first, and finds in its blocks."""
 
 _MAX_ERROR = 1e-3
-"""Of any logit, relative to the greatest one, in float32. Measured: below 1e-5 for what is right;
-what is wrong is off by 1e-1 and more."""
+"""Largest error of any logit in float32, relative to the greatest one. Measured: below 1e-5 where
+the computation is right; 1e-1 and more where it is wrong."""
 
 
 Prepared = tuple[KvLayout, Callable[[KvMemory], Forward]]
-"""Of a small transformers model: what its cache looks like, and how to run it on such a cache."""
+"""The layout of a small model's cache, and a function that attaches it to such a cache."""
 
 
 def check_architecture(config: Any, name: str, way: Way = "transformers") -> None:
-    """Compare a small instance of `config` with transformers.
+    """Compare a small random instance of `config` with transformers.
 
     Args:
-        config: of transformers; not changed.
-        name: of the checkpoint, for the message.
-        way: how it is run.
-    Raises: ModelNotSupported in one line where the instance cannot be built, does not run on
-        the paged cache, or gives other logits than transformers.
+        config: a transformers config; not changed.
+        name: the checkpoint's name, for the message.
+        way: how the instance is computed.
+    Raises: ModelNotSupported in one line if the instance cannot be built, does not run on the paged
+        cache, or has other logits than transformers.
     """
     try:
         small = tiny_config(config)
@@ -447,8 +454,8 @@ def check_architecture(config: Any, name: str, way: Way = "transformers") -> Non
 
 
 def random_instance(config: Any, seed: int) -> Any:
-    """A float32 model of `config` on CPU, all of whose parameters do something: matrices keep the
-    scale of what passes through them, norms and biases are neither 1 nor 0."""
+    """Create a float32 model of `config` on CPU with random parameters that all affect the result:
+    matrices keep the scale of their inputs, norms and biases differ from 1 and 0."""
     import transformers
 
     config = copy.deepcopy(config)
@@ -482,19 +489,19 @@ def _prompts() -> list[list[int]]:
 
 @torch.inference_mode()
 def _expected(model: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """Per prompt logits [T, V], by transformers alone."""
+    """Compute each prompt's logits [T, V] with transformers alone."""
     return [
         model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0] for prompt in prompts
     ]
 
 
 def _prepared(model: Any, way: Way) -> Prepared:
-    """From a model that may be changed."""
+    """Prepare a model to be computed in the given way; `model` may be changed."""
     return _transformers_code(model) if way == "transformers" else _own_decoder(model, way)
 
 
 def _own_decoder(model: Any, way: Way) -> Prepared:
-    """With the weights of `model`."""
+    """Prepare a LlamaDecoder with the weights of `model`."""
     shape, device = read_llama_config(model.config), torch.device("cpu")
     weights = take_weights(model.state_dict(), shape, dtype=torch.float32, device=device)
     positions = int(model.config.max_position_embeddings)
@@ -529,7 +536,7 @@ def _transformers_code(model: Any) -> Prepared:
 def _paged(
     layout: KvLayout, attach: Callable[[KvMemory], Forward], prompts: list[list[int]]
 ) -> list[torch.Tensor]:
-    """The same by our way: by the script, through the paged cache."""
+    """Compute each prompt's logits [T, V] by the steps of the script, through the paged cache."""
     tables, num_blocks = _tables(layout)
     memory = KvMemory(layout, num_blocks)
     memory.cache.fill_(1e3)  # a slot that is read before it was written must show
@@ -553,7 +560,8 @@ def _paged(
 
 
 def _tables(layout: KvLayout) -> tuple[list[tuple[int, ...]], int]:
-    """Block ids per prompt, in no order; the last prompt begins with the first one's."""
+    """Return block ids of each prompt, in random order, and their number; the last prompt begins
+    with blocks of the first one."""
     counts = [layout.num_blocks_for(length) for length in _LENGTHS]
     num_shared = _SHARED // layout.block_size
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(2)).tolist()

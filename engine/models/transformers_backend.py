@@ -1,36 +1,37 @@
-"""The universal backend: modelling code of transformers, our paged attention, no cache class of
-theirs. Imported where a model needs it: it imports transformers, which takes two CPU seconds.
+"""The backend for transformers' modelling code, with our paged attention and none of transformers'
+cache classes. Imported only for models that need it: importing transformers takes two CPU seconds.
 
-`build` makes such a code a model of ours, and believes it only after its logits were compared with
-those of the plain model:
+`build` creates the model, and checks its logits against those of the plain model:
 
     probe -> logits of the plain model -> fuse -> logits again -> compare
 
-`TransformersModel` runs it: all new tokens of all requests lie in one row [1, T]; position ids say
-where each belongs, TorchPagedAttention which KV it sees.
+`TransformersModel` runs it: all new tokens of all requests form one row [1, T]; position ids give
+each token's position, TorchPagedAttention the KV that it attends to.
 
-The one place where their code meets our attention is a registered attention function
-(`paged_attention`). All state rides in a keyword that flows from `model(...)` to the function,
-`baton_step`: a Recorder while probing, a TorchPagedAttention while serving. Call shape (stable
+Transformers' code calls our attention as a registered attention function (`paged_attention`). All
+state is passed in the keyword `baton_step` from `model(...)` to the function: a Recorder while
+probing, a TorchPagedAttention while serving. Signature (stable
 since transformers 5.0, source: its AttentionInterface documentation):
 
     fn(module, query [1, H, T, D], key [1, K, T, D], value, attention_mask, scaling=,
     sliding_window=, ...) -> ([1, T, H, D], None)
 
-No cache object and no mask take part: a mask name that is not registered makes transformers build
-none.
+No cache object and no mask are used: transformers builds no mask for a mask name that is not
+registered.
 
-Latents (MLA) are what DeepSeek-style attention caches per token; attention is over them, without
-ever expanding them. Their code keeps, per token, one compressed vector c (rank R) and one rotated
-key r, and expands c into keys and values by `kv_b_proj` = [W_K; W_V] in a method `expand_kv(c, r)`.
-We replace that method by one that hands c and r on, and move the matrices to the other side:
+Latents (MLA) are what DeepSeek-style attention caches per token; attention is computed over them,
+without ever expanding them. Transformers' code keeps, per token, one compressed vector c (rank R)
+and one rotated key r, and expands c into keys and values by `kv_b_proj` = [W_K; W_V] in a method
+`expand_kv(c, r)`. We replace that method by one that returns c and r, and move the matrices to the
+other side:
 
     q . (W_K c) = (W_K^T q) . c        sum_t p_t W_V c_t = W_V sum_t p_t c_t
 
 so that every query head attends to one shared "key" [c, r], whose first R columns are the "values"
 (source: DeepSeek-V2, section 2.1.2). Works on modelling code since transformers 5.15.1.
 
-Knows no checkpoint's name and no request. Load time: `build`; then the engine's thread.
+It knows no checkpoint's name and no request. `build` is for load time, the model for the engine's
+thread.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ from engine.request import ModelInfo
 
 
 LATENTS = "baton_latents"
-"""Attribute of an attention module: its Latents."""
+"""The attribute of an attention module that contains its Latents."""
 
 
 @dataclass(frozen=True)
@@ -84,24 +85,24 @@ class Latents:
     """The two halves of one layer's `kv_b_proj`."""
 
     keys: torch.Tensor
-    """[H, nope, R]"""
+    """W_K, [H, nope, R]."""
 
     values: torch.Tensor
-    """[H, Dv, R]"""
+    """W_V, [H, Dv, R]."""
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
-        """[H, T, nope + rope] -> [H, T, R + rope]: queries that meet [c, r] itself."""
+        """Multiply queries by W_K, so that they attend to [c, r] directly: [H, T, nope + rope] ->
+        [H, T, R + rope]."""
         num_nope = self.keys.shape[1]
         return torch.cat((query[..., :num_nope] @ self.keys, query[..., num_nope:]), dim=-1)
 
     def expand(self, out: torch.Tensor) -> torch.Tensor:
-        """[T, H, R] -> [T, H, Dv]: from weighted latents to weighted values."""
+        """Multiply weighted latents by W_V: [T, H, R] -> weighted values [T, H, Dv]."""
         return torch.matmul(out.transpose(0, 1), self.values.transpose(1, 2)).transpose(0, 1)
 
 
 def cache_latents(model: Any) -> int:
-    """Make every attention of `model` that compresses its KV cache the compressed form. Returns how
-    many there are."""
+    """Make every MLA attention of `model` cache latents. Returns: the number of such layers."""
     num_layers = 0
     for module in model.modules():
         if not hasattr(module, "expand_kv"):
@@ -118,8 +119,8 @@ def cache_latents(model: Any) -> int:
 
 
 def _hand_on(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In the place of `expand_kv`: [1, 1, T, R] and [1, 1, T, rope] -> [1, 1, T, R + rope], and its
-    first R columns."""
+    """Replace `expand_kv`: [1, 1, T, R] and [1, 1, T, rope] -> keys [1, 1, T, R + rope], and
+    values, their first R columns."""
     both = torch.cat((latent, rotated), dim=-1)
     return both, both[..., : latent.shape[-1]]
 
@@ -130,8 +131,8 @@ def _hand_on(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor,
 ATTENTION_NAME = "baton_paged"
 
 _IGNORED_KEYWORDS = frozenset({"dropout", "position_ids", "is_causal", "use_cache"})
-"""Keywords that say nothing we must act on. Any other one that is set may change attention: refuse
-it."""
+"""Keywords that do not affect paged attention. Any other one that is set may change attention, and
+is rejected."""
 
 
 def paged_attention(
@@ -148,8 +149,9 @@ def paged_attention(
     baton_step: Attend | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that their code calls. Raises: TypeError for what would be computed
-    wrongly; the probe turns it into a refusal."""
+    """Compute attention for transformers' code, as its registered attention function. Raises:
+    TypeError for arguments that would be computed wrongly; the probe reports it as
+    ModelNotSupported."""
     if baton_step is None:
         raise TypeError("this model's code does not hand keywords on to its attention")
     if attention_mask is not None:
@@ -190,8 +192,9 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
 def layer_lists(model: Any) -> list[nn.ModuleList]:
-    """Lists of as many modules as the model has layers, none inside of another such list. One: its
-    decoder layers, in the order of their calls. As they are now: fusing replaces them."""
+    """Return the nn.ModuleLists with as many modules as the model has layers, none inside of
+    another. If there is one, it contains the decoder layers in the order of their calls. Fusing
+    replaces its modules."""
     num_layers = int(getattr(model.config, "num_hidden_layers", 0))
     found: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
@@ -206,7 +209,7 @@ _EXPERTS = "experts"
 
 
 def find_sites(model: Any, forward: Callable[[Batch], torch.Tensor]) -> dict[str, Site]:
-    """The sites of `model` by name.
+    """Return the linear layers of `model` that adapters can be added to, by name.
 
     Args:
         model: a transformers causal language model, fused or not.
@@ -231,14 +234,15 @@ def find_sites(model: Any, forward: Callable[[Batch], torch.Tensor]) -> dict[str
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """A subclass of nn.Linear may compute something else."""
+    """Whether the module is a linear layer; subclasses of nn.Linear, which may compute something
+    else, are not."""
     return type(module) is nn.Linear or isinstance(module, PackedLinear)
 
 
 def _num_rows_seen(
     linears: dict[str, Linear], forward: Callable[[Batch], torch.Tensor]
 ) -> dict[str, list[int]]:
-    """Rows of each call of each linear in one forward pass."""
+    """Return the numbers of rows of each linear layer's calls in one forward pass."""
     counts: dict[str, list[int]] = {name: [] for name in linears}
 
     def note(name: str) -> Callable[..., None]:
@@ -261,14 +265,14 @@ def _num_rows_seen(
 
 
 class OnHost:
-    """A model whose layers lie in host memory, and all the rest on the device.
+    """A model whose decoder layers lie in host memory, and everything else on the device.
 
     Args:
-        model: of transformers, wholly in host memory.
-        device: that computes.
-        device_bytes: that its weights may take there.
-    Raises: LoadError, by name, for a model whose layers cannot be streamed, and where
-        `device_bytes` are too few.
+        model: a transformers model, wholly in host memory.
+        device: the device that computes.
+        device_bytes: the device memory that its weights may use.
+    Raises: LoadError naming a model whose layers cannot be streamed, or if `device_bytes` is too
+        small.
     """
 
     def __init__(self, model: Any, device: str, device_bytes: int) -> None:
@@ -286,12 +290,13 @@ class OnHost:
             tensor.data = tensor.data.to(self._device)
 
     def _layers(self) -> list[nn.Module]:
-        """As they are now: fusing replaces them."""
+        """Return the present decoder layers; fusing replaces them."""
         return find_layers(self._model)
 
     @contextlib.contextmanager
     def visiting(self) -> Iterator[None]:
-        """Meanwhile the model computes on the device: each layer is there while it is called."""
+        """Return a context in which the model computes on the device: each layer is copied there
+        for each call."""
         hooks: list[Any] = []
         away: dict[PackedLayer, list[torch.Tensor]] = {}
 
@@ -318,9 +323,9 @@ class OnHost:
                 leave(one)
 
     def settle(self) -> StreamedLayers:
-        """Every layer where it will serve. Once, last.
+        """Move every layer to its final place. Called once, after all else.
 
-        Raises: LoadError where the device or the host has no room.
+        Raises: LoadError if the device or the host lacks the memory.
         """
         layers = self._layers()
         packed = [PackedLayer(layer) for layer in layers]
@@ -336,10 +341,10 @@ class OnHost:
 
 
 def find_layers(model: Any) -> list[nn.Module]:
-    """The decoder layers of a transformers model, in the order of their calls.
+    """Return the decoder layers of a transformers model, in the order of their calls.
 
     Raises: LoadError for a model that does not keep them in one list, or whose layers share weights
-        or keep some where they cannot be moved.
+        or have weights that cannot be moved.
     """
     name, num_layers = type(model).__name__, int(model.config.num_hidden_layers)
     found = layer_lists(model)
@@ -368,7 +373,7 @@ def find_layers(model: Any) -> list[nn.Module]:
 
 
 def _rest_of(model: Any, layers: list[nn.Module]) -> list[torch.Tensor]:
-    """Parameters that belong to no layer, and all buffers."""
+    """Return the parameters that belong to no layer, and all buffers."""
     own = {id(tensor) for layer in layers for tensor in weights_of(layer)}
     every = [*model.parameters(), *model.buffers()]
     return [tensor for tensor in every if id(tensor) not in own]
@@ -380,7 +385,8 @@ def _rest_of(model: Any, layers: list[nn.Module]) -> list[torch.Tensor]:
 class TransformersModel(InOneProcess):
     """A LoadedModel (models/interface.py) over a model that `build` probed, fused and verified.
 
-    Attributes: stream: what brings its layers to the device; None: all of them lie there.
+    Attributes: stream: the copies of the model's layers to the device; None: all layers lie on the
+        device.
     """
 
     def __init__(
@@ -415,14 +421,14 @@ class TransformersModel(InOneProcess):
         )
 
     def attach(self, memory: KvMemory) -> None:
-        """Views of each layer's keys and values in the cache."""
+        """Use this KV cache from now on."""
         self._memory = memory
         self._views = memory.layer_views()
         self._scratch = scratch_for(memory, self.info.dtype)
 
     @property
     def ends(self) -> Ends | None:
-        """See LoadedModel."""
+        """The embedding and the LM head; None if the model lacks one of them."""
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         if embedding is None or head is None:
             return None
@@ -430,13 +436,13 @@ class TransformersModel(InOneProcess):
 
     @cached_property
     def _layers(self) -> tuple[torch.nn.Module, ...]:
-        """Its decoder layers; none where it keeps them in several lists."""
+        """The decoder layers; empty if the model keeps them in several lists."""
         found = layer_lists(self._model)
         return tuple(found[0]) if len(found) == 1 else ()
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """See LoadedModel. Logits come in the model's dtype."""
+        """Compute the batch (LoadedModel.forward). Logits have the model's dtype."""
         self.adapters.begin(batch)
         if self._memory is None or self._memory.tails is None:
             step = TorchPagedAttention(batch, self._views, self.layout.block_size, self._scratch)
@@ -445,15 +451,15 @@ class TransformersModel(InOneProcess):
         return self._run(batch, quantized)
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where the books of streamed layers, or of what steps gather into,
-        do not add up."""
+        """Check streamed layers and the memory into which steps gather KV. Raises: IntegrityError
+        where their accounting is wrong."""
         if self._scratch is not None:
             self._scratch.check_integrity()
         if self.stream is not None:
             self.stream.check_integrity()
 
     def close(self) -> None:
-        """See LoadedModel."""
+        """Free the memory into which steps gather KV, and stop streaming layers."""
         if self._scratch is not None:
             self._scratch.close()
         if self.stream is not None:
@@ -501,8 +507,9 @@ class TransformersModel(InOneProcess):
         return logits
 
     def _check_body(self, batch: Batch) -> None:
-        """Once: code that does something between its last norm and its head leaves other numbers
-        here than the head takes, and keeps those of the draws alone."""
+        """Check once that the model's body returns the LM head's input. Code that computes
+        something between its last norm and its head fails this, and only hidden states of
+        `draw_indices` are kept from then on."""
         if self._is_body_checked or self.kept_every_hidden is None or not batch.draw_indices:
             return
         if not any(span.block_ids for span in batch.spans):
@@ -518,7 +525,7 @@ class TransformersModel(InOneProcess):
 
 
 def run(model: Any, batch: Batch, step: Attend, device: torch.device) -> torch.Tensor:
-    """One forward pass of a transformers model over a batch; logits [R, V]."""
+    """Run one forward pass of a transformers model over a batch. Returns: logits [R, V]."""
     token_ids = torch.tensor([batch.token_ids], device=device)
     positions = torch.tensor([batch.positions], device=device)
     logits: torch.Tensor = model(
@@ -536,14 +543,14 @@ def run(model: Any, batch: Batch, step: Attend, device: torch.device) -> torch.T
 
 
 _MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 0.1}
-"""Of fused against plain logits (L2). Measured: 1e-6 and 0.01-0.07; a look-alike module is off by
-0.5 and more."""
+"""Largest relative error (L2) of fused against plain logits, by dtype. Measured: 1e-6 and 0.01 to
+0.07; a look-alike module is off by 0.5 and more."""
 
 _NUM_VERIFY_TOKENS = 16
 
 Weights = Callable[[], dict[str, torch.Tensor]]
-"""Reads a checkpoint's tensors. Called again if the plain model is needed a second time: nothing
-keeps two copies."""
+"""Reads a checkpoint's tensors. It is called again if the plain model is needed a second time, so
+that no second copy is kept."""
 
 
 @dataclass(frozen=True)
@@ -557,7 +564,7 @@ class Built:
     num_parameters: int
     fixed_scales: tuple[Scales, ...]
     stream: StreamedLayers | None = None
-    """What brings its layers to the device, where not all of them lie there."""
+    """The copies of the model's layers to the device; None: all layers lie on the device."""
 
 
 def build(
@@ -571,13 +578,11 @@ def build(
     kv_scale: str = "",
     streamed_to_bytes: int = 0,
 ) -> Built:
-    """Build, probe, fuse, and compare the fused logits with the plain ones.
+    """Build, probe and fuse a model, and compare the fused logits with the plain ones. If they
+    differ by more than rounding, the plain model is used, and `fused` says so.
 
-    Where they differ more than rounding explains, the plain model is taken, and `fused` says so.
-
-    Args:
-        streamed_to_bytes: that the weights may take on the device, layers beyond them being
-            streamed from host memory; 0: all of the weights lie there.
+    Args: streamed_to_bytes: the device memory that weights may use, while other layers are streamed
+        from host memory; 0: all weights lie on the device.
     Raises: LoadError for weights that do not fit, ModelNotSupported by the probe.
     """
     is_fused = architectures.SERVED[model_config.model_type][0] == architectures.FUSED
@@ -621,10 +626,8 @@ def build(
 
 
 def _plain(model_config: Any, weights: dict[str, torch.Tensor], device: str, dtype: str) -> Any:
-    """The unmodified transformers model with our attention.
-
-    Raises: LoadError naming tensors that are missing or have another shape.
-    """
+    """Create the unmodified transformers model with our attention. Raises: LoadError naming tensors
+    that are missing or have another shape."""
     config = copy.deepcopy(
         model_config
     )  # the attention's name lies on the config: two models must not share one
@@ -656,7 +659,8 @@ def _plain(model_config: Any, weights: dict[str, torch.Tensor], device: str, dty
 def _difference(
     model: Any, layout: KvLayout, device: str, expected: torch.Tensor, max_error: float
 ) -> str | None:
-    """In what the fused model is not the plain one; None: in nothing."""
+    """Return a description of how the fused model differs from the plain one; None if it does
+    not."""
     try:
         actual = _verify_logits(model, layout, device)
     except (AttributeError, RuntimeError) as error:  # code that wants a weight that is packed
@@ -669,7 +673,8 @@ def _difference(
 
 @torch.inference_mode()
 def _verify_logits(model: Any, layout: KvLayout, device: str) -> torch.Tensor:
-    """float32 logits [16, V] of a fixed prompt in a chunk and a decode, through the paged cache."""
+    """Compute float32 logits [16, V] of a fixed prompt, by a chunk and a decode, through the paged
+    cache."""
     layout = layout.raw  # what the weights do, whatever is stored
     memory = KvMemory(layout, layout.num_blocks_for(_NUM_VERIFY_TOKENS), device)
     views = memory.layer_views()

@@ -1,18 +1,19 @@
-"""A model larger than the device memory that its weights may take: layers beyond it lie in host
-memory (`StreamingPlan`), and each is copied to the device under the computation of those before it
-(`StreamedLayers`).
+"""Streaming of weights for a model that is larger than the device memory that they may use: some
+layers lie in host memory (`StreamingPlan`), and each is copied to the device while those before
+it are computed (`StreamedLayers`).
 
 There are two buffers on the device. A streamed layer is computed from one of them; when its
-computation is queued, the copy of the one after the next into the same buffer is queued behind it
-(LayerCopies: how they wait for one another). The order goes round: the first layers of the next
-pass are copied under the last ones of this. What comes out of order (after a pass that failed in
-its middle) is copied anew.
+computation is queued, the copy of the streamed layer after the next one into the same buffer is
+queued behind it (LayerCopies orders them). The order is cyclic: the first layers of the next pass
+are copied during the last ones of this. A layer that is called out of order (after a failed pass)
+is copied again.
 
-Knows of a layer that it has tensors and is called: hooks point the tensors to where its numbers
-lie. transformers_backend.py says which models can be streamed, and loads them. Engine thread only.
+A layer is only a module with tensors: hooks on its call set the tensors' data to the place of its
+numbers. transformers_backend.py decides which models can be streamed, and loads them. Engine thread
+only.
 
-Invariant (`check_integrity`): what stays on the device, and the buffers, take no more than was
-given; each layer computes with its own place there, or with a buffer.
+Invariant (`check_integrity`): the layers on the device and the buffers use no more than the
+configured memory; each layer computes with its own place there, or with a buffer.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from torch import nn
 from engine.errors import IntegrityError, LoadError
 
 WHY_PLAIN = "layers are streamed"
-"""Why their linear layers are not packed: an opaque tensor cannot be copied to where another one
-lies."""
+"""Why linear layers of a streamed model are not packed: a packed tensor is opaque, and cannot be
+copied to another one's memory."""
 
 NUM_BUFFERS = 2
-"""One layer is computed from one while the next one's copy goes into the other."""
+"""Number of buffers on the device: a layer is computed from one while the next is copied to the
+other."""
 
 
 # -- which layers are streamed
@@ -44,37 +46,38 @@ NUM_BUFFERS = 2
 
 @dataclass(frozen=True)
 class StreamingPlan:
-    """Where each layer lies."""
+    """The place of each layer: on the device or in host memory."""
 
     layer_bytes: tuple[int, ...]
     rest_bytes: int
-    """What is no layer: embeddings, head, norms. On the device."""
+    """Bytes of the weights outside of layers (embeddings, head, norms), which lie on the device."""
 
     streamed: tuple[int, ...]
-    """Layers that lie in host memory, ascending; the others stay on the device."""
+    """Indices of the layers that lie in host memory, ascending; the others lie on the device."""
 
     @property
     def buffer_bytes(self) -> int:
-        """Of each buffer: the largest streamed layer."""
+        """Bytes of each buffer: those of the largest streamed layer."""
         return max((self.layer_bytes[index] for index in self.streamed), default=0)
 
     @property
     def host_bytes(self) -> int:
-        """Of all streamed layers; a pass copies as many."""
+        """Bytes of all streamed layers, which every pass copies."""
         return sum(self.layer_bytes[index] for index in self.streamed)
 
     @property
     def device_bytes(self) -> int:
-        """Of what stays there, and of the buffers."""
+        """Bytes of the weights on the device, the buffers included."""
         resident = sum(self.layer_bytes) - self.host_bytes
         return self.rest_bytes + resident + NUM_BUFFERS * self.buffer_bytes
 
 
 def make_plan(layer_bytes: Sequence[int], rest_bytes: int, device_bytes: int) -> StreamingPlan:
-    """As many layers on the device as fit in `device_bytes` beside the rest and the buffers; the
-    streamed ones spread evenly among them, so that each has their computation to be copied under.
+    """Plan as many layers on the device as fit in `device_bytes` together with the other weights
+    and the buffers. Streamed layers are spread evenly, so that each is copied during the
+    computation of layers on the device.
 
-    Raises: LoadError where not even the buffers and the rest fit.
+    Raises: LoadError if not even the buffers and the other weights fit.
     """
     num_layers = len(layer_bytes)
     for num_streamed in range(num_layers + 1):
@@ -93,15 +96,17 @@ def make_plan(layer_bytes: Sequence[int], rest_bytes: int, device_bytes: int) ->
 
 
 _ALIGN = 256
-"""Bytes: what kernels and copies want of an address, and torch's own allocations have."""
+"""Alignment in bytes that kernels and copies need, the same as that of torch's allocations."""
 
 
 class PackedLayer:
-    """The weights of `layer`: its parameters, and tensors that its modules keep as attributes.
+    """The weights of one layer (parameters, and tensors that its modules keep as attributes) as one
+    run of bytes.
 
     Attributes:
-        tensors: each once; the layer computes with them, wherever they are pointed.
-        num_bytes: of all, each aligned.
+        tensors: the layer's tensors, each once; setting their data changes what the layer computes
+            with.
+        num_bytes: size of all of them, each aligned to 256 bytes.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -112,7 +117,7 @@ class PackedLayer:
         self.num_bytes = max(sum(sizes), _ALIGN)
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors as they lie in `memory`, [num_bytes or more] uint8."""
+        """Return views of `memory`, [num_bytes or more] uint8, as the layer's tensors."""
         return [
             memory[offset : offset + num_bytes].view(dtype).view(shape)
             for offset, (dtype, shape, num_bytes) in zip(self._offsets, self._shapes, strict=True)
@@ -124,12 +129,12 @@ class PackedLayer:
             view.copy_(tensor)
 
     def point(self, views: Sequence[torch.Tensor]) -> None:
-        """From now on the layer computes with the numbers that lie there."""
+        """Make the layer compute with the numbers in `views`."""
         for tensor, view in zip(self.tensors, views, strict=True):
             tensor.data = view
 
     def lies_in(self, memory: torch.Tensor) -> bool:
-        """Whether the layer computes with what lies in `memory`."""
+        """Whether the layer computes with the numbers in `memory`."""
         return all(
             tensor.data_ptr() == memory.data_ptr() + offset
             for offset, tensor in zip(self._offsets, self.tensors, strict=True)
@@ -138,7 +143,8 @@ class PackedLayer:
 
 
 def weights_of(layer: nn.Module) -> Iterator[torch.Tensor]:
-    """Its parameters, and tensors that its modules keep as plain attributes, each once."""
+    """Iterate over a layer's parameters, and the tensors that its modules keep as plain attributes,
+    each once."""
     seen: set[int] = set()
     for module in layer.modules():
         kept = (value for value in vars(module).values() if isinstance(value, torch.Tensor))
@@ -152,42 +158,42 @@ def weights_of(layer: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class LayerCopies(Protocol):
-    """Copies into the buffers, in the order in which they were begun."""
+    """Protocol of copies into the buffers, which run in the order in which they were begun."""
 
     def begin(self, buffer: int, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy `source` to `target` once all computation that was queued before is done: it may
-        read what lies there.
+        """Begin to copy `source` to `target`, after all computation that was queued before, which
+        may read the target.
 
-        Args: buffer: whose bytes `target` are: its number.
+        Args: buffer: the index of the buffer that `target` belongs to.
         """
         ...
 
     def wait(self, buffer: int) -> None:
-        """Computation that is queued from now on begins after the newest copy into this buffer."""
+        """Make computation that is queued from now on wait for the newest copy into this buffer."""
         ...
 
     def settle(self) -> None:
-        """Returns when no copy is under way."""
+        """Wait until all copies are done."""
         ...
 
 
 class PlainCopies:
-    """Done when `begin` returns. See LayerCopies."""
+    """LayerCopies that are done when `begin` returns."""
 
     def begin(self, buffer: int, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See LayerCopies."""
+        """Copy `source` to `target` at once."""
         target.copy_(source)
 
     def wait(self, buffer: int) -> None:
-        """See LayerCopies."""
+        """Return at once, since all copies are done."""
 
     def settle(self) -> None:
-        """See LayerCopies."""
+        """Return at once, since all copies are done."""
 
 
 class StreamCopies:
-    """On a side stream of a CUDA device, ordered against the stream that computes by events: no
-    thread waits. See LayerCopies."""
+    """LayerCopies on a side stream of a CUDA device, ordered with the computing stream by events,
+    so that no thread waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -196,7 +202,7 @@ class StreamCopies:
         self._computed = [_event() for _ in range(NUM_BUFFERS)]
 
     def begin(self, buffer: int, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See LayerCopies."""
+        """Queue the copy on the side stream, after all computation that was queued before."""
         self._computed[buffer].record(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._computed[buffer])
@@ -206,11 +212,11 @@ class StreamCopies:
         target.record_stream(self._stream)
 
     def wait(self, buffer: int) -> None:
-        """See LayerCopies."""
+        """Make the computing stream wait for the newest copy into this buffer."""
         torch.cuda.current_stream(self._device).wait_event(self._copied[buffer])
 
     def settle(self) -> None:
-        """See LayerCopies."""
+        """Wait until the side stream has done all copies."""
         self._stream.synchronize()
 
 
@@ -219,17 +225,16 @@ def _event() -> torch.cuda.Event:
 
 
 def copies_for(device: torch.device) -> LayerCopies:
-    """What copies to this device."""
+    """Return the LayerCopies for this kind of device."""
     return StreamCopies(device) if device.type == "cuda" else PlainCopies()
 
 
 class HostMemory:
-    """Bytes of host memory that a device copies from; page-aligned. On CUDA they are pinned: the
-    device reads them itself, and exactly so many (torch's own pinned memory takes the next power of
-    two).
+    """Page-aligned host memory that a device copies from. For CUDA it is pinned at its exact size
+    (torch's own pinned memory is rounded up to a power of two).
 
-    Args: device: that copies.
-    Raises: LoadError where so many cannot be had, or cannot be pinned.
+    Args: device: the device that copies.
+    Raises: LoadError if the memory cannot be allocated or pinned.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -244,7 +249,7 @@ class HostMemory:
             with contextlib.suppress(OSError):  # a kernel without them: slower, nothing else
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        """[num_bytes] uint8"""
+        """The memory, [num_bytes] uint8."""
         self._unpin: Callable[[], object] = lambda: None
         if device.type == "cuda":
             self._pin(device)
@@ -266,7 +271,7 @@ class HostMemory:
         self._unpin = unpin
 
     def close(self) -> None:
-        """The bytes are pinned no longer; nothing may be copying from them. Idempotent."""
+        """Unpin the memory; no copy may be reading it. Idempotent."""
         self._unpin()
 
 
@@ -274,7 +279,7 @@ class HostMemory:
 
 
 class DeviceBytes:
-    """The account of the device memory that weights may take.
+    """The account of the device memory that weights may use.
 
     Attributes: limit, taken, peak: bytes.
     """
@@ -285,31 +290,34 @@ class DeviceBytes:
         self.peak = 0
 
     def take(self, num_bytes: int) -> None:
-        """Before they are. Raises: IntegrityError for more than the limit: plans keep to it."""
+        """Record an allocation before it is made. Raises: IntegrityError above the limit, which
+        plans never exceed."""
         self.taken += num_bytes
         self.peak = max(self.peak, self.taken)
         if self.taken > self.limit:
             raise IntegrityError(f"{self.taken} bytes of weights on the device of {self.limit}")
 
     def give_back(self, num_bytes: int) -> None:
-        """After `take`."""
+        """Record that memory recorded by `take` was freed."""
         self.taken -= num_bytes
 
 
 class StreamedLayers:
-    """Brings each layer of a model into its place, and streams those that have none.
+    """Moves each layer of a model to its planned place, and streams the layers that lie in host
+    memory.
 
     Args:
-        layers: in the order of their calls, in host memory; their numbers are moved from there.
-        packed: their tensors.
-        plan: which of them stay.
-        device: that computes.
-        account: what of the device's bytes is taken already (the plan's `rest_bytes`).
-        copies: None: those of the device.
+        layers: the layers in the order of their calls, in host memory; their numbers are moved from
+            there.
+        packed: the tensors of each layer.
+        plan: the place of each layer.
+        device: the device that computes.
+        account: the device memory's account, with the plan's `rest_bytes` already taken.
+        copies: None: those for the kind of device.
     Attributes:
         plan, account: as given.
-        num_copies: layers copied so far; a pass takes as many as there are streamed ones.
-    Raises: LoadError where host memory cannot be had.
+        num_copies: number of copies so far; each pass makes one per streamed layer.
+    Raises: LoadError if host memory cannot be allocated.
     """
 
     def __init__(
@@ -349,7 +357,8 @@ class StreamedLayers:
         # Made here: a view that is made in inference mode could not be pointed to outside of it.
         self._views = [[one.views(buffer) for buffer in self._buffers] for one in self._streamed]
         self._holds: list[int | None] = [None] * NUM_BUFFERS
-        """Which streamed layer each buffer has, or is being given."""
+        """The index of the streamed layer that each buffer contains or is receiving; None: no
+        layer."""
         for number, index in enumerate(plan.streamed):
             enter, leave = partial(self._enter, number), partial(self._leave, number)
             self._hooks.append(layers[index].register_forward_pre_hook(enter))
@@ -368,7 +377,8 @@ class StreamedLayers:
         self._begin((number + NUM_BUFFERS) % len(self._streamed), self._holds.index(number))
 
     def _restart(self, number: int) -> None:
-        """Go on from here, whatever the buffers have."""
+        """Start copying this streamed layer and the next into the buffers, whatever they
+        contain."""
         for buffer in range(NUM_BUFFERS):
             self._begin((number + buffer) % len(self._streamed), buffer)
 
@@ -380,13 +390,13 @@ class StreamedLayers:
         self.num_copies += 1
 
     def close(self) -> None:
-        """Stop copying and let go of the host memory; the layers are not computed again.
+        """Stop copying and free the host memory; the layers cannot be computed afterwards.
         Idempotent."""
         self._end()
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where a layer lies elsewhere than planned, or the bytes of all do
-        not add up to what is taken, or are more than may be."""
+        """Check places and sizes of all layers. Raises: IntegrityError where a layer lies elsewhere
+        than planned, or the bytes on the device differ from the account or exceed the limit."""
         taken = self.plan.rest_bytes + sum(buffer.nbytes for buffer in self._buffers)
         taken += sum(place.nbytes for _, place in self._resident)
         if not taken == self.plan.device_bytes == self.account.taken <= self.account.limit:

@@ -1,10 +1,12 @@
-"""Weights of a checkpoint: whether they fit into memory (`check_memory`), and where they come from:
-safetensors files, memory, or chance. Safetensors only: nothing that could run code.
+"""Weights of a checkpoint: the check that they fit into memory (`check_memory`), and reading them
+from safetensors files, from memory, or from random numbers. Only safetensors are read, since
+other formats can run code.
 
-For our own decoder (`read_weights`) every tensor goes straight to its place on the device, through
-a StagedCopy, without a second copy of the model; a rank of several reads only its share. Invariant:
-what is returned is whole; a name that is missing, left over or of another shape is an error. For
-other models `read_tensors` gives all tensors by name. Knows no model code. Load time only.
+For LlamaDecoder (`read_weights`) every tensor is copied straight to its place on the device,
+through a StagedCopy, without a second copy of the model; a rank of several reads only its part.
+Invariant: the weights returned are complete; a tensor that is missing, unexpected or of another
+shape is an error. For other models `read_tensors` returns all tensors by name. It knows no model
+code. Load time only.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ _PIECE_BYTES = 64 * 1024 * 1024
 
 
 class StagedCopy:
-    """Tensors from a file to the device through two pinned buffers, so that the copy to the device
-    runs while the next piece is read. On CPU a plain copy. After the `with` block all copies have
-    ended."""
+    """Copies of tensors from a file to the device through two pinned buffers, so that the copy to
+    the device runs while the next piece is read; plain copies on CPU. All copies are done at the
+    end of the `with` block."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,7 +69,8 @@ class StagedCopy:
             torch.cuda.synchronize(self._device)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a CPU tensor into `target`, of the same shape and any dtype, dense."""
+        """Copy a CPU tensor into `target`, which is dense and of the same shape, and may have
+        another dtype."""
         if not self._buffers:
             target.copy_(source)
             return
@@ -96,7 +99,7 @@ class StagedCopy:
 Progress = Callable[[str, int, int], None]
 
 _BUFFERS = ("rotary_emb.inv_freq",)
-"""What old checkpoints carry and is never read."""
+"""Names of tensors that old checkpoints contain and that are not read."""
 
 
 def read_weights(
@@ -109,14 +112,14 @@ def read_weights(
     weight_dtype: str = "",
     progress: Progress | None = None,
 ) -> LlamaWeights:
-    """A checkpoint's tensors, from its safetensors files.
+    """Read a checkpoint's weights from its safetensors files.
 
     Args:
-        dtype: that is computed in.
-        weight_dtype: see WeightsBuilder.
+        dtype: the dtype to compute in.
+        weight_dtype: the dtype of the layers' matrices, "fp8_e4m3"; "": the dtype to compute in.
         progress: called with ("weights", bytes done, bytes in all) of the files.
-    Raises: LoadError for a file that cannot be read, and for tensors that are missing, left over or
-        of another shape; CheckpointError for a file that is missing or truncated.
+    Raises: LoadError for a file that cannot be read, and for tensors that are missing, unexpected
+        or of another shape; CheckpointError for a file that is missing or truncated.
     """
     builder = WeightsBuilder(shape, share, dtype, device, weight_dtype)
     weights = builder.build()
@@ -152,8 +155,8 @@ def take_weights(
     share: Share = WHOLE,
     weight_dtype: str = "",
 ) -> LlamaWeights:
-    """The same from tensors in memory, by a checkpoint's names. Raises: LoadError, as
-    `read_weights`."""
+    """Copy weights from tensors in memory, with a checkpoint's names. Arguments and errors are
+    those of `read_weights`."""
     builder = WeightsBuilder(shape, share, dtype, device, weight_dtype)
     weights = builder.build()
     filling = _Filling(builder, shape)
@@ -173,8 +176,8 @@ def random_weights(
     share: Share = WHOLE,
     weight_dtype: str = "",
 ) -> LlamaWeights:
-    """Random numbers made on the device, each matrix keeping the scale of what passes through it:
-    for benchmarks and tests. A rank's are not a part of the whole model's."""
+    """Create random weights on the device, each matrix keeping the scale of its input, for
+    benchmarks and tests. A rank's weights are not a part of the whole model's."""
     builder = WeightsBuilder(shape, share, dtype, device, weight_dtype)
     weights = builder.build()
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -194,7 +197,7 @@ def random_weights(
 def _fill(
     placement: Placement, part: torch.Tensor, staging: StagedCopy, dtype: torch.dtype
 ) -> None:
-    """From a file's tensor, on the host."""
+    """Fill a placement from a file's tensor on the host."""
     target = placement.target
     if placement.scales is None:
         staging.copy(part, target)
@@ -205,7 +208,8 @@ def _fill(
 
 
 class _Filling:
-    """Which placements are filled."""
+    """The progress of filling placements: which ones are filled, and which tensors were
+    unexpected."""
 
     def __init__(self, builder: WeightsBuilder, shape: LlamaConfig) -> None:
         self._shape = shape
@@ -218,7 +222,8 @@ class _Filling:
         self._unknown: list[str] = []
 
     def take(self, name: str, shape: tuple[int, ...]) -> list[Placement]:
-        """Where this tensor goes; nowhere where it is another rank's."""
+        """Return the placements of this tensor; none if it belongs to another rank. Raises:
+        LoadError if it has another shape."""
         found = self._wanted.get(name, [])
         for placement in found:
             if placement.full_shape != shape:
@@ -232,7 +237,7 @@ class _Filling:
         return found
 
     def _is_others(self, name: str) -> bool:
-        """Another rank's, or never read."""
+        """Whether the tensor belongs to another rank, or is one that is never read."""
         if name.startswith(LAYERS):
             layer, _, rest = name[len(LAYERS) :].partition(".")
             is_layer = layer.isdecimal() and int(layer) < self._shape.num_layers
@@ -251,7 +256,7 @@ class _Filling:
 
 
 class _Stored(tuple[int, ...]):
-    """The shape of a tensor in a file, and its bytes there."""
+    """The shape of a tensor in a file, and its size there in bytes."""
 
     num_bytes: int
 
@@ -261,7 +266,8 @@ _Read = Callable[[slice, slice], torch.Tensor]
 
 
 def _stored(path: Path) -> Iterator[tuple[str, _Stored, _Read]]:
-    """Every tensor of a safetensors file: (name, shape, how to read a part of it)."""
+    """Iterate over the tensors of a safetensors file: (name, shape and size, function that reads a
+    part)."""
     opened: AbstractContextManager[Any] = safe_open(path, framework="pt", device="cpu")
     with opened as source:
         for name in source.keys():
@@ -296,12 +302,12 @@ def read_tensors(
     *,
     is_kept: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Every tensor by name, floating ones in `dtype`.
+    """Read every tensor by name, floating-point ones as `dtype`.
 
     Args:
         progress: called with ("weights", bytes done, bytes in all).
-        is_kept: False: they are copied elsewhere at once. Else they are copied here: what lies in
-            the file itself, mapped, changes with it when somebody writes there.
+        is_kept: False: the caller copies the tensors at once. True: they are copied here, since
+            tensors mapped from a file change when the file is written.
     Raises: LoadError for a file that cannot be read; CheckpointError for one that is missing or
         truncated.
     """
@@ -334,15 +340,16 @@ def read_tensors(
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _STORED = {"float32": "F32", "bfloat16": "BF16"}
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
-"""The first number in a tensor's name: experts are numbered behind it."""
+"""The first number in a tensor's name, which is that of its layer; the numbers of experts come
+later."""
 
 
 def check_memory(config: EngineConfig, folder: Path, name: str, device: str, dtype: str) -> None:
-    """The least that the weights take, against what is free now on `device` (of all ranks, on a
-    CPU; of each one's own, on GPUs).
+    """Check that the weights, at their smallest, fit in the memory that is free on `device` (for
+    all ranks together on a CPU, for each rank's own on GPUs).
 
-    Args: dtype: that is computed in.
-    Raises: LoadError, one line.
+    Args: dtype: the dtype to compute in.
+    Raises: LoadError in one line.
     """
     if must_stream(config, folder, dtype):
         _check_streamed(config, folder, name, device, dtype)
@@ -364,14 +371,15 @@ def check_memory(config: EngineConfig, folder: Path, name: str, device: str, dty
 
 
 def must_stream(config: EngineConfig, folder: Path, dtype: str) -> bool:
-    """Whether the weights are more than `config` lets them take on the device, so that some layers
-    stay in host memory. Raises: LoadError for a broken file."""
+    """Return whether the weights exceed `config.weights_device_bytes`, so that some layers must
+    stay in host memory. Raises: LoadError for a file that cannot be read."""
     given = config.weights_device_bytes
     return 0 < given < num_weight_bytes(folder, DTYPE_BYTES[dtype])
 
 
 def _check_streamed(config: EngineConfig, folder: Path, name: str, device: str, dtype: str) -> None:
-    """The same for a model whose layers are streamed (models/weight_streaming.py)."""
+    """Check that the weights of a model whose layers are streamed (weight_streaming.py) fit in the
+    free memory of host and device."""
     sizes, rest_bytes, is_converted = _by_layer(folder, dtype)
     if not sizes:
         return  # files that number no layer: the model itself will tell
@@ -396,7 +404,8 @@ def _check_streamed(config: EngineConfig, folder: Path, name: str, device: str, 
 
 
 def _by_layer(folder: Path, dtype: str) -> tuple[list[int], int, bool]:
-    """(bytes of each layer as `dtype`, bytes of the rest, whether any are stored otherwise)."""
+    """Return (bytes of each layer as `dtype`, bytes of the other weights, whether any are stored in
+    another dtype)."""
     layers: dict[int, int] = {}
     rest_bytes, is_converted = 0, False
     for file in files.weight_files(folder):
@@ -413,8 +422,8 @@ def _by_layer(folder: Path, dtype: str) -> tuple[list[int], int, bool]:
 
 
 def num_weight_bytes(folder: Path, float_bytes: int) -> int:
-    """Of all tensors, with `float_bytes` for each floating-point number; others as they are stored.
-    By the files' headers: no weight is read. Raises: LoadError for a broken file."""
+    """Return the bytes of all tensors, with `float_bytes` for each floating-point number and others
+    as stored, from the files' headers. Raises: LoadError for a file that cannot be read."""
     return sum(_num_bytes_of(file, float_bytes) for file in files.weight_files(folder))
 
 
@@ -423,7 +432,7 @@ def _num_bytes_of(file: Path, float_bytes: int) -> int:
 
 
 def _tensors(file: Path) -> list[tuple[str, str, int]]:
-    """(name, dtype as stored, how many numbers) of each."""
+    """Return (name, dtype as stored, number of elements) of each tensor of a file."""
     try:
         with safe_open(file, framework="pt") as stored:
             slices = [(key, stored.get_slice(key)) for key in stored.keys()]

@@ -1,2 +1,3 @@
-"""One model over several processes: shares of its heads (tensor parallel), stages of its layers
-(pipeline parallel), or both. One process a rank; rank 0 is the engine's own."""
+"""Parallel execution of one model by several processes, one per rank: tensor parallel (shares of
+the heads), pipeline parallel (stages of the layers), or both. Rank 0 is the engine's own
+process."""

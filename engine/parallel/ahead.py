@@ -1,10 +1,10 @@
-"""Decode steps launched ahead (DecodesAhead, engine/models/interface.py) where several ranks
-compute them: ParallelAhead in rank 0, which sends each launch to the others as the words that it
-copies to its own device, and FollowingDecoder in the others.
+"""ParallelAhead and FollowingDecoder: decode steps that several ranks launch ahead (DecodesAhead,
+engine/models/interface.py). ParallelAhead in rank 0 sends each launch to the other ranks as the
+words that it copies to its own device; FollowingDecoder in each of them launches it.
 
-Every rank of the last stage draws by itself, from the same logits: the same tokens, by the same
-kernels. They go to the first stage, where the next launch begins. Nothing waits but `read`.
-Invariant: all ranks launch the same words in the same order. The thread that computes.
+Every rank of the last stage samples the tokens itself, from the same logits by the same kernels.
+They are sent to the first stage, where the next launch begins. Only `read` waits. Invariant: all
+ranks launch the same words in the same order. Called by the thread that computes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ Built = TypeVar("Built", bound=AheadDecoder)
 
 
 class ParallelAhead(AheadDecoder):
-    """Rank 0's. See the module; `build` makes it."""
+    """The launches of rank 0, which are sent to the other ranks. Created by `build`."""
 
     def lead(self, processes: RankProcesses) -> None:
-        """Begin every launch at the other ranks, too. Called once, before any."""
+        """Set the processes to which every launch is sent. Called once, before the first launch."""
         self._processes = processes
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """See AheadDecoder. Ranks meet in every graph: each may take as long as a step."""
+        """Compile and capture all launches together with the other ranks (AheadDecoder.warm_up).
+        Each graph may take as long as a step."""
 
         def show(what: str, done: int, total: int) -> None:
             self._processes.begin_again()
@@ -64,24 +65,25 @@ class ParallelAhead(AheadDecoder):
             return super()._begin(placed, num_rows)
 
     def read(self, launch: Launch) -> list[SamplerOutput]:
-        """See AheadDecoder. Raises: RankFailed; what was drawn then is not looked at."""
+        """Wait for a launch (AheadDecoder.read). Raises: RankFailed, and the samples are
+        dropped."""
         with self._processes.step():
             return super().read(launch)
 
     def drain(self) -> None:
-        """See AheadDecoder. Other ranks forget, too, where there still are any."""
+        """Wait for all launches and forget them, at the other ranks, too, if they are alive."""
         with contextlib.suppress(RankFailed):
             self._processes.tell(Drain())
         super().drain()
 
 
 class FollowingDecoder(AheadDecoder):
-    """Another rank's: what rank 0 launches. See the module; `build` makes it."""
+    """The launches of another rank, which follow rank 0's. Created by `build`."""
 
     @torch.inference_mode()
     def follow(self, launch: LaunchWords) -> None:
-        """Begin the same step. Its buffers are free when rank 0's are: what rank 0 has read, this
-        rank had a part in."""
+        """Launch the same step as rank 0. Its buffers are free when rank 0's are, since this rank
+        has taken part in every step that rank 0 has read."""
         words = np.frombuffer(launch.words, dtype=np.int32)
         self._table.words[: len(words)] = words
         overflow = np.frombuffer(launch.overflow, dtype=np.int32).reshape(-1, 2).copy()
@@ -101,10 +103,10 @@ def build(
     max_rows: int,
     context_window: int,
 ) -> Built:
-    """This rank's. All ranks give the same sizes: words are laid out by them.
+    """Create this rank's launches. All ranks must use the same sizes, on which the layout of words
+    depends.
 
-    Args:
-        part: attached to `memory`.
+    Args: part: a part of the model that is attached to `memory`.
     """
     return kind(
         part.decode,

@@ -61,13 +61,14 @@ from process import entrypoint, logs
 from process.errors import BatonError, FailedPrecondition, Unavailable
 
 _START_S = 60.0
-"""For the first message; it is sent before this process has begun."""
+"""Deadline in seconds of the first message, which is sent before this process has begun."""
 _WRITE_S = 60.0
-"""For the engine's process to take a message; one of its threads does little else."""
+"""Deadline in seconds for the engine's process to read a message."""
 _READ_S = 3600.0
-"""Of nothing to do; then it waits again."""
+"""Timeout in seconds of one wait for messages while there are none; then the process waits
+again."""
 _SIGN_OF_LIFE_S = 0.5
-"""Loading's progress is told so often."""
+"""Interval in seconds of messages while loading."""
 
 logger = logging.getLogger(__name__)
 
@@ -217,8 +218,8 @@ def _share(memory: KvMemory) -> SharedCache:
 
 
 def run() -> NoReturn:
-    """`main`, and the end of this process: at once, since taking torch and its process groups down
-    in order can wait for ranks that are gone."""
+    """Run `main` and exit the process immediately, since an orderly shutdown of torch and its
+    process groups can wait for ranks that have ended."""
     code = main()
     logging.shutdown()
     sys.stderr.flush()

@@ -1,9 +1,8 @@
-"""SharedCache: a CUDA allocation of one process as another one can reach it (CUDA IPC), through the
-driver's own library: what rank 0 needs to move whole blocks, whose parts lie on the ranks' devices.
-
-Who shares keeps the memory as long as anybody reads it; here that is for as long as both live.
-Knows no blocks. Importing this loads nothing. Any thread: the current context is left as it was.
-"""
+"""SharedCache: a CUDA allocation of one process as other processes open it (CUDA IPC), through the
+driver's library. Rank 0 uses it to transfer whole blocks, whose parts lie on the ranks' devices.
+The owner must keep the memory as long as another process uses it; here both live equally long.
+It knows no blocks, and importing it loads no library. Any thread: the current context is not
+changed."""
 
 from __future__ import annotations
 
@@ -23,26 +22,28 @@ _ENABLE_PEER_ACCESS = 1
 
 
 class SharedCache(msgspec.Struct, frozen=True):
-    """Where a rank's cache is."""
+    """The place of a rank's KV cache."""
 
     device_id: int
-    """As every rank counts devices."""
+    """Index of the device, as every rank counts devices."""
 
     handle: bytes
-    """Of the allocation that holds it; empty: nobody else can reach it."""
+    """IPC handle of the allocation that contains the cache; empty: it cannot be opened by other
+    processes."""
 
     offset_bytes: int
-    """From the allocation's start to the cache."""
+    """Offset of the cache from the start of the allocation."""
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle; by value."""
+    """CUipcMemHandle, passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
 
 
 def share(device_id: int, address: int) -> SharedCache:
-    """Of memory of this process. Raises: LoadError, where the driver cannot share it."""
+    """Create the SharedCache of memory of this process. Raises: LoadError if the driver cannot
+    share it."""
     handle, base, size = _Handle(), c_uint64(), c_size_t()
     with _context(device_id) as library:
         _check(
@@ -53,7 +54,8 @@ def share(device_id: int, address: int) -> SharedCache:
 
 
 def open_cache(cache: SharedCache) -> int:
-    """Its address in this process, in the primary context of its device. Raises: LoadError."""
+    """Map a shared cache. Returns: its address in this process, in the primary context of its
+    device. Raises: LoadError."""
     base = c_uint64()
     handle = _Handle.from_buffer_copy(cache.handle)
     with _context(cache.device_id) as library:
@@ -63,7 +65,7 @@ def open_cache(cache: SharedCache) -> int:
 
 
 def close_cache(cache: SharedCache, address: int) -> None:
-    """Give back what `open_cache` gave; also where its owner is gone."""
+    """Unmap a cache that `open_cache` mapped; also if its owner has ended."""
     with _context(cache.device_id) as library:
         library.cuIpcCloseMemHandle(c_uint64(address - cache.offset_bytes))
 
@@ -81,7 +83,8 @@ def _context(device_id: int) -> Iterator[Any]:
 
 @functools.cache
 def _primary_context(device_id: int) -> c_void_p:
-    """Torch's, too; kept as long as the process lives."""
+    """Return the device's primary context, which torch uses, too; retained as long as the process
+    lives."""
     library = _library()
     device, context = c_int(), c_void_p()
     _check(library, library.cuDeviceGet(byref(device), c_int(device_id)))

@@ -13,25 +13,23 @@ import struct
 from process.errors import InvalidArgument, Unavailable
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""Guessed: a prompt of a million tokens takes 5 MB."""
+"""Largest size of a message; guessed: a prompt of a million tokens takes 5 MB."""
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 256 * 1024
 
 
 class FrameReader:
-    """Frames out of a socket."""
+    """Reads frames from a socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection.dup()
         self._buffer = bytearray()
 
     def read(self, timeout_s: float) -> bytes | None:
-        """The next frame; None when it has not all come within `timeout_s` of silence (what has
-        come is kept for the next call).
-
-        Raises: EOFError when the other side has closed, Unavailable for a length out of bounds.
-        """
+        """Return the next frame; None if nothing is received for `timeout_s` seconds before it is
+        complete (the bytes received are kept for the next call). Raises: EOFError if the other
+        side has closed, Unavailable for an invalid length."""
         self._socket.settimeout(timeout_s)
         while (frame := self._take()) is None:
             try:
@@ -46,7 +44,8 @@ class FrameReader:
         return frame
 
     def fileno(self) -> int:
-        """For `select`; frames that are in the buffer already do not make it readable."""
+        """Return the descriptor for `select`; it is not readable for frames that are in the buffer
+        already."""
         return self._socket.fileno()
 
     def close(self) -> None:
@@ -68,17 +67,15 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Frames into a socket."""
+    """Writes frames to a socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection.dup()
 
     def write(self, frame: bytes, timeout_s: float) -> None:
-        """Send a whole frame.
-
-        Raises: InvalidArgument for one that is too long (nothing was sent), EOFError when it could
-            not be sent in time or nobody is there; the stream is broken then.
-        """
+        """Send a whole frame. Raises: InvalidArgument for one that is too long (nothing is sent
+        then); EOFError if it could not be sent in time or the other side has closed, after which
+        the stream cannot be used."""
         check_size(frame)
         self._socket.settimeout(timeout_s)
         try:
@@ -92,6 +89,6 @@ class FrameWriter:
 
 
 def check_size(frame: bytes) -> None:
-    """Raises: InvalidArgument for a frame that no side would take."""
+    """Check the size of a frame. Raises: InvalidArgument above MAX_FRAME_BYTES."""
     if len(frame) > MAX_FRAME_BYTES:
         raise InvalidArgument("ask", f"{len(frame)} bytes; {MAX_FRAME_BYTES} can be sent")

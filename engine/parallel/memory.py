@@ -1,10 +1,10 @@
-"""The KV cache of several ranks.
+"""The KV cache of several ranks: on CPU one KvMemory that all ranks map (`map_file`), with whole
+blocks, of which each rank uses its heads in its layers. On CUDA each rank has a cache on its own
+device (`RankMemory`): a part of every block, with the rank's heads and layers, as a contiguous
+record.
 
-On CPU it is one KvMemory that all ranks map (`map_file`): whole blocks, of which each rank touches
-its heads in its layers; to whoever moves blocks it is as any other. On CUDA each rank has a cache
-of its own on its own device (`RankMemory`): of every block the heads and layers of its place, as a
-record of its own. With one stage, such a record is one run of the whole block; with several it is
-a run for each head (`runs`).
+With one stage, such a record is one run of the whole block; with several it is a run for each head
+(`runs`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from engine.parallel.place import Grid, Place
 
 
 def runs(whole: KvLayout, place: Place) -> list[Run]:
-    """Where a rank's record of a block belongs in the whole block, ascending; runs that follow one
-    another in both are one."""
+    """Return the places of a rank's record in the whole block, ascending; adjacent runs are
+    merged."""
     own = place.layout(whole)
     width = DTYPE_BYTES[whole.dtype]
     found: list[Run] = []
@@ -68,20 +68,19 @@ def _joined(parts: Iterable[Run]) -> list[Run]:
 
 
 def map_file(layout: KvLayout, num_blocks: int, file: int) -> KvMemory:
-    """The whole cache on CPU, in a file that all ranks have open; it gets its size here."""
+    """Map the whole cache on CPU, in a file that all ranks have open; sets the size of the file."""
     os.ftruncate(file, num_blocks * layout.block_bytes)
     return KvMemory(layout, num_blocks, "cpu", shared_file=file)
 
 
 class RankMemory(KvMemory):
-    """One rank's own cache: `cache`, its address and its views are of this rank's part alone.
-
-    In rank 0 it is the engine's `kv`: `layout` is the whole block's, what is changed here is told
-    to the others, and `parts` says where whole blocks can be read and written.
+    """One rank's own cache: `cache`, its address and its views contain this rank's part only. In
+    rank 0 it is the engine's `kv`: `layout` is that of the whole block, changes are sent to the
+    other ranks, and `parts` has the addresses of all ranks' parts.
 
     Args:
-        on_change: told of every block that was cleared or copied.
-        settle: returns when the other ranks have done all that they were told.
+        on_change: called for every block that is cleared or copied.
+        settle: waits until the other ranks have done all changes.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class RankMemory(KvMemory):
         self._has_changed = False
 
     def reach(self, caches: Sequence[SharedCache], grid: Grid) -> None:
-        """Map the other ranks' caches, of ranks 1 and up. Raises: LoadError."""
+        """Map the caches of ranks 1 and up. Raises: LoadError."""
         found = [self._part(grid.place(0), self.cache.device.index or 0, self.address)]
         for rank, cache in enumerate(caches, 1):
             if not cache.handle:
@@ -115,12 +114,13 @@ class RankMemory(KvMemory):
         return Part(device_id, address, record_bytes, tuple(runs(self.layout, place)))
 
     def clear(self, block_id: int) -> None:
-        """See KvMemory."""
+        """Zero this rank's part of a block, and send the change to the other ranks."""
         super().clear(block_id)
         self._change(Change(block_id))
 
     def copy(self, source: int, target: int) -> None:
-        """See KvMemory."""
+        """Copy this rank's part of block `source` over block `target`, and send the change to the
+        other ranks."""
         super().copy(source, target)
         self._change(Change(target, source))
 
@@ -129,7 +129,7 @@ class RankMemory(KvMemory):
         self._on_change(change)
 
     def settle(self) -> None:
-        """See KvMemory: what was changed here is changed at every rank."""
+        """Wait until all ranks have done the changes of `clear` and `copy`."""
         if self._has_changed:
             self._settle()
             self._has_changed = False

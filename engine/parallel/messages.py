@@ -1,11 +1,11 @@
-"""What the engine's process and its ranks' processes say to each other: frozen values as msgpack,
-in frames (engine/parallel/framing.py) on a socket pair. No pickle: bytes are data, checked against
+"""Messages between the engine's process and its ranks' processes: frozen values as msgpack, in
+frames (engine/parallel/framing.py) on a socket pair. No pickle: bytes are data, checked against
 types.
 
-    engine -> rank   Start; once it is Ready: Meet, Verify, Attach; then WarmUp, Change, Step,
-                     LaunchWords, Drain, Settle in any order; Stop, or it closes
-    rank -> engine   Loading*, then Ready or Refused; Met, Attached, Settled as an answer each;
-                     Failed before a sad end
+    engine -> rank   Start; after Ready: Meet, Verify, Attach; then WarmUp, Change, Step,
+                     LaunchWords, Drain, Settle in any order; Stop, or the socket is closed
+    rank -> engine   Loading*, then Ready or Refused; Met, Attached, Settled as answers; Failed
+                     before it ends because of an error
 
 All processes are of one installation: the parent starts its own interpreter. Any thread.
 """
@@ -23,60 +23,62 @@ from process.errors import Unavailable
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Load your part."""
+    """A request to load the rank's part of the model."""
 
     config: EngineConfig
-    """With device and dtype as rank 0 chose them, by kind."""
+    """The settings, with device (by kind) and dtype as rank 0 chose them."""
 
     folder: str
-    """Of the checkpoint."""
+    """The folder of the checkpoint."""
 
     shape: LlamaConfig
-    """Of the whole model."""
+    """The sizes of the whole model."""
 
     rank: int
 
 
 class Meet(msgspec.Struct, frozen=True, tag=True):
-    """All are loaded: form the process groups."""
+    """A request to form the process groups; all ranks have loaded their parts."""
 
 
 class Verify(msgspec.Struct, frozen=True, tag=True):
-    """Compute what the kernels are checked with, together with everyone."""
+    """A request to compute the batches of the kernels' check, together with all ranks."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """The cache has so many blocks; on CPU its file has its size now."""
+    """A request to create the cache, with this number of blocks; on CPU its file has its size
+    now."""
 
     num_blocks: int
 
 
 class Change(msgspec.Struct, frozen=True, tag=True):
-    """Make a block a copy of another, or zero, where caches are the ranks' own."""
+    """A change of a block in the ranks' own caches: a copy of another block, or zeros."""
 
     block_id: int
     source: int = -1
-    """-1: zero."""
+    """The block to copy; -1: write zeros."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """Compute this, together with everyone."""
+    """A request to compute a batch, together with all ranks."""
 
     batch: Batch
 
 
 class WarmUp(msgspec.Struct, frozen=True, tag=True):
-    """Compile and capture what launches need, together with everyone."""
+    """A request to compile and capture launches, together with all ranks."""
 
 
 class LaunchWords(msgspec.Struct, frozen=True, tag=True):
-    """Begin a decode step of rows that stay on the device (engine/decoder/rows.py)."""
+    """A request to launch a decode step of rows that stay on the device
+    (engine/decoder/rows.py)."""
 
     words: bytes
-    """int32: of the image, as many as are in use."""
+    """int32, the used words of the image."""
 
     overflow: bytes
-    """int32 [C, 2]: changes of the block tables for which the image has no room."""
+    """int32 [C, 2], changes of the block tables for which the image has no room."""
 
     num_rows: int
     num_blocks: int
@@ -84,15 +86,15 @@ class LaunchWords(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Forget all rows and launches (AheadDecoder.drain)."""
+    """A request to forget all rows and launches (AheadDecoder.drain)."""
 
 
 class Settle(msgspec.Struct, frozen=True, tag=True):
-    """Say when all of this is done, on the device, too."""
+    """A request for a Settled message when all earlier work is done, on the device, too."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End."""
+    """A request to end the process."""
 
 
 ToRank = (
@@ -101,7 +103,7 @@ ToRank = (
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """So much of it is loaded; also a sign of life."""
+    """Progress of loading; also a sign of life."""
 
     what: str
     done: int
@@ -109,36 +111,36 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Loaded."""
+    """The rank has loaded its part."""
 
     weight_bytes: int
 
 
 class Met(msgspec.Struct, frozen=True, tag=True):
-    """In the process groups."""
+    """The rank has formed its process groups."""
 
     free_bytes: int
-    """On its device, for its part of the cache and of a step."""
+    """Free bytes on the rank's device, for its part of the cache and of a step."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """It cannot load, for this reason."""
+    """The rank cannot load, with the reason."""
 
     reason: str
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """Has its cache."""
+    """The rank has its cache."""
 
     cache: SharedCache
 
 
 class Settled(msgspec.Struct, frozen=True, tag=True):
-    """Nothing that was asked for is under way."""
+    """The rank has done all earlier work."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """It ends, for this reason."""
+    """The rank ends because of an error, with the reason."""
 
     reason: str
 
@@ -151,12 +153,12 @@ _from_rank = msgspec.msgpack.Decoder(FromRank)
 
 
 def encode(message: ToRank | FromRank) -> bytes:
-    """One frame."""
+    """Encode a message as one frame."""
     return _encoder.encode(message)
 
 
 def read_to_rank(frame: bytes) -> ToRank:
-    """Raises: Unavailable for what is no message."""
+    """Decode a message to a rank. Raises: Unavailable for an invalid frame."""
     try:
         message: ToRank = _to_rank.decode(frame)
     except msgspec.MsgspecError as error:
@@ -165,7 +167,7 @@ def read_to_rank(frame: bytes) -> ToRank:
 
 
 def read_from_rank(frame: bytes) -> FromRank:
-    """Raises: Unavailable for what is no message."""
+    """Decode a message from a rank. Raises: Unavailable for an invalid frame."""
     try:
         message: FromRank = _from_rank.decode(frame)
     except msgspec.MsgspecError as error:

@@ -33,13 +33,13 @@ from engine.parallel.rank_model import RankModel
 from engine.request import ModelInfo
 
 MIN_PIECE_TOKENS = {"cpu": 64, "cuda": 1024}
-"""A step is cut into pieces of no fewer tokens. Below, a piece takes about as long as the whole:
-weights are read once for each. Guesses."""
+"""Smallest number of tokens of a pipeline piece of a step, by kind of device. A smaller piece takes
+about as long as the whole, since each piece reads the weights; guessed."""
 
 
 @dataclass(frozen=True)
 class Others:
-    """What a model of several ranks holds beside its own part."""
+    """The resources of a model of several ranks in addition to rank 0's part."""
 
     processes: RankProcesses
     ranks: ProcessRanks
@@ -49,7 +49,7 @@ class Others:
     meeting_file: int
 
     def close(self) -> None:
-        """End the processes, and let the files go. Idempotent by the finalizer that calls it."""
+        """End the processes and close the files. Called by a finalizer, at most once."""
         self.processes.close()
         self.ranks.close()
         os.close(self.cache_file)
@@ -57,11 +57,12 @@ class Others:
 
 
 class ParallelModel:
-    """See the module. Built by engine/models/loader.py, which formed the ranks.
+    """A model over several processes, of which this is rank 0. Created by engine/models/loader.py,
+    which starts the ranks.
 
     Args:
-        layout: of whole blocks.
-        free_bytes: on the other ranks' devices, with their weights in place.
+        layout: the layout of whole blocks.
+        free_bytes: free bytes on the other ranks' devices, with their weights loaded.
     """
 
     def __init__(
@@ -99,13 +100,15 @@ class ParallelModel:
 
     @property
     def kv_record(self) -> KvLayout:
-        """See LoadedModel: the first stage has as many layers as any."""
+        """The layout of the part of a block on one device: the first stage's, which has as many
+        layers as any."""
         if self._device.type == "cpu":
             return self.layout
         return replace(self._place, stage=0).layout(self.layout)
 
     def device_memory(self) -> DeviceMemory | None:
-        """See LoadedModel: this rank's, less what another one's device has less free."""
+        """Return this rank's device memory, with the free bytes of the device that has the least;
+        None if unknown."""
         found = device_memory(
             self.info.device,
             weight_bytes=self.info.weight_bytes // (len(self.pids) + 1),
@@ -116,7 +119,7 @@ class ParallelModel:
         return replace(found, free_bytes=found.free_bytes - self._uneven_bytes)
 
     def make_memory(self, num_blocks: int) -> KvMemory:
-        """See LoadedModel."""
+        """Create the cache of all ranks, or rank 0's part of it."""
         if self._device.type == "cpu":
             return map_file(self.layout, num_blocks, self._others.cache_file)
         return RankMemory(
@@ -129,7 +132,7 @@ class ParallelModel:
         )
 
     def attach(self, memory: KvMemory) -> None:
-        """See LoadedModel: `memory` is `make_memory`'s."""
+        """Use the cache that `make_memory` created, at all ranks."""
         with self._processes.step():
             self._processes.tell(Attach(memory.num_blocks))
             self._part.attach(memory)
@@ -154,7 +157,8 @@ class ParallelModel:
             self._processes.answers(Settled)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """See LoadedModel. Raises: RankFailed; every later call does, too."""
+        """Compute the batch together with all ranks (LoadedModel.forward). Raises: RankFailed, as
+        every later call does then."""
         parts = pieces(batch, self._place.num_stages, MIN_PIECE_TOKENS[self._device.type])
         with self._processes.step():
             for piece in parts:
@@ -166,42 +170,42 @@ class ParallelModel:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def hidden(self) -> torch.Tensor:
-        """See LoadedModel: `info` says that there is none."""
+        """Raise ValueError: the model keeps no hidden states, as `info.gives_embeddings` says."""
         raise ValueError("a model of several ranks keeps no hidden states")
 
     def every_hidden(self) -> torch.Tensor | None:
-        """See LoadedModel."""
+        """Return None: the model keeps no hidden states."""
         return None
 
     def layer_inputs(self) -> Mapping[int, torch.Tensor]:
-        """See LoadedModel: no batch may want any (`ends`)."""
+        """Return no layer inputs: the model keeps none."""
         return {}
 
     @property
     def ends(self) -> Ends | None:
-        """See LoadedModel: they lie in shares on several ranks."""
+        """None: embedding and head are split between ranks."""
         return None
 
     def queues_step(self, batch: Batch) -> bool:
-        """See LoadedModel: `forward` waits for the ranks."""
+        """Return False: `forward` waits for the ranks."""
         return False
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """See LoadedModel: plain steps of several ranks have no graphs."""
+        """Do nothing: plain steps of several ranks have no CUDA graphs."""
 
     def check_integrity(self) -> None:
-        """See LoadedModel: each rank's layers lie there whole."""
+        """Do nothing: there are no counts to check."""
 
     def check_alive(self) -> None:
-        """See LoadedModel."""
+        """Check that all ranks are alive. Raises: RankFailed if one has ended."""
         self._processes.check()
 
     def watch(self, tell: Callable[[], None]) -> None:
-        """See LoadedModel."""
+        """Register a callback for the failure of a rank; called from the watching thread."""
         self._processes.watch(tell)
 
     def close(self) -> None:
-        """See LoadedModel."""
+        """End the processes of the other ranks."""
         self._processes.close()
         if self.ahead is not None:
             self.ahead.close()

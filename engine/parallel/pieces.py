@@ -1,6 +1,6 @@
-"""pieces: one step cut into several, for the stages of a pipeline: while one stage computes the
-second piece, the next one computes the first. A pure function; knows no stages. Any thread.
-"""
+"""pieces: splits one step into several for the stages of a pipeline, so that one stage computes the
+second piece while the next one computes the first. A pure function; it knows no stages. Any
+thread."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from engine.batch import Batch, Span
 
 
 def pieces(batch: Batch, num_pieces: int, min_tokens: int) -> list[Batch]:
-    """The same tokens and draws in the same order, as at most `num_pieces` batches of about equally
-    many tokens, each of at least `min_tokens`.
+    """Split a batch into at most `num_pieces` batches with about equal numbers of tokens, at least
+    `min_tokens` each, with the same tokens and `draw_indices` in the same order.
 
-    A span may be cut: its later tokens find the KV of the earlier ones, since every stage computes
-    the pieces in order. A warm-up, which keeps no KV, is not cut.
+    A span may be split: its later tokens find the KV of the earlier ones, since every stage
+    computes the pieces in order. A warm-up, which writes no KV, is not split.
     """
     num_tokens = len(batch.token_ids)
     num_pieces = min(num_pieces, num_tokens // min_tokens)

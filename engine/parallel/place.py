@@ -1,8 +1,8 @@
-"""Grid and Place: which rank computes which part of a model. Pure values; know no torch and no
-process. Any thread.
+"""Grid and Place: the part of a model that each rank computes. Pure values, without torch or
+processes. Any thread.
 
-`num_stages` stages of consecutive layers, `num_shares` shares of each layer's heads and columns.
-Rank 0 is in the *last* stage: it is the engine's own process, and there the logits come out.
+There are `num_stages` stages of consecutive layers, and `num_shares` shares of each layer's heads
+and columns. Rank 0 is in the *last* stage, which computes the logits: it is the engine's process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.kv.layout import KvLayout, LayerKv
 
 @dataclass(frozen=True)
 class Place:
-    """What one rank computes."""
+    """The part of a model that one rank computes."""
 
     stage: int
     num_stages: int
@@ -24,28 +24,29 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """Token ids come in here."""
+        """Whether the rank is in the first stage, which has the embedding."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Logits come out here."""
+        """Whether the rank is in the last stage, which has the LM head."""
         return self.stage == self.num_stages - 1
 
     def layers(self, num_layers: int) -> range:
-        """This stage's layers of the model's; the first stages have one more where they do not
-        divide: the last one has the logits to compute."""
+        """Return the indices of this stage's layers. If the number of layers is not divisible, the
+        first stages have one more, since the last one also computes logits."""
         size, rest = divmod(num_layers, self.num_stages)
         first = self.stage * size + min(self.stage, rest)
         return range(first, first + size + (self.stage < rest))
 
     def part(self, count: int) -> range:
-        """This share's of `count` heads, columns or rows, which the degree divides."""
+        """Return this share's part of `count` heads, columns or rows; `count` is divisible by the
+        degree."""
         size = count // self.num_shares
         return range(self.share * size, (self.share + 1) * size)
 
     def layout(self, whole: KvLayout) -> KvLayout:
-        """What this rank alone caches of a block, as a record of its own."""
+        """Return the layout of this rank's part of a block."""
         mine = (whole.layers[index] for index in self.layers(whole.num_layers))
         layers = tuple(
             LayerKv(
@@ -60,7 +61,7 @@ class Place:
 
 
 SINGLE = Place(0, 1, 0, 1)
-"""One rank computes everything."""
+"""The place of the only rank of a model that is not split."""
 
 
 @dataclass(frozen=True)
@@ -68,26 +69,27 @@ class Grid:
     """All ranks of an engine."""
 
     num_shares: int
-    """Tensor parallel: heads and columns of every layer are split over so many."""
+    """Tensor-parallel degree: the number of ranks that split each layer's heads and columns."""
 
     num_stages: int
-    """Pipeline parallel: layers are split over so many."""
+    """Pipeline-parallel degree: the number of stages that split the layers."""
 
     @property
     def num_ranks(self) -> int:
         return self.num_shares * self.num_stages
 
     def place(self, rank: int) -> Place:
-        """Stages from the last to the first; shares of one stage side by side."""
+        """Return the place of a rank. Ranks count stages from the last to the first, and shares
+        within a stage."""
         stage = self.num_stages - 1 - rank // self.num_shares
         return Place(stage, self.num_stages, rank % self.num_shares, self.num_shares)
 
     def rank(self, stage: int, share: int) -> int:
-        """Whose `place` that is."""
+        """Return the rank of a stage and share, the inverse of `place`."""
         return (self.num_stages - 1 - stage) * self.num_shares + share
 
     def name(self, rank: int) -> str:
-        """For messages: the degrees' settings count from 0, too."""
+        """Return the rank's name for messages, with its stage and share counted from 0."""
         place = self.place(rank)
         return f"rank {rank} (stage {place.stage}, share {place.share})"
 
@@ -102,10 +104,8 @@ def check_degrees(
     intermediate_size: int,
     vocab_size: int,
 ) -> None:
-    """Refuse degrees that this model cannot be split by.
-
-    Raises: LoadError naming the setting, the number that it does not divide, and those that would.
-    """
+    """Check that the degrees divide this model. Raises: LoadError naming the setting, the number
+    that it does not divide, and the degrees that would."""
     if grid.num_stages > num_layers:
         raise LoadError(
             f"pipeline_parallel: {grid.num_stages} stages, but {name} has {num_layers} layers; "

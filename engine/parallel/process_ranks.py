@@ -35,19 +35,21 @@ _c10d: Any = torch.distributed
 _TAG = 1
 _NCCL_GRACE = timedelta(seconds=60.0)
 _FAR_DESCRIPTOR = 700
-"""The kernel gives the lowest number that is free, and a process may have 1,024 as a rule."""
+"""Smallest number of duplicated descriptors: the kernel assigns the lowest free number, and a
+process has at most 1,024 by default."""
 _PART_S = 10.0
-"""For NCCL to part from ranks, once no graph speaks to them; after it, it is left alone."""
+"""Longest time in seconds for NCCL to close connections after all graphs that use them are freed;
+after it, it is abandoned."""
 _FORM_S = 60.0
-"""For all ranks, which are loaded by then, to meet."""
+"""Longest time in seconds for all ranks, which have loaded by then, to form the groups."""
 
 
 class ProcessRanks:
-    """See the module.
+    """The `Ranks` of one rank's process, over torch.distributed.
 
     Args:
         timeout_s: longest wait for another rank.
-        part_s: for NCCL to part from ranks.
+        part_s: longest time for NCCL to close connections.
     """
 
     def __init__(
@@ -64,12 +66,11 @@ class ProcessRanks:
         self._meeting_file = -1
 
     def form(self, meeting_file: int) -> None:
-        """Meet the other ranks, and pass one number along every way that will be used. All ranks
-        call it at the same time.
+        """Connect to the other ranks, and send one number over every connection that will be used.
+        All ranks call it at the same time.
 
-        Args:
-            meeting_file: the descriptor of an empty file that all ranks have open.
-        Raises: RankFailed when they did not all come in time.
+        Args: meeting_file: the descriptor of an empty file that all ranks have open.
+        Raises: RankFailed if some did not come in time.
         """
         place = self.place
         with self._telling():
@@ -116,19 +117,19 @@ class ProcessRanks:
 
     @property
     def rank(self) -> int:
-        """See Ranks."""
+        """Index of this rank among those that share its layers."""
         return self.place.share
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
+        """Sum `partial` over the shares of this stage, in place (all-reduce)."""
         if self._shares is not None:
             with self._telling():
                 _end(self._shares.allreduce([partial], _in_order(_c10d.AllreduceOptions())))
         return partial
 
     def join_columns(self, part: torch.Tensor) -> torch.Tensor:
-        """See Ranks. Also where nothing is drawn: when it is over, every share has written its
-        KV."""
+        """Concatenate the shares' columns (all-gather). Also called without rows: when it is done,
+        every share has written its KV."""
         if self._shares is None:
             return part
         num_rows, num_shares = part.shape[0], self.place.num_shares
@@ -144,17 +145,17 @@ class ProcessRanks:
         return by_row.reshape(num_rows, -1)
 
     def receive(self, hidden: torch.Tensor) -> None:
-        """See Ranks."""
+        """Fill `hidden` with the output of the stage before."""
         with self._telling():
             _end(self._stages.recv([hidden], self.place.stage - 1, _TAG))
 
     def send(self, hidden: torch.Tensor) -> None:
-        """See Ranks."""
+        """Send `hidden` to the stage after."""
         with self._telling():
             _end(self._stages.send([hidden], self.place.stage + 1, _TAG))
 
     def pass_tokens(self, token_ids: torch.Tensor) -> None:
-        """See Ranks."""
+        """Send the last stage's tokens to the first stage, in place."""
         place = self.place
         if place.num_stages == 1:
             return
@@ -165,8 +166,8 @@ class ProcessRanks:
                 _end(self._stages.recv([token_ids], place.num_stages - 1, _TAG))
 
     def abort(self) -> None:
-        """End every wait for other ranks, here and on the device; none is possible after it. Does
-        not wait for NCCL's parting. Any thread."""
+        """End every wait for other ranks, here and on the device; no call may follow. Does not wait
+        for NCCL's connections to close. Any thread."""
         with _aborting:
             if self._is_aborted:
                 return
@@ -181,8 +182,8 @@ class ProcessRanks:
             thread.start()
 
     def close(self) -> None:
-        """Let the groups go, graphs being gone before; bounded. The thread that computes;
-        idempotent."""
+        """Destroy the process groups, after all graphs were freed, in bounded time. For the thread
+        that computes; idempotent."""
         self.abort()
         ends_s = time.monotonic() + self._part_s
         for thread in self._parting:
@@ -194,7 +195,8 @@ class ProcessRanks:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """torch's errors as ours: their text is long, and of addresses."""
+        """Return a context that converts torch's errors to RankFailed, since their texts are
+        long."""
         if self._is_aborted:
             raise RankFailed("the ranks of this engine have parted")
         try:
@@ -204,9 +206,10 @@ class ProcessRanks:
 
 
 def _far_duplicate(file: int) -> int:
-    """A descriptor of a number that nobody else is given, until `close`. The store opens its file
-    once more when it goes, by that number, and ends the process if another file is there; when it
-    goes, only the garbage collector knows: the error of a rank that is gone holds on to it."""
+    """Return a duplicate of a descriptor with a high number, which is not assigned to other files
+    before `close`. torch's FileStore opens its file by that number again when it is destroyed,
+    and ends the process if another file is there; the garbage collector decides when that
+    happens."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, min(_FAR_DESCRIPTOR, limit // 2))
 
@@ -221,8 +224,9 @@ def _part(group: Any) -> None:
 
 @contextlib.contextmanager
 def _own_error_handling() -> Iterator[None]:
-    """NCCL's watchdog reads this when a group is made: at an error it would end the process, before
-    anybody could say why."""
+    """Return a context in which process groups are created without NCCL's watchdog ending the
+    process at an error, which would hide the reason. NCCL reads the setting when a group is
+    created."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -236,14 +240,15 @@ def _own_error_handling() -> Iterator[None]:
 
 
 def _end(work: Any) -> None:
-    """What follows on this stream (on CPU: in this thread) comes after it. NCCL gives no work where
-    that is so already."""
+    """Make later work of this stream (on CPU: of this thread) wait for `work`. NCCL returns no work
+    where that is so already."""
     if work is not None:
         work.wait()
 
 
 def _in_order(options: Any) -> Any:
-    """On the stream that computes, not on one beside it: no events, and CUDA graphs can hold it."""
+    """Return options of a group that uses the computing stream, not a side stream, so that it needs
+    no events and CUDA graphs can contain it."""
     options.asyncOp = False
     return options
 

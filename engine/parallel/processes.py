@@ -45,7 +45,7 @@ from engine.parallel.place import Grid
 from process.errors import Unavailable
 
 PROGRAM = (sys.executable, "-P", "-m", "engine.parallel.child")
-"""Run with the numbers of its socket and its two files as the last arguments."""
+"""The command of a rank's process; the numbers of its socket and its two files are appended."""
 
 Answer = TypeVar("Answer", Ready, Met, Attached, Settled)
 
@@ -55,11 +55,12 @@ FOLLOWED = 3
 _POLL_S = 0.1
 _READ_S = 0.001
 _STOP_S = 2.0
-"""For a rank that was told to end; it has nothing to save."""
+"""Longest time in seconds for a rank to end after Stop; it has nothing to save."""
 _KILL_S = 10.0
-"""For a killed process to be gone."""
+"""Longest time in seconds for a killed process to be gone."""
 _BLAME_S = 2.0
-"""For the process that failed first to be seen, where one that followed it was seen before."""
+"""Longest time in seconds to find the process that failed first, if one that ended because of it is
+noticed before."""
 
 
 @dataclass
@@ -82,7 +83,7 @@ class _Rank:
 
 @dataclass
 class _State:
-    """What the threads share; under `lock`."""
+    """The state that the threads share, guarded by `lock`."""
 
     lock: threading.Condition = field(default_factory=threading.Condition)
     ranks: list[_Rank] = field(default_factory=list)
@@ -92,16 +93,17 @@ class _State:
     refusal: str = ""
     tell: Callable[[], None] | None = None
     began_s: float | None = None
-    """When the step in progress did."""
+    """Start time of the step in progress; None without one."""
 
 
 class RankProcesses:
-    """See the module.
+    """The processes of ranks 1 and up: starts them, sends messages, and watches them.
 
     Args:
-        starts: of ranks 1, 2, ...
-        files: descriptors that they inherit, and are told the numbers of.
-        on_failure: ends what this process waits for; called once, from the watching thread.
+        starts: the Start messages of ranks 1, 2, ...
+        files: descriptors that they inherit, whose numbers are appended to the command.
+        on_failure: ends waits of this process for other ranks; called once, from the watching
+            thread.
     """
 
     def __init__(
@@ -128,27 +130,25 @@ class RankProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of ranks 1 and up."""
+        """Process ids of ranks 1 and up."""
         return tuple(rank.process.pid for rank in self._state.ranks)
 
     def start(self) -> None:
-        """Start them; they begin to load. Raises: RankFailed where that cannot be done."""
+        """Start the processes, which begin to load. Raises: RankFailed if that fails."""
         self._thread.start()
         with self._state.lock:
             self._state.lock.wait_for(lambda: self._state.is_started or self._state.failure)
         self.check()
 
     def wait_ready(self) -> list[Ready]:
-        """Wait until all are loaded; what they say.
-
-        Raises: LoadError for what kept one from loading; RankFailed for one that ended, or was
-            silent for too long.
-        """
+        """Wait until all have loaded. Returns: their Ready messages. Raises: LoadError for a rank
+        that cannot load; RankFailed for one that ended, or sent nothing for too long."""
         return self.answers(Ready)
 
     def answers(self, kind: type[Answer]) -> list[Answer]:
-        """Wait for one of each, by rank. Bounded by the watching thread: within `step`, or while
-        they load. Raises: RankFailed; as `wait_ready`."""
+        """Wait for one message of this kind from each rank. Returns: the messages by rank. Bounded
+        by the watching thread: within `step`, or while they load. Raises: the errors of
+        `wait_ready`."""
         state = self._state
         with state.lock:
             state.lock.wait_for(
@@ -161,7 +161,7 @@ class RankProcesses:
         return [answer for answer in found if isinstance(answer, kind)]
 
     def tell(self, message: ToRank) -> None:
-        """Send to all. Raises: RankFailed."""
+        """Send a message to all ranks. Raises: RankFailed."""
         self.check()
         frame = encode(message)
         for rank in self._state.ranks:
@@ -172,7 +172,8 @@ class RankProcesses:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around what all ranks do together: it may take `timeout_s`."""
+        """Return a context for work that all ranks do together; they fail if it takes longer than
+        `timeout_s`."""
         self.check()
         self._state.began_s = time.monotonic()
         try:
@@ -188,16 +189,17 @@ class RankProcesses:
         self.check()
 
     def begin_again(self) -> None:
-        """Within `step`: it moves on, and may take `timeout_s` from here."""
+        """Restart the time limit of the current `step`."""
         self._state.began_s = time.monotonic()
 
     def check(self) -> None:
-        """Raises: RankFailed when one of them has failed."""
+        """Check that no rank has failed. Raises: RankFailed."""
         if self._state.failure:
             raise RankFailed(self._state.failure)
 
     def watch(self, tell: Callable[[], None]) -> None:
-        """Have `tell` called from the watching thread when one of them fails; now, if one has."""
+        """Register a callback that the watching thread calls when a rank fails; called at once if
+        one has."""
         with self._state.lock:
             self._state.tell = tell
             has_failed = bool(self._state.failure)
@@ -205,14 +207,14 @@ class RankProcesses:
             tell()
 
     def why(self) -> RankFailed:
-        """The failure that another rank's absence is a sign of, once it is found."""
+        """Wait for the watching thread to find the failed rank, and return its error."""
         state = self._state
         with state.lock:
             state.lock.wait_for(lambda: state.failure, _BLAME_S + 1.0)
         return RankFailed(state.failure or "another rank is gone or too late")
 
     def close(self) -> None:
-        """End them all; bounded. Idempotent."""
+        """End all processes, in bounded time. Idempotent."""
         state = self._state
         with state.lock:
             if state.is_closing or not self._thread.is_alive():
@@ -241,8 +243,8 @@ class RankProcesses:
             self._reap()
 
     def _begin(self, number: int, start: Start) -> _Rank:
-        """In a session of its own, so that Ctrl-C in the terminal reaches only us; with our import
-        path, as a fresh interpreter would not have it."""
+        """Start one process: in its own session, so that Ctrl-C in the terminal reaches the engine
+        only; with this process's import path."""
         environment = os.environ | {
             "BATON_PARENT_PID": str(os.getpid()),
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -267,7 +269,7 @@ class RankProcesses:
         return rank
 
     def _watch(self) -> None:
-        """Until one has failed, or they are told to stop."""
+        """Watch the processes until one has failed, or they are to stop."""
         with selectors.DefaultSelector() as selector:
             for rank in self._state.ranks:
                 selector.register(rank.reader.fileno(), selectors.EVENT_READ, rank)
@@ -304,7 +306,8 @@ class RankProcesses:
             self._fail(f"{rank.name}: {error}")
 
     def _judge(self, rank: _Rank) -> None:
-        """It has ended unasked. Who only followed another is not blamed at once."""
+        """Handle the end of a process that should not have ended. If it only followed another one,
+        that one is looked for first."""
         try:
             exit_code = rank.process.wait(_KILL_S)
         except subprocess.TimeoutExpired:
@@ -333,7 +336,7 @@ class RankProcesses:
             self._fail(f"a step took more than {self._timeout_s:g} s (ranks' pids: {pids})")
 
     def _fail(self, reason: str) -> None:
-        """Kill all, then tell."""
+        """Kill all processes, then report the failure."""
         with self._state.lock:
             if self._state.failure:
                 return

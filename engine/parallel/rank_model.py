@@ -38,12 +38,12 @@ _BACKENDS: tuple[Backend, ...] = ("auto", "reference")
 
 
 class RankModel:
-    """See the module.
+    """One rank's part of a LlamaDecoder model.
 
     Args:
-        weights: of this rank (`share_of`).
-        num_positions: as many as the longest request has.
-        is_exact: see LlamaDecoder.
+        weights: this rank's weights (`share_of`).
+        num_positions: number of positions of the longest request.
+        is_exact: as in LlamaDecoder.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class RankModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Of this rank's weights."""
+        """Bytes of this rank's weights."""
         return self._decoder.weights.num_bytes
 
     @property
     def is_fp8(self) -> bool:
-        """Its matrices are."""
+        """Whether the layers' matrices are stored in fp8."""
         return self._decoder.weights.is_fp8
 
     def attach(self, memory: KvMemory) -> None:
-        """Use this cache from now on: the whole model's, of which this rank touches its layers and
+        """Use this cache from now on: the whole model's, of which this rank uses its layers and
         heads, or this rank's own (memory.RankMemory)."""
         if memory.is_whole:
             share = self._decoder.weights.share
@@ -90,7 +90,8 @@ class RankModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [R, V] in the last stage, [0, V] in others. Raises: RankFailed."""
+        """Compute a batch together with the other ranks. Returns: logits [R, V] in the last stage,
+        [0, V] in others. Raises: RankFailed."""
         with on_device(self._device):
             inputs = mixed_inputs(singles_first(batch), self._device)
             hidden = self._receive(inputs.num_rows)
@@ -98,14 +99,14 @@ class RankModel:
 
     @torch.inference_mode()
     def decode(self, inputs: DecodeInputs) -> torch.Tensor:
-        """As LlamaDecoder.decode: logits [B, V] in the last stage, [0, V] in others. Can be
-        captured in a CUDA graph. Raises: RankFailed."""
+        """Compute one token of each sequence together with the other ranks; CUDA graphs can capture
+        it. Returns: logits [B, V] in the last stage, [0, V] in others. Raises: RankFailed."""
         hidden = self._receive(inputs.num_rows)
         return self._finish(self._decoder.decode(inputs, hidden))
 
     def verify(self, layout: KvLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits through the kernels, and those of plain torch (engine/models/self_check.py),
-        through a cache made for it; at all ranks at once."""
+        """Compute logits for the check of the kernels, at all ranks at once, through a temporary
+        cache. Returns: those of the kernels, and those of plain torch."""
         num_blocks = layout.num_blocks_for(NUM_VERIFY_TOKENS)
         self.attach(RankMemory(layout, self._ranks.place, num_blocks, str(self._device)))
         found = []
@@ -116,7 +117,7 @@ class RankModel:
         return found[0], found[1]
 
     def _receive(self, num_rows: int) -> torch.Tensor | None:
-        """[T, hidden] of the stage before; None: this is the first."""
+        """Receive the output of the stage before, [T, hidden]; None in the first stage."""
         if self._ranks.place.is_first:
             return None
         hidden = torch.empty(num_rows, self._hidden_size, dtype=self._dtype, device=self._device)
@@ -131,7 +132,7 @@ class RankModel:
 
 
 def share_of(place: Place, shape: LlamaConfig) -> Share:
-    """A place as the decoder's weights know it."""
+    """Convert a Place to the Share that the decoder's weights use."""
     layers = place.layers(shape.num_layers)
     return Share(place.share, place.num_shares, layers.start, len(layers))
 
@@ -147,9 +148,9 @@ def load_rank(
     """Read this rank's part of a checkpoint to its device.
 
     Args:
-        config: `device`, `dtype` and `context_window` are settled, not "auto" or 0.
-        shape: of the whole model.
-    Raises: LoadError, as engine.models.llama.read_weights.
+        config: `device`, `dtype` and `context_window` are set, not "auto" or 0.
+        shape: the sizes of the whole model.
+    Raises: LoadError, CheckpointError.
     """
     device = torch.device(config.device)
     with on_device(device):

@@ -1,12 +1,12 @@
-"""From a row of logits to one token, by the request's own parameters.
+"""Sampling of one token from each row of logits, by the parameters of the row's request.
 
     sampler.py             Sampler.begin -> PendingSample; documents the order of the processors
-    metadata.py            SamplingRequest in, SamplerOutput out, for one row; SamplingMetadata
+    metadata.py            SamplingRequest and SamplerOutput of one row; SamplingMetadata
     logits_processors.py   penalties, bias and hard masks
-    token_history.py       what penalties and bans must know of the tokens so far
-    logprobs.py            log probabilities of the model's own distribution, and of a trace's
-    copies.py              small arrays on their way to a device and back
+    token_history.py       a sequence's tokens, as penalties and bans need them
+    logprobs.py            log probabilities of the model's own distribution, and those of traces
+    copies.py              asynchronous copies of small arrays to a device and back
 
-Temperature, top-k, top-p, min-p and the noise are baton_kernels/sampling.py and noise.py. Knows no
-sequence, no block, no model. Engine thread only.
+Temperature, top-k, top-p, min-p and the noise are in baton_kernels/sampling.py and noise.py. The
+package knows no sequence, no block and no model. Engine thread only.
 """

@@ -1,5 +1,5 @@
-"""Small arrays on their way to a device and back, without waiting for what was queued before them:
-from and to pinned memory. On CPU they stay where they are. Engine thread only."""
+"""Copies of small arrays to a device and back through pinned memory, which do not wait for earlier
+work in the device's queue. On CPU nothing is copied. Engine thread only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 
 def bring(words: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The same numbers on a device. `words` may be changed afterwards, but for those of CPU."""
+    """Copy an array to a device. Returns: a tensor of the same numbers; on CPU it shares memory
+    with `words`, otherwise `words` may be changed afterwards."""
     host = torch.from_numpy(words)
     if device.type != "cuda":
         return host if device.type == "cpu" else host.to(device)
@@ -18,7 +19,8 @@ def bring(words: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 class Mark:
-    """All that was queued so far on a device's current stream."""
+    """A point in a device's current stream, after all that was queued so far. On CPU it is always
+    reached."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._event: torch.cuda.Event | None = None
@@ -26,7 +28,7 @@ class Mark:
             self._event = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> None:
-        """Until it is over."""
+        """Block until the device has reached the point."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -34,8 +36,8 @@ class Mark:
 class Fetched:
     """A tensor that is being copied to the host.
 
-    Args:
-        source: may be overwritten by what is queued later.
+    Args: source: the tensor; later work in the device's queue may overwrite it, on CPU it is not
+        copied.
     """
 
     def __init__(self, source: torch.Tensor) -> None:
@@ -49,7 +51,7 @@ class Fetched:
             self._host = source.cpu()
 
     def wait(self) -> NDArray[Any]:
-        """Its numbers, once all that was queued before the copy is over."""
+        """Block until the copy is done. Returns: the numbers."""
         if self._done is not None:
             self._done.synchronize()
         values: NDArray[Any] = self._host.numpy()

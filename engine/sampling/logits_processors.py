@@ -1,5 +1,5 @@
-"""What changes logits before a token is sampled, in place and in float32: steps 1 to 9 of the order
-that sampler.py documents.
+"""Logits processors: penalties, bias and hard masks, which change logits in place and in float32.
+They are steps 1 to 9 of the order that sampler.py documents.
 
     1 repetition penalty   z / a where z > 0, else z * a     every token of prompt and output
     2 presence penalty     z - b                             every token of the output
@@ -9,8 +9,8 @@ that sampler.py documents.
                                                              over the row in one pass
     6 bad words, 7 no-repeat n-gram, 9 min-tokens            single tokens become -inf
 
-Hard masks (5 to 9) come before temperature and truncation, so that these share out the mass among
-what is left. They commute: each only ever takes tokens away. Sources: repetition, Keskar et al.,
+Hard masks (5 to 9) come before temperature and truncation, so that these apply to the remaining
+tokens. They commute: each only removes tokens. Sources: repetition, Keskar et al.,
 CTRL (2019), section 4.1; presence and frequency, OpenAI's API reference.
 
 One path for CPU and CUDA, by baton_kernels/logit_ops.py; on CUDA nothing waits for the device.
@@ -36,11 +36,11 @@ _NO_VALUES: NDArray[np.float32] = np.empty(0, dtype=np.float32)
 
 
 def process(logits: torch.Tensor, rows: Sequence[Row], *, backend: Backend = "auto") -> None:
-    """Steps 1 to 9, in place.
+    """Apply penalties, bias and masks (steps 1 to 9) to the logits, in place.
 
     Args:
         logits: [R, V] float32, contiguous.
-        rows: R of them.
+        rows: the request of each row, R of them.
     """
     _penalise(logits, rows, backend)
     _add_bias(logits, rows, backend)
@@ -78,7 +78,8 @@ def _penalise_ids(
     rates: list[list[float]],
     backend: Backend,
 ) -> None:
-    """Args: rates: the repetition, presence and frequency penalty of each row."""
+    """Apply penalties to the token ids of each row. Args: rates: the repetition, presence and
+    frequency penalties, each a list by row."""
     asked = bring(np.array(rates, dtype=np.float32), logits.device)
     penalties = logit_ops.Penalties(*_padded(ids, counts, logits), *asked)
     logit_ops.penalise(logits, penalties, backend=backend)
@@ -94,7 +95,8 @@ def _add_bias(logits: torch.Tensor, rows: Sequence[Row], backend: Backend) -> No
 def _padded(
     ids: Sequence[NDArray[np.int64]], values: Sequence[NDArray[np.float32]], logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R, N] int32 with -1 for none, and [R, N] float32 with 0, on the logits' device."""
+    """Pad ids and values of R rows to one length N. Returns: [R, N] int32, padded with -1, and [R,
+    N] float32, padded with 0, on the logits' device."""
     words = np.zeros((2, len(ids), max(map(len, ids))), dtype=np.int32)
     words[0] = -1
     floats = words[1].view(np.float32)
@@ -107,7 +109,7 @@ def _padded(
 
 
 def _apply_bits(logits: torch.Tensor, rows: Sequence[Row], backend: Backend) -> None:
-    """Only what is set in the bits of the grammar and of the allowed ids stays."""
+    """Mask all tokens but those that both the grammar and the allowed ids permit."""
     masked = [
         local
         for local, row in enumerate(rows)
@@ -129,7 +131,7 @@ def _apply_bits(logits: torch.Tensor, rows: Sequence[Row], backend: Backend) -> 
 
 
 def _ban(logits: torch.Tensor, rows: Sequence[Row]) -> None:
-    """Single tokens: of bad words, n-grams, and ends of the text."""
+    """Mask single tokens: those of bad words and n-grams, and end tokens before `min_tokens`."""
     num_tokens = logits.shape[-1]
     places: list[int] = []
     for local, row in enumerate(rows):
@@ -148,6 +150,6 @@ def _ban(logits: torch.Tensor, rows: Sequence[Row]) -> None:
 
 
 def _history_of(row: Row) -> TokenHistory:
-    """The row's history, which it must have."""
+    """Return the row's history, which it must have."""
     assert row.request.history is not None, "a request whose sampling needs a history has none"
     return row.request.history

@@ -1,5 +1,6 @@
-"""Log probabilities: of the model's own distribution (before any processor) for requests that ask,
-and of the processed one for traces. Natural logarithms, float32.
+"""Log probabilities of tokens: those of the model's own distribution (before any processor) for
+requests with `logprobs`, and those of the processed distribution for traces. Natural logarithms,
+float32.
 
 They are queued on the logits' device and read later; on CUDA nothing waits for the device before
 that. Pure; engine thread only.
@@ -17,28 +18,30 @@ from engine.outputs import TokenLogprobs
 from engine.sampling.copies import Fetched, bring
 
 _CPU_PASS = 1 << 20
-"""Elements that the passes over a group of rows should touch, so that they stay in cache. A
-guess."""
+"""Number of elements that a pass over a group of rows covers on CPU, so that they stay in cache;
+guessed."""
 _DEVICE_PASS = 1 << 26
-"""The same where memory, not cache, is the limit: some arrays of this many float32 or int64."""
+"""Number of elements of a pass on other devices, which bounds the memory of its float32 and int64
+arrays."""
 _KEYS_PASS = 1 << 23
-"""Elements whose int64 keys are made at once: they take several times the memory of a pass."""
+"""Number of elements whose int64 keys are computed at once: they need several times the memory of a
+pass."""
 
 
 def rows_per_pass(logits: torch.Tensor) -> int:
-    """How many of its rows to work on at once."""
+    """Return the number of rows of `logits` to process at once."""
     size = _CPU_PASS if logits.device.type == "cpu" else _DEVICE_PASS
     return max(1, size // logits.shape[-1])
 
 
 class PendingLogprobs:
-    """Log probabilities of L rows' tokens that are queued, and the best of each row.
+    """Queued log probabilities: those of L rows' tokens, and the best ones of each row.
 
     Args:
-        logits: [R, V], read only; may be overwritten by what is queued later.
-        rows: L rows of them.
+        logits: [R, V], read only; later work in the device's queue may overwrite them.
+        rows: indices of L rows.
         token_ids: [L] int64 on the logits' device.
-        counts: L; how many of the best of each row are wanted.
+        counts: the number of best log probabilities wanted of each of the L rows.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class PendingLogprobs:
             self._parts.append(Fetched(torch.cat([floats.view(torch.int32), ids], dim=1)))
 
     def result(self) -> list[TokenLogprobs]:
-        """Wait for them: each token's own, and the best with ties by lowest id."""
+        """Wait for the log probabilities. Returns: for each row that of its token, and the best
+        ones, the lowest id first among equals."""
         if not self._parts:
             return []
         words = np.concatenate([part.wait() for part in self._parts])
@@ -82,22 +86,25 @@ class PendingLogprobs:
 def raw_logprobs(
     logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """For each of L rows the chosen token's log probability and the best, ties by lowest id.
+    """Compute the log probability of each row's token and the best ones of the row, the lowest id
+    first among equals.
 
     Args:
         logits: [R, V], read only.
-        rows, token_ids, counts: L each; counts[i] of the best of logits[rows[i]] are wanted.
+        rows: indices of L rows.
+        token_ids: the token of each of them.
+        counts: the number of best log probabilities wanted of each.
     """
     chosen = bring(np.array(token_ids, dtype=np.int64), logits.device)
     return PendingLogprobs(logits, rows, chosen, counts).result()
 
 
 def best_of(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` best of each row: [L, count] float32 and int32 ids, best first, the lowest id
-    first among equals. Of a row with a NaN anything.
+    """Return the `count` greatest values of each row and their ids, [L, count] float32 and int32,
+    in descending order, the lowest id first among equals. Results of a row with a NaN are
+    undefined.
 
-    Args:
-        logprobs: [L, V] float32.
+    Args: logprobs: [L, V] float32.
     """
     if count == 0:
         nothing = logprobs.new_empty(len(logprobs), 0)
@@ -108,7 +115,8 @@ def best_of(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _best_by_keys(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`best_of` without a wait for the device. No two keys are equal, so topk has no ties."""
+    """Compute `best_of` without waiting for the device, by topk of int64 keys of value and id, of
+    which no two are equal."""
     last, size = logprobs.shape[-1] - 1, max(1, _KEYS_PASS // logprobs.shape[-1])
     from_last = last - torch.arange(last + 1, device=logprobs.device)
     found = []
@@ -123,7 +131,8 @@ def _best_by_keys(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 
 
 def _best_on_cpu(logprobs: NDArray[np.float32], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`best_of` by numpy, whose partition is several times faster than torch's topk."""
+    """Compute `best_of` with numpy, whose partition is several times faster than torch's topk on
+    CPU."""
     num_rows, num_tokens = logprobs.shape
     edges = np.partition(logprobs, num_tokens - count, axis=1)[:, num_tokens - count, None]
     places = np.flatnonzero((logprobs >= edges) | np.isnan(edges))
@@ -138,12 +147,12 @@ def _best_on_cpu(logprobs: NDArray[np.float32], count: int) -> tuple[torch.Tenso
 def processed_logprobs(
     processed: torch.Tensor, floors: torch.Tensor, token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R] float32 and int32: the log probability of each row's token, and the size of its support,
-    among what reaches its floor.
+    """Compute the log probability of each row's token among the tokens whose logit reaches the
+    row's floor, and the number of these tokens (the support size): [R] float32 and int32.
 
     Args:
         processed: [R, V] float32, the logits after every processor but truncation.
-        floors: [R] float32, the threshold of truncation or -inf.
+        floors: [R] float32, the threshold of truncation, or -inf.
         token_ids: [R] int64.
     """
     least = floors.clamp(min=torch.finfo(torch.float32).min)  # what is masked is -inf

@@ -1,10 +1,10 @@
-"""What a row of logits is sampled by and what comes of it: SamplingRequest goes in, SamplerOutput
-comes out, one of each per row and step; SamplingMetadata is what a step reads of a `Sampling`.
+"""The values of sampling: SamplingRequest and SamplerOutput, one of each per row and step, and
+SamplingMetadata, the parts of a `Sampling` that a step reads.
 
-Requests and outputs are named tuples and no dataclasses: some hundred are made in every step, at a
-third of the price. Metadata are made once per `Sampling` and found again by identity, since hashing
-twenty fields for each row of each step would cost more than sampling. Knows no logits. Engine
-thread only.
+Requests and outputs are named tuples, not dataclasses: a step makes some hundred of them, and a
+named tuple takes a third of the time. Metadata are made once per `Sampling` and looked up by
+identity, since hashing twenty fields for each row of each step would cost more than sampling. It
+knows no logits. Engine thread only.
 """
 
 from __future__ import annotations
@@ -26,38 +26,40 @@ from engine.speculation.rejection_sampler import Proposals
 
 
 class SamplingRequest(NamedTuple):
-    """What to sample in one row: the parameters, and all that they depend on at this step."""
+    """The sampling of one row: the request's parameters, and the state that they depend on at this
+    step."""
 
     sampling: Sampling
 
     position: int
-    """The place that the sampled token will take; 0 is the prompt's first token."""
+    """Position of the sampled token in the sequence; 0 is the prompt's first token."""
 
     sample_index: int = 0
-    """Which sample of the request: part of the key of the noise."""
+    """Index of the sample in its request; a part of the key of the noise."""
 
     num_output_tokens: int = 0
-    """Output tokens so far; this one is not counted."""
+    """Number of output tokens before this one."""
 
     end_token_ids: frozenset[int] = frozenset()
-    """EOS unless it is ignored, and stop token ids: masked until `min_tokens` are there."""
+    """EOS (unless it is ignored) and the stop token ids; masked until there are `min_tokens` output
+    tokens."""
 
     history: TokenHistory | None = None
-    """Must be there if `needs_history(sampling)`."""
+    """The sequence's tokens; required if `needs_history(sampling)`."""
 
     bitmask: torch.Tensor | None = None
-    """int32 [ceil(V / 32)] on CPU, bit i of word w set: the grammar allows token 32 * w + i."""
+    """The grammar's mask, int32 [ceil(V / 32)] on CPU: bit i of word w allows token 32 * w + i."""
 
     proposals: Proposals | None = None
-    """By what the multi-step rule chooses a sampled row's token (rejection_sampler.py),
-    in place of its noise."""
+    """The draft tokens from which multi-step acceptance chooses the token (rejection_sampler.py),
+    in place of the noise; None: not used."""
 
 
 class SamplerOutput(NamedTuple):
-    """What came of one row: a token, or the error that ends its request."""
+    """The result of one row: a token, or the error that ends its request."""
 
     token_id: int
-    """-1 with an error."""
+    """The sampled token; -1 with an error."""
 
     logprobs: TokenLogprobs | None = None
     trace: SampleTrace | None = None
@@ -65,22 +67,23 @@ class SamplerOutput(NamedTuple):
 
 
 LATE = SamplerOutput(-1)
-"""Of a row whose grammar's mask was not there: nothing was sampled, and its last token is computed
-again by the next step."""
+"""The output of a row whose grammar mask was not ready in time: no token was sampled, and the next
+step computes the sequence's last token again."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SamplingMetadata:
-    """One Sampling's parameters, in the form in which a step uses them."""
+    """The parameters of one Sampling, in the form that a step uses."""
 
     is_plain: bool
-    """The argmax of the raw logits is all that is wanted, unless a grammar masks them."""
+    """Whether the token is the argmax of the raw logits and nothing else is reported, unless a
+    grammar masks them."""
 
     needs: Needs
-    """What `draw_tokens` must do for it."""
+    """The kind of sampling that `draw_tokens` must do: "greedy", "sampled" or "truncated"."""
 
     adjusts: bool
-    """At every step some logits are changed or masked, whatever grammar and min-tokens do."""
+    """Whether logits are changed or masked at every step, apart from grammar and `min_tokens`."""
 
     needs_history: bool
 
@@ -88,35 +91,37 @@ class SamplingMetadata:
     bias_values: NDArray[np.float32]
 
     bad_ids: NDArray[np.int64]
-    """The bad words of one token: banned at every step."""
+    """The bad words of one token, which are masked at every step; ascending."""
 
     allowed_words: NDArray[np.int32] | None
-    """`allowed_token_ids` packed as a grammar's bitmask is, up to the highest allowed id."""
+    """The `allowed_token_ids`, packed like a grammar's bitmask up to the highest allowed id; None:
+    all tokens are allowed."""
 
     names_before: tuple[str, ...]
-    """Processors by name and parameter, those before the grammar's mask."""
+    """The active processors before the grammar's mask, by name and parameter."""
 
     names_after: tuple[str, ...]
-    """Those after min-tokens."""
+    """The active processors after `min_tokens`, by name and parameter."""
 
 
 class Row(NamedTuple):
-    """A row of logits that takes more than an argmax of the model's own logits."""
+    """A row of logits that needs more than an argmax of the model's own logits."""
 
     place: int
-    """Among the rows that are sampled together."""
+    """Index of the row among those that are sampled together."""
 
     request: SamplingRequest
     metadata: SamplingMetadata
 
     @property
     def masks_ends(self) -> bool:
-        """min_tokens are not there yet."""
+        """Whether end tokens are masked at this step, since there are fewer than `min_tokens`
+        output tokens."""
         return masks_ends(self.request)
 
     @property
     def adjusting_names(self) -> tuple[str, ...]:
-        """What changes this row's logits at this step, in order."""
+        """The processors that change this row's logits at this step (steps 1 to 9), in order."""
         names = self.metadata.names_before
         if self.request.bitmask is not None:
             names = (*names, "grammar")
@@ -126,13 +131,13 @@ class Row(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that is applied at this step, in order."""
+        """All processors of this row at this step, in order."""
         return self.adjusting_names + self.metadata.names_after
 
 
 def masks_ends(request: SamplingRequest) -> bool:
-    """End tokens are masked at this step. As transformers' MinNewTokensLength has it: the first
-    `min_tokens` tokens are none of them."""
+    """Return whether end tokens are masked at this step: none of the first `min_tokens` output
+    tokens may be one, as in transformers' MinNewTokensLengthLogitsProcessor."""
     return request.num_output_tokens < request.sampling.min_tokens and bool(request.end_token_ids)
 
 
@@ -140,7 +145,8 @@ _made: dict[int, tuple[weakref.ref[Sampling], SamplingMetadata]] = {}
 
 
 def metadata_of(sampling: Sampling) -> SamplingMetadata:
-    """The metadata of `sampling`, made at the first call and kept while `sampling` lives."""
+    """Return the metadata of `sampling`, created at the first call and kept while `sampling`
+    lives."""
     key = id(sampling)
     found = _made.get(key)
     if found is not None and found[0]() is sampling:
@@ -186,7 +192,8 @@ def _needs(one: Sampling) -> Needs:
 
 
 def pack(token_ids: frozenset[int]) -> NDArray[np.int32]:
-    """Token ids -> int32 words, bit i of word w set for token 32 * w + i, up to the highest id."""
+    """Pack token ids into int32 words, bit i of word w set for token 32 * w + i, up to the highest
+    id."""
     bits = np.zeros((max(token_ids) // 32 + 1) * 32, dtype=np.bool_)
     bits[np.fromiter(token_ids, dtype=np.int64)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)

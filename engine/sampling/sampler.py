@@ -1,7 +1,7 @@
-"""Sampler: from logits to one token per row, on CPU and CUDA alike. The order of the processors is
-fixed, because replay and resume depend on it:
+"""Sampler: samples one token per row of logits, on CPU and CUDA alike. The order of the processors
+is fixed, because replay and resume depend on it:
 
-    raw logits      NaN, +inf, or a row of -inf only: InvalidLogits, that row's alone
+    raw logits      NaN, +inf, or a row of -inf only: InvalidLogits, for that row alone
      1 repetition_penalty    of every token in prompt and output         logits_processors.py
      2 presence_penalty      of every token in the output
      3 frequency_penalty     of every token in the output, per occurrence
@@ -11,28 +11,28 @@ fixed, because replay and resume depend on it:
      7 no_repeat_ngram
      8 grammar
      9 min_tokens            end tokens, while fewer are there
-    support         nothing left: EmptySupport, that row's alone, naming what was applied
+    support         nothing left: EmptySupport, for that row alone, naming the processors
     argmax          temperature 0 ends here; ties go to the lowest token id
     10 temperature                                                       baton_kernels/sampling.py
     11 top_k                 thresholds: ties at the edge stay in
     12 top_p                 of what top_k left, renormalised
     13 min_p
     sample          argmax of scaled logit + noise of (seed, sample      baton_kernels/noise.py
-                    index, position, token id); or by what was           engine/speculation/
-                    proposed (SamplingRequest.proposals)                 rejection_sampler.py
+                    index, position, token id); or acceptance of         engine/speculation/
+                    draft tokens (SamplingRequest.proposals)             rejection_sampler.py
 
 Truncation cannot empty the support: each threshold is at most the best token's own.
 
-Rows that change no logit are sampled from the model's own logits, all in one call; others from a
-float32 copy. A row's result depends on its own logits and SamplingRequest only, never on its
-neighbours, to the last bit. Steps that are launched ahead sample by the same `draw_tokens`: a token
-never depends on which way it was sampled. Between CPU and CUDA a nucleus may differ in a token
-whose mass ends at p within float32's rounding; all else is equal.
+Rows whose parameters change no logit are sampled from the model's own logits, all in one call; the
+others from a float32 copy. A row's result depends on its own logits and SamplingRequest only, never
+on its neighbours, to the last bit. Steps that are launched ahead sample by the same `draw_tokens`,
+so that a token does not depend on how its step was run. Between CPU and CUDA a nucleus may differ
+in a token whose mass ends at p within float32's rounding; all else is equal.
 
 Log probabilities in `SamplerOutput.logprobs` and a trace's raw ones are of the model's own
 distribution, before all processors. A trace's processed one is of the distribution that was sampled
-from, and its support what then could be sampled; for an argmax, which samples from none, both are
-of what steps 1 to 9 left.
+from, and its support the tokens that could be sampled; for an argmax both are of the logits after
+step 9.
 
 Engine thread only.
 """
@@ -73,10 +73,11 @@ from engine.speculation.rejection_sampler import judge
 WARM_UP = SamplingRequest(Sampling(max_tokens=1, temperature=1.0, top_p=0.9), position=0)
 
 NUM_TRACE_TOP = 5
-"""Best tokens in a trace whose request asked for no log probabilities."""
+"""Number of best tokens in a trace whose request has no `logprobs`."""
 
 _MANY = 128
-"""Rows from which on the kernels of `draw_tokens` split a row otherwise."""
+"""Number of rows from which the kernels of `draw_tokens` split a row differently, as another
+variant."""
 
 _NEEDS: tuple[Needs, ...] = ("greedy", "sampled", "truncated")
 
@@ -86,20 +87,18 @@ _new_output: Callable[[Iterable[object]], SamplerOutput] = partial(tuple.__new__
 class Sampler:
     """Samples rows of logits.
 
-    Args:
-        backend: which version of the kernels samples; other than "auto" for tests.
+    Args: backend: the implementation of the kernels; other than "auto" in tests only.
     """
 
     def __init__(self, backend: Backend = "auto") -> None:
         self._backend = backend
 
     def warm_up(self, logits: torch.Tensor, max_rows: int = 1) -> None:
-        """Sample once in every way that compiles something of its own: no request pays for a
-        compilation.
+        """Sample once with each kernel variant, so that no request waits for compilation.
 
         Args:
-            logits: [1, V], as the model gives them.
-            max_rows: most that are ever sampled together.
+            logits: [1, V], as the model returns them.
+            max_rows: largest number of rows that are ever sampled together.
         """
         if logits.device.type == "cpu":
             self.begin(logits, [WARM_UP]).result()
@@ -109,7 +108,7 @@ class Sampler:
             self._warm_up_kernels(logits.repeat(_MANY, 1))
 
     def _warm_up_kernels(self, logits: torch.Tensor) -> None:
-        """Launch each kernel in each variant for so many rows."""
+        """Launch each kernel in each variant for the number of rows of `logits`."""
         bitmask = torch.full((-(-logits.shape[1] // 32),), -1, dtype=torch.int32)
         plain = Sampling(max_tokens=1)
         kinds = (plain, dataclasses.replace(plain, temperature=1.0), WARM_UP.sampling)
@@ -131,15 +130,15 @@ class Sampler:
         *,
         into: torch.Tensor | None = None,
     ) -> PendingSample:
-        """Queue the sampling of one token per row after what made the logits. A CUDA device is
-        not waited for; on CPU all is done here. What is queued later may overwrite the logits.
+        """Queue the sampling of one token per request. On CUDA it does not wait for the device; on
+        CPU all is computed here. Later work in the device's queue may overwrite the logits.
 
         Args:
             logits: [R, V] in the model's dtype; read only.
             rows: the row of each request; None: row i is request i's.
-            into: [number of requests] int32 beside the logits: takes the token ids, a valid one for
-                a row in error, too. On CUDA a row with proposals, which are judged on the host when
-                the result is read, leaves the best token instead of its own.
+            into: [number of requests] int32 on the logits' device, which receives the token ids,
+                valid ones for rows in error, too. On CUDA a row with proposals, which are verified
+                on the host when the result is read, has the argmax there instead of its token.
         """
         if rows is not None:
             places = bring(np.array(rows, dtype=np.int64), logits.device)
@@ -181,8 +180,9 @@ class Sampler:
         """Sample rows from a float32 copy of their logits, part by part.
 
         Args:
-            token_ids, best_values: those of the rows are overwritten; the values with the best
-                after step 9.
+            token_ids: [all rows]; those of the given rows are overwritten.
+            best_values: [all rows] float32; those of the given rows are overwritten with the
+                greatest logit after step 9.
         """
         traces: list[_PendingTraces] = []
         size = rows_per_pass(logits)
@@ -205,10 +205,9 @@ class Sampler:
         return traces
 
     def _judge(self, own: torch.Tensor, rows: list[Row], token_ids: torch.Tensor) -> None:
-        """Overwrite the tokens of rows whose proposals are judged.
+        """Overwrite the tokens of rows whose proposals are verified.
 
-        Args:
-            own: [R, V] float32 on CPU, after step 9.
+        Args: own: [R, V] float32 on CPU, after step 9.
         """
         judged = [at for at, row in enumerate(rows) if _is_judged(row)]
         if not judged:
@@ -220,7 +219,7 @@ class Sampler:
                 token_ids[at] = judge(distribution, proposals)
 
     def _begin_judged(self, logits: torch.Tensor, rows: list[Row]) -> _PendingJudged:
-        """Queue a copy of the logits of rows that are judged on the host."""
+        """Queue a copy to the host of the logits of rows whose proposals are verified there."""
         places = bring(np.array([row.place for row in rows], dtype=np.int64), logits.device)
         # numpy has no bfloat16.
         own = Fetched(logits.index_select(0, places).float())
@@ -229,11 +228,11 @@ class Sampler:
     def _begin_traces(
         self, own: torch.Tensor, rows: list[Row], traced: list[int], token_ids: torch.Tensor
     ) -> _PendingTraces:
-        """Queue what a trace reports beside the token.
+        """Queue the values that a trace reports in addition to the token.
 
         Args:
             own: [R, V] float32, after step 9.
-            traced: which of the rows have a trace.
+            traced: indices of the rows that have a trace.
             token_ids: [R] int32.
         """
         places = bring(np.array(traced, dtype=np.int64), own.device)
@@ -251,11 +250,10 @@ class Sampler:
     def _distances(
         self, own: torch.Tensor, requests: Sequence[SamplingRequest]
     ) -> tuple[SamplingRows, torch.Tensor, torch.Tensor]:
-        """The requests' parameters, [R, V] distances and [R] limits as of `draw_tokens`. Of a row
-        that is in error anything.
+        """Return the requests' parameters, and [R, V] distances and [R] limits as `draw_tokens`
+        defines them. Results of a row in error are undefined.
 
-        Args:
-            own: [R, V] float32, after step 9.
+        Args: own: [R, V] float32, after step 9.
         """
         asked = _parameters(requests, own, "truncated")
         best = own.amax(dim=1, keepdim=True)
@@ -269,11 +267,12 @@ class Sampler:
     def distributions(
         self, logits: torch.Tensor, requests: Sequence[SamplingRequest]
     ) -> NDArray[np.float64]:
-        """[R, V], what `begin` would sample from; NaN where it would give an error.
+        """Compute the distributions that `begin` would sample from, [R, V]; NaN in a row for which
+        it would return an error.
 
         Args:
             logits: [R, V] in the model's dtype, on any device; read only.
-            requests: R of them, all with a temperature.
+            requests: R of them, all with a temperature above 0.
         """
         found = np.empty(tuple(logits.shape), dtype=np.float64)
         # Piece by piece: a row's passes take several times what its result does.
@@ -294,10 +293,9 @@ class Sampler:
     def _distributions(
         self, own: torch.Tensor, requests: Sequence[SamplingRequest]
     ) -> NDArray[np.float64]:
-        """`distributions` of some rows.
+        """Compute the distributions of some rows.
 
-        Args:
-            own: [R, V] float32 on CPU, after step 9.
+        Args: own: [R, V] float32 on CPU, after step 9.
         """
         _, distances, limits = self._distances(own, requests)
         scores = -distances.numpy().astype(np.float64)
@@ -310,12 +308,12 @@ class Sampler:
 
 
 class PendingSample:
-    """Tokens that are queued.
+    """Queued sampled tokens.
 
     Args:
-        drawn: [2 or 3, R or more] int32: token ids, the best raw logits, and where rows were copied
-            the best after step 9 of these.
-        computed: what was queued before the sampling.
+        drawn: [2 or 3, R or more] int32: token ids, the bits of the greatest raw logits, and, if
+            rows were copied, the bits of the greatest logits after step 9.
+        computed: the point in the queue before the sampling.
     """
 
     def __init__(
@@ -337,7 +335,7 @@ class PendingSample:
         self._computed = computed
 
     def result(self) -> list[SamplerOutput]:
-        """Wait for the tokens: one output per request. To be called once."""
+        """Wait for the tokens. Returns: one output per request. Call it once only."""
         if self._computed is not None:
             # To wake up takes the host as long as sampling takes the device, which waits for what
             # comes of it: the host is awake when the tokens are there.
@@ -354,14 +352,15 @@ class PendingSample:
         return outputs
 
     def _find_errors(self, best_values: NDArray[np.float32], outputs: list[SamplerOutput]) -> None:
-        """Rows whose best raw logit was finite, and whose best after step 9 is not."""
+        """Set the error of copied rows whose greatest raw logit is finite, and whose greatest logit
+        after step 9 is not."""
         for row in self._plan.copied:
             value = float(best_values[row.place])
             if not np.isfinite(value) and outputs[row.place].error is None:
                 outputs[row.place] = SamplerOutput(-1, error=_unsound(row, value))
 
     def _report(self, raws: list[TokenLogprobs], outputs: list[SamplerOutput]) -> None:
-        """Put log probabilities and traces where they were asked for."""
+        """Add log probabilities and traces to the outputs of the requests that want them."""
         traced = {place: found for trace in self._traces for place, found in trace.result()}
         for row, raw in zip(self._plan.reported, raws, strict=True):
             if outputs[row.place].error is not None:
@@ -389,10 +388,12 @@ class PendingSample:
 class _PendingTraces(NamedTuple):
     rows: list[Row]
     words: Fetched
-    """[2, number of rows] int32: the processed log probability's bits, and the support's size."""
+    """[2, number of rows] int32: the bits of the processed log probability, and the support
+    size."""
 
     def result(self) -> list[tuple[int, tuple[float, int]]]:
-        """(place of the row, (processed log probability, size of the support))."""
+        """Wait for the values. Returns: (index of the row, (processed log probability, support
+        size)) of each row."""
         words = self.words.wait()
         found = zip(words[0].view(np.float32).tolist(), words[1].tolist(), strict=True)
         return [(row.place, one) for row, one in zip(self.rows, found, strict=True)]
@@ -404,24 +405,25 @@ class _PendingJudged(NamedTuple):
     sampler: Sampler
 
     def result(self) -> list[SamplerOutput]:
-        """Of the rows, sampled on CPU."""
+        """Wait for the logits, and sample the rows on CPU."""
         logits = torch.from_numpy(self.logits.wait())
         return self.sampler.begin(logits, [row.request for row in self.rows]).result()
 
 
 class _Plan(NamedTuple):
-    """Which rows take what."""
+    """The choice of how each row of a step is sampled."""
 
     needs: Needs
-    """Of the rows that are sampled from the model's own logits."""
+    """The kind of sampling of the rows that are sampled from the model's own logits."""
     is_greedy: list[bool]
-    """Of the other rows, by request: the best of the model's own logits is enough."""
+    """Whether the argmax of the model's own logits is enough, by request, since the row is sampled
+    otherwise."""
     copied: list[Row]
-    """Sampled from a copy: their logits are changed, or looked at again."""
+    """Rows that are sampled from a copy of their logits, which is changed or read again."""
     reported: list[Row]
     """Rows with log probabilities or a trace."""
     judged_later: list[Row]
-    """Rows whose proposals are judged on the host when the result is read."""
+    """Rows whose proposals are verified on the host when the result is read."""
 
 
 def _plan(requests: Sequence[SamplingRequest], *, is_on_cpu: bool) -> _Plan:
@@ -467,10 +469,10 @@ def _parameters(
     needs: Needs,
     is_greedy: Sequence[bool] | None = None,
 ) -> SamplingRows:
-    """What the rows ask for, copied to the logits' device in one copy.
+    """Collect the rows' parameters on the logits' device, with one copy.
 
-    Args:
-        is_greedy: rows that are to be sampled without noise, whatever they ask for.
+    Args: is_greedy: whether each row is sampled without noise, whatever its request says; None:
+        none is.
     """
     num_rows, (_, num_tokens) = len(requests), logits.shape
     device = logits.device
@@ -505,8 +507,8 @@ def _parameters(
 
 
 def _aligned(num_words: int) -> int:
-    """Each row of so many begins where 16 bytes do: Triton compiles a kernel anew for pointers that
-    do not."""
+    """Return the number of int32 words, rounded up to 16 bytes: Triton compiles another variant of
+    a kernel for pointers that are not aligned to 16 bytes."""
     return -(-num_words // 4) * 4
 
 
@@ -515,8 +517,7 @@ def _begin_logprobs(
 ) -> PendingLogprobs:
     """Queue the raw log probabilities of the rows' tokens.
 
-    Args:
-        token_ids: int32, of all rows of the logits.
+    Args: token_ids: int32, the token of each row of the logits.
     """
     places = [row.place for row in rows]
     counts = [
@@ -530,10 +531,10 @@ def _begin_logprobs(
 def _argmaxes(
     requests: Sequence[SamplingRequest], token_ids: list[int], values: NDArray[np.float32]
 ) -> list[SamplerOutput]:
-    """Outputs of the sampled tokens, and the errors of rows whose raw logits are no numbers.
+    """Return the outputs of the sampled tokens, with errors for rows whose raw logits are not
+    finite.
 
-    Args:
-        values: of each row's best.
+    Args: values: the greatest logit of each row.
     """
     # Without a call to Python each: the device waits for what comes of it.
     nones = repeat(None)
@@ -547,7 +548,8 @@ def _argmaxes(
 
 
 def _unsound(row: Row, value: float) -> EngineError:
-    """Why a row whose best logit was finite has none such after steps 1 to 9."""
+    """Return the error of a row whose greatest logit was finite before steps 1 to 9, and is `value`
+    after."""
     names = row.adjusting_names
     if value == -np.inf:
         return EmptySupport(names, row.request.position)
@@ -557,7 +559,8 @@ def _unsound(row: Row, value: float) -> EngineError:
 
 
 def _rng_key(row: Row) -> int | None:
-    """Key of the row's noise. None: the row is an argmax, or its proposals were judged."""
+    """Return the key of the row's noise; None if the token is an argmax or was chosen from
+    proposals."""
     one = row.request
     if row.metadata.needs == "greedy" or one.proposals is not None:
         return None

@@ -1,11 +1,11 @@
-"""TokenHistory: what the penalties and bans of one sequence must know of its tokens, kept up token
-by token, so that a step costs what is new and not what has been.
+"""TokenHistory: the tokens of one sequence as penalties and bans need them, updated token by token,
+so that a step's cost does not grow with the length of the sequence.
 
-Made from prompt and output ids alone: a sequence that is resumed elsewhere rebuilds the same one.
-Prompt and output are told apart, because presence and frequency penalties count output only.
+It is built from prompt and output ids alone, so that a sequence that is resumed on another worker
+has the same history. Prompt and output are kept apart, because presence and frequency penalties
+count the output only.
 
-Knows no logits and no parameters' values, only which of them are on. One sequence's; engine thread
-only.
+It knows no logits, and of the parameters only which are active. Engine thread only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.request import Sampling
 
 
 def needs_history(sampling: Sampling) -> bool:
-    """Whether the sampling of a row depends on the tokens before it, beside their number."""
+    """Return whether the sampling of a row depends on which tokens come before it."""
     return (
         sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
@@ -30,10 +30,9 @@ def needs_history(sampling: Sampling) -> bool:
 
 
 class TokenHistory:
-    """Tokens of one sequence, counted and indexed by what its parameters ask for.
+    """The tokens of one sequence, counted and indexed as the active parameters need.
 
-    Args:
-        prompt_token_ids, output_token_ids: all tokens of the sequence so far, each a valid id.
+    Args: prompt_token_ids, output_token_ids: all tokens of the sequence so far, each a valid id.
     """
 
     def __init__(
@@ -53,14 +52,14 @@ class TokenHistory:
             [sampling.no_repeat_ngram - 1, 0, *(len(word) - 1 for word in words)]
         )
         self._tail: list[int] = []
-        """The last tokens, `_tail_length` of them or all there are."""
+        """The last `_tail_length` tokens, or all if there are fewer."""
         if self._ngrams is not None:
             self._ngrams.add_all(tokens)
         if self._tail_length:
             self._tail = tokens[-self._tail_length :]
 
     def append(self, token_id: int) -> None:
-        """The sequence has one more output token."""
+        """Add one output token."""
         if self._seen is not None:
             self._seen.add(token_id)
         if self._output is not None:
@@ -72,7 +71,7 @@ class TokenHistory:
             del self._tail[: -self._tail_length]
 
     def fork(self) -> TokenHistory:
-        """An equal one that goes its own way from here."""
+        """Return a copy that can be changed independently."""
         twin = object.__new__(TokenHistory)
         twin.__dict__.update(self.__dict__)
         twin._seen = None if self._seen is None else self._seen.fork()
@@ -83,26 +82,27 @@ class TokenHistory:
 
     @property
     def seen_ids(self) -> NDArray[np.int64]:
-        """Each token of prompt and output once; of use for repetition only. Read before the next
-        `append`."""
+        """The distinct tokens of prompt and output; available with a repetition penalty only, and
+        valid until the next `append`."""
         assert self._seen is not None
         return self._seen.ids
 
     @property
     def output_ids(self) -> NDArray[np.int64]:
-        """Each token of the output once; of use for presence and frequency only."""
+        """The distinct tokens of the output; available with a presence or frequency penalty only,
+        and valid until the next `append`."""
         assert self._output is not None
         return self._output.ids
 
     @property
     def output_counts(self) -> NDArray[np.float32]:
-        """How often the output has each of `output_ids`."""
+        """The number of occurrences of each of `output_ids` in the output."""
         assert self._output is not None
         return self._output.counts
 
     def banned_ids(self) -> list[int]:
-        """Tokens that would complete a bad word of several tokens, or repeat an n-gram. May name
-        one twice."""
+        """Return the tokens that would complete a bad word of several tokens, or repeat an n-gram;
+        a token may be in the list twice."""
         banned: list[int] = []
         if self._bad_words and self._tail:
             for prefix, last in self._bad_words.get(self._tail[-1], ()):
@@ -116,8 +116,8 @@ class TokenHistory:
 def _by_prefix_end(
     words: Sequence[tuple[int, ...]],
 ) -> dict[int, tuple[tuple[tuple[int, ...], int], ...]]:
-    """Words as (all but the last token, last token), by the token before the last: a step looks at
-    those alone that its newest token could continue."""
+    """Group words by their last token but one, each as (all tokens but the last, last token), so
+    that a step checks only words that its newest token could continue."""
     found: dict[int, list[tuple[tuple[int, ...], int]]] = {}
     for word in words:
         found.setdefault(word[-2], []).append((word[:-1], word[-1]))
@@ -125,10 +125,10 @@ def _by_prefix_end(
 
 
 class _NgramIndex:
-    """Which tokens have come after which n - 1 tokens.
+    """The tokens that have followed each sequence of n - 1 tokens.
 
-    Followers are linked pairs (token, the ones before it): adding one is a step however many there
-    are, and forks share them, since none changes.
+    Followers are linked pairs (token, the pairs before it): adding one costs O(1), and forks share
+    them, since none changes.
     """
 
     def __init__(self, size: int) -> None:
@@ -137,18 +137,17 @@ class _NgramIndex:
         self._known: set[tuple[tuple[int, ...], int]] = set()
 
     def add(self, tail: list[int], token_id: int) -> None:
-        """`token_id` has come after `tail`, which ends with the n - 1 tokens before it if there are
-        as many."""
+        """Record that `token_id` follows `tail`, if that has at least n - 1 tokens."""
         if len(tail) >= self._num_before:
             self._follow(tuple(tail[len(tail) - self._num_before :]), token_id)
 
     def add_all(self, tokens: list[int]) -> None:
-        """As if added one by one, from none."""
+        """Record all n-grams of `tokens`."""
         for index in range(self._num_before, len(tokens)):
             self._follow(tuple(tokens[index - self._num_before : index]), tokens[index])
 
     def followers(self, tail: list[int]) -> list[int]:
-        """What has come after the n - 1 tokens that `tail` ends with."""
+        """Return the tokens that have followed the last n - 1 tokens of `tail`."""
         found: list[int] = []
         if len(tail) >= self._num_before:
             link = self._followers.get(tuple(tail[len(tail) - self._num_before :]))
@@ -174,7 +173,7 @@ _Link = tuple[int, "_Link | None"]
 
 
 class _Counter:
-    """Distinct token ids and how often each came, as arrays that numpy can gather with."""
+    """Distinct token ids and their counts, as numpy arrays."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         ids, counts = np.unique(np.asarray(tokens, dtype=np.int64), return_counts=True)

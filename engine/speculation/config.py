@@ -1,4 +1,4 @@
-"""Settings of speculation. Frozen values."""
+"""Settings of speculative decoding: frozen values, checked when created."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ ACCEPTANCES = ("exact", "multi_step", "naive")
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Prompt lookup (engine/speculation/ngram.py). Raises SettingsError for a value out of
-    range."""
+    """Settings of prompt lookup (engine/speculation/ngram.py). Raises SettingsError for a value out
+    of range."""
 
     max_length: int = 4
-    """Number of newest tokens that are looked up together: the longest match is taken."""
+    """Length of the longest n-gram, the newest tokens, that is searched for; the longest match
+    counts."""
 
     min_length: int = 2
-    """Shortest match."""
+    """Length of the shortest n-gram that is searched for."""
 
     max_matches: PositiveInt = 4
-    """Number of earlier places, newest first, whose continuations go into the tree."""
+    """Number of earlier occurrences, newest first, whose continuations become draft tokens."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -39,58 +40,60 @@ class NgramConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Drafting several tokens a step; on where a proposer is named. Answers are those of plain
-    decoding up to rounding, as with batching. Raises SettingsError for a value out of range."""
+    """Settings of speculative decoding, which is on if a proposer is named. Answers equal those of
+    plain decoding up to rounding, except with `acceptance="multi_step"`, which keeps their
+    distribution. Raises SettingsError for a value out of range."""
 
     REMOVED: ClassVar[Mapping[str, str]] = {
         "draft_share_bytes": "no store keeps draft models' KV any more; leave it out"
     }
-    """Keys of earlier versions, and the error message of each."""
+    """Settings of earlier versions that were removed, with the error message of each."""
 
     drafters: tuple[str, ...] = ()
-    """Proposers without a model: "ngram" proposes what followed the newest tokens before, in prompt
-    or output."""
+    """Proposers without a model; the only one is "ngram", which proposes the tokens that followed
+    the same n-gram earlier in the prompt or the output."""
 
     draft_models: tuple[str, ...] = ()
-    """Small models that propose tokens: bundled names, local folders, or Hugging Face names, with
-    the tokenizer of the model that they propose for. Their trees are merged."""
+    """Draft models: bundled names, local folders, or Hugging Face names, with the tokenizer of the
+    target model. The trees of all proposers are merged."""
 
     draft_heads: tuple[str, ...] = ()
-    """Draft heads that were trained for this model and propose by its hidden states: folders, or
-    Hugging Face names, in the published format of Medusa, of EAGLE (EAGLE-2's is the same) or of
-    EAGLE-3, as safetensors. Their trees are merged with the others'."""
+    """Draft heads trained for the target model, which propose tokens from its hidden states:
+    folders, or Hugging Face names, in the published format of Medusa, EAGLE (EAGLE-2's is the
+    same) or EAGLE-3, as safetensors."""
 
     expansion: tuple[int, ...] = (2, 1, 1, 1)
-    """Number of children that a draft model gives each of its newest nodes, step by step:
-    SpecInfer's <k1, ..., km>. For Medusa's heads, the number of tokens of each head."""
+    """Number of children of each node at each level of a draft model's tree: SpecInfer's <k1, ...,
+    km>. For Medusa, the number of tokens of each head."""
 
     draft_kv_bytes: PositiveInt = 256 * 2**20
-    """Largest size of each draft model's own KV cache, and of an EAGLE head's."""
+    """Largest size in bytes of the KV cache of each draft model and each EAGLE head."""
 
     draft_workers: tuple[str, ...] = ()
-    """host:port or unix:/path of each draft worker (`python -m services.draft`), whose model runs
-    on a device of its own. Every sequence is with one of them; one that does not answer costs its
-    drafts. For decode workers."""
+    """Addresses (host:port or unix:/path) of the draft workers (`python -m services.draft`), whose
+    models run on devices of their own. Each sequence is assigned to one of them and has no
+    drafts while that one does not respond. For decode workers."""
 
     draft_deadline_s: Annotated[float, Meta(gt=0, le=MAX_DRAFT_DEADLINE_S)] = 0.05
-    """Longest time that a step waits for draft workers; later drafts are dropped."""
+    """Longest time in seconds that a step waits for draft workers; drafts that arrive later are
+    dropped."""
 
     max_num_nodes: PositiveInt = 16
-    """Largest number of draft tokens of one sample in one step. Fewer are computed where more do
-    not pay."""
+    """Largest number of draft tokens of one sample in one step. Fewer are verified where more would
+    not raise throughput."""
 
     acceptance: str = "exact"
-    """Which draft tokens a sampled answer accepts. "exact": those that plain decoding would sample;
-    drafts are chosen with the same noise. "multi_step": SpecInfer's multi-step speculative sampling
-    of drafts that are drawn independently, or, of heads, draft workers and lookups, chosen without
-    any noise; answers are distributed as plain decoding's, but other ones, and the drafts have a
-    say in which. "naive": as "exact", with such drafts; for comparison."""
+    """The acceptance rule of sampled (not greedy) answers. "exact": accepts the draft tokens that
+    plain decoding would sample, with the same random numbers. "multi_step": SpecInfer's
+    multi-step speculative sampling; answers have the distribution of plain decoding, but are
+    other ones. "naive": verifies as "exact" does, but with drafts drawn as for "multi_step"; for
+    comparison."""
 
     always: bool = False
-    """Compute all draft tokens, whatever they cost: for measurements and tests."""
+    """Verify all draft tokens, whatever they cost; for measurements and tests."""
 
     ngram: NgramConfig = NgramConfig()
-    """Prompt lookup."""
+    """Settings of the "ngram" proposer."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -118,5 +121,5 @@ class SpeculationConfig:
 
     @property
     def is_on(self) -> bool:
-        """Some proposer is named."""
+        """Whether a proposer is named."""
         return any((self.drafters, self.draft_models, self.draft_workers, self.draft_heads))

@@ -1,49 +1,48 @@
-"""SpeculationController: how many sequences each proposer is called for in a step, which of the
-proposed nodes are computed, and what is learnt from the results. SpecInfer leaves this choice open
-(section 3.1); ours:
+"""SpeculationController: chooses the number of sequences that each proposer is called for in a step
+and the proposed nodes that are computed, and learns from the results. SpecInfer leaves this choice
+open (section 3.1).
 
 **Nodes.** A step of B sequences yields B tokens, and one more for each accepted node: on average
 the sum of the nodes' chances. It lasts `base_s + row_s * rows` (StepCost). So nodes are taken from
 the likeliest on while each raises tokens per second (`choose_nodes`). The proposer's own
-probabilities are corrected by what became of such nodes before (AcceptanceRates).
+probabilities are corrected by the acceptance of such nodes before (AcceptanceRates).
 
-**Calls.** A proposer is called as long as it costs no time, and for a share of the time served to
-find out whether it does. What a call costs and yields depends on the batch: each class of batch
-sizes has an account of its own (CallBudget). A call costs the proposer's seconds, those of this
-bookkeeping, and what its nodes made the step longer; it yields the time that its accepted tokens
-would have taken in plain steps, or a part of it (`TOKEN_VALUE`). The account gets what calls yield
-and a share of each step's seconds, and pays what calls cost; the next trial pays for bookkeeping of
-steps without a call. A proposer whose account is in debt is not called. Hence the law
-(test_controller.py): **time lost <= share * time served + a few steps' seconds, once + the loss of
-one trial**, in each class, whatever the costs are.
+**Calls.** A proposer is called as long as its calls save more time than they cost, and otherwise
+for a small share of the time served, to measure it. The cost and yield of a call depend on the
+batch: each class of batch sizes has an account of its own (CallBudget). A call costs the proposer's
+seconds, those of this bookkeeping, and those by which its nodes made the step longer; it yields the
+time that its accepted tokens would have taken in plain steps, or a part of it (`TOKEN_VALUE`). The
+account is credited with the yield of calls and a share of each step's duration, and debited with
+the cost of calls; the next trial pays for bookkeeping of steps without a call. A proposer whose
+account is in debt is not called. Hence the law (test_controller.py): **time lost <= share * time
+served + a few steps' seconds, once + the loss of one trial**, in each class, whatever the costs
+are.
 
-A trial is a few calls in a row: after a pause the first one has to catch up. With few sequences the
-first trial calls for all of them at once, or for fewer where those are long and so much would have
-to be caught up with; with more it calls for one, and some time later. Where their tokens would pay,
-were there as many for each of the batch and the proposer's call no dearer, the next trial calls for
-more of them: only all together may pay for the call. Where each sequence's tokens are worth less
-than its rows, the next one calls for fewer. A trial ends early where not even the best outcome
-would pay. It goes on in debt while calls gain, the last one or all after the first together, and
-the debt does not grow by what they do not tell: what was lost once, as by catching up, is theirs to
-pay.
+A trial is a few calls in a row, as the first call after a pause has to catch up. The first trial of
+a small batch begins at once and calls for all sequences, or for fewer if they are long, as there
+would be much to catch up; that of a larger batch begins later and calls for one sequence. If a call
+would pay with as many accepted tokens for every sequence of the batch, at the same cost of the
+proposer, the next trial calls for more sequences. If each sequence's tokens are worth less than its
+rows, the next one calls for fewer. A trial ends early if not even the best outcome would pay. It
+continues in debt while calls gain (the last one, or all after the first together) and the credit is
+not below that after its first call: a single loss, such as catching up, is paid by later gains.
 
 **Launched steps.** Where steps are launched ahead (engine/runner.py), a step with drafts is not,
-nor is the next one's launch hidden by it. That time (the overhead of launching) is charged like any
-other: what a step lasts without drafts is what a launched one lasts, and the first launch after
-drafts is charged what it lasts longer. It is the same for one sequence and for all, so it is
-measured, by a few plain steps of each size that are not launched, and has no say in what more
-sequences would cost.
+nor does it hide the next one's launch. That time (the overhead of launching) is charged to the
+drafts: the duration of a step without drafts is that of a launched one, and the first launch after
+drafts is charged the time by which it is longer. The overhead does not depend on the number of
+sequences; it is measured by a few plain steps of each size class that are not launched ahead, and
+does not count in the estimated cost of a call for more sequences.
 
-**Sleep.** While all accounts are deep in debt, steps are slept through (`is_asleep`): all that is
-learnt of them is how long they lasted, so that rest costs next to nothing. Sleep ends some steps
-before a proposer can be called, and those steps say what one lasts now. Each class of sizes sleeps
-by itself.
+**Sleep.** While all accounts are deep in debt, steps are slept through (`is_asleep`): only their
+durations are recorded, so that the bookkeeping costs next to nothing. Sleep ends some steps before
+a proposer can be called, and those steps are measured. Each size class sleeps by itself.
 
-Results of a step are learnt while the device computes the next one (`update_rates`), so that
-nothing waits for it: a tree is calibrated by the results of all steps but the one right before it.
-Which those are depends on the order of steps alone, on no clock and on no caller.
+Results of a step are learnt while the device computes the next one (`update_rates`), so that the
+device does not wait: a tree is calibrated by the results of all steps but the one right before it,
+which depends on the order of steps alone, on no clock and no caller.
 
-Policy: no device, no RPC, no clock of its own. Engine thread only.
+It decides by pure policy: no device, no RPC, no clock of its own. Engine thread only.
 """
 
 from __future__ import annotations
@@ -68,104 +67,106 @@ _NUM_BINS = 16
 _PRIOR = 8.0
 """Weight of the proposer's own probability, in observations; guessed."""
 _RATE_MEMORY = 400.0
-"""Observations of a bin after which older ones count for little; guessed."""
+"""Number of observations of a bin after which older ones count for little; guessed."""
 
 # ---- step costs
 _SIZE_BITS = 4
-"""Sizes that are averaged together differ by an eighth at most."""
+"""Number of leading bits of a size that are distinguished: sizes averaged together differ by an
+eighth at most."""
 _COST_MEMORY = 32.0
-"""Steps of a size that its average is about; guessed."""
+"""Number of steps of a size that its average covers; guessed."""
 _KNOWN_STEPS = 4.0
-"""Steps of a size after which one of twice its seconds is an outlier; guessed."""
+"""Number of steps of a size after which one of twice the usual seconds is an outlier; guessed."""
 _REACH = 4
 _REACH_ROWS = 16
-"""Steps of a quarter to four times the rows, and 16 more, determine what a row costs; guessed."""
+"""Number of rows beyond a quarter to four times a step's rows within which other steps determine
+the cost of a row; guessed."""
 
 # ---- plain steps
 _NUM_NEWEST = 8
-"""Number of plain steps of a size before any call, and of newest ones whose median is what a step
-lasts: the very first ones are no example, and neither is the shortest, which would make steps with
-drafts seem dearer than they are. Among drafts few plain steps come, so that an average of more
-would be of another time."""
+"""Number of plain steps of a size that are measured before the first call of a proposer, and of
+newest ones whose median is a step's duration. Few plain steps come between drafts, so that an
+average of more would be out of date; the shortest one would make steps with drafts seem more
+expensive than they are."""
 _NUM_OVERHEAD_STEPS = 3
-"""Plain steps of a class of sizes that are not launched, before any call where others are; the
-shortest of them counts; guessed."""
+"""Number of plain steps of a size class that are not launched ahead, for comparison, before the
+first call of a proposer; the shortest of them counts; guessed."""
 OUTLIER = 4.0
-"""Times the usual seconds: a step with drafts that lasts longer, or the first launched one after
-it, was held up by something else, and counts as one of just so many; guessed."""
+"""Limit of a measured duration, as a multiple of the usual one: a step with drafts, or the first
+launched one after it, that lasts longer was delayed by something else, and is counted with this
+limit; guessed."""
 
 # ---- budgets
 PROBE_SHARE = 0.005
-"""Share of the time served that finding out may cost, all proposers together."""
+"""Share of the serving time that trial calls may cost, all proposers together."""
 TRIAL = 3
-"""Calls in a row; guessed."""
+"""Number of consecutive calls of a trial; guessed."""
 _LEAST_TRIAL = 2
-"""Calls of a trial where even the best outcome would not pay: the first one may have to catch
-up."""
+"""Number of calls of a trial in which even the best outcome would not pay: the first call may
+include catching up."""
 _NOISE = 0.1
-"""Share of a step by which two of the same rows may differ, and what rows cost is one's difference
-to others. It is shared by the sequences of the call, and reckoned for all of the batch: where the
-call is for one of 32, a tenth of a step counts as three steps. The best outcome leaves it out."""
+"""Share of a step's duration that is taken as noise between two steps of the same rows. The noise
+is shared by the sequences of a call and scaled to the whole batch: with a call for one of 32, a
+tenth of a step counts as three steps. The best outcome is computed without it."""
 FEW = 4
-"""Largest size of a small batch: its first trial calls for all of it, as a call for a few costs
-little more than one for a single sequence (on a CPU, bundled pair: 9 ms for 1, 13 for 2, 14 for 4),
-and begins at once. The first trial of a larger one calls for one sequence: each pays less of the
-call, and their rows cost as much as their tokens yield where a row has its price (on a CPU from 8
-on)."""
+"""Largest size of a small batch, whose first trial begins at once and calls for all sequences: a
+call for a few costs little more than one for a single sequence (on a CPU, bundled pair: 9 ms for
+1, 13 for 2, 14 for 4). The first trial of a larger batch calls for one sequence."""
 TOKEN_VALUE = 0.9
-"""Value of an accepted token as a part of its share of a plain step, where that step is several
-sequences': a sequence that is ahead waits for a batch that is as long as its slowest. Measured as
-steps that a batch needed, against those that its average sequence needed: 1.0 with 2 to 8, 0.92
-with 16 and 32, of 96 tokens each."""
+"""Value of an accepted token, as a part of its share of a plain step, in a batch of several
+sequences: a sequence that is ahead waits for the slowest one. Measured as the ratio of the steps
+that an average sequence needed to those of the batch: 1.0 with 2 to 8 sequences, 0.92 with 16
+and 32, of 96 tokens each."""
 _GROWTH = 4
-"""Factor of the number of sequences after few of them promised gain; guessed."""
+"""Factor by which the number of sequences of a call grows when a trial with few of them promises
+gain; guessed."""
 _CALL_MEMORY = 16
-"""Calls that an average is about; guessed."""
+"""Number of calls that an average covers; guessed."""
 GRANT_STEPS = 1.0
-"""Initial credit of a small batch's account, in steps' seconds: by chance the first calls may yield
-nothing where the next ones would; guessed."""
+"""Initial credit of a small batch's account, in durations of a step, since the first calls may
+yield nothing by chance; guessed."""
 _DEBT_STEPS = 1.0
-"""Initial debt of a larger one's: it is served 1 / share as much before the first trial. A batch
-with few steps left is not delayed by it, and one with many soon has done them; guessed."""
+"""Initial debt of a larger batch's account, in durations of a step: the time to serve before its
+first trial is the debt divided by the account's share; guessed."""
 _AGAIN_STEPS = 0.5
-"""Credit, in steps' seconds, at which a proposer in debt is called again: a hundred steps later or
-more, and then a few calls, if they are cheap, instead of one every now and then. Between them
-nothing needs to be measured, which has its price, too (`is_asleep`); guessed."""
+"""Credit, in durations of a step, at which a proposer that was in debt is called again: after a
+long pause a few calls in a row are possible, and during the pause nothing is measured
+(`is_asleep`); guessed."""
 _OWED_STEPS = 32
-"""Number of steps at most whose bookkeeping a trial pays: those that come before it where the
-others are slept through. More were not for its sake, and an account that owes for all would never
-be called again."""
+"""Largest number of steps whose bookkeeping a trial pays for: those right before it, where the
+others are slept through. An account that paid for more might never be called again."""
 _BANK_STEPS = 16.0
-"""Largest credit, in steps' seconds: gain is kept for bad times; guessed."""
+"""Largest credit, in durations of a step: earlier gain pays for later losses; guessed."""
 _CLEAR = 0.2
-"""Share of a step above which a call's gain leaves no doubt; guessed."""
+"""Share of a step's duration above which a call's gain is clear; guessed."""
 
 # ---- the controller
 _MOST, _MOST_CLEAR, _MOST_CLEAR_LAUNCHED = 8, 32, 128
-"""Steps with drafts in a row, after which a plain one says what those cost now; more of them where
-there is no doubt that drafts pay, still more where a launched one takes others before and after it;
-guessed."""
+"""Number of consecutive steps with drafts after which a plain one is measured: in general, where
+drafts clearly pay, and where they clearly pay and plain steps are launched ahead, as one then
+delays the steps around it; guessed."""
 _CATCH_UP = 512
-"""Tokens, at most, of the sequences that a first trial calls for, if they are several: a proposer
-may have to compute all of them; guessed."""
+"""Largest number of tokens, together, of several sequences in a first trial: a proposer may have to
+compute all of them; guessed."""
 _ROWS_SHARE = 0.1
-"""Price of a row before the first drafts, as a share of what a token costs without them. So drafts
-that are that unlikely are left out; guessed."""
+"""Cost of a row before the first drafts, as a share of a token's cost without drafts; draft tokens
+less likely than that are left out; guessed."""
 _AWAKE_STEPS = 24
-"""Steps before a proposer can be called that are not slept through: three times _NUM_NEWEST. Each
-costs the bookkeeping, which the trial pays: on a CPU, bundled pair, 0.1 ms of a step of 5."""
+"""Number of steps before the next possible call that are not slept through: three times
+_NUM_NEWEST. The trial pays for their bookkeeping (on a CPU, bundled pair: 0.1 ms of a step of 5
+ms)."""
 
 
 def cost_clock(
     config: EngineConfig, device: str, clock: Callable[[], float]
 ) -> Callable[[], float]:
-    """The clock that costs are measured by. On a CPU whose cores do other work, too, the wall clock
-    tells how busy they are: there it is the time that the engine's thread computed. Not where the
-    thread waits for what is computed elsewhere: a device, other ranks, draft workers.
+    """Return the clock that costs are measured with: the thread's CPU time where the model runs on
+    the CPU and the thread waits for no other rank or worker, so that other load on the cores
+    does not count; else the given clock.
 
     Args:
-        device: the model's.
-        clock: the engine's; any but the system's is taken as it is.
+        device: the model's device.
+        clock: the engine's clock; any but time.monotonic is returned as it is.
     """
     is_here = (
         device == "cpu"
@@ -176,24 +177,25 @@ def cost_clock(
 
 
 class AcceptanceRates:
-    """How often nodes were accepted whose parent was, by the chance that one proposer gave them."""
+    """Acceptance rates of nodes whose parent was accepted, by the conditional probability that one
+    proposer gave them."""
 
     def __init__(self) -> None:
         self._num_seen = [0.0] * _NUM_BINS
         self._num_accepted = [0.0] * _NUM_BINS
 
     def observe(self, belief: float, *, is_accepted: bool) -> None:
-        """A node with this chance, given its parent was accepted, was verified."""
+        """Record the result of verifying a node to which the proposer gave the probability
+        `belief`, given that its parent was accepted."""
         place = min(int(belief * _NUM_BINS), _NUM_BINS - 1)
         fading = 1.0 - 1.0 / _RATE_MEMORY
         self._num_seen[place] = self._num_seen[place] * fading + 1.0
         self._num_accepted[place] = self._num_accepted[place] * fading + is_accepted
 
     def observe_tree(self, tree: TokenTree, token_ids: Iterable[int]) -> None:
-        """Observe each node whose parent was accepted, by the token that came there.
+        """Record the result of each node whose parent was accepted.
 
-        Args:
-            token_ids: accepted ones, and the token that was sampled after them.
+        Args: token_ids: the accepted tokens and the token sampled after them.
         """
         if not len(tree):
             return
@@ -208,14 +210,15 @@ class AcceptanceRates:
             node, chance = next_node, tree.chances[next_node]
 
     def chance(self, belief: float) -> float:
-        """Chance in [0, 1] that such a node is accepted, given its parent is."""
+        """Return the probability, 0 to 1, that a node of this `belief` is accepted if its parent
+        is."""
         return self.chances((ROOT,), (belief,))[0]
 
     def chances(self, parents: Sequence[int], believed: Sequence[float]) -> tuple[float, ...]:
-        """Chances of a tree's nodes to be accepted, with all above them.
+        """Return the probability of each node that it and all nodes above it are accepted.
 
-        Args:
-            parents, believed: those of each node; see TokenTree.
+        Args: parents: the parent of each node. believed: the proposer's probability of each path
+            (TokenTree.chances).
         """
         num_seen, num_accepted, last = self._num_seen, self._num_accepted, _NUM_BINS - 1
         found: list[float] = []
@@ -234,25 +237,25 @@ class AcceptanceRates:
         return tuple(found)
 
     def calibrate(self, tree: TokenTree) -> TokenTree:
-        """The tree with chances by what was observed."""
+        """Return the tree with chances corrected by the recorded acceptance rates."""
         if not len(tree):
             return tree
         return tree.with_chances(self.chances(tree.parents, tree.chances))
 
 
 class StepCost:
-    """Seconds of a step by its rows, as `base_s + row_s * rows`: a line through measured steps of
-    about this size. Until it has seen steps of different sizes, a row costs nothing.
+    """The duration of a step in seconds as `base_s + row_s * rows`: a line through measured steps
+    of about the same size. A row costs nothing until steps of different sizes were measured.
 
-    Averages are kept by size, so that sizes that are seldom seen are not forgotten, and so that
-    steps of a thousand rows have no say in the price of the ninth.
+    Averages are kept by size, so that rare sizes are not forgotten and steps of a thousand rows do
+    not affect the cost of the ninth row.
     """
 
     def __init__(self) -> None:
         self._sizes: dict[int, _SizeAverage] = {}
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """A step of `num_rows` lasted so long."""
+        """Record that a step of `num_rows` rows took `seconds`."""
         shift = max(0, num_rows.bit_length() - _SIZE_BITS)
         size = self._sizes.setdefault(num_rows >> shift << shift, _SizeAverage())
         if size.weight >= _KNOWN_STEPS:  # the machine did something else, too
@@ -262,7 +265,7 @@ class StepCost:
         size.seconds += (seconds - size.seconds) / size.weight
 
     def knows_rows(self, num_rows: int) -> bool:
-        """Whether more than one size was seen near a step of `num_rows`."""
+        """Whether more than one size was measured near `num_rows` rows."""
         return len({one.num_rows for one in self._near(num_rows)}) > 1
 
     def _near(self, num_rows: int) -> list[_SizeAverage]:
@@ -270,7 +273,7 @@ class StepCost:
         return [one for one in self._sizes.values() if least <= one.num_rows <= most]
 
     def line(self, num_rows: int) -> tuple[float, float]:
-        """(base_s, row_s), neither negative, near a step of `num_rows`."""
+        """Return (base_s, row_s), neither negative, of steps near `num_rows` rows."""
         near = self._near(num_rows) or list(self._sizes.values())
         weight = sum(one.weight for one in near)
         if weight == 0.0:
@@ -298,29 +301,29 @@ class _SizeAverage:
 
 
 class StepEstimate(NamedTuple):
-    """A step without drafts."""
+    """The estimated cost of a step without drafts."""
 
     num_sequences: int
-    """Sequences that sample a token in it."""
+    """Number of sequences that sample a token in the step."""
     num_rows: int
-    """All tokens of it, those of prompts included; at least `num_sequences`."""
+    """Number of tokens of the step, those of prompts included; at least `num_sequences`."""
     base_s: float
     row_s: float
 
     @property
     def seconds(self) -> float:
-        """Duration of the step."""
+        """The duration of the step in seconds."""
         return self.base_s + self.row_s * self.num_rows
 
     @property
     def plain_s(self) -> float:
-        """Duration that it would have without prompts."""
+        """The duration in seconds that the step would have without prompt tokens."""
         return self.base_s + self.row_s * self.num_sequences
 
     @property
     def token_s(self) -> float:
-        """Value of an accepted token in seconds. Prompts in the step have no part in it: they are
-        computed in any case."""
+        """The value of an accepted token in seconds. Prompt tokens of the step do not count, since
+        they are computed in any case."""
         if self.num_sequences == 1:
             return self.plain_s
         return TOKEN_VALUE * self.plain_s / self.num_sequences
@@ -329,13 +332,13 @@ class StepEstimate(NamedTuple):
 def choose_nodes(
     trees: Sequence[TokenTree], load: StepEstimate, max_num_nodes: int
 ) -> list[TokenTree]:
-    """The nodes of each tree that are worth their rows.
+    """Choose the nodes of each tree that raise the expected tokens per second. A node is chosen
+    only with its parent.
 
     Args:
         trees: trees with calibrated chances.
         max_num_nodes: largest number of nodes of all trees together.
-    Returns: as many trees, some maybe empty. More nodes never mean fewer tokens per second by the
-        same reckoning, and no node is taken without its parent.
+    Returns: as many trees, of which some may be empty.
     """
     if not any(map(len, trees)):
         return list(trees)  # most trees of a lookup are empty
@@ -359,22 +362,21 @@ def choose_nodes(
 
 
 class PlainStepTimes:
-    """Seconds of steps without drafts and prompts, by the number of sequences: launched ahead, and
-    not. The newest steps of about its size predict the next one.
+    """Durations in seconds of steps without drafts and prompts, launched ahead of time and not, by
+    the number of sequences. The newest steps of about the same size predict the next one.
 
-    Args:
-        measures_again: see SpeculationController.
+    Args: measures_again: whether launched steps are measured among drafts (SpeculationController).
     """
 
     def __init__(self, *, measures_again: bool = True) -> None:
         self._by_size: dict[tuple[int, bool], _StepTimes] = {}
         self._is_launched: dict[int, bool] = {}
         self._overheads: dict[int, _LaunchOverhead] = {}
-        """By class of sizes: up to twice as many."""
+        """The overhead of not launching a step ahead, by size class."""
         self._measures_again = measures_again
 
     def observe(self, num_sequences: int, seconds: float, *, is_launched: bool = False) -> None:
-        """A plain step lasted so long."""
+        """Record that a plain step took `seconds`."""
         place = size_place(num_sequences)
         self._is_launched[place] = is_launched
         one = self._by_size.setdefault((place, is_launched), _StepTimes())
@@ -385,8 +387,8 @@ class PlainStepTimes:
         one.num_sequences += (num_sequences - one.num_sequences) * share
 
     def is_known(self, num_sequences: int, most: int) -> bool:
-        """Whether enough steps of about this size were seen, one of them not longer than `most`
-        steps with drafts ago."""
+        """Whether enough steps of about this size were measured, the newest at most `most` steps
+        with drafts ago."""
         one = self._newest(num_sequences)
         if one is None or one.num_seen < _NUM_NEWEST:
             return False
@@ -394,36 +396,39 @@ class PlainStepTimes:
         return one.num_drafted < most or (is_launched and not self._measures_again)
 
     def seconds(self, num_sequences: int, row_s: float, most: int) -> float | None:
-        """Duration of a step; None: it is not known, and this one should be plain."""
+        """Return the duration of a plain step of this size; None if it is not known, so that this
+        step should be plain."""
         one = self._newest(num_sequences)
         if one is None or not self.is_known(num_sequences, most):
             return None
         return max(one.seconds + row_s * (num_sequences - one.num_sequences), 0.0)
 
     def is_launched(self, num_sequences: int) -> bool:
-        """Whether plain steps of about this size are launched ahead."""
+        """Whether plain steps of about this size are launched ahead of time."""
         return self._is_launched.get(size_place(num_sequences), False)
 
     def on_drafted(self, num_sequences: int) -> None:
-        """A step of this size had drafts."""
+        """Count a step of this size with drafts."""
         one = self._newest(num_sequences)
         if one is not None:
             one.num_drafted += 1
 
     def wants_overhead(self, num_sequences: int) -> bool:
-        """Whether steps of its size are launched, and too few were not to tell what that costs."""
+        """Whether steps of this size are launched ahead and too few that were not are measured to
+        know the overhead."""
         is_launched = self.is_launched(num_sequences)
         return is_launched and self._overhead(num_sequences).num_seen < _NUM_OVERHEAD_STEPS
 
     def on_overhead(self, num_sequences: int, seconds: float) -> None:
-        """A plain step was not launched, though it could have been, and lasted so long."""
+        """Record the duration of a plain step that could have been launched ahead of time and was
+        not."""
         one = self._overhead(num_sequences)
         one.num_seen += 1
         one.seconds = min(one.seconds, self.longer_s(num_sequences, seconds))
 
     def overhead_s(self, num_sequences: int) -> float | None:
-        """Seconds that a step lasts longer where it is not launched; None: such steps are never
-        launched, or it is not known."""
+        """Return the seconds by which a step that is not launched ahead of time is longer; None if
+        such steps are never launched ahead, or if it is not known."""
         one = self._overhead(num_sequences)
         return one.seconds if self.is_launched(num_sequences) and one.num_seen else None
 
@@ -431,15 +436,15 @@ class PlainStepTimes:
         return self._overheads.setdefault(num_sequences.bit_length(), _LaunchOverhead())
 
     def longer_s(self, num_sequences: int, seconds: float) -> float:
-        """Seconds that a launched step lasted longer than others of its size; 0.0 where none is
-        known."""
+        """Return the seconds by which a launched step was longer than others of its size; 0.0 if
+        none is known."""
         one = self._by_size.get((size_place(num_sequences), True))
         if one is None:
             return 0.0
         return max(min(seconds, OUTLIER * one.seconds) - one.seconds, 0.0)
 
     def shorter_s(self, num_sequences: int, seconds: float) -> float:
-        """Seconds that a launched step lasted less than others of its size."""
+        """Return the seconds by which a launched step was shorter than others of its size."""
         one = self._by_size.get((size_place(num_sequences), True))
         return 0.0 if one is None else max(one.seconds - seconds, 0.0)
 
@@ -454,11 +459,11 @@ class _StepTimes:
     num_sequences: float = 0.0
     num_seen: int = 0
     num_drafted: int = 0
-    """Steps with drafts since the last one without."""
+    """Number of steps with drafts since the last one without."""
 
     @property
     def seconds(self) -> float:
-        """Median; computed when it is asked for, which is seldom."""
+        """Return the median duration in seconds."""
         return statistics.median_low(self.newest_s)
 
 
@@ -469,13 +474,15 @@ class _LaunchOverhead:
 
 
 def size_place(num_rows: int) -> int:
-    """Sizes of one place differ by an eighth at most."""
+    """Return the index of the size bin of `num_rows`; sizes of one bin differ by an eighth at
+    most."""
     shift = max(0, num_rows.bit_length() - 4)
     return num_rows >> shift << shift
 
 
 def size_class(num_sequences: int) -> int:
-    """1, 2, 3-4, 5-8, ...: the largest size of a class is 2 to this power."""
+    """Return the size class of a batch, the exponent of the next power of two: 0 for 1 sequence, 1
+    for 2, 2 for 3-4, 3 for 5-8."""
     return (num_sequences - 1).bit_length()
 
 
@@ -483,27 +490,28 @@ class ProposerCall(NamedTuple):
     """Costs and results of one call of a proposer."""
 
     num_tasks: int
-    """Sequences of the call; at least 1."""
+    """Number of sequences of the call; at least 1."""
     num_accepted: int
-    """Accepted tokens that it had proposed, and that the step computed."""
+    """Number of accepted tokens that the proposer had proposed and the step computed."""
     num_nodes: int
-    """Nodes that the step computed, those of other proposers included; at least `num_accepted`."""
+    """Number of nodes that the step computed, those of other proposers included; at least
+    `num_accepted`."""
     own_s: float
-    """Seconds of the proposer, and of all that is done with its drafts but computing them."""
+    """Seconds of the proposer's call and of the work on its drafts, without computing them in the
+    step."""
     rows_s: float
-    """Seconds that its nodes made the step longer."""
+    """Seconds by which the nodes made the step longer."""
     overhead_s: float = 0.0
-    """Seconds that the step lasted longer because it was not launched ahead."""
+    """Seconds by which the step was longer because it was not launched ahead of time."""
     is_example: bool = True
-    """Later calls may take as long: False where a step was the first of its kind."""
+    """Whether later calls may take as long; False for the first step of its kind."""
 
 
 class CallBudget:
-    """Whether one proposer is called, and for how many sequences: an account for each class of
-    batch sizes.
+    """Decides whether one proposer is called, and for how many sequences, with an account for each
+    class of batch sizes.
 
-    Args:
-        share: share of the time served that finding out may cost.
+    Args: share: share of the serving time that trial calls may cost.
     """
 
     def __init__(self, share: float = PROBE_SHARE) -> None:
@@ -516,7 +524,7 @@ class CallBudget:
         return one is None or one.num_left > 0 or one.credit_s >= one.least_s
 
     def blocked_s(self, num_sequences: int) -> float:
-        """Seconds to be served before the next call; 0.0: it may come now."""
+        """Return the seconds to be served before the next call; 0.0 if it is possible now."""
         one = self._accounts.get(size_class(num_sequences))
         if one is None or one.num_left > 0 or one.credit_s >= one.least_s:
             return 0.0
@@ -524,22 +532,21 @@ class CallBudget:
         return missing_s / self._share if self._share > 0.0 else float("inf")
 
     def clearly_pays(self, num_sequences: int) -> bool:
-        """Whether there is no doubt that calls pay."""
+        """Whether calls pay without doubt."""
         one = self._accounts.get(size_class(num_sequences))
         return one is not None and one.is_clear
 
     def open(self, load: StepEstimate) -> None:
-        """Open the account of a batch of that size, if it has none and is no small one, whose first
-        trial begins at once. No call is possible there before it has served."""
+        """Open the account of a batch of this size, if it has none and is not a small one. No call
+        is possible before it has served its initial debt."""
         if load.num_sequences > FEW:
             self._account(load)
 
     def take_call(self, load: StepEstimate, first: int = FEW) -> int:
-        """Number of sequences to call the proposer for in this step; 0: no call. It counts as
-        called.
+        """Return the number of sequences to call the proposer for in this step, and count the call;
+        0: no call.
 
-        Args:
-            first: largest number of sequences in the first trial.
+        Args: first: largest number of sequences in the first trial.
         """
         one = self._account(load, first)
         if one.num_left == 0:
@@ -559,37 +566,38 @@ class CallBudget:
         return min(one.width, load.num_sequences)
 
     def return_call(self, load: StepEstimate) -> None:
-        """The step of the last call is computed again, or never was: no `on_call` follows."""
+        """Undo the last `take_call`, whose step is computed again or was cancelled: no `on_call`
+        follows."""
         self._account(load).num_left += 1
 
     def num_trials(self, num_sequences: int) -> int:
-        """Number of trials so far with about this many sequences."""
+        """Return the number of trials so far with about this many sequences."""
         one = self._accounts.get(size_class(num_sequences))
         return 0 if one is None else one.num_trials
 
     def on_served(self, num_sequences: int, seconds: float) -> None:
-        """A step lasted so long, drafts included."""
+        """Credit the duration of a step, drafts included."""
         one = self._accounts.get(size_class(num_sequences))
         if one is not None:
             one.credit_s = min(one.credit_s + self._share * seconds, one.most_s)
 
     def charge(self, num_sequences: int, seconds: float) -> None:
-        """Charge a loss that is in no ProposerCall."""
+        """Charge a loss in seconds that is in no ProposerCall."""
         one = self._accounts.get(size_class(num_sequences))
         if one is not None:
             one.credit_s -= seconds
             one.later_s -= seconds
 
     def owe(self, num_sequences: int, seconds: float) -> None:
-        """Note the cost of finding out whether to call. The next trial pays for it: were it paid at
-        once, a proposer that is to be called soon would be as far from it with each step."""
+        """Add the seconds of bookkeeping that decide about calls; the next trial pays for them.
+        Charging them at once would postpone a due call with each step."""
         one = self._accounts.get(size_class(num_sequences))
         if one is not None and one.num_owed < _OWED_STEPS:
             one.num_owed += 1
             one.owed_s += seconds
 
     def on_call(self, load: StepEstimate, call: ProposerCall) -> None:
-        """A call of this step has its result."""
+        """Record the result of a call in this step."""
         one = self._account(load)
         gain_s = call.num_accepted * load.token_s - call.own_s - call.rows_s - call.overhead_s
         if one.num_left < TRIAL - 1:
@@ -619,7 +627,7 @@ class CallBudget:
     def _end_trial(
         self, one: _Account, load: StepEstimate, call: ProposerCall, gain_s: float
     ) -> None:
-        """Choose the number of sequences from now on; or let the trial go on."""
+        """Choose the number of sequences of later calls, or continue the trial."""
         if one.promised_s(load, one.accepted) > call.overhead_s:
             one.width = min(one.width * _GROWTH, 1 << size_class(load.num_sequences))
         elif one.accepted * load.token_s <= one.rows_s:
@@ -650,64 +658,64 @@ class CallBudget:
 
 @dataclass(slots=True)
 class _Account:
-    """Credit and averages of one class of batch sizes. A trial is the present one, or the last."""
+    """Credit and averages of one class of batch sizes. The trial is the present or the last one."""
 
     credit_s: float
     most_s: float
-    """Largest credit."""
+    """Largest credit in seconds."""
     width: int
     """Number of sequences of a call."""
     least_s: float = 0.0
-    """Credit that the next trial needs."""
+    """Credit in seconds that the next trial needs."""
     owed_s: float = 0.0
-    """Bookkeeping that no trial has paid for yet."""
+    """Seconds of bookkeeping that no trial has paid for."""
     num_owed: int = 0
     """Number of steps of that bookkeeping."""
     num_left: int = 0
-    """Calls of the trial that are still to come."""
+    """Number of calls of the trial that are still to come."""
     num_trials: int = 0
     num_calls: int = 0
     num_examples: int = 0
-    """Calls that `rows_s` is an average of."""
+    """Number of calls that `rows_s` is an average of."""
     own_s: float = 0.0
-    """Least cost of a call of the trial."""
+    """Smallest cost in seconds of a call of the trial."""
     later_s: float = 0.0
-    """Gain of the trial's calls after the first."""
+    """Gain in seconds of the trial's calls after the first."""
     floor_s: float | None = None
-    """Credit below which the trial does not go on: the credit after its first call, or when it was
-    to end if that is less. None: it was not to end yet."""
+    """Credit in seconds below which the trial ends: the credit after its first call, or the smaller
+    one at its scheduled end. None: that end is not reached."""
     most_nodes: int = 0
-    """Largest number of computed nodes of a call of the trial, per sequence."""
+    """Largest number of computed nodes per sequence in a call of the trial."""
     accepted: float = 0.0
-    """Accepted tokens per sequence of a call."""
+    """Average number of accepted tokens per sequence of a call."""
     rows_s: float = 0.0
-    """Seconds of rows per sequence of a call."""
+    """Average seconds of rows per sequence of a call."""
     gain_s: float = 0.0
-    """Gain of a call."""
+    """Average gain in seconds of a call."""
     is_clear: bool = False
 
     def promised_s(self, load: StepEstimate, num_accepted: float) -> float:
-        """Gain of a call, were it the same for each sequence of the batch as for those of the call,
-        with `num_accepted` tokens of each; a call for more sequences costs no more."""
+        """Return the gain in seconds of a call for the whole batch, if each of its sequences had
+        `num_accepted` tokens, costs per sequence stayed, and the proposer's call cost no more."""
         each_s = num_accepted * load.token_s - self.rows_s
         return each_s * load.num_sequences - self.own_s
 
 
 @dataclass(slots=True)
 class _Sleep:
-    """Sleep through steps of one class of batch sizes."""
+    """The state of one class of batch sizes while its steps are slept through."""
 
     end_s: float
-    """Seconds to be served until it ends."""
+    """Seconds to be served until the sleep ends."""
     served_s: float = 0.0
-    """Seconds so far, which are in no account yet."""
+    """Seconds served so far, which are not credited to any account yet."""
 
 
 class _ProposedTree(NamedTuple):
     key: Key
     proposer: int
     tree: TokenTree
-    """The proposer's own tree, before any choice."""
+    """The proposer's own tree, before nodes are chosen."""
 
 
 class _StepResult(NamedTuple):
@@ -716,7 +724,7 @@ class _StepResult(NamedTuple):
     num_accepted: Mapping[Key, int]
 
     def verified(self) -> Iterator[tuple[_ProposedTree, Sequence[int]]]:
-        """Trees with tokens that came in their place."""
+        """Iterate over the proposed trees with the tokens that the sequence got in their place."""
         outputs = {(one.request_id, one.sample_index): one.token_ids for one in self.outputs}
         for one in self.proposed:
             # After accepted tokens one more is known to be the model's: it judges all proposals of
@@ -727,16 +735,17 @@ class _StepResult(NamedTuple):
 
 
 class SpeculationController:
-    """Decides whom to draft for and what to compute, and learns. Proposers are indices.
+    """Chooses the sequences to call each proposer for and the nodes to verify, from measured costs
+    and acceptance rates. Proposers are given by index.
 
     Args:
-        always: proposers are called for all sequences, whatever that costs: it is not measured.
-        measures_again: what a launched step lasts is measured among drafts, too. False where
-            proposers must see every step, which launched ones do not let them: it is measured
-            before the first drafts, and whenever they do not pay.
-
+        num_proposers: number of proposers.
+        always: call the proposers for all sequences and measure nothing.
+        measures_again: whether launched steps are measured between drafts, too. False for proposers
+            that need the hidden states of every step, which launched ones do not keep: they are
+            then measured before the first drafts, and whenever drafts do not pay.
     Attributes:
-        load: the step that is being computed.
+        load: the estimated cost of the step that is being computed.
     """
 
     def __init__(
@@ -749,39 +758,41 @@ class SpeculationController:
         self.load = StepEstimate(1, 1, 1.0, 0.0)
         self._num_sequences = self._num_rows = 0
         self._seen_sizes: set[int] = set()
-        """About so many rows a step with drafts had."""
+        """Size bins of the steps with drafts so far."""
         self._widths: dict[int, int] = {}
         """Number of sequences to call for, by proposer."""
         self._num_tasks: dict[int, int] = {}
         self._is_measuring_overhead = False
-        """The step that is being computed is a plain one, not launched to see what that costs."""
+        """Whether the step that is being computed is a plain one that was not launched ahead, to
+        measure the overhead."""
         self._was_not_launched = False
-        """The newest step was not launched, because of drafts."""
+        """Whether the newest step was not launched ahead because of drafts."""
         self._saved_s = 0.0
-        """Seconds that the newest launched step that was the last lasted less than others."""
+        """Seconds by which the last launched step of a series was shorter than others."""
         self._sleeps: dict[int, _Sleep] = {}
-        """By class of sizes."""
+        """The sleeping size classes."""
         self._rates = [AcceptanceRates() for _ in range(num_proposers)]
         self._proposed: list[_ProposedTree] = []
-        """Trees of the step that is being computed."""
+        """The proposers' trees for the step that is being computed."""
         self._result: _StepResult | None = None
-        """Result that is not learnt yet."""
+        """The result of the last step, if it is not learnt yet."""
 
     # ---- whether to call
 
     def is_asleep(self, num_sequences: int) -> bool:
-        """Whether no call is possible in a step of `num_sequences` that sample, nor in the next
-        ones. `on_slept_step` is called for such a step instead of `begin_step` and `on_step`."""
+        """Whether no call is possible in a step of `num_sequences` sampling sequences, nor in the
+        next ones. For such a step `on_slept_step` is called instead of `begin_step` and
+        `on_step`."""
         one = self._sleeps.get(size_class(num_sequences)) if num_sequences else None
         return one is not None and one.served_s < one.end_s
 
     def on_slept_step(self, num_sequences: int, seconds: float) -> None:
-        """A step for which `is_asleep` was true has ended."""
+        """Record the duration of a step for which `is_asleep` was true."""
         self._sleeps[size_class(num_sequences)].served_s += seconds
 
     def is_idle(self, num_sequences: int) -> bool:
-        """Whether no proposer would be called in a step of `num_sequences` that sample, and nothing
-        would be measured that a launched step does not tell. Changes nothing."""
+        """Whether no proposer would be called in a step of `num_sequences` sampling sequences, and
+        nothing would be measured that a launched step does not show. Changes nothing."""
         if self._always:
             return False
         able = self._able(num_sequences)
@@ -792,13 +803,13 @@ class SpeculationController:
     def begin_step(
         self, num_sequences: int, num_rows: int, num_tokens: int = 0, *, can_draft: bool = True
     ) -> bool:
-        """A step is planned. Returns: whether some proposer is to be called.
+        """Start a planned step. Returns: whether some proposer is to be called.
 
         Args:
-            num_sequences: sequences that sample a token in it.
-            num_rows: rows without drafts.
-            num_tokens: tokens that its sequences have, together.
-            can_draft: False: none of them takes drafts. No call of a trial is spent on such a step.
+            num_sequences: number of sequences that sample a token in the step.
+            num_rows: number of rows without drafts.
+            num_tokens: number of tokens of its sequences, together.
+            can_draft: False: no sequence can have drafts, so that no call of a trial is spent.
         """
         if self._always:
             return num_sequences > 0
@@ -834,13 +845,13 @@ class SpeculationController:
         return bool(self._widths)
 
     def cancel_step(self) -> None:
-        """The last planned step came to nothing."""
+        """Undo `begin_step` for a step that failed or is computed again."""
         for proposer in self._widths:
             self._budgets[proposer].return_call(self.load)
         self._widths.clear()
 
     def select_sequences(self, sequences: Sequence[_Task]) -> Sequence[_Task]:
-        """The sequences that some proposer is called for: other ones with each trial."""
+        """Return the sequences that some proposer is called for: other ones in each trial."""
         if self._always:
             return sequences
         width = max(self._widths.values(), default=0)
@@ -851,7 +862,7 @@ class SpeculationController:
         return [sequences[(first + place) % len(sequences)] for place in range(width)]
 
     def select_tasks(self, proposer: int, tasks: Sequence[_Task]) -> Sequence[_Task]:
-        """The first of `select_sequences` that this proposer is called for; maybe none."""
+        """Return the first of `select_sequences` that this proposer is called for; may be empty."""
         if self._always:
             return tasks
         width = min(self._widths.get(proposer, 0), len(tasks))
@@ -874,7 +885,8 @@ class SpeculationController:
                 budget.on_served(num_sequences, one.served_s)
 
     def _fall_asleep(self, step_s: float) -> None:
-        """Sleep if it is long enough until a call is possible, by what a step lasts."""
+        """Start a sleep if the time until a call is possible is long enough, given the duration of
+        a step."""
         num_sequences = self._num_sequences
         end_s = min(budget.blocked_s(num_sequences) for budget in self._budgets)
         end_s -= _AWAKE_STEPS * step_s
@@ -886,12 +898,12 @@ class SpeculationController:
     def on_launched_step(
         self, num_sequences: int, seconds: float, *, is_first: bool, is_last: bool
     ) -> None:
-        """A launched step has ended.
+        """Record the end of a step without drafts that was launched ahead of time.
 
         Args:
-            is_first: no other one was in flight when it was launched: it lasted longer.
-            is_last: none was launched after it. Where a launch does not return before it is
-                computed, it lasted no time, and the first one twice as long.
+            is_first: no other step was in flight when it was launched, so that it took longer.
+            is_last: no step was launched after it. Where a launch returns only after the step is
+                computed, this one takes no time, and the first one twice as long.
         """
         if self._always:
             return
@@ -915,8 +927,8 @@ class SpeculationController:
                 budget.charge(num_sequences, longer_s / len(self._budgets))
 
     def _open_accounts(self, num_sequences: int) -> None:
-        """Open accounts that begin in debt, as soon as it is known what a launched step lasts: else
-        some steps would not be launched, to find out what that costs, long before any call."""
+        """Open accounts that begin in debt as soon as the duration of a launched step is known;
+        else steps would be measured without launching them ahead long before any call."""
         if num_sequences > FEW and self._able(num_sequences):
             plain_s = self._step_times.seconds(num_sequences, 0.0, 1)
             if plain_s is not None:
@@ -932,14 +944,14 @@ class SpeculationController:
         *,
         beside_s: float = 0.0,
     ) -> None:
-        """The planned step has ended.
+        """Record the end of the planned step.
 
         Args:
-            num_rows: rows with drafts.
-            seconds: duration of all of it.
-            own_s: by called proposer, seconds that it took, and that its drafts took.
-            num_accepted: by called proposer, accepted tokens that it had proposed.
-            beside_s: seconds of the step that one which is slept through would not have.
+            num_rows: number of rows, drafts included.
+            seconds: duration of the whole step.
+            own_s: by called proposer, seconds of the call and of the work on its drafts.
+            num_accepted: by called proposer, number of accepted tokens that it had proposed.
+            beside_s: seconds of bookkeeping that a step slept through would not have.
         """
         num_sequences = self._num_sequences
         if num_sequences == 0 or self._always:
@@ -983,7 +995,7 @@ class SpeculationController:
     def _on_plain_step(
         self, num_rows: int, seconds: float, beside_s: float, *, is_whole: bool
     ) -> None:
-        """The planned step had no call."""
+        """Record the end of a planned step without a call."""
         num_sequences = self._num_sequences
         for budget in self._budgets:
             budget.owe(num_sequences, beside_s / len(self._budgets))
@@ -997,8 +1009,8 @@ class SpeculationController:
             self._fall_asleep(seconds)
 
     def _is_example(self, num_rows: int) -> bool:
-        """Not the first step of about so many rows, which may have compiled what the later ones
-        find."""
+        """Whether the duration of a step is representative of its size: not that of the first step
+        with drafts of about this many rows, which may include compilation. Records the size."""
         if num_rows == self._num_rows:
             return True
         place = size_place(num_rows)
@@ -1009,31 +1021,33 @@ class SpeculationController:
     # ---- what trees are worth
 
     def begin_drafts(self) -> None:
-        """A step begins: no tree is proposed for it yet."""
+        """Start the drafts of a step, with no tree proposed yet."""
         self._proposed = []
 
     def on_proposed(self, key: Key, proposer: int, tree: TokenTree) -> None:
-        """A proposer has this tree for one sequence in this step."""
+        """Record the tree that a proposer made for a sequence in this step."""
         self._proposed.append(_ProposedTree(key, proposer, tree))
 
     def calibrate(self, proposer: int, tree: TokenTree) -> TokenTree:
-        """A proposer's tree, with chances by its acceptance rates."""
+        """Return a proposer's tree with chances corrected by its acceptance rates."""
         return self._rates[proposer].calibrate(tree)
 
     def choose_nodes(self, trees: Sequence[TokenTree], max_num_nodes: int) -> list[TokenTree]:
-        """The nodes of each tree that this step computes."""
+        """Choose the nodes of each tree that this step computes, at most `max_num_nodes`
+        together."""
         return list(trees) if self._always else choose_nodes(trees, self.load, max_num_nodes)
 
     def prepare(self) -> None:
-        """While the step is computed: prepare what its result will be compared with."""
+        """Prepare the proposed trees for comparison with the step's result. Called while the device
+        computes."""
         for one in self._proposed:
             one.tree.prepare()
 
     def on_outputs(self, outputs: Sequence[RequestOutput], num_accepted: Mapping[Key, int]) -> None:
-        """The step has ended.
+        """Record the outputs of a step, which `update_rates` will learn from.
 
         Args:
-            outputs: those of the step.
+            outputs: the outputs of the step.
             num_accepted: number of accepted nodes by sequence.
         """
         self.update_rates()
@@ -1041,7 +1055,8 @@ class SpeculationController:
             self._result = _StepResult(self._proposed, outputs, num_accepted)
 
     def num_accepted(self, proposers: Iterable[int]) -> dict[int, int]:
-        """By proposer, accepted tokens of the step that just ended which it had proposed."""
+        """Return, by proposer, the number of accepted tokens of the last step that it had
+        proposed."""
         num_accepted = dict.fromkeys(proposers, 0)
         if self._result is not None:
             for one, token_ids in self._result.verified():
@@ -1049,7 +1064,8 @@ class SpeculationController:
         return num_accepted
 
     def update_rates(self) -> None:
-        """Learn the last step's result, if that was not done yet: called where there is time."""
+        """Learn acceptance rates from the last recorded step, unless that was done. Called while
+        the device computes."""
         result, self._result = self._result, None
         if result is not None:
             for one, token_ids in result.verified():

@@ -42,21 +42,22 @@ from engine.speculation.rejection_sampler import (
 from engine.speculation.token_tree import EMPTY, ROOT, Try, ordered
 
 _OWN = 0
-"""Index of the only proposer of a draft, in its tries."""
+"""The proposer index in the tries of a draft model's own draft; the SpeculationManager replaces
+it."""
 
 
 @dataclass(slots=True)
 class DraftBlocks:
-    """Blocks of one sequence in a DraftKVCache."""
+    """The blocks of one sequence in a DraftKVCache."""
 
     block_ids: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    """Number of the sequence's tokens, from the first, whose KV is in them."""
+    """Number of the sequence's first tokens whose KV is in the blocks."""
 
 
 class DraftKVCache:
-    """Blocks of a draft model's own KV cache by sequence, and the number of tokens in them. No
-    prefix is shared and nothing is kept for later: a lost block costs a draft, never a token. Every
+    """The blocks of a draft model's own KV cache by sequence. No prefix is shared, and no block
+    outlives its sequence. An evicted block costs a draft, never a token of the answer. Every
     block is free or belongs to one sequence."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -66,20 +67,20 @@ class DraftKVCache:
         self._sequences: dict[Key, DraftBlocks] = {}  # the least recently used comes first
 
     def num_tokens(self, key: Key) -> int:
-        """Number of this sequence's tokens, from the first, whose KV is here."""
+        """Return the number of the sequence's first tokens whose KV is cached."""
         own = self._sequences.get(key)
         return 0 if own is None else own.num_tokens
 
     def has_room(self, key: Key, num_slots: int) -> bool:
-        """Whether `allocate` has blocks for it without taking another sequence's."""
+        """Whether `allocate` has blocks for the sequence without evicting another one."""
         own = self._sequences.get(key)
         num_own = 0 if own is None else len(own.block_ids)
         return -(-num_slots // self._block_size) - num_own <= len(self._free)
 
     def allocate(self, key: Key, num_slots: int, busy: Collection[Key]) -> DraftBlocks | None:
-        """Blocks for `num_slots` tokens of a sequence. The least recently used sequences that are
-        not in `busy` lose theirs for it. Returns: None where there is no room; then the sequence
-        keeps the blocks that it had."""
+        """Allocate blocks for `num_slots` tokens of a sequence, evicting the least recently used
+        sequences that are not in `busy`. Returns: its blocks; None if there is no room, and the
+        sequence keeps the blocks that it had."""
         own = self._sequences.pop(key, None) or DraftBlocks()
         self._sequences[key] = own
         num_missing = -(-num_slots // self._block_size) - len(own.block_ids)
@@ -90,7 +91,8 @@ class DraftKVCache:
         return own
 
     def _free_up(self, num_blocks: int, kept: Collection[Key]) -> bool:
-        """Evict sequences until `num_blocks` are free; evict none where that cannot be reached."""
+        """Evict sequences not in `kept` until `num_blocks` blocks are free; evict none if that
+        cannot be reached. Returns: whether they are free."""
         victims: list[Key] = []
         num_free = len(self._free)
         for key, own in self._sequences.items():
@@ -112,7 +114,8 @@ class DraftKVCache:
             self._free += own.block_ids
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where a block is lost or belongs to two sequences."""
+        """Check the blocks. Raises: IntegrityError where a block is lost or belongs to two
+        sequences."""
         owned = [block_id for own in self._sequences.values() for block_id in own.block_ids]
         if sorted([*owned, *self._free]) != list(range(self._num_blocks)):
             raise IntegrityError(f"{len(owned)} + {len(self._free)} of {self._num_blocks} blocks")
@@ -122,7 +125,8 @@ class DraftKVCache:
 
 
 Children = list[tuple[int, float]]
-"""(token id, the proposer's probability that it is sampled), best first."""
+"""Tokens after one parent: (token id, the proposer's probability that it is sampled), best
+first."""
 
 
 def best_children(
@@ -131,16 +135,15 @@ def best_children(
     widths: Sequence[int],
     token_ids: torch.Tensor | None = None,
 ) -> list[Children]:
-    """The best next tokens of each row, chosen for the exact mode: by the scores that the target
-    would compare, its noise included; without noise where the request is greedy or the target
-    samples with other noise (DraftTask.is_drawn).
+    """Return the best next tokens of each row for exact acceptance: by the scores that the target
+    would compare, its noise included; without noise if the request is greedy or `is_drawn`.
 
     Args:
         logits: [rows, V].
-        rows: the task of each row, and the number of tokens between the newest token of its
-            sequence and the sampled one.
+        rows: the task of each row, and the number of tokens between its sequence's newest token and
+            the token to choose.
         widths: number of children of each row.
-        token_ids: [V] int64: the target's token of each logit; None: they are the same.
+        token_ids: [V] int64, the target's token of each logit; None: the same vocabulary.
     """
     scores = _noisy_scores(logits, rows, token_ids)
     count = min(max(widths), scores.shape[-1])
@@ -156,7 +159,7 @@ def best_children(
 def _noisy_scores(
     logits: torch.Tensor, rows: Sequence[tuple[DraftTask, int]], token_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """[rows, V] float32."""
+    """Return logits with temperature and the target's noise applied, [rows, V] float32."""
     scores = logits.float().clone()
     temperatures = np.array([task.sampling.temperature for task, _ in rows])
     sampled = np.flatnonzero(temperatures > 0.0)
@@ -183,7 +186,7 @@ def _noisy_scores(
 
 @dataclass(slots=True)
 class _Growing:
-    """The growing tree of one task, parents before children."""
+    """The growing draft tree of one task; parents come before children."""
 
     task: DraftTask
     block_ids: tuple[int, ...]
@@ -192,15 +195,15 @@ class _Growing:
     chances: list[float] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     newest: list[int] = field(default_factory=lambda: [ROOT])
-    """Nodes whose children come next."""
+    """Nodes whose children are added next."""
     has_branched: bool = False
-    """Nodes that are on no common path were computed: a slot may hold a sibling's KV."""
+    """Whether nodes of different paths were computed, so that a slot may hold a sibling's KV."""
     tries: list[tuple[Try, ...]] = field(default_factory=list)
     """Tries of each node, if the task is drawn."""
     distributions: dict[DistributionKey, Distribution] = field(default_factory=dict)
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Tokens from the root's child down to `node`."""
+        """Return the tokens from the root's child down to `node`."""
         token_ids: list[int] = []
         while node != ROOT:
             token_ids.append(self.token_ids[node])
@@ -209,11 +212,11 @@ class _Growing:
 
 
 class DraftModelProposer:
-    """A Proposer that runs a small model.
+    """A Proposer that runs a draft model.
 
     Args:
         model: a model with the target's vocabulary, used by this proposer alone.
-        expansion: k1, k2, ...: children at each step.
+        expansion: number of children of each node, level by level (k1, k2, ...).
         num_blocks: number of blocks of its KV cache.
         max_num_tokens: largest number of new tokens that one call computes.
     """
@@ -238,15 +241,17 @@ class DraftModelProposer:
 
     @property
     def info(self) -> ModelInfo:
-        """Facts of the loaded model."""
+        """The name, sizes and other facts of the loaded draft model."""
         return self._model.info
 
     def close(self) -> None:
-        """Close the model."""
+        """Close the draft model."""
         self._model.close()
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
-        """See Proposer."""
+        """Compute the tasks' new tokens and propose trees, level by level; an empty draft for a
+        sequence whose tokens are not all computed yet, or whose tokens have no room in the KV
+        cache."""
         growing, logits = self._begin(tasks)
         begun = {one.task.key: one for one in growing}
         for depth, width in enumerate(self._expansion):
@@ -261,26 +266,29 @@ class DraftModelProposer:
         ]
 
     def num_cached(self, key: Key) -> int:
-        """See CachingProposer (draft_sessions.py)."""
+        """Return the number of the sequence's first tokens whose KV is in the draft model's
+        cache."""
         return self._cache.num_tokens(key)
 
     def has_room(self, key: Key, num_tokens: int) -> bool:
-        """See CachingProposer."""
+        """Whether a sequence of `num_tokens` tokens and its tree fit in the context window, and in
+        the KV cache without evicting another sequence."""
         num_slots = num_tokens + self._num_nodes
         is_short = num_slots <= self._model.info.context_window
         return is_short and self._cache.has_room(key, num_slots)
 
     def forget(self, key: Key) -> None:
-        """See Proposer."""
+        """Free the sequence's blocks."""
         self._cache.forget(key)
 
     def check_integrity(self) -> None:
-        """See Proposer."""
+        """Check the KV cache's blocks. Raises: IntegrityError where one is lost or belongs to two
+        sequences."""
         self._cache.check_integrity()
 
     def _begin(self, tasks: Sequence[DraftTask]) -> tuple[list[_Growing], torch.Tensor]:
         """Compute tokens of the sequences that are not in the cache. Returns: the sequences that
-        are complete now, and logits [number of them, V] after their last tokens."""
+        are complete now, and the logits [their number, V] after their last tokens."""
         busy = {task.key for task in tasks}
         left = self._max_num_tokens
         token_ids: list[int] = []
@@ -323,8 +331,8 @@ class DraftModelProposer:
         return total
 
     def _clear(self, block_ids: Sequence[int], start: int, end: int) -> None:
-        """Clear the blocks that these positions enter: what an earlier sequence left there is read
-        with weight 0."""
+        """Zero the blocks that begin in these positions, if the model reads slots that were not
+        written (with weight 0)."""
         if not self._model.reads_unwritten:
             return
         size = self._block_size
@@ -332,7 +340,7 @@ class DraftModelProposer:
             self._memory.clear(block_ids[index])
 
     def _forward(self, growing: Sequence[_Growing]) -> torch.Tensor:
-        """Compute logits after each tree's newest nodes, tree after tree."""
+        """Compute the logits after each tree's newest nodes, tree after tree: [rows, V]."""
         token_ids: list[int] = []
         spans: list[Span] = []
         draws: list[int] = []
@@ -357,7 +365,8 @@ class DraftModelProposer:
         return self._model.forward(Batch(tuple(token_ids), tuple(spans), tuple(draws)))
 
     def _computed(self, one: _Growing) -> tuple[list[int], tuple[int, ...]]:
-        """The nodes above and among the newest ones, and the index of each one's parent."""
+        """Return the newest nodes and all nodes above them, and the index of each one's parent in
+        that list."""
         wanted: set[int] = set()
         for node in one.newest:
             while node != ROOT and node not in wanted:
@@ -368,11 +377,8 @@ class DraftModelProposer:
         return own, tuple(places[one.parents[node]] for node in own)
 
     def _expand(self, growing: Sequence[_Growing], logits: torch.Tensor, width: int) -> None:
-        """Add children to all newest nodes.
-
-        Args:
-            logits: [number of newest nodes, V].
-        """
+        """Add `width` children to each of the newest nodes. Args: logits: [number of newest nodes,
+        V]."""
         scores = self._scores(growing, logits)
         count = min(width, scores.shape[-1])
         best = scores.topk(count, dim=-1)
@@ -398,7 +404,8 @@ class DraftModelProposer:
             one.has_branched |= len(one.newest) > 1
 
     def _scores(self, growing: Sequence[_Growing], logits: torch.Tensor) -> torch.Tensor:
-        """[rows, V] float32: what the target would compare, if it were this model."""
+        """Return the scores that the target would compare, if it were this model: [rows, V]
+        float32."""
         scores = logits.float().clone()
         temperatures: list[float] = []
         seeds, samples, positions = list[int](), list[int](), list[int]()
@@ -430,7 +437,7 @@ def _draft(one: _Growing) -> Draft:
 def _drawn(
     growing: Sequence[_Growing], logits: torch.Tensor, width: int
 ) -> dict[int, DrawnChildren | None]:
-    """Drawn children by row, of the newest nodes whose children are draws."""
+    """Draw the children of the newest nodes of drawn tasks. Returns: the draws by row."""
     rows: list[int] = []
     draws: list[SamplingRequest] = []
     keys: list[int] = []
@@ -451,7 +458,7 @@ def _drawn(
 
 
 def _note(one: _Growing, parent: int, drawn: DrawnChildren | None) -> tuple[list[int], list[float]]:
-    """Note what was drawn after a node. Returns: its distinct tokens, and their probabilities."""
+    """Record the draws after a node. Returns: its distinct tokens, and their probabilities."""
     if drawn is None:
         return [], []
     one.distributions[one.path(parent), _OWN] = drawn.distribution
@@ -469,7 +476,7 @@ def _has_room(one: _Growing, depth: int) -> bool:
 def _by_tree(
     growing: Sequence[_Growing], rows: list[list[int]]
 ) -> list[tuple[_Growing, list[list[int]]]]:
-    """The rows of each tree's newest nodes."""
+    """Split the rows of all newest nodes by tree."""
     parts: list[tuple[_Growing, list[list[int]]]] = []
     first = 0
     for one in growing:
@@ -480,25 +487,24 @@ def _by_tree(
 
 _NUM_WARM_UP_TOKENS = 4
 _MAX_WARM_UP_ROWS = 20
-"""Numbers of tokens that are tried: those of a few sequences with a few accepted tokens each. On a
-CPU a matrix product of a new number of rows is compiled when it is first used."""
+"""Largest number of tokens of a warm-up pass: those of a few sequences with a few accepted tokens
+each. On a CPU a matrix product with a new number of rows is compiled when it is first used."""
 _UNUSED_KEY: Key = ("", -1)
-"""No sample has a number below 0."""
+"""The key of the warm-up's sequence; samples of requests have no index below 0."""
 _WARM_UP_SAMPLINGS = (
     (Sampling(max_tokens=1), False),
     (Sampling(max_tokens=1, temperature=1.0), False),
     (Sampling(max_tokens=1, temperature=1.0), True),
 )
-"""(how children are chosen, whether they are draws)"""
+"""Sampling parameters of the warm-up, with whether children are drawn."""
 
 
 def warm_up(proposer: Proposer, num_nodes: int) -> None:
-    """Make a proposer's first drafts, so that no request pays for what they compile or allocate,
-    and the controller does not take that for their cost. They are for a made-up sequence, which is
-    new, has grown by a token, or has grown by more; it is forgotten afterwards.
+    """Make a proposer's first drafts, so that no request waits for compilation and allocation, and
+    the controller does not measure them. They are for a made-up sequence that is new, has grown
+    by a token, or has grown by more; it is forgotten afterwards.
 
-    Args:
-        num_nodes: largest number of nodes of a tree.
+    Args: num_nodes: largest number of nodes of a tree.
     """
     for sampling, is_drawn in _WARM_UP_SAMPLINGS:
         task = _warm_up_task((0,) * _NUM_WARM_UP_TOKENS, sampling, num_nodes, is_drawn=is_drawn)

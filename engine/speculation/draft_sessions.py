@@ -1,12 +1,11 @@
 """DraftSessions: the sequences that verifiers sent to a draft worker, and the proposer that drafts
-for them. A draft worker without its RPC.
+for them: a draft worker without its RPC. Sessions that were not used lately are evicted when
+limits are reached; where all were used lately, a new session is not kept. The verifier of a
+session that is not kept receives a response with `is_known` False.
 
-Bounded: sessions that were not used lately are evicted, and their verifier receives UNKNOWN_SESSION
-as its next response; where all were used lately, a new session is not kept. A text that is new here
-(a long prompt, a sequence that comes from another worker, one whose KV was evicted) is computed
-piece by piece between calls (`catch_up`), and has no drafts until then: no call computes it.
-
-One thread. Kept token ids are counted (`check_integrity`).
+Tokens that are new here (a long prompt, a sequence from another worker, one whose KV was evicted)
+are computed piece by piece between calls (`catch_up`); the session has no drafts until then. One
+thread only, except where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -33,47 +32,48 @@ from engine.speculation.draft_protocol import (
 from engine.speculation.proposer import DraftTask, Proposer
 
 TOKEN_BYTES = array("I").itemsize
-"""Bytes of a kept token."""
+"""Bytes of one kept token id."""
 SESSION_BYTES = 1024
-"""Bytes that a session is counted with beside its tokens."""
+"""Bytes that a session counts in addition to its tokens."""
 BUSY_S = 5.0
-"""A session that was used in the last BUSY_S is not evicted: verifiers that call in turn would
-evict each other's sessions for ever. Above the seconds between two steps; guessed."""
+"""Time in seconds after its last use during which a session is not evicted: verifiers that call in
+turn would else evict each other's sessions forever. Longer than the time between two steps;
+guessed."""
 
 
 class CachingProposer(Proposer, Protocol):
-    """A Proposer that says which tokens it has computed."""
+    """A Proposer that tells which tokens it has computed."""
 
     def num_cached(self, key: Key) -> int:
-        """Number of this sequence's tokens, from the first, that are computed."""
+        """Return the number of the sequence's first tokens that are computed."""
         ...
 
     def has_room(self, key: Key, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` has room beside all others."""
+        """Whether a sequence of `num_tokens` tokens has room in addition to all others."""
         ...
 
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """Bounds of all sessions, and of one call."""
+    """Limits of all sessions, and of one call."""
 
     max_num_sessions: int
     max_session_bytes: int
     max_num_nodes: int
     catch_up_tokens: int
-    """Tokens that are computed at once between two calls."""
+    """Number of tokens that `catch_up` computes in one piece."""
 
 
 @dataclass(slots=True)
 class _Session:
-    """One sequence."""
+    """One sequence of a verifier."""
 
     sampling: Sampling
     sample_index: int = 0
     num_prompt_tokens: int = 0
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     requested_s: float = 0.0
-    """Time of its last request."""
+    """Time of its last request, in seconds."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,11 +81,10 @@ class _Session:
 
 
 class DraftSessions:
-    """Sessions of all verifiers. Every method raises what the proposer raises; the sessions must
-    not be used after that.
+    """The sessions of all verifiers. Every method raises what the proposer raises, and the sessions
+    must not be used after that.
 
-    Args:
-        vocab_size: the proposer's; larger token ids are refused.
+    Args: vocab_size: the proposer's; requests with larger token ids are rejected.
     """
 
     def __init__(
@@ -109,13 +108,13 @@ class DraftSessions:
 
     @property
     def is_behind(self) -> bool:
-        """Some session has tokens to compute between calls."""
+        """Whether some session has tokens to compute between calls."""
         return bool(self._behind)
 
     def check(self, verifier: bytes, requests: Iterable[DraftRequest]) -> None:
-        """Check requests before they get to the proposer. Any thread.
+        """Check requests before `propose`. Any thread.
 
-        Raises: ValueError `field: what is wrong`.
+        Raises: ValueError with the field and what is wrong.
         """
         _check_verifier(verifier)
         sessions: set[int] = set()
@@ -142,14 +141,15 @@ class DraftSessions:
                 raise ValueError(f"min_p: {request.min_p} is not in [0, 1]")
 
     def check_ended(self, verifier: bytes, sessions: Sequence[int]) -> None:
-        """Check sessions before `forget`. Any thread. Raises: ValueError, as `check`."""
+        """Check the arguments of `forget`. Any thread. Raises: ValueError with the field and what
+        is wrong."""
         _check_verifier(verifier)
         if len(sessions) > MAX_ENDED_SESSIONS:
             raise ValueError(f"sessions: {len(sessions)}, above {MAX_ENDED_SESSIONS}")
 
     def propose(self, requests: Sequence[tuple[bytes, DraftRequest]]) -> list[DraftResponse]:
-        """The response to each (verifier, request). `check` has let them pass, and no session is
-        named twice."""
+        """Return the response to each (verifier, request). The requests must have passed `check`
+        and name no session twice."""
         keys = [(verifier.hex(), request.session) for verifier, request in requests]
         new_keys = {key for key in keys if key not in self._sessions}
         known = [
@@ -183,7 +183,8 @@ class DraftSessions:
         return responses
 
     def catch_up(self) -> bool:
-        """Compute the next piece of one session that is behind. Returns: whether any is behind."""
+        """Compute the next piece of one session that has tokens to compute. Returns: whether any
+        has more."""
         key = next(iter(self._behind), None)
         if key is None:
             return False
@@ -202,8 +203,8 @@ class DraftSessions:
         return self.is_behind
 
     def _has_kv_room(self, key: Key) -> bool:
-        """Whether all of a session's KV has room. Sessions that were not used lately lose their KV
-        for it."""
+        """Whether all tokens of a session have room in the KV cache. Evicts the KV of sessions that
+        were not used lately to make room."""
         num_tokens = len(self._sessions[key].token_ids)
         soon_s = self._clock() - BUSY_S
         for other, session in self._sessions.items():
@@ -214,12 +215,12 @@ class DraftSessions:
         return self._proposer.has_room(key, num_tokens)
 
     def forget(self, verifier: bytes, sessions: Iterable[int]) -> None:
-        """These sessions have ended. Unknown ones are passed over."""
+        """Drop sessions that have ended. Unknown ones are ignored."""
         for number in sessions:
             self._drop((verifier.hex(), number))
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where kept sessions and counts do not agree."""
+        """Check sessions, counts and limits. Raises: IntegrityError where they are inconsistent."""
         num_bytes = sum(session.num_bytes for session in self._sessions.values())
         if num_bytes != self.num_bytes:
             raise IntegrityError(f"sessions: {self.num_bytes} bytes counted, {num_bytes} kept")
@@ -236,7 +237,7 @@ class DraftSessions:
         self._proposer.check_integrity()
 
     def _extend(self, key: Key, request: DraftRequest) -> bool:
-        """Add the request's tokens to its session. Returns: False where tokens before `start` are
+        """Add the request's tokens to its session. Returns: False if tokens before `start` are
         missing."""
         session = self._sessions.get(key)
         if request.start > (0 if session is None else len(session.token_ids)):
@@ -270,11 +271,12 @@ class DraftSessions:
         return True
 
     def _make_room(self, num_new: Mapping[Key, int], new_keys: Collection[Key]) -> None:
-        """Evict sessions that were not used lately; then new ones, then others of this call.
+        """Evict sessions until the new tokens fit: those that were not used lately; then new ones,
+        then others of this call.
 
         Args:
-            num_new: number of new tokens of the call's sessions.
-            new_keys: those of them that were not kept before the call.
+            num_new: number of new tokens of each of the call's sessions.
+            new_keys: the sessions that were created in this call.
         """
         if self._fits():
             return

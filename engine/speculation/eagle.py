@@ -1,15 +1,14 @@
 """EagleProposer: EAGLE's autoregression head (EagleNetwork) or EAGLE-3's (Eagle3Network) proposes
 token after token, level by level of a tree with a configuration <k1, ..., km>, as a draft model
-does; but it goes on from the target's hidden states.
+does, but from the target's hidden states.
 
-Its layers have a KV cache of their own, with an entry for every token whose hidden state the target
-left here, at the token's place in the sequence: the sequence's window. A token that was computed
-elsewhere, or found in the prefix cache, left none. The window begins after the newest such gap, and
-grows from there: after a handoff at the first token that is computed here. Drafts are worse
-meanwhile, and answers the same, since the target verifies them.
+A head's layers have a KV cache of their own. Its entries of a sequence are the sequence's window:
+consecutive tokens whose hidden states the target computed here. Tokens that were computed
+elsewhere, or found in the prefix cache, have no hidden states, so a new window begins after them.
+Drafts are worse while a window is short; answers are the same, since the target verifies them.
 
-Entry i of a sequence is made of token i + 1 and the hidden state of token i, so that the newest
-token, which has no hidden state yet, is in the last one. A tree's nodes are computed again with
+Entry i of a sequence is made of token i + 1 and the hidden state of token i; the last entry
+contains the newest token, which has no hidden state yet. A tree's nodes are computed again with
 each of its levels, and none is kept. Engine thread only.
 """
 
@@ -40,25 +39,25 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 _NOT_READ = ("embed_tokens.weight", "lm_head.weight")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _ROWS_AT_ONCE = 4096
-"""Rows of two embeddings that are compared at once, which bounds the copy; guessed."""
+"""Number of rows of two embeddings that are compared at once, which bounds the memory; guessed."""
 _INTEGERS = (torch.int64, torch.int32)
 _FLAGS = (torch.bool, torch.uint8)
 _KINDS = ("weight", "bias")
 
 _PendingEntries = list[tuple[tuple[int, ...], torch.Tensor]]
-"""Entries that are not computed yet: (tokens [n], features [n, hidden])."""
+"""Entries that are not computed yet: (tokens [n], features [n, hidden]) each."""
 
 
 @dataclass(slots=True)
 class _Window:
-    """Entries of one sequence."""
+    """The entries of one sequence in the head's KV cache."""
 
     first: int
-    """Position of its first entry."""
+    """Position of the first entry in the sequence."""
     num_computed: int = 0
     """Number of entries whose KV is in the cache."""
     newest: torch.Tensor | None = None
-    """[hidden]: output of the last of them."""
+    """The head's output [hidden] at the last of them; None if there is none."""
     pending: _PendingEntries = field(default_factory=list)
 
     @property
@@ -67,13 +66,13 @@ class _Window:
 
     @property
     def end(self) -> int:
-        """Position of the next entry."""
+        """The position of the next entry in the sequence."""
         return self.first + self.num_computed + self.num_pending
 
 
 @dataclass(slots=True)
 class _Growing:
-    """The growing tree of one task, parents before children."""
+    """The growing draft tree of one task; parents come before children."""
 
     task: DraftTask
     window: _Window
@@ -82,19 +81,19 @@ class _Growing:
     parents: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
     features: list[torch.Tensor] = field(default_factory=list)
-    """[hidden] that each node's entry is made of: the output at its parent."""
+    """The feature [hidden] of each node's entry: the output at its parent."""
     newest: list[int] = field(default_factory=lambda: [ROOT])
-    """Nodes whose children come next."""
+    """Nodes whose children are added next."""
 
 
 class EagleProposer:
     """A HiddenStateProposer that runs an EAGLE or EAGLE-3 head.
 
     Args:
-        memory: its KV cache.
-        expansion: k1, k2, ...: children at each level.
-        context_window: the target's.
-        max_num_tokens: largest number of entries of one pass, and of pending ones.
+        memory: the head's KV cache.
+        expansion: number of children of each node, level by level (k1, k2, ...).
+        context_window: the target's context window, in tokens.
+        max_num_tokens: largest number of entries of one forward pass, and of pending entries.
     """
 
     hidden_state_scope = HiddenStateScope.ALL
@@ -122,7 +121,8 @@ class EagleProposer:
         self._windows: dict[Key, _Window] = {}
 
     def feed_hidden_states(self, computed: Sequence[HiddenStates]) -> None:
-        """See HiddenStateProposer."""
+        """Add the hidden states to the windows of their sequences as pending entries; a gap starts
+        a new window."""
         features = self._network.features(computed)
         for one, own in zip(computed, features, strict=True):
             window = self._windows.get(one.key)
@@ -138,7 +138,8 @@ class EagleProposer:
 
     @torch.inference_mode()
     def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
-        """See Proposer."""
+        """Compute pending entries and propose trees, level by level; an empty draft where the
+        newest hidden state is missing or the KV cache has no room."""
         self._compute_pending([task.key for task in tasks])
         growing = [one for task in tasks if (one := self._begin(task, tasks)) is not None]
         trees = {one.task.key: one for one in growing}
@@ -160,12 +161,12 @@ class EagleProposer:
         return drafts
 
     def forget(self, key: Key) -> None:
-        """See Proposer."""
+        """Drop the window and free the blocks of a sequence."""
         self._windows.pop(key, None)
         self._cache.forget(key)
 
     def check_integrity(self) -> None:
-        """See Proposer."""
+        """Check blocks and windows. Raises: IntegrityError where they are inconsistent."""
         self._cache.check_integrity()
         for key, window in self._windows.items():
             if (window.newest is None) != (window.num_computed == 0):
@@ -209,8 +210,8 @@ class EagleProposer:
                 window.pending, window.newest = rest, last
 
     def _allocate(self, key: Key, window: _Window, busy: Collection[Key]) -> DraftBlocks | None:
-        """Allocate blocks for all entries and a tree. None: there is no room. Then the window is
-        dropped, and a new one begins with the next hidden states."""
+        """Allocate blocks for all entries of a window and a tree. Returns: None if there is no
+        room; the window is dropped, and a new one begins with the next hidden states."""
         num_entries = window.num_computed + window.num_pending
         blocks = self._cache.allocate(key, num_entries + self._num_nodes, busy)
         if blocks is None:
@@ -233,8 +234,8 @@ class EagleProposer:
     # -- trees
 
     def _begin(self, task: DraftTask, tasks: Sequence[DraftTask]) -> _Growing | None:
-        """None: the newest hidden state is not here, or there is no room. After tokens that a
-        grammar forced, it comes with the next step."""
+        """Start the tree of a task. Returns: None if the newest hidden state is missing (after
+        tokens that a grammar forced it comes with the next step), or there is no room."""
         window = self._windows.get(task.key)
         num_tokens = len(task.token_ids)
         if window is None or window.pending or window.end != num_tokens - 1:
@@ -267,11 +268,8 @@ class EagleProposer:
     def _expand(
         self, growing: Sequence[_Growing], features: torch.Tensor, depth: int, width: int
     ) -> None:
-        """Add children to all newest nodes.
-
-        Args:
-            features: [number of newest nodes, hidden].
-        """
+        """Add `width` children to each of the newest nodes. Args: features: [number of newest
+        nodes, hidden]."""
         rows = [(one.task, depth) for one in growing for _ in one.newest]
         logits = self._network.logits(features)
         best = best_children(logits, rows, [width] * len(rows), self._network.token_ids)
@@ -292,8 +290,8 @@ class EagleProposer:
     # -- the network
 
     def _span(self, blocks: DraftBlocks, start: int, count: int) -> Span:
-        """The span of `count` entries of a window. Blocks that they enter are cleared: what an
-        earlier sequence left there is read with weight 0."""
+        """Return the span of `count` entries of a window. Blocks that begin in it are zeroed, since
+        slots that were not written are read with weight 0."""
         size, end = self._block_size, start + count
         for index in range(-(-start // size), -(-end // size)):
             self._memory.clear(blocks.block_ids[index])
@@ -320,7 +318,8 @@ class EagleProposer:
 def _split(
     pending: _PendingEntries, most: int
 ) -> tuple[tuple[int, ...], torch.Tensor, _PendingEntries]:
-    """Split pending entries. Returns: tokens and features of at most `most`, and the rest."""
+    """Split pending entries. Returns: tokens and features of the first `most` entries, and the
+    rest."""
     token_ids = tuple(token_id for part, _ in pending for token_id in part)
     hidden = torch.cat([part for _, part in pending])
     # A copy: the rest may be pending for long, and must not keep the memory of the first ones.
@@ -329,8 +328,8 @@ def _split(
 
 
 def _compact(windows: Collection[_Window]) -> None:
-    """Copy pending features if more than half of the memory that they share with other sequences of
-    their step is kept for nothing: at most twice their own bytes are kept."""
+    """Copy pending features to memory of their own if they occupy less than half of the tensors
+    that they are views of."""
     parts = [hidden for window in windows for _, hidden in window.pending]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in parts}
     if sum(storages.values()) <= 2 * sum(part.nbytes for part in parts):
@@ -344,7 +343,7 @@ def _has_room(one: _Growing) -> bool:
 
 
 def _computed(one: _Growing) -> list[int]:
-    """The nodes above and among the newest ones."""
+    """Return the newest nodes and all nodes above them, in ascending order."""
     wanted: set[int] = set()
     for node in one.newest:
         while node != ROOT and node not in wanted:
@@ -354,27 +353,28 @@ def _computed(one: _Growing) -> list[int]:
 
 
 class DraftNetwork(Protocol):
-    """A network that proposes token after token. The features of a token are made of the target's
-    hidden state, where there is one, and are the output of a pass here, where there is none yet:
-    [.., the network's hidden size]."""
+    """Protocol of a network that proposes token after token. A token's feature, [hidden] of the
+    network, is computed from the target's hidden state, or, where that is not known yet, is the
+    network's own output."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs `features` takes."""
+        """Indices of the target's layers whose inputs `features` needs."""
         ...
 
     @property
     def token_ids(self) -> torch.Tensor | None:
-        """[draft vocabulary] int64: the target's token of each logit; None: they are the same."""
+        """The target's token of each logit, [draft vocabulary] int64; None: the target's
+        vocabulary."""
         ...
 
     def layout(self, block_size: int, dtype: str) -> KvLayout:
-        """Layout of its own KV cache."""
+        """Return the layout of the network's own KV cache."""
         ...
 
     def features(self, computed: Sequence[HiddenStates]) -> Sequence[torch.Tensor]:
-        """[n, hidden] for each of the target's hidden states: views of one memory of that size at
-        most."""
+        """Compute features [n, hidden] from each of the target's hidden states. They are views of
+        at most one tensor of that total size."""
         ...
 
     def forward(
@@ -384,27 +384,29 @@ class DraftNetwork(Protocol):
         positions: torch.Tensor,
         step: Attend,
     ) -> torch.Tensor:
-        """One pass.
+        """Run one forward pass.
 
         Args:
             token_ids: [T].
-            features: [T, hidden]: those of the token before each.
-            positions: [T]: those of the tokens before.
-        Returns: features [T, hidden].
+            features: [T, hidden], the feature of the token before each one.
+            positions: [T], the position of the token before each one.
+            step: computes the attention.
+        Returns: output features [T, hidden].
         """
         ...
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token: output features [R, hidden] -> [R, draft vocabulary]."""
+        """Compute the logits of the next token: output features [R, hidden] -> [R, draft
+        vocabulary]."""
         ...
 
 
 class RotaryEmbedding(NamedTuple):
-    """The rotary embedding that a head's config.json asks for. The scaled kinds are computed by
+    """The rotary embedding that a head's config.json specifies. Scaled variants are computed by
     transformers."""
 
     frequencies: torch.Tensor
-    """[D / 2] float32."""
+    """Inverse frequencies, [D / 2] float32."""
 
     scale: float
     """Factor of cosines and sines."""
@@ -412,7 +414,7 @@ class RotaryEmbedding(NamedTuple):
     def cos_sin(
         self, positions: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of positions [T], [1, T, D] each."""
+        """Return the cosines and sines of positions [T], [1, T, D] each."""
         angles = positions.float()[:, None] * self.frequencies
         angles = torch.cat((angles, angles), dim=-1)[None]
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
@@ -421,7 +423,8 @@ class RotaryEmbedding(NamedTuple):
 def read_rotary_embedding(
     config: Mapping[str, Any], head_dim: int, device: str, where: str
 ) -> RotaryEmbedding:
-    """The rotary embedding of a config.json. Raises: LoadError that begins with `where`."""
+    """Create the rotary embedding of a config.json. Raises: LoadError, whose message begins with
+    `where`."""
     scaling = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_KINDS:
@@ -451,11 +454,11 @@ def read_rotary_embedding(
 
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
-"""See RotaryEmbedding.cos_sin."""
+"""Cosines and sines, as RotaryEmbedding.cos_sin returns them."""
 
 
 class LayerShape(NamedTuple):
-    """LayerShape of all layers."""
+    """The sizes that all layers of a head share."""
 
     hidden_size: int
     num_heads: int
@@ -466,10 +469,10 @@ class LayerShape(NamedTuple):
 
 
 class DraftLayerWeights(NamedTuple):
-    """Weights of one decoder layer."""
+    """The weights of one decoder layer."""
 
     qkv: torch.Tensor
-    """[(H + 2 K) D, inputs of the attention]."""
+    """The weights of query, key and value, [(H + 2 K) D, inputs of the attention]."""
     qkv_bias: torch.Tensor | None
     o: torch.Tensor
     o_bias: torch.Tensor | None
@@ -480,8 +483,8 @@ class DraftLayerWeights(NamedTuple):
 
 
 class DraftLayers:
-    """Decoder layers of Llama's form, of which heads have one or a few: attention, residual, norm,
-    gated SiLU, residual. What is ahead of the attention belongs to the network."""
+    """The decoder layers of a head, in Llama's form: attention, residual, norm, gated SiLU,
+    residual. The input of the attention, its norm included, is computed by the network."""
 
     def __init__(
         self, shape: LayerShape, rope: RotaryEmbedding, layers: tuple[DraftLayerWeights, ...]
@@ -491,7 +494,7 @@ class DraftLayers:
         self.all = layers
 
     def layout(self, block_size: int, dtype: str) -> KvLayout:
-        """Layout of their KV cache."""
+        """Return the layout of the layers' KV cache."""
         return KvLayout.plain(
             num_layers=len(self.all),
             num_kv_heads=self.shape.num_kv_heads,
@@ -506,8 +509,8 @@ class DraftLayers:
         """Compute one layer.
 
         Args:
-            x: [T, hidden]: the residual.
-            seen: [T, inputs of its qkv]: the input of its attention.
+            x: [T, hidden], the residual.
+            seen: [T, inputs of its qkv], the input of its attention.
         Returns: [T, hidden].
         """
         layer, shape = self.all[index], self.shape
@@ -527,13 +530,13 @@ class DraftLayers:
         return x + linear(silu(linear(normed, layer.gate)) * linear(normed, layer.up), layer.down)
 
     def normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm of rows."""
+        """Apply RMSNorm to each row of `x`."""
         return rms_norm(x, weight.shape, weight, self.shape.norm_eps)
 
 
 def read_shape(checkpoint: HeadCheckpoint, hidden_size: int) -> LayerShape:
-    """LayerShape of the layers, from config.json. Raises: LoadError for impossible numbers, and for
-    a network that is not computed here."""
+    """Read the sizes of the layers from config.json. Raises: LoadError for impossible numbers, or a
+    network that is not implemented."""
     config, where = checkpoint.config, _config_says(checkpoint)
     if config.get("hidden_act", "silu") != "silu":
         raise LoadError(f"{where} hidden_act {config['hidden_act']!r}; only silu is computed")
@@ -557,12 +560,12 @@ def read_shape(checkpoint: HeadCheckpoint, hidden_size: int) -> LayerShape:
 
 
 def _config_says(checkpoint: HeadCheckpoint) -> str:
-    """The beginning of an error about its config.json."""
+    """Return the beginning of an error about the checkpoint's config.json."""
     return f"speculation.draft_heads: {checkpoint.name}: config.json says"
 
 
 def layer_names(prefix: str) -> set[str]:
-    """Names of the tensors of one layer that `read_layer` reads, if they are there."""
+    """Return the names of the tensors of one layer that `read_layer` reads where they exist."""
     names = {f"{prefix}.self_attn.{name}_proj.{kind}" for name in "qkvo" for kind in _KINDS}
     names |= {f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
     return names | {f"{prefix}.post_attention_layernorm.weight"}
@@ -571,12 +574,8 @@ def layer_names(prefix: str) -> set[str]:
 def read_layer(
     checkpoint: HeadCheckpoint, shape: LayerShape, prefix: str, seen_size: int
 ) -> DraftLayerWeights:
-    """Read one layer of a checkpoint.
-
-    Args:
-        seen_size: number of inputs of its attention.
-    Raises: LoadError.
-    """
+    """Read one layer of a checkpoint. Args: seen_size: number of inputs of its attention. Raises:
+    LoadError."""
     hidden, inner = shape.hidden_size, shape.inner_size
     query_size, key_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     rows = {"q": query_size, "k": key_size, "v": key_size}
@@ -600,14 +599,14 @@ def read_layer(
 def read_vocabulary(
     checkpoint: HeadCheckpoint, num_drafted: int, vocab_size: int
 ) -> torch.Tensor | None:
-    """Read the part of the target's vocabulary that a head proposes: `d2t` [draft vocabulary], of
-    integers, says how much larger the target's number of each token is, and `t2d` [vocabulary] says
-    of each of the target's tokens whether it is among them.
+    """Read the part of the target's vocabulary that a head proposes: integers `d2t` [draft
+    vocabulary], the offset from each of the head's token ids to the target's, and booleans `t2d`
+    [vocabulary], whether the head has each of the target's tokens.
 
-    Returns: [num_drafted] int64 on the checkpoint's device: the target's token of each logit; None:
-        they are the same.
-    Raises: LoadError for maps that are missing, have another shape or type, lead out of the
-        vocabulary or twice to one token, or contradict each other.
+    Returns: [num_drafted] int64 on the checkpoint's device, the target's token of each logit; None:
+        the target's vocabulary.
+    Raises: LoadError if one map is missing, has another shape or type, leads out of the vocabulary
+        or twice to one token, or contradicts the other.
     """
     if num_drafted > vocab_size:
         raise LoadError(
@@ -669,11 +668,11 @@ class EagleNetwork:
         self._ends = ends
 
     def layout(self, block_size: int, dtype: str) -> KvLayout:
-        """See DraftNetwork."""
+        """Return the layout of the decoder layers' KV cache."""
         return self.own_layers.layout(block_size, dtype)
 
     def features(self, computed: Sequence[HiddenStates]) -> Sequence[torch.Tensor]:
-        """See DraftNetwork: the target's hidden states."""
+        """Return the target's hidden states unchanged."""
         return [one.hidden for one in computed]
 
     def forward(
@@ -683,7 +682,7 @@ class EagleNetwork:
         positions: torch.Tensor,
         step: Attend,
     ) -> torch.Tensor:
-        """See DraftNetwork."""
+        """Apply `fc` to embedding and feature of each token, then the decoder layers."""
         own = self.own_layers
         embedded = self._ends.embed(token_ids).to(features.dtype)
         x = linear(torch.cat((embedded, features), dim=-1), *self._fc)
@@ -693,18 +692,18 @@ class EagleNetwork:
         return x
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """See DraftNetwork."""
+        """Compute logits with the target's LM head."""
         return self._ends.head(features)
 
 
 def is_eagle(checkpoint: HeadCheckpoint) -> bool:
-    """Whether the checkpoint is EAGLE's, by its tensors: its config.json is that of a small
-    Llama."""
+    """Whether the checkpoint is EAGLE's, judged by its tensors, since its config.json is that of a
+    small Llama."""
     return "fc.weight" in checkpoint.keys
 
 
 def read_eagle(checkpoint: HeadCheckpoint, ends: Ends, *, vocab_size: int) -> EagleNetwork:
-    """Read the network of a checkpoint. Raises: LoadError."""
+    """Read an EAGLE network. Raises: LoadError."""
     config, where, hidden = checkpoint.config, _config_says(checkpoint), ends.hidden_size
     for name, own in (("hidden_size", hidden), ("vocab_size", vocab_size)):
         if config.get(name) != own:
@@ -730,7 +729,7 @@ def read_eagle(checkpoint: HeadCheckpoint, ends: Ends, *, vocab_size: int) -> Ea
 
 
 class Eagle3Norms(NamedTuple):
-    """Weights of the norms, [hidden] each."""
+    """The weights of the norms, [hidden] each."""
 
     embedded: torch.Tensor
     feature: torch.Tensor
@@ -774,12 +773,13 @@ class Eagle3Network:
         self._head = head
 
     def layout(self, block_size: int, dtype: str) -> KvLayout:
-        """See DraftNetwork."""
+        """Return the layout of the decoder layer's KV cache."""
         return self.own_layers.layout(block_size, dtype)
 
     @torch.inference_mode()
     def features(self, computed: Sequence[HiddenStates]) -> Sequence[torch.Tensor]:
-        """See DraftNetwork. Computed at once, since it is a third of the hidden states."""
+        """Apply `fc` to the inputs of the three layers, at once, since the result is a third of
+        their size."""
         if not computed:
             return []
         inputs = [torch.cat([one.layers[layer] for one in computed]) for layer in self.aux_layers]
@@ -793,7 +793,7 @@ class Eagle3Network:
         positions: torch.Tensor,
         step: Attend,
     ) -> torch.Tensor:
-        """See DraftNetwork."""
+        """Run the decoder layer over embedding and feature of each token."""
         own, norms = self.own_layers, self._norms
         embedded = own.normed(self._embed(token_ids).to(features.dtype), norms.embedded)
         normed = own.normed(features, norms.feature)
@@ -802,12 +802,13 @@ class Eagle3Network:
         return own.forward(0, x, seen, own.rope.cos_sin(positions, x.dtype), step)
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """See DraftNetwork."""
+        """Compute logits with the last norm and the head."""
         return self._head(self.own_layers.normed(features, self._norms.last))
 
 
 def is_eagle3(checkpoint: HeadCheckpoint) -> bool:
-    """Whether the checkpoint is EAGLE-3's, by its tensors: the names in config.json differ."""
+    """Whether the checkpoint is EAGLE-3's, judged by its tensors, since names in config.json
+    differ."""
     return "fc.weight" in checkpoint.keys and not checkpoint.keys.isdisjoint(
         ("d2t", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
     )
@@ -852,8 +853,8 @@ def read_eagle3(checkpoint: HeadCheckpoint, ends: Ends, *, vocab_size: int) -> E
 
 
 def _check_eagle3(checkpoint: HeadCheckpoint, ends: Ends, vocab_size: int) -> None:
-    """Raises: LoadError for a config.json that does not fit the target, or that asks for a network
-    that is not computed here."""
+    """Check a head against the target. Raises: LoadError for a config.json that does not fit the
+    target, or specifies a network that is not implemented."""
     config, where = checkpoint.config, _config_says(checkpoint)
     for name, own in (("target_hidden_size", ends.hidden_size), ("vocab_size", vocab_size)):
         if config.get(name) not in (None, own):
@@ -879,13 +880,12 @@ def _check_eagle3(checkpoint: HeadCheckpoint, ends: Ends, vocab_size: int) -> No
 
 
 def choose_aux_layers(checkpoint: HeadCheckpoint, num_layers: int) -> tuple[int, ...]:
-    """Layers of the target whose inputs the head takes, low to high, counted as the published code
-    counts them: 2, n // 2 and n - 3 of n, each by the number of layers before it. config.json may
-    name others: the list in `eagle_config` names layers whose output is meant (one less), a list
-    beside it counts as here.
+    """Return the indices of the target's layers whose inputs the head needs, low to high: 2, n // 2
+    and n - 3 of n layers by default, as in the published code. config.json may name others: a
+    list in `eagle_config` names layers whose output is used, which is the input of the next
+    layer; a list outside of it names layers whose input is used.
 
-    Args:
-        num_layers: the target's; 0: it keeps no inputs of layers.
+    Args: num_layers: the target's; 0: it keeps no inputs of layers.
     Raises: LoadError.
     """
     config, where = checkpoint.config, _config_says(checkpoint)
@@ -921,7 +921,7 @@ def choose_aux_layers(checkpoint: HeadCheckpoint, num_layers: int) -> tuple[int,
 def _embed(
     checkpoint: HeadCheckpoint, ends: Ends, hidden: int, vocab_size: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The embedding; the target's where both are equal, which saves its memory."""
+    """Return the embedding: the target's if both are equal, which saves memory."""
     is_wide = hidden == ends.hidden_size
     if is_wide and "embed_tokens.weight" not in checkpoint.keys:
         return ends.embed

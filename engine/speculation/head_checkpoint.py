@@ -1,8 +1,6 @@
-"""HeadCheckpoint: a folder with draft heads, as Medusa and EAGLE publish them: config.json and
-tensors. Only safetensors are read; a pickle would run code.
-
-Knows no network. Load time only.
-"""
+"""HeadCheckpoint: a folder with draft heads in the format of Medusa and EAGLE: config.json and
+tensors. Only safetensors are read, since loading a pickle would run code. It does not compute
+the network. Used at load time only."""
 
 from __future__ import annotations
 
@@ -18,17 +16,17 @@ from checkpoints.resolve import resolve
 from engine.errors import LoadError
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
-"""The published name, but for the ending: beside it may lie a whole model's files."""
+"""The published file name of Medusa's heads; the folder may also contain the files of a whole
+model."""
 
 
 class HeadCheckpoint:
-    """Tensors and config.json of one folder.
+    """The tensors and the config.json of one folder.
 
     Args:
-        name: a folder, or a name on the hub.
-        dtype: the type that floating tensors are converted to.
-
-    Raises: CheckpointError, LoadError; one line that says what is wrong and how to fix it.
+        name: a folder, or a Hugging Face name.
+        dtype: the type to which floating-point tensors are converted.
+    Raises: CheckpointError or LoadError with one line that says what is wrong and how to fix it.
     """
 
     def __init__(self, name: str, *, dtype: torch.dtype, device: str) -> None:
@@ -50,18 +48,19 @@ class HeadCheckpoint:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Names of all tensors, without the prefix that they have when a whole model is saved."""
+        """Names of all tensors, without the prefix that they have in a checkpoint of a whole
+        model."""
         return frozenset(self._places)
 
     def tensor(self, key: str, shape: Sequence[int]) -> torch.Tensor:
-        """Read one tensor to the device. Raises: LoadError where it is missing or has another
+        """Read one tensor to the device. Raises: LoadError if it is missing or has another
         shape."""
         found = self._read(key, shape)
         return found.to(device=self.device, dtype=self._dtype, copy=True)
 
     def exact(self, key: str, shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-        """Read one tensor to the host, in its own type. Raises: LoadError, also where that is none
-        of `dtypes`."""
+        """Read one tensor to the host without conversion. Raises: LoadError if it is missing, has
+        another shape, or a type that is not in `dtypes`."""
         found = self._read(key, shape).clone()
         if found.dtype not in dtypes:
             raise LoadError(
@@ -71,7 +70,7 @@ class HeadCheckpoint:
         return found
 
     def _read(self, key: str, shape: Sequence[int]) -> torch.Tensor:
-        """One tensor, mapped from the file: the caller must copy it, or it changes with the
+        """Return one tensor, mapped from the file; the caller must copy it, or it changes with the
         file."""
         if key not in self._places:
             raise LoadError(
@@ -93,12 +92,13 @@ class HeadCheckpoint:
         return tensor
 
     def optional(self, key: str, shape: Sequence[int]) -> torch.Tensor | None:
-        """`tensor`, or None where there is none."""
+        """Read one tensor to the device; None if the checkpoint has none. Raises: LoadError if it
+        has another shape."""
         return self.tensor(key, shape) if key in self._places else None
 
     def check_known(self, known: Iterable[str]) -> None:
-        """Raises: LoadError with the name of a tensor that would not be used: the network is
-        another one than is computed here."""
+        """Check that all tensors are known. Raises: LoadError naming a tensor that would not be
+        used, which means that the network differs from the one implemented here."""
         unknown = sorted(self.keys - set(known))
         if unknown:
             raise LoadError(
@@ -107,7 +107,8 @@ class HeadCheckpoint:
             )
 
     def number(self, field: str, default: int) -> int:
-        """A count in config.json. Raises: LoadError where the field is no count."""
+        """Return a count from config.json, or `default` if the field is missing. Raises: LoadError
+        if the value is not a count."""
         value = self.config.get(field)
         if value is None:
             value = default

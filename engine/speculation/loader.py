@@ -1,8 +1,7 @@
-"""Loads the proposers that the settings name, with their weights in place: `load_proposers` before
-the target's own KV cache is sized, since it takes memory on the target's device; `load_heads` after
-the target, which heads are checked against; `load_draft_model` for a draft worker. Engine thread
-only.
-"""
+"""Loaders of the proposers that the settings name, with their weights in place: `load_proposers`
+runs before the target's KV cache is sized, since its models use memory on the target's device;
+`load_heads` runs after the target is loaded, and checks the heads against it; `load_draft_model`
+serves a draft worker. Engine thread only."""
 
 from __future__ import annotations
 
@@ -40,11 +39,10 @@ def load_proposers(
     progress: Progress | None = None,
     peers: Sequence[DraftPeer] = (),
 ) -> list[Proposer]:
-    """N-gram lookup, draft models and draft workers, in this order.
+    """Load the n-gram, draft model and draft worker proposers, in this order.
 
-    Args:
-        peers: the channels to `speculation.draft_workers`.
-    Raises: LoadError, also for a draft model with another tokenizer, and for one that is too large.
+    Args: peers: the channels to `speculation.draft_workers`.
+    Raises: LoadError, also for a draft model with another tokenizer, or one that is too large.
     """
     wanted = config.speculation
     proposers: list[Proposer] = [NgramProposer(wanted.ngram) for _ in wanted.drafters]
@@ -57,8 +55,8 @@ def load_proposers(
 
 
 def load_draft_model(config: EngineConfig, progress: Progress | None = None) -> DraftModelProposer:
-    """`config.model` for a draft worker, which proposes tokens for the targets of other engines:
-    its settings are those of the draft model. Raises: LoadError."""
+    """Load `config.model` as the draft model of a draft worker, for the targets of other engines.
+    Raises: LoadError."""
     with closed_on_failure() as closes:
         return _load_draft_model(config.model, config, None, progress, closes)
 
@@ -83,10 +81,11 @@ def _load_draft_model(
     progress: Progress | None,
     closes: list[Callable[[], None]],
 ) -> DraftModelProposer:
-    """
+    """Load one draft model.
+
     Args:
         target: the model that it proposes tokens for; None: targets of other engines.
-        closes: gets what closes the model where this, or what comes after it, fails.
+        closes: a list to which the model's `close` is added, for the caller to call on an error.
     """
     own = replace(
         config,
@@ -126,7 +125,8 @@ def _check_tokenizer(name: str, draft: ModelInfo, target: ModelInfo) -> None:
 
 
 def _num_blocks(model: LoadedModel, config: EngineConfig) -> int:
-    """Blocks for the whole window of every running request, or as many as the bytes hold."""
+    """Return the number of KV blocks: the context window of every running request, or what
+    `speculation.draft_kv_bytes` allows."""
     size = model.layout.block_size
     most = config.max_num_running * -(-model.info.context_window // size)
     num_blocks = min(most, config.speculation.draft_kv_bytes // model.layout.block_bytes)
@@ -141,10 +141,10 @@ def _num_blocks(model: LoadedModel, config: EngineConfig) -> int:
 
 
 def load_heads(config: EngineConfig, target: LoadedModel) -> list[Proposer]:
-    """The draft heads, in the order of the settings, checked against the target.
+    """Load the draft heads, in the order of the settings, and check them against the target.
 
-    Raises: LoadError, also for heads that were made for another model, and for a target that keeps
-        no hidden states.
+    Raises: LoadError, also for heads that were made for another model, or a target that keeps no
+        hidden states.
     """
     wanted = config.speculation.draft_heads
     if not wanted:
@@ -195,7 +195,8 @@ def _load_head(name: str, config: EngineConfig, target: LoadedModel, ends: Ends)
 
 
 def _num_head_blocks(name: str, layout: KvLayout, config: EngineConfig, target: LoadedModel) -> int:
-    """Blocks for the whole window of every running request, or as many as the bytes hold."""
+    """Return the number of KV blocks of a head: the context window of every running request, or
+    what `speculation.draft_kv_bytes` allows."""
     least = layout.num_blocks_for(target.info.context_window)
     most_bytes = config.speculation.draft_kv_bytes
     num_blocks = min(config.max_num_running * least, most_bytes // layout.block_bytes)

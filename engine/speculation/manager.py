@@ -1,16 +1,15 @@
-"""SpeculationManager: draft tokens of one step. It calls the proposers, leaves out what cannot be
-sampled, merges their trees, computes what pays (controller.py), and allocates the blocks for it;
-afterwards it tells the controller what was accepted.
+"""SpeculationManager: the draft tokens of one step. It calls the proposers, drops draft tokens that
+cannot be sampled, merges the trees, chooses the nodes to verify (controller.py) and allocates
+their blocks; after the step it reports the accepted tokens to the controller.
 
-Drafts never cost another request's blocks, tokens of the step's budget that the plan wants, or a
-place.
+Drafts never take another request's blocks, tokens of the step's budget that are planned for others,
+or another sequence's place in the step. With multi-step acceptance (rejection_sampler.py) all draws
+are tried, whether their nodes are computed or not, and whether a node is computed must not depend
+on draws below it: chances never grow downwards, so `choose_nodes` and `best` reach a node before
+its descendants.
 
-Under the multi-step rule (rejection_sampler.py) all that was drawn is tried, whether it is computed
-or not, and a node is computed or not by what is known without what was drawn below it: chances fall
-on the way down, so that `choose_nodes` and `best` look at a node before they look below.
-
-No answer needs a proposer: one that raises forgets all sequences and is not called during a
-back-off that doubles with each failure. Engine thread only.
+A proposer that raises forgets all sequences and is not called during a back-off that doubles with
+each failure; answers do not depend on proposers. Engine thread only.
 """
 
 from __future__ import annotations
@@ -71,17 +70,17 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 60.0
 MAX_BACKOFF_S = 3600.0
-"""Bounds of the time in which a proposer that raised is not called. Guessed."""
+"""Longest back-off, in seconds, after a proposer's failures; guessed."""
 MAX_HISTORY = 8192
-"""Number of tokens up to which a sequence with penalties on its own text, or bans in it, gets
-drafts: each node has a copy of what is known of them (1.8 ms at this length for 16 nodes)."""
+"""Length in tokens up to which a sequence with penalties on its own text, or with n-gram bans, gets
+drafts: each node has a copy of the token history (1.8 ms at this length for 16 nodes)."""
 _QUICK_S = 0.001
-"""Drafts that take no longer may be made before outputs are sent: those of lookups, as a rule; a
-draft model takes several times as long, and would keep the outputs back for what the host saves by
-it. Guessed."""
+"""Longest duration of drafting, in seconds, at which drafts may be made before outputs are sent.
+N-gram lookup is usually faster; a draft model takes several times as long and would delay
+outputs. Guessed."""
 
 _Planned = tuple[Sequence, int]
-"""A sequence, and the number of its pending tokens that a step computes."""
+"""(a sequence, the number of its pending tokens that a step computes)."""
 
 
 class _StepPlan:
@@ -108,7 +107,7 @@ class _StepPlan:
 
     @property
     def draftable(self) -> list[Sequence]:
-        """Sequences that may get drafts; computed when they are first asked for."""
+        """The sequences that may get drafts, computed on first use."""
         if self._draftable is None:
             self._draftable = [
                 sequence
@@ -119,26 +118,27 @@ class _StepPlan:
 
 
 class _MergedDraft(NamedTuple):
-    """Drafts of all proposers for one task."""
+    """The merged drafts of all proposers for one task."""
 
     tree: TokenTree
-    """Nodes that are possible and useful."""
+    """The nodes that can be sampled and that the step can use."""
     all_nodes: Draft
     is_raw: bool
-    """Its chances are those of the first proposer, and are not calibrated."""
+    """Whether the chances are those of the first proposer, not calibrated."""
 
 
 _NOTHING = _MergedDraft(EMPTY, Draft(EMPTY, {}), is_raw=False)
 
 
 class SpeculationManager:
-    """Proposers, the sequences that they know, and the drafts of the present step.
+    """Calls the proposers and manages the draft tokens of each step.
 
     Args:
-        guesses: drafts that the model takes.
-        context_window: slots that one sequence may have, those of drafts included.
+        guesses: the kinds of token trees that the model supports.
+        context_window: largest number of tokens of one sequence, draft tokens included.
         max_num_tokens: largest number of tokens of one step.
-        clock: what the costs of drafts are measured by; no token depends on it, up to rounding.
+        clock: returns the time in seconds, with which costs of drafts are measured; it affects
+            which drafts are made, and answers only by rounding.
     """
 
     def __init__(
@@ -167,30 +167,31 @@ class SpeculationManager:
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._known: dict[Key, Sequence] = {}
-        """Sequences that proposers may know."""
+        """The sequences that proposers may have state of, by key."""
         self._failed: dict[int, float] = {}
-        """Proposers that are not called now: the end of each one's back-off."""
+        """The end of the back-off, in seconds of the clock, of each proposer that failed, by
+        index."""
         self._num_failures = Counter[int]()
         self._chooses_nodes = not config.always or len(proposers) > 1 or guesses is Guesses.CHAINS
-        """Nodes are chosen although there is room for all."""
+        """Whether nodes are chosen even if there is room for all."""
         self._began_s = self._ended_s = clock()
-        """Begin of the step that is being computed; end of the one before."""
+        """Start time of the step that is being computed; end time of the previous one."""
         self._own_s: dict[int, float] = {}
-        """Seconds of each proposer that was called for the step that is being computed."""
+        """Seconds spent on drafts of each proposer called for the step that is being computed, by
+        index."""
         self._fed_s: dict[int, float] = {}
-        """Seconds that the step's hidden states took each proposer."""
+        """Seconds that `feed_hidden_states` of each proposer took in the step, by index."""
         self._beside_s = 0.0
-        """Seconds of the step that is being computed which were spent here beside that, and would
-        not be if it were slept through. What is done in the wait for a step is not counted: a
-        device computes meanwhile."""
+        """Seconds of bookkeeping in the step, beyond the proposers' own time, that a step slept
+        through would not have. Work done while the device computes is not counted."""
         self._last_s = float("inf")
-        """Seconds that the last call of proposers took."""
+        """Seconds that the last drafting took."""
         self._met: set[Key] = set()
-        """Sequences that could get drafts then."""
+        """Keys of the sequences that could get drafts in the last drafting."""
         self._plan = _StepPlan(())
-        """The step that is being computed."""
+        """The plan of the step that is being computed."""
         self._is_asleep = False
-        """Nothing is learnt of the step that is being computed but how long it lasts."""
+        """Whether only the duration of the step that is being computed is learnt."""
         # Launched steps leave no hidden states: a gap, which costs proposers their context.
         self._measures_again = self.hidden_state_scope is HiddenStateScope.NONE
         self._controller = self._new_controller()
@@ -201,22 +202,22 @@ class SpeculationManager:
         )
 
     def _reset_controller(self) -> None:
-        """Called in an exception handler: what was learnt may be wrong. The proposers are not to
-        blame, and go on."""
+        """Replace the controller by a new one after an error in it, since what it learnt may be
+        wrong. Called in an exception handler; the proposers are kept."""
         logger.exception("costs of drafts were not learnt from a step: learnt anew")
         self._controller = self._new_controller()
 
     # ---- a step
 
     def is_quick(self, running: Collection[Key]) -> bool:
-        """Whether drafts for these sequences take no time to speak of: the last ones took none, and
-        no sequence is new, so that proposers need not catch up with its tokens."""
+        """Whether drafting for these sequences should take at most `_QUICK_S`: the last drafting
+        did, and no sequence is new, so that no proposer has to catch up with its tokens."""
         return self._last_s <= _QUICK_S and all(key in self._met for key in running)
 
     def begin_step(self, planned: Values[_Planned]) -> None:
-        """A step of this plan begins. Sequences that decode wait from one step's end to the next
-        one's, so that what the engine does in between is part of a step: a launched one is computed
-        meanwhile."""
+        """Note the plan of a step that begins. If one of its sequences has sampled before, the step
+        is timed from the end of the previous step, so that the engine's work in between is
+        counted."""
         self._plan = _StepPlan(planned)
         if self._plan.is_going_on:
             self._began_s = self._ended_s
@@ -224,11 +225,10 @@ class SpeculationManager:
             self._began_s, self._beside_s = self._clock(), 0.0
 
     def is_idle(self, planned: Values[_Planned], *, num_unread: int = 0) -> bool:
-        """Whether no proposer would be called for a step of this plan, so that it may as well be
-        launched ahead. Changes nothing.
+        """Whether no proposer would be called for a step of this plan, so that the step may be
+        launched ahead of time. Affects no later result.
 
-        Args:
-            num_unread: number of steps in flight for its sequences.
+        Args: num_unread: number of steps in flight for its sequences.
         """
         plan = self._plan_of(planned)
         if self._controller.is_asleep(plan.num_sampling):
@@ -250,11 +250,13 @@ class SpeculationManager:
     def on_launched_step(
         self, num_sequences: int, running: Collection[Key], *, is_first: bool, is_last: bool
     ) -> None:
-        """A launched step of `num_sequences` has ended, without drafts.
+        """Record the end of a step without drafts that was launched ahead of time.
 
         Args:
-            running: see `propose`.
-            is_first, is_last: see SpeculationController.on_launched_step.
+            num_sequences: number of sequences of the step.
+            running: all sequences with a place in steps; state of all others is dropped.
+            is_first: no other step was in flight when it was launched.
+            is_last: no step was launched after it.
         """
         self._retain_only(running)
         self._ended_s = self._clock()
@@ -271,10 +273,10 @@ class SpeculationManager:
     def propose(
         self, planned: Values[_Planned], running: Collection[Key]
     ) -> dict[Key, DraftTokens]:
-        """Draft tokens for those sequences of a plan that are worth it, with their blocks.
+        """Make draft tokens for those sequences of a plan for which they should pay, and allocate
+        their blocks. Returns: draft tokens by sequence.
 
-        Args:
-            running: all sequences with a place in steps; all others are forgotten.
+        Args: running: all sequences with a place in steps; state of all others is dropped.
         """
         self._controller.begin_drafts()
         self._own_s = {}
@@ -336,8 +338,9 @@ class SpeculationManager:
         return drafts
 
     def overlap_host_work(self, drafts: Mapping[Key, DraftTokens]) -> None:
-        """Called when a step with these drafts is queued on the device: the last step's result is
-        learnt, and what this one's tokens will be compared with is prepared."""
+        """Learn the last step's result and prepare the comparison of this step's drafts with its
+        tokens. Called when the step is queued on the device, so that the device is not kept
+        waiting."""
         if self._is_asleep:
             return  # the next steps have no drafts, and there may be no device to wait for
         try:
@@ -349,7 +352,7 @@ class SpeculationManager:
         self._controller.prepare()
 
     def discard(self, planned: Values[_Planned], drafts: Mapping[Key, DraftTokens]) -> None:
-        """The step failed, or is computed again: the blocks of its drafts are freed."""
+        """Free the blocks of the drafts of a step that failed or is computed again."""
         self._controller.cancel_step()
         self._beside_s += sum(self._own_s.values())
         self._own_s = {}
@@ -360,13 +363,13 @@ class SpeculationManager:
     def on_accepted(
         self, outputs: Values[RequestOutput], num_accepted: Mapping[Key, int], *, num_rows: int
     ) -> None:
-        """The step of `propose` has ended, after `feed_hidden_states`. A failure here costs no
-        token.
+        """Report the end of the step of the last `propose`, after `feed_hidden_states`. An error
+        here is logged, and costs no token.
 
         Args:
-            outputs: those of the step.
+            outputs: the outputs of the step.
             num_accepted: number of accepted nodes by sequence.
-            num_rows: rows of the step.
+            num_rows: number of rows of the step, draft tokens included.
         """
         if self._is_asleep:
             self._ended_s = self._clock()
@@ -440,11 +443,11 @@ class SpeculationManager:
         return merged_drafts
 
     def _is_raw(self, task: DraftTask, tree: TokenTree) -> bool:
-        """Calibrated chances are not needed, or not before it is clear that there is no room."""
+        """Whether chances need no calibration yet: all nodes are taken if there is room."""
         return not self._chooses_nodes and len(tree) <= task.num_nodes
 
     def _is_tried(self, task: DraftTask) -> bool:
-        """Its draws are judged by the multi-step rule."""
+        """Whether the draws of the task are verified with multi-step acceptance."""
         return task.is_drawn and self._config.acceptance == "multi_step"
 
     def _task(self, sequence: Sequence) -> DraftTask:
@@ -469,7 +472,7 @@ class SpeculationManager:
     # ---- proposers
 
     def _call(self, index: int, tasks: list[DraftTask]) -> list[Draft]:
-        """Call one proposer. Empty drafts while it has failed."""
+        """Call one proposer. Returns: empty drafts if it fails or is in its back-off."""
         if index not in self._failed:
             try:
                 return self._proposers[index].propose(tasks)
@@ -478,7 +481,7 @@ class SpeculationManager:
         return [Draft(EMPTY, {})] * len(tasks)
 
     def _fail(self, index: int) -> None:
-        """Called in an exception handler: the proposer is not called during its back-off."""
+        """Start the back-off of a proposer that raised. Called in an exception handler."""
         self._num_failures[index] += 1
         seconds = backoff_s(self._num_failures[index])
         self._failed[index] = self._clock() + seconds
@@ -491,14 +494,14 @@ class SpeculationManager:
                 proposer.forget(key)
 
     def _add_sequence(self, sequence: Sequence) -> None:
-        """From now on its key is this sequence's."""
+        """Register the sequence under its key, in place of an earlier one."""
         if self._known.get(sequence.key) is not sequence:
             self._forget(sequence.key)
             self._known[sequence.key] = sequence
 
     def _retain_only(self, running: Collection[Key]) -> None:
-        """Forget all other sequences, and end back-offs that are over: the proposer is called
-        again, and knows no sequence."""
+        """Drop the state of all sequences not in `running`, and end back-offs that are over: the
+        proposer is called again and has no state of any sequence."""
         if self._failed:
             now_s = self._clock()
             for index in [index for index, due_s in self._failed.items() if now_s >= due_s]:
@@ -518,12 +521,12 @@ class SpeculationManager:
 
     @property
     def failed_proposers(self) -> set[int]:
-        """Indices of the proposers that are not called now."""
+        """Indices of the proposers that are not called now because they failed."""
         return set(self._failed)
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where what a proposer keeps does not add up, unless it has
-        failed."""
+        """Check the proposers that have not failed. Raises: IntegrityError where the state of one
+        is inconsistent."""
         for index, proposer in enumerate(self._proposers):
             if index not in self._failed:
                 proposer.check_integrity()
@@ -532,7 +535,7 @@ class SpeculationManager:
 
     @property
     def hidden_state_scope(self) -> HiddenStateScope:
-        """Hidden states that a step must keep for proposers."""
+        """The hidden states that a step must keep for the proposers."""
         if not self._hidden_state_proposers:
             return HiddenStateScope.NONE
         scopes = (one.hidden_state_scope for one in self._live_hidden_state_proposers().values())
@@ -540,7 +543,7 @@ class SpeculationManager:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers whose inputs a step must keep for proposers."""
+        """Indices of the layers whose inputs a step must keep for the proposers."""
         if not self._hidden_state_proposers:
             return ()
         live = self._live_hidden_state_proposers().values()
@@ -553,8 +556,11 @@ class SpeculationManager:
         drafts: Mapping[Key, DraftTokens],
         model: LoadedModel,
     ) -> None:
-        """Pass on the hidden states of a step, once it is booked. A failure here costs proposers
-        their context, never a token. See `collect_hidden_states`."""
+        """Pass the hidden states of a step to the proposers, after its tokens were added to the
+        sequences. An error of a proposer is logged, and costs no token.
+
+        Args: planned, drafts: the plan and the drafts that the step was built from.
+        """
         self._fed_s = {}
         if not self._hidden_state_proposers:
             return
@@ -601,11 +607,10 @@ def make_speculation_manager(
     eos_token_ids: frozenset[int],
     clock: Callable[[], float],
 ) -> SpeculationManager | None:
-    """The manager that an engine's settings ask for; None without a proposer.
+    """Create the SpeculationManager that the settings ask for; None without a proposer.
 
-    Args:
-        proposers: None: those that the config names.
-    Raises: SettingsError for settings that do not go together.
+    Args: proposers: the proposers; None: those that the settings name.
+    Raises: SettingsError for settings that contradict each other.
     """
     wanted = config.speculation
     if proposers is None:
@@ -636,13 +641,13 @@ def make_speculation_manager(
 
 
 def backoff_s(num_failures: int) -> float:
-    """Back-off after a proposer's n-th failure, the first one being 1. Pure."""
+    """Return the back-off in seconds after a proposer's n-th failure; the first is 1. Pure."""
     return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 16))
 
 
 def may_draft(sequence: Sequence, num_tokens: int) -> bool:
-    """Whether a sequence may get drafts in a step that computes `num_tokens` of its tokens: it
-    samples in it, and sampled before."""
+    """Return whether a sequence may get drafts in a step that computes `num_tokens` of its tokens:
+    it samples a token in the step, and has sampled one before."""
     request = sequence.request
     return (
         sequence.state is State.RUNNING
@@ -657,14 +662,14 @@ def may_draft(sequence: Sequence, num_tokens: int) -> bool:
 
 
 def max_draft_depth(sequence: Sequence) -> int:
-    """Largest depth of a tree: the last token that the sequence may have is never computed, and so
-    nothing is drafted after it."""
+    """Return the largest useful depth of a sequence's draft tree: the last token that the sequence
+    may have is never computed, so nothing is drafted after it."""
     return max(0, sequence.group.max_output_tokens - sequence.num_output_tokens - 1)
 
 
 def in_grammar(tree: TokenTree, grammar: GrammarState | None) -> DraftTokens:
-    """The tree without what its grammar does not allow, and the state of the grammar after each
-    node."""
+    """Remove the nodes that the grammar does not allow. Returns: the remaining tree, with the
+    grammar state after each node."""
     if grammar is None:
         return DraftTokens(tree, (None,) * len(tree))
     states = {ROOT: grammar}
@@ -685,12 +690,11 @@ def collect_hidden_states(
     drafts: Mapping[Key, DraftTokens],
     model: LoadedModel,
 ) -> list[tuple[Sequence, HiddenStates]]:
-    """Hidden states of the tokens that a step computed and that stay, by sequence, once the step is
-    booked. A rejected draft token is not among them. All are in one memory of that size, no view of
-    the model's.
+    """Copy the hidden states of the tokens that a step computed, without rejected draft tokens, by
+    sequence. Called when the step's tokens were added to the sequences. All are views of one new
+    tensor, none of the model's memory.
 
-    Args:
-        planned: as the step was built of it.
+    Args: planned: the plan that the step was built from.
     """
     every = model.every_hidden()
     kept = step.drawn_of(model.hidden()) if every is None else every
@@ -747,7 +751,8 @@ def collect_hidden_states(
 
 
 def _accepted_nodes(sequence: Sequence, tokens: DraftTokens | None, end: int) -> list[int]:
-    """Nodes of a sequence's tree whose tokens are its own now, from position `end` on."""
+    """Return the nodes of a sequence's tree that were accepted: those whose tokens it has from
+    position `end` on."""
     nodes: list[int] = []
     if tokens is None:
         return nodes
@@ -760,8 +765,8 @@ def _accepted_nodes(sequence: Sequence, tokens: DraftTokens | None, end: int) ->
 
 
 def _sequences_of(sequence: Sequence, *, is_sampled: bool) -> Iterator[Sequence]:
-    """The sequence, and those that a prompt forked into in this step, which computed nothing else,
-    as far as they go on here."""
+    """Iterate over the sequence and the samples that were forked from its prompt in this step, as
+    far as they are still running."""
     yield from filter(_goes_on, (sequence,))
     if is_sampled and sequence.num_output_tokens == 1:
         for one in sequence.group.samples.values():

@@ -1,10 +1,10 @@
 """MedusaProposer: several heads on the target's last hidden state, each of which predicts the token
-one place further (Medusa, arXiv 2401.10774): residual blocks x + SiLU(W x + b), then a projection
-to the vocabulary; in the legacy format, version 2, that is the target's own head. The input is what
-the target's head takes: its last norm is in it.
+one place further (Medusa, arXiv 2401.10774). A head is a series of residual blocks x + SiLU(W x
++ b), then a projection to the vocabulary; in the legacy format, version 2, that is the target's
+LM head. Its input is that of the target's LM head, after the final norm.
 
-No head knows what another one chose, so that a tree is the product of each place's best tokens.
-They need the newest hidden state and nothing of the past: after a preemption, a handoff or a prefix
+No head depends on another one's choice, so that the tree is the product of each place's best
+tokens. The heads need the newest hidden state only: after a preemption, a handoff or a prefix cache
 hit they propose again as soon as one token was computed here.
 """
 
@@ -27,21 +27,21 @@ from engine.speculation.token_tree import EMPTY, ROOT, TokenTree, ordered
 
 
 class MedusaHead(NamedTuple):
-    """Weights of one head."""
+    """The weights of one head."""
 
     blocks: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """(weight [hidden, hidden], bias [hidden])"""
+    """The residual blocks: (weight [hidden, hidden], bias [hidden]) of each."""
 
     projection: torch.Tensor | None
-    """[V, hidden]; None: the target's head."""
+    """The projection to the vocabulary, [V, hidden]; None: the target's LM head."""
 
 
 class MedusaProposer:
     """A HiddenStateProposer that runs Medusa's heads.
 
     Args:
-        ends: those of the target, for heads without a projection.
-        expansion: number of best tokens that are taken at each place, place by place.
+        ends: the target's embedding and LM head; the latter serves heads without a projection.
+        expansion: number of best tokens at each place, place by place.
     """
 
     hidden_state_scope = HiddenStateScope.SAMPLED
@@ -60,10 +60,10 @@ class MedusaProposer:
         self._ends = ends
         self._expansion = tuple(expansion)
         self._newest: dict[Key, tuple[int, torch.Tensor]] = {}
-        """(position, [hidden]) of each sequence's newest token that was computed."""
+        """(position, hidden state [hidden]) of the newest computed token of each sequence."""
 
     def feed_hidden_states(self, computed: Sequence[HiddenStates]) -> None:
-        """See HiddenStateProposer."""
+        """Keep a copy of the newest hidden state of each sequence."""
         for one in computed:
             self._newest[one.key] = one.start + len(one.hidden) - 1, one.hidden[-1]
         if computed:
@@ -76,7 +76,7 @@ class MedusaProposer:
 
     @torch.inference_mode()
     def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
-        """Draft for each task the tree of each head's best tokens; an empty tree where the hidden
+        """Propose for each task the tree of the heads' best tokens; an empty tree where the hidden
         state of the newest token is unknown."""
         rows: list[tuple[DraftTask, int]] = []  # (task, tokens ahead of its next one)
         inputs: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by head: (row, hidden)
@@ -101,7 +101,7 @@ class MedusaProposer:
         return [Draft(product_tree(places.get(task.key, []), task.num_nodes), {}) for task in tasks]
 
     def logits(self, head: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of one head: [B, hidden] -> [B, V]."""
+        """Compute the logits of one head: hidden states [B, hidden] -> [B, V]."""
         blocks, projection = self._heads[head]
         for weight, bias in blocks:
             hidden = hidden + silu(linear(hidden, weight, bias))
@@ -112,7 +112,7 @@ class MedusaProposer:
         return self._ends.head(hidden)
 
     def _logits(self, inputs: dict[int, list[tuple[int, torch.Tensor]]]) -> torch.Tensor:
-        """Logits of all rows, in their order: [rows, V]."""
+        """Compute the logits of all rows, in their order: [rows, V]."""
         order: list[int] = []
         parts: list[torch.Tensor] = []
         for head, own in inputs.items():
@@ -124,19 +124,20 @@ class MedusaProposer:
         return logits[places.to(logits.device)]
 
     def forget(self, key: Key) -> None:
-        """See Proposer."""
+        """Drop the hidden state of a sequence."""
         self._newest.pop(key, None)
 
     def check_integrity(self) -> None:
-        """See Proposer. Nothing can contradict: one hidden state is kept for each sequence."""
+        """Check nothing: one hidden state is kept for each sequence, and they do not depend on one
+        another."""
 
 
 def product_tree(places: Sequence[Children], num_nodes: int) -> TokenTree:
-    """The likeliest nodes of the tree in which every path takes one of each place's tokens.
+    """Return the likeliest nodes of the tree in which every path has one of each place's tokens.
 
     Args:
-        places: the children of each place, best first.
-        num_nodes: at most.
+        places: the children of each place, the likeliest first.
+        num_nodes: largest number of nodes.
     """
     token_ids: list[int] = []
     parents: list[int] = []

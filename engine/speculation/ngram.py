@@ -1,6 +1,7 @@
-"""NgramProposer: prompt lookup, which proposes what followed the newest tokens the last times that
-they occurred in the prompt or in the output (Saxena, Prompt Lookup Decoding, 2023; LLMA, Yang et
-al., arXiv 2304.04487). Needs no forward pass; pays where answers repeat their prompt or themselves.
+"""NgramProposer: prompt lookup, which proposes the tokens that followed earlier occurrences of the
+newest tokens in the prompt or the output (Saxena, Prompt Lookup Decoding, 2023; LLMA, Yang et
+al., arXiv 2304.04487). It needs no forward pass, and pays where answers repeat their prompt or
+themselves.
 
 Engine thread only.
 """
@@ -15,10 +16,10 @@ from engine.speculation.proposer import Draft, DraftTask
 from engine.speculation.token_tree import EMPTY, TokenTree, chain, merge
 
 MAX_INDEXED = 32_768
-"""Number of newest prompt tokens that are indexed: 20 MB, at most, for each sample."""
+"""Largest number of newest prompt tokens that are indexed: at most 20 MB for each sample."""
 _PER_CALL = 2048
-"""Tokens that a call indexes, 10 ms of the engine's thread: after a long prompt the first drafts
-come some steps later."""
+"""Number of tokens that one call indexes, which takes 10 ms of the engine's thread. After a longer
+prompt the first drafts come some steps later."""
 
 
 class NgramProposer:
@@ -31,7 +32,8 @@ class NgramProposer:
         self._indices: dict[Key, NgramIndex] = {}
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
-        """See Proposer."""
+        """Propose the tokens after earlier occurrences of each task's newest tokens; an empty draft
+        where there are none, or where the sequence is not indexed yet."""
         drafts = []
         for task in tasks:
             if task.key not in self._indices:
@@ -41,33 +43,33 @@ class NgramProposer:
         return drafts
 
     def forget(self, key: Key) -> None:
-        """See Proposer."""
+        """Drop the index of a sequence."""
         self._indices.pop(key, None)
 
     def check_integrity(self) -> None:
-        """See Proposer. No index depends on another."""
+        """Check nothing: indices of sequences do not depend on one another."""
 
 
 class NgramIndex:
-    """Ends of each n-gram of one sequence, extended as the sequence grows."""
+    """The positions of each n-gram of one sequence, extended as the sequence grows."""
 
     def __init__(self, settings: NgramConfig) -> None:
         self._settings = settings
         self._num_tokens = 0
         self._first = 0
         self._newest: dict[tuple[int, ...], int] = {}
-        """Last end of each n-gram."""
+        """End position (exclusive) of the last occurrence of each n-gram."""
         self._lengths = range(settings.min_length, settings.max_length + 1)
         self._before: list[list[int]] = [[] for _ in self._lengths]
-        """By length, then by the end of an n-gram, of which `_first` + 1 is the first: the end of
-        the same n-gram before; 0: none."""
+        """The previous occurrence of each n-gram: by n-gram length, then by end position - `_first`
+        - 1, the end position of the same n-gram's occurrence before; 0: none."""
 
     def propose(self, token_ids: Sequence[int], num_tokens: int) -> TokenTree:
-        """Continuations of `token_ids`, each of at most `num_tokens`.
+        """Propose continuations of `token_ids`, of at most `num_tokens` tokens each, as a tree of
+        paths.
 
-        Args:
-            token_ids: all of the sequence; the calls before were given a prefix of it.
-        Raises: ValueError where the sequence has become shorter.
+        Args: token_ids: all tokens of the sequence, an extension of those of earlier calls.
+        Raises: ValueError if the sequence has become shorter.
         """
         self._extend(token_ids)
         settings = self._settings

@@ -1,9 +1,6 @@
-"""Proposer: the Protocol of n-gram lookup, draft models, draft workers and draft heads: each
-proposes what a sequence goes on with, as a token tree (token_tree.py). The trees of several
-proposers are merged.
-
-Engine thread only.
-"""
+"""Proposer: the Protocol of n-gram lookup, draft models, draft workers and draft heads. Each
+proposes draft tokens for a sequence as a token tree (token_tree.py); the trees of several
+proposers are merged. Engine thread only."""
 
 from __future__ import annotations
 
@@ -26,49 +23,51 @@ if TYPE_CHECKING:
 
 
 class DraftTask(NamedTuple):
-    """One sequence to propose tokens for."""
+    """One sequence to propose tokens for, and the limits of its draft."""
 
     key: Key
     token_ids: Sequence[int]
-    """All tokens of the sequence, the newest included. The list grows: a proposer keeps a copy."""
+    """All tokens of the sequence, the newest included. The caller appends to the list later: a
+    proposer that keeps tokens copies them."""
     num_prompt_tokens: int
     sampling: Sampling
     sample_index: int
-    """Number of the sample in its request, which is part of the key of its noise."""
+    """Index of the sample in its request; a part of the key of its sampling noise."""
     num_nodes: int
-    """Largest useful number of nodes."""
+    """Largest number of nodes that the step can use."""
     max_depth: int = sys.maxsize
-    """Largest useful depth of a node: the text ends before deeper ones."""
+    """Largest depth of a node that the step can use: the text ends before deeper ones."""
     is_drawn: bool = False
-    """Children must be draws, each with a `Try`, and no draw may be left out. Their random numbers
-    depend on the sampling's seed, which differs from step to step, and on the path to their parent.
-    A proposer that cannot draw so may choose children, without tries. The target's noise has
-    another seed."""
+    """Whether children must be random draws, each with a `Try`, none of which may be left out.
+    Their random numbers depend on the sampling's seed, which differs from step to step, and on
+    the path to their parent, and differ from those of the target's sampling. A proposer that
+    cannot draw may choose children without tries."""
 
 
 class Draft(NamedTuple):
-    """What a proposer proposes for one task."""
+    """One proposer's draft tokens for one task."""
 
     tree: TokenTree
     distributions: Mapping[DistributionKey, Distribution]
-    """What each `Try` was drawn from, under the proposer that the try names. Without an entry, the
-    token was certain to be proposed."""
+    """The distribution that each `Try` was drawn from, for the proposer that the try names. A token
+    without an entry was proposed with certainty."""
 
 
 class DraftTokens(NamedTuple):
-    """Draft tokens that one step computes for one sequence, from the drafts of all proposers."""
+    """The draft tokens that one step verifies for one sequence, from all proposers."""
 
     tree: TokenTree
-    """Empty only where there are `proposals`."""
+    """The draft tokens; empty only where there are `proposals`."""
     grammars: tuple[GrammarState | None, ...]
-    """State of the sequence's grammar after each node, if it has a grammar."""
+    """The grammar state after each node, if the sequence has a grammar."""
     proposals: tuple[Proposals | None, ...] = ()
-    """Under the multi-step rule (rejection_sampler.py): what is tried after the newest token, and
-    after each node."""
+    """With multi-step acceptance (rejection_sampler.py): the draws to verify after the newest
+    token, and after each node."""
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens. See the protocols below for more that a proposer may be."""
+    """Protocol of a proposer of draft tokens. ClosableProposer and HiddenStateProposer extend
+    it."""
 
     @property
     def name(self) -> str:
@@ -76,30 +75,33 @@ class Proposer(Protocol):
         ...
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
-        """Returns: a draft for each task, maybe an empty one. A draft of a task that is not
-        `is_drawn` has at most `num_nodes` nodes."""
+        """Propose draft tokens for several sequences. Returns: a draft for each task, which may be
+        empty; one of a task that is not `is_drawn` has at most `num_nodes` nodes."""
         ...
 
     def forget(self, key: Key) -> None:
-        """The sequence has ended, or has lost its blocks. Does nothing for an unknown one."""
+        """Drop the state of a sequence that has ended or lost its blocks. Does nothing for an
+        unknown one."""
         ...
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError where what is kept for sequences does not add up."""
+        """Check the state that is kept for sequences. Raises: IntegrityError where it is
+        inconsistent."""
         ...
 
 
 @runtime_checkable
 class ClosableProposer(Protocol):
-    """A Proposer with resources that Python does not free by itself: closed with the engine."""
+    """A Proposer with resources that Python does not free by itself; the engine closes it when it
+    closes."""
 
     def close(self) -> None:
-        """Free them; no other call follows. Idempotent."""
+        """Free the resources; no other call follows. Idempotent."""
         ...
 
 
 def close_proposers(proposers: Iterable[Proposer]) -> None:
-    """Close each ClosableProposer, whether closing another one fails or not."""
+    """Close each ClosableProposer, even if closing another one fails."""
     with ExitStack() as stack:
         for proposer in proposers:
             if isinstance(proposer, ClosableProposer):
@@ -107,29 +109,34 @@ def close_proposers(proposers: Iterable[Proposer]) -> None:
 
 
 class HiddenStateScope(enum.IntEnum):
-    """Tokens of a step whose hidden states are kept; a greater scope includes the smaller ones."""
+    """The tokens of a step whose hidden states are kept; a greater scope includes the smaller
+    ones."""
 
     NONE = 0
     SAMPLED = 1
-    """Tokens that were sampled after: the last one of each sequence, and its draft tokens."""
+    """Tokens whose logits were sampled from: the last one of each sequence, and its draft
+    tokens."""
     ALL = 2
-    """Tokens of prompts, too, where the model can (LoadedModel.every_hidden)."""
+    """All tokens, those of prompts included where the model supports it
+    (LoadedModel.every_hidden)."""
 
 
 class HiddenStates(NamedTuple):
-    """Hidden states of consecutive tokens of one sequence that a step computed and that stay."""
+    """Hidden states of consecutive tokens of one sequence that a step computed, without rejected
+    draft tokens."""
 
     key: Key
     token_ids: Sequence[int]
-    """All tokens of the sequence, those sampled in the step included. The list grows: a proposer
-    keeps a copy."""
+    """All tokens of the sequence, those sampled in the step included. The caller appends to the
+    list later: a proposer that keeps tokens copies them."""
     start: int
     """Position of the first of the computed tokens."""
     hidden: torch.Tensor
-    """[n, hidden], n >= 1: the input of the target's head, after its last norm."""
+    """Hidden states [n, hidden], n >= 1: the input of the target's LM head, after the final
+    norm."""
     layers: Mapping[int, torch.Tensor] = MappingProxyType({})
-    """[n, hidden] by layer: the input of the layer (LoadedModel.layer_inputs), of each layer that
-    some proposer needs."""
+    """Inputs [n, hidden] of single layers, by layer (LoadedModel.layer_inputs): of each layer in
+    some proposer's `aux_layers`."""
 
 
 @runtime_checkable
@@ -138,16 +145,18 @@ class HiddenStateProposer(Proposer, Protocol):
 
     @property
     def hidden_state_scope(self) -> HiddenStateScope:
-        """Hidden states that it can use."""
+        """The hidden states that the proposer needs."""
         ...
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs it can use, too; needs HiddenStateScope.ALL."""
+        """Indices of the target's layers whose inputs the proposer needs; not empty only with
+        HiddenStateScope.ALL."""
         ...
 
     def feed_hidden_states(self, computed: Sequence[HiddenStates]) -> None:
-        """Called after each step, whether the proposer was called in it or not. Hidden states that
-        do not begin where the last ones of the same sequence ended follow a gap: tokens that were
-        computed elsewhere, or found in the prefix cache."""
+        """Pass the hidden states of a step to the proposer; called after each step, whether
+        `propose` was called for it or not. Where hidden states of a sequence do not begin at the
+        end of the previous ones, the tokens between were computed elsewhere or found in the
+        prefix cache."""
         ...

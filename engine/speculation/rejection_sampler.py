@@ -46,51 +46,52 @@ if TYPE_CHECKING:
     from engine.speculation.proposer import Draft, DraftTask, DraftTokens
 
 Distribution = NDArray[np.float64]
-"""[V], sums to 1."""
+"""A probability distribution over the vocabulary: [V], sums to 1."""
 
 DistributionKey = tuple[tuple[int, ...], int]
-"""(tokens from the root's child down to a parent, index of a proposer): the proposer's distribution
-after that parent. By tokens, so that the key stays valid when trees are merged."""
+"""(tokens from the root's child down to a parent, index of a proposer): the key of the proposer's
+distribution after that parent. It names tokens, so that it stays valid when trees are merged."""
 
 Target = Callable[[int], Distribution]
-"""The model's own distribution after a node, or after ROOT."""
+"""Returns the model's own distribution after a node, or after ROOT."""
 
 Uniform = Callable[[], float]
-"""Returns the next one of independent numbers from [0, 1)."""
+"""Returns the next of a series of independent random numbers from [0, 1)."""
 
 _TRY_KEY, _DRAFT_KEY = range(2)
-"""What a key of random numbers is for: to judge tries, or to draw drafts."""
+"""The uses of a key of random numbers: to verify tries, or to draw drafts."""
 
 
 class Proposal(NamedTuple):
-    """One draw of what may follow a node."""
+    """One draw of a token after a node."""
 
     token_id: int
     probability: float
-    """Probability of the token in what it was drawn from."""
+    """Probability of the token in the distribution that it was drawn from."""
     drawn_from: Distribution | None
-    """None: the token was certain to be proposed."""
+    """The distribution that the token was drawn from; None: it was proposed with certainty."""
 
 
 class Proposals(NamedTuple):
-    """All draws of what may follow one node."""
+    """All draws after one node."""
 
     tries: tuple[Proposal, ...]
     key: int
-    """Key of the random numbers that judge them."""
+    """Key of the random numbers that verify them."""
 
 
 class AcceptedPath(NamedTuple):
-    """What a step yields."""
+    """The accepted path of a tree, and the token sampled after it."""
 
     nodes: tuple[int, ...]
     """Accepted nodes, from the root's child down."""
     token_id: int
-    """Token that the model sampled after the last of them."""
+    """The token that the model sampled after the last accepted node."""
 
 
 def naive(tree: TokenTree, target: Target, uniform: Uniform) -> AcceptedPath:
-    """The path of the tokens that the target samples."""
+    """Sample tokens from the target and return the path of the tree that they follow, with the
+    first token that leaves it."""
     return _follow(tree, lambda node, _: pick(target(node), uniform()))
 
 
@@ -100,10 +101,10 @@ def multi_step(
     target: Target,
     uniform: Uniform,
 ) -> AcceptedPath:
-    """The path of the tokens that `accept` keeps.
+    """Return the path of the tree that multi-step speculative sampling (`accept` at each node)
+    keeps.
 
-    Args:
-        distributions: what each try was drawn from (Draft.distributions).
+    Args: distributions: the distributions that the tries were drawn from (Draft.distributions).
     """
     return _follow(
         tree,
@@ -125,8 +126,8 @@ def _follow(tree: TokenTree, sample: Callable[[int, tuple[int, ...]], int]) -> A
 
 
 def accept(wanted: Distribution, tries: Sequence[Proposal], uniform: Uniform) -> int:
-    """The token that follows a node, distributed as `wanted`: an accepted one of the tries, or one
-    sampled from what they leave."""
+    """Return the token that follows a node, distributed as `wanted`: the first of the tries that is
+    accepted, or else one sampled from the residual distribution."""
     drawn = [one for one in tries if one.drawn_from is not None]
     # Last: then it makes no difference that a certain token is no try of its own where a draw
     # proposed it, too.
@@ -140,7 +141,7 @@ def accept(wanted: Distribution, tries: Sequence[Proposal], uniform: Uniform) ->
 
 
 def judge(wanted: Distribution, proposals: Proposals) -> int:
-    """`accept`, by the random numbers of the proposals' key."""
+    """Apply `accept` to proposals, with the random numbers of their key."""
     return accept(wanted, proposals.tries, random.Random(proposals.key).random)
 
 
@@ -150,13 +151,13 @@ def proposals_at_nodes(
     distributions: Mapping[DistributionKey, Distribution],
     key: Callable[[int], int],
 ) -> tuple[Proposals | None, ...]:
-    """What is tried after the newest token, and after each computed node; None where nothing was
-    drawn.
+    """Collect the draws to verify after the newest token, and after each computed node; None where
+    nothing was drawn.
 
     Args:
-        computed: what is left of `drafted`.
-        key: of the random numbers at a depth; 0 is after the newest token.
-    Returns: one entry more than there are nodes; none at all where nothing was drafted.
+        computed: the part of `drafted` that the step computes.
+        key: returns the key of the random numbers at a depth; 0 is after the newest token.
+    Returns: one entry more than there are computed nodes; an empty tuple if nothing was drafted.
     """
     if not len(drafted):
         return ()
@@ -175,7 +176,8 @@ def proposals_at_nodes(
 
 
 def with_proposals(tokens: DraftTokens, task: DraftTask, drafted: Draft) -> DraftTokens:
-    """The draft tokens with what is tried at their nodes, by random numbers of this step."""
+    """Add to draft tokens the draws to verify at their nodes, with the keys of this step's random
+    numbers."""
 
     def key(depth: int) -> int:
         position = len(task.token_ids) + depth
@@ -192,7 +194,8 @@ def _tries(
     path: tuple[int, ...],
     distributions: Mapping[DistributionKey, Distribution],
 ) -> tuple[Proposal, ...]:
-    """Every draw that proposed a child of `node`; a child without any was certain to come."""
+    """Return every draw that proposed a child of `node`; a child without draws counts as one of
+    certainty."""
     tries: list[Proposal] = []
     for token_id, child in tree.children.get(node, {}).items():
         if not tree.tries[child]:
@@ -217,22 +220,24 @@ def _residual(wanted: Distribution, rejected: Proposal) -> Distribution:
 
 
 def pick(distribution: Distribution, uniform: float) -> int:
-    """The token at `uniform` of the running sum; never one of probability 0."""
+    """Return the token whose interval of the cumulative distribution contains `uniform`; never one
+    of probability 0."""
     sums = np.cumsum(distribution)
     token_id = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
     return min(token_id, int(np.flatnonzero(distribution)[-1]))
 
 
 class DrawnChildren(NamedTuple):
-    """Draws of what follows one parent."""
+    """The draws of one parent's children."""
 
     counts: Counter[int]
-    """Number of draws of each token, in the order of the first ones."""
+    """Number of draws of each token, in the order of their first draws."""
     distribution: Distribution
 
 
 def proposal_sampling(sampling: Sampling) -> Sampling:
-    """The parameters by which a draft model draws for a request with `sampling`."""
+    """Return the sampling parameters with which a draft model draws for a request with
+    `sampling`."""
     if not needs_history(sampling):
         return sampling
     return replace(
@@ -248,12 +253,12 @@ def proposal_sampling(sampling: Sampling) -> Sampling:
 def draw_children(
     distributions: NDArray[np.float64], keys: Sequence[int], width: int
 ) -> list[DrawnChildren | None]:
-    """Draw `width` children for each parent. None: no token may be drawn there, or the draft
-    model's logits are no numbers.
+    """Draw `width` children for each parent. An entry is None where no token may be drawn, or the
+    draft model's logits are not finite.
 
     Args:
-        distributions: [P, V], what follows each parent.
-        keys: those of each parent's random numbers.
+        distributions: [P, V], the distribution after each parent.
+        keys: the key of each parent's random numbers.
     """
     found: list[DrawnChildren | None] = []
     for key, own in zip(keys, distributions, strict=True):
@@ -270,7 +275,7 @@ def draw_children(
 
 
 def random_key(*words: int) -> int:
-    """A hash of whole numbers as 64 random bits; only the low 64 bits of each number count."""
+    """Return a 64-bit hash of integers; only the low 64 bits of each count."""
     digest = hashlib.blake2b(digest_size=8)
     for word in words:
         digest.update((word & (2**64 - 1)).to_bytes(8, "little"))
@@ -278,8 +283,8 @@ def random_key(*words: int) -> int:
 
 
 def seeded(task: DraftTask, proposer: int) -> DraftTask:
-    """The task with a seed of this proposer and this step, if it is drawn: draws of two proposers
-    are independent, and independent of what was drawn before."""
+    """Return the task with a seed that depends on the proposer and the step if it `is_drawn`, so
+    that draws of two proposers, and of two steps, are independent; else the task itself."""
     if not task.is_drawn:
         return task
     one = task.sampling

@@ -51,30 +51,33 @@ from engine.speculation.token_tree import EMPTY, TokenTree
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 2.0
-"""Deadline for a worker's description. Only the start of an engine waits for it."""
+"""Deadline in seconds for a worker's description. Only the start of an engine waits for it."""
 GIVE_UP_S = 2.0
-"""Time from a step's deadline after which a worker without a response has failed."""
+"""Time in seconds after a step's deadline at which a worker without a response counts as failed."""
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 MAX_LATE = 3
-"""Number of late responses in a row after which a worker rests after each; guessed."""
+"""Number of consecutive late responses after which a worker rests after each further one;
+guessed."""
 MAX_LATE_REST_S = 4.0
-"""A step that waits the usual 0.05 s for nothing, once in 4 s, costs about 1 %."""
+"""Longest rest in seconds: a step that waits the usual 0.05 s in vain, once in 4 s, costs about 1
+%."""
 MAX_ADDRESSES = 8
-"""Largest number of draft workers' addresses that are kept of one request."""
+"""Largest number of draft workers' addresses that are recorded for one request."""
 
 NOTHING = Draft(EMPTY, {})
 
 
 @dataclass(slots=True)
 class DraftCalls:
-    """Calls of draft workers for one request. Times are the proposer's clock's (time.monotonic)."""
+    """Calls of draft workers for one request. Times are in seconds of the proposer's clock
+    (time.monotonic)."""
 
     num_calls: int = 0
     num_late: int = 0
     num_failed: int = 0
     num_nodes: int = 0
-    """Draft tokens that arrived for this request."""
+    """Number of draft tokens that arrived for this request."""
     first_s: float = 0.0
     """Time at which the first call began."""
     last_s: float = 0.0
@@ -85,29 +88,28 @@ class DraftCalls:
 
 
 class DraftTraces:
-    """Calls of draft workers for traced requests. Without a traced request nothing is noted, and
-    nothing costs time.
+    """Records of calls of draft workers for traced requests. A call is for several sequences and is
+    recorded for each traced request among them. Memory per request does not grow with its calls;
+    without traced requests nothing is recorded.
 
-    One call is for several sequences: each traced request of them notes all of it. What is kept of
-    a request does not grow with its calls. `watch` and `take` belong to the loop's thread, the rest
-    to the engine's.
+    `watch` and `take` belong to the event loop's thread, the rest to the engine's.
     """
 
     def __init__(self) -> None:
         self._calls: dict[str, DraftCalls] = {}
 
     def watch(self, request_id: str) -> None:
-        """The request is traced until `take`."""
+        """Start recording the calls for a request."""
         self._calls[request_id] = DraftCalls()
 
     def take(self, request_id: str) -> DraftCalls | None:
-        """End the trace of a request. None: there was no call for it."""
+        """Stop recording, and return the calls for the request; None if there was none."""
         calls = self._calls.pop(request_id, None)
         return calls if calls is not None and calls.num_calls else None
 
     @property
     def is_on(self) -> bool:
-        """Some request is traced."""
+        """Whether some request is traced."""
         return bool(self._calls)
 
     def note(
@@ -120,9 +122,10 @@ class DraftTraces:
         is_late: bool,
         is_failed: bool,
     ) -> None:
-        """Note one call.
+        """Record one call for the traced requests among its sequences.
 
         Args:
+            began_s, ended_s: times of the call.
             proposed: the sequences of the call, and the number of nodes for each.
         """
         num_nodes: dict[str, int] = {}
@@ -148,35 +151,35 @@ class DraftTraces:
 
 @dataclass(eq=False)
 class DraftCounts:
-    """Counts of one draft worker; written by the engine's thread, read by any. Every call is
-    answered, late or failed."""
+    """Counts of one draft worker, written by the engine's thread and read by any. Every call is
+    counted as one of answered, late or failed."""
 
     num_answered: int = 0
-    """Calls whose responses came in time."""
+    """Number of calls whose responses came in time."""
     num_late: int = 0
-    """Calls whose responses came after the deadline, and were dropped."""
+    """Number of calls whose responses came after the deadline and were dropped."""
     num_failed: int = 0
-    """Calls that failed in time, or whose responses were invalid."""
+    """Number of calls that failed before the deadline, or had invalid responses."""
     num_nodes: int = 0
-    """Draft tokens that came in time."""
+    """Number of draft tokens that came in time."""
     num_resent: int = 0
-    """Sequences that were sent again as a whole, since the worker did not know them."""
+    """Number of sequences that were sent again as a whole because the worker did not have them."""
     is_ready: bool = False
-    """The worker receives requests."""
+    """Whether the worker receives requests."""
 
 
 @dataclass(frozen=True, eq=False)
 class DraftPeer:
-    """Channel, counts and traces of one draft worker, as the verifier's process makes them."""
+    """The channel, counts and traces of one draft worker."""
 
     channel: DraftChannel
     counts: DraftCounts = field(default_factory=DraftCounts)
     traces: DraftTraces = field(default_factory=DraftTraces)
-    """Shared by all draft workers of a verifier."""
+    """Traces, which all draft workers of a verifier share."""
 
 
 class EndpointState(Enum):
-    """State of a draft worker; the transitions are at the top of this file."""
+    """The state of a draft worker; the transitions are listed in the module's docstring."""
 
     AWAY = "away"
     CONNECTING = "connecting"
@@ -186,7 +189,7 @@ class EndpointState(Enum):
 
 
 class DraftEndpoint:
-    """One draft worker, as the verifier last saw it."""
+    """The state that the verifier keeps of one draft worker."""
 
     def __init__(self, peer: DraftPeer) -> None:
         self.channel = peer.channel
@@ -194,21 +197,21 @@ class DraftEndpoint:
         self.traces = peer.traces
         self.state = EndpointState.AWAY
         self.due_s = 0.0
-        """Time of the next change of state: while the worker is away or rests, the end of its
-        back-off; while a response is missing, the time at which the worker has failed (a channel
-        should end its calls before that)."""
+        """Time of the next change of state: for a worker that is away or rests, the end of its
+        back-off; while a response is missing, the time at which the worker counts as failed (a
+        channel should end its calls before that)."""
         self.backoff_s = FIRST_BACKOFF_S
         self.num_late = 0
-        """Late responses in a row."""
+        """Number of consecutive late responses."""
         self.num_sessions = 0
         self.ended: list[int] = []
-        """Sessions that the worker must still forget."""
+        """Sessions that the next call of `forget` reports to the worker as ended."""
         self.description: Future[DraftModelInfo] | None = None
         self.late: Future[Sequence[DraftResponse]] | None = None
 
 
 class RemoteSession:
-    """One sequence, as its draft worker has it."""
+    """One sequence, and its state at its draft worker."""
 
     __slots__ = ("backoff_s", "due_s", "endpoint", "num_sent", "number")
 
@@ -216,26 +219,27 @@ class RemoteSession:
         self.number = number
         self.endpoint: DraftEndpoint | None = None
         self.num_sent = 0
-        """Number of its tokens, from the first, that its worker has."""
+        """Number of the sequence's first tokens that its worker has."""
         self.due_s = 0.0
-        """End of the back-off after its worker did not keep it."""
+        """End of the back-off after the worker lacked the sequence or had no room."""
         self.backoff_s = FIRST_BACKOFF_S
 
     def on_kept(self, num_tokens: int, *, is_whole: bool) -> None:
-        """Its worker has `num_tokens` of its tokens."""
+        """Record that the worker has the sequence's first `num_tokens` tokens. Args: is_whole:
+        these are all of them."""
         self.num_sent = num_tokens
         if is_whole:
             self.backoff_s = FIRST_BACKOFF_S
 
     def on_unknown(self, now_s: float) -> None:
-        """Its worker does not have it, or has no room: all of it is sent again after a back-off
-        that doubles."""
+        """Record that the worker lacks the sequence or has no room: all tokens are sent again after
+        a back-off that doubles."""
         self.num_sent = 0
         self.due_s = now_s + self.backoff_s
         self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
 
     def leave(self) -> None:
-        """Leave its worker. Nothing of the last one's responses counts for the next."""
+        """Detach the session from its worker, and reset the state that it had with it."""
         self.endpoint = None
         self.num_sent = 0
         self.due_s = 0.0
@@ -247,9 +251,9 @@ class RemoteProposer:
 
     Args:
         target: the model that tokens are proposed for.
-        deadline_s: deadline of one step's responses.
-        give_up_s: time from that deadline after which a worker has failed.
-        verifier: name of this verifier at the workers; None: a random one.
+        deadline_s: longest time that a step waits for responses.
+        give_up_s: time after that deadline at which a worker without a response counts as failed.
+        verifier: the name of this verifier at the workers; None: a random one.
     """
 
     name = "draft workers"
@@ -274,11 +278,9 @@ class RemoteProposer:
         self._numbers = count()
 
     def connect(self) -> None:
-        """Ask all workers for their model, and wait for it; for the start, when no request
-        is served yet. Workers that are away are connected later.
-
-        Raises: LoadError for a worker with another tokenizer.
-        """
+        """Request the description of all workers' models, and wait for it. Called at the start,
+        before requests are served; workers that are away are connected later. Raises: LoadError
+        for a worker with another tokenizer."""
         for endpoint in self._endpoints:
             if endpoint.state is EndpointState.AWAY:
                 self._begin_connecting(endpoint)
@@ -292,7 +294,8 @@ class RemoteProposer:
             self._update(endpoint)
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[Draft]:
-        """See Proposer."""
+        """Send the tasks' new tokens to their workers, wait for responses until the deadline, and
+        return their drafts; empty drafts for tasks without a response in time."""
         for endpoint in self._endpoints:
             self._update(endpoint)
         began_s = self._clock()
@@ -315,7 +318,7 @@ class RemoteProposer:
         return drafts
 
     def forget(self, key: Key) -> None:
-        """See Proposer."""
+        """Drop the session of a sequence; its worker learns of it with the next calls."""
         session = self._sessions.pop(key, None)
         if session is not None and session.endpoint is not None:
             session.endpoint.num_sessions -= 1
@@ -325,7 +328,8 @@ class RemoteProposer:
                 self._send_ended(endpoint)
 
     def check_integrity(self) -> None:
-        """See Proposer. Each session has one worker at most, and one that is not left out."""
+        """Check the sessions. Raises: IntegrityError where a worker's count is wrong, a worker that
+        is left out has sessions, or two sequences share one."""
         for endpoint in self._endpoints:
             own = [one for one in self._sessions.values() if one.endpoint is endpoint]
             if len(own) != endpoint.num_sessions:
@@ -348,7 +352,8 @@ class RemoteProposer:
         return session
 
     def _endpoint_of(self, session: RemoteSession) -> DraftEndpoint | None:
-        """The worker of a session, chosen now if it has none; None: no worker is ready."""
+        """Return the worker of a session, and assign one if it has none; None if no worker is
+        ready."""
         if session.endpoint is None:
             ready = [one for one in self._endpoints if one.state is EndpointState.READY]
             if not ready:
@@ -358,14 +363,15 @@ class RemoteProposer:
         return session.endpoint
 
     def _weight(self, number: int, endpoint: DraftEndpoint) -> bytes:
-        """Rendezvous hashing: a worker that comes or goes moves no sessions but its own."""
+        """Return the weight of a worker for a session in rendezvous hashing: a worker that comes or
+        goes moves no sessions but its own."""
         name = f"{number} {endpoint.channel.address}".encode()
         return hashlib.blake2b(name, digest_size=8, key=self._verifier).digest()
 
     # ---- one call
 
     def _requests(self, tasks: Sequence[DraftTask]) -> dict[DraftEndpoint, dict[int, DraftRequest]]:
-        """Requests of this step, by worker and index of the task."""
+        """Build the requests of this step, by worker and index of the task."""
         wanted: list[tuple[int, DraftEndpoint, RemoteSession]] = []
         now_s = self._clock()
         for place, task in enumerate(tasks):
@@ -385,7 +391,7 @@ class RemoteProposer:
     def _call(
         self, endpoint: DraftEndpoint, requests: Sequence[DraftRequest]
     ) -> Future[Sequence[DraftResponse]] | None:
-        """Begin a call; None: it failed at once."""
+        """Start a call. Returns: None if it failed at once."""
         self._send_ended(endpoint)
         try:
             return endpoint.channel.propose(
@@ -402,7 +408,8 @@ class RemoteProposer:
         call: Future[Sequence[DraftResponse]],
         sent: Sequence[tuple[DraftTask, DraftRequest]],
     ) -> list[Draft]:
-        """The result of a call: a draft for each task, or none at all."""
+        """Read the result of a call. Returns: a draft for each task; an empty list if there is no
+        result."""
         if not call.done():
             endpoint.counts.num_late += 1
             endpoint.num_late += 1
@@ -444,7 +451,7 @@ class RemoteProposer:
         sent: Sequence[tuple[DraftTask, DraftRequest]],
         found: Sequence[Draft],
     ) -> None:
-        """Note a collected call for traced requests."""
+        """Record a call for traced requests."""
         is_late = endpoint.late is call
         nums = [len(draft.tree) for draft in found] or [0] * len(sent)
         endpoint.traces.note(
@@ -457,8 +464,8 @@ class RemoteProposer:
         )
 
     def _tree(self, response: DraftResponse, most: int) -> TokenTree:
-        """Check a response. Raises: ValueError where it is no tree of the target's tokens, or has
-        more than `most` nodes."""
+        """Build the token tree of a response. Raises: ValueError if it is not a tree of the
+        target's tokens, or has more than `most` nodes."""
         num_nodes = len(response.token_ids)
         if num_nodes > most or (num_nodes and not response.is_known):
             raise ValueError(f"{num_nodes} nodes, {most} at most were requested")
@@ -485,7 +492,7 @@ class RemoteProposer:
     # ---- state of workers
 
     def _update(self, endpoint: DraftEndpoint) -> None:
-        """Change the state of a worker by what happened since the last step."""
+        """Update the state of a worker from the responses since the last step."""
         is_due = self._clock() >= endpoint.due_s
         if endpoint.state is EndpointState.AWAY:
             if is_due:
@@ -553,7 +560,7 @@ class RemoteProposer:
             self._leave_out(endpoint, error)
 
     def _misfit(self, endpoint: DraftEndpoint, info: DraftModelInfo) -> str:
-        """Why a worker's tokens would be of no use; empty where they are."""
+        """Return the reason why a worker's draft tokens cannot be used; empty if they can."""
         target = self._target
         if (info.vocab_size, info.tokenizer_digest) == (
             target.vocab_size,
@@ -567,7 +574,8 @@ class RemoteProposer:
         )
 
     def _leave_out(self, endpoint: DraftEndpoint, why: object) -> None:
-        """Leave a worker out until its back-off is over. Its sessions go to other workers."""
+        """Send a worker no requests until its back-off is over. Its sessions move to other
+        workers."""
         if endpoint.state in (EndpointState.READY, EndpointState.LATE, EndpointState.RESTING):
             logger.warning(
                 "draft worker %s is left out for %.1f s: %s",
@@ -590,9 +598,9 @@ class RemoteProposer:
 
 
 def make_request(session: RemoteSession, task: DraftTask, num_tokens: int) -> DraftRequest:
-    """The request with the next `num_tokens` of a sequence. It asks for no nodes where more tokens
-    follow. For a task that is drawn it asks for the likeliest tokens, since the worker has not the
-    noise of the target."""
+    """Build the request with the next `num_tokens` tokens of a sequence. It asks for no nodes if
+    more tokens follow. A drawn task asks for the likeliest tokens (temperature 0), since the
+    worker does not have the target's noise."""
     sampling = task.sampling
     start = session.num_sent
     end = start + num_tokens
@@ -612,10 +620,11 @@ def make_request(session: RemoteSession, task: DraftTask, num_tokens: int) -> Dr
 
 
 def num_tokens_to_send(wanted: Iterable[tuple[RemoteSession, DraftTask]]) -> list[int | None]:
-    """Number of tokens of each sequence that this step sends to its worker; None: no request.
+    """Choose the number of tokens of each sequence that this step sends to its worker, together at
+    most MAX_NEW_TOKENS; None: no request.
 
-    Together at most MAX_NEW_TOKENS. Sequences with what a step adds come first, since they get
-    drafts now; then whole texts, the oldest first.
+    Sequences with a step's few new tokens come first, since they get drafts now; then whole texts,
+    the oldest first.
     """
     missing: list[tuple[bool, int, int, int]] = []
     for place, (session, task) in enumerate(wanted):

@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ROOT = -1
-"""Stands for the sequence's newest token where a parent is named."""
+"""The parent of the tree's first level: the sequence's newest token."""
 
 
 class Try(NamedTuple):
-    """One draw that proposed a node."""
+    """One random draw that proposed a node."""
 
     proposer: int
-    """Index of the proposer that drew it."""
+    """Index of the proposer that drew the token."""
     probability: float
     """Probability of the token in the distribution that it was drawn from."""
 
 
 class _Shape:
-    """What follows from a tree's tokens and parents, computed when it is first asked for."""
+    """Depths and children of a tree's nodes, computed from tokens and parents on first use."""
 
     __slots__ = ("_children", "_depths", "_parents", "_token_ids")
 
@@ -59,22 +59,23 @@ class _Shape:
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A tree of draft tokens. All tuples have one entry per node.
+    """A tree of draft tokens; all tuples have one entry per node, in depth-first order.
 
-    Raises: ValueError for what is no such tree.
+    Raises: ValueError if the tuples differ in length, nodes are not depth-first, siblings repeat a
+        token, or a node has a greater chance than its parent.
     """
 
     token_ids: tuple[int, ...]
 
     parents: tuple[int, ...]
-    """Parent of each node, or ROOT."""
+    """Index of each node's parent, or ROOT."""
 
     chances: tuple[float, ...]
-    """The proposer's probability that the model samples the whole path to this node; at most its
+    """The proposer's probability that the model samples the whole path to each node; at most its
     parent's."""
 
     tries: tuple[tuple[Try, ...], ...]
-    """Draws that proposed each node; none where it was chosen otherwise."""
+    """The random draws that proposed each node; empty for a node that was not drawn."""
 
     _shape: _Shape = field(init=False, repr=False, compare=False)
 
@@ -103,24 +104,25 @@ class TokenTree:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """1 for the root's children."""
+        """The depth of each node; 1 for the root's children."""
         return self._shape.depths
 
     @property
     def children(self) -> dict[int, dict[int, int]]:
-        """Children of each node that has some, and of ROOT: {token id: node}, in order."""
+        """The children of ROOT and of each node that has some: {token id: node}, in order."""
         return self._shape.children
 
     def prepare(self) -> None:
-        """Compute `children` now, while the device computes."""
+        """Compute and keep `children`. Called while the device is busy, so that later use costs no
+        time."""
         _ = self._shape.children
 
     def child(self, node: int, token_id: int) -> int | None:
-        """The child of `node` (or ROOT) with this token."""
+        """Return the child of `node` (or ROOT) with this token; None if it has none."""
         return self.children.get(node, {}).get(token_id)
 
     def num_followed(self, token_ids: Iterable[int]) -> int:
-        """Number of these tokens, from the first on, that are a path from the root."""
+        """Return the length of the longest prefix of `token_ids` that is a path from the root."""
         node, num_followed = ROOT, 0
         for token_id in token_ids:
             child = self.child(node, token_id)
@@ -130,7 +132,7 @@ class TokenTree:
         return num_followed
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Nodes from the root's child down to `node`; none for ROOT."""
+        """Return the nodes from the root's child down to `node`; none for ROOT."""
         nodes: list[int] = []
         while node != ROOT:
             nodes.append(node)
@@ -138,28 +140,30 @@ class TokenTree:
         return tuple(reversed(nodes))
 
     def with_chances(self, chances: tuple[float, ...]) -> TokenTree:
-        """The same nodes with other chances, none greater than its parent's, which is not checked.
-        Both trees share what is computed of their nodes."""
+        """Return a tree of the same nodes with other chances, which must not exceed those of their
+        parents (not checked). Raises: ValueError for a wrong number of them."""
         if len(chances) != len(self):
             raise ValueError("a tree's tuples have one entry per node")
         return _trusted(self.token_ids, self.parents, chances, self.tries, self._shape)
 
     def with_tries(self, tries: tuple[tuple[Try, ...], ...]) -> TokenTree:
-        """The same nodes with other tries."""
+        """Return a tree of the same nodes with other tries. Raises: ValueError for a wrong number
+        of them."""
         if len(tries) != len(self):
             raise ValueError("a tree's tuples have one entry per node")
         return _trusted(self.token_ids, self.parents, self.chances, tries, self._shape)
 
     def best(self, num_nodes: int) -> TokenTree:
-        """The likeliest `num_nodes` of the nodes; among equals, those that come first. Whole paths,
-        as no node is likelier than its parent."""
+        """Return the tree of the `num_nodes` nodes with the greatest chances, the first ones among
+        equals. Parents of its nodes are in it, since no node has a greater chance than its
+        parent."""
         if num_nodes >= len(self):
             return self
         order = sorted(range(len(self)), key=lambda node: (-self.chances[node], node))
         return self._only(sorted(order[: max(num_nodes, 0)]))
 
     def without(self, dropped: Iterable[int]) -> TokenTree:
-        """The tree without these nodes and what is below them."""
+        """Return the tree without the nodes in `dropped` and their descendants."""
         gone = set(dropped)
         kept: list[int] = []
         for node, parent in enumerate(self.parents):
@@ -187,10 +191,10 @@ def _trusted(
     tries: tuple[tuple[Try, ...], ...],
     shape: _Shape | None = None,
 ) -> TokenTree:
-    """A tree made of checked trees: it is not checked again, since the device waits meanwhile.
+    """Create a tree from parts of checked trees without checking it, which saves time while the
+    device waits.
 
-    Args:
-        shape: that of another tree of the same nodes.
+    Args: shape: the shape of another tree of the same nodes; None: computed when needed.
     """
     tree = object.__new__(TokenTree)
     known = tree.__dict__
@@ -204,7 +208,8 @@ EMPTY = TokenTree((), (), (), ())
 
 
 def chain(token_ids: Sequence[int], chances: Sequence[float]) -> TokenTree:
-    """A tree of one path."""
+    """Return a tree that is a single path of these tokens. Args: chances: that of each node, as in
+    TokenTree."""
     num_nodes = len(token_ids)
     return TokenTree(
         tuple(token_ids), tuple(range(-1, num_nodes - 1)), tuple(chances), ((),) * num_nodes
@@ -217,10 +222,9 @@ def ordered(
     chances: Sequence[float],
     tries: Sequence[tuple[Try, ...]] = (),
 ) -> TokenTree:
-    """The tree of nodes in any order that has parents before their children.
+    """Sort nodes, given with parents before their children, into a depth-first tree.
 
-    Args:
-        tries: those of each node; or none at all.
+    Args: tries: the draws of each node; empty: no node has any.
     """
     below: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
@@ -241,8 +245,8 @@ def ordered(
 
 
 def numbered(tree: TokenTree, proposer: int) -> TokenTree:
-    """The tree with this proposer in all its tries; a node without tries gets one that was certain
-    to come."""
+    """Return the tree with `proposer` as the proposer of all its tries. A node without tries gets
+    one of probability 1."""
     certain = (Try(proposer, 1.0),)
     return tree.with_tries(
         tuple(
@@ -252,8 +256,8 @@ def numbered(tree: TokenTree, proposer: int) -> TokenTree:
 
 
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
-    """The tree with every path of these trees and no other (definition 3.2). A node of several
-    trees has the `tries` of each, and the best of their chances."""
+    """Return the tree with exactly the paths of these trees (SpecInfer, definition 3.2). A node of
+    several trees has the `tries` of each, and the greatest of their chances."""
     if len(trees) == 1:
         return trees[0]
     root = _Node(ROOT, 1.0)
@@ -296,7 +300,7 @@ class _Node:
 
 
 def prune(tree: TokenTree, max_depth: int, end_token_ids: AbstractSet[int]) -> TokenTree:
-    """The tree without nodes that are deeper than `max_depth` or below an end token."""
+    """Return the tree without nodes deeper than `max_depth` or below an end token."""
     # Most trees have none, and the device waits meanwhile.
     is_flat = len(tree) <= max_depth or max(tree.depths, default=0) <= max_depth
     if is_flat and end_token_ids.isdisjoint(tree.token_ids):
@@ -310,7 +314,8 @@ def prune(tree: TokenTree, max_depth: int, end_token_ids: AbstractSet[int]) -> T
 
 
 def best_path(tree: TokenTree) -> TokenTree:
-    """The path to the node with the most to gain, which is the sum of chances along its path."""
+    """Return the path from the root to a node with the greatest sum of chances, which is the
+    expected number of accepted tokens."""
     if not len(tree):
         return EMPTY
     gains: list[float] = []
@@ -321,7 +326,8 @@ def best_path(tree: TokenTree) -> TokenTree:
 
 
 def greedy_path(tree: TokenTree) -> TokenTree:
-    """The path to a leaf by the likeliest child of each node, whatever is below that child."""
+    """Return the path that follows the child with the greatest chance at each node, down to a
+    leaf."""
     path: list[int] = []
     below = tree.children.get(ROOT)
     while below:

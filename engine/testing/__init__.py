@@ -1,3 +1,3 @@
-"""Models that stand for real ones, or change how one behaves, and a fake draft channel: for tests,
-benchmarks and demonstrations. They ship with the package; nothing that serves imports them (a
+"""Models that replace real ones, or change how one behaves, and a fake draft channel, for tests,
+benchmarks and demonstrations. They are part of the package; no serving code imports them (a
 contract in pyproject.toml)."""

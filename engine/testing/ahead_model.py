@@ -38,7 +38,7 @@ MAX_UNREAD = 2
 
 
 class _Step:
-    """A launch. `drawn` once it was computed; `before` until then."""
+    """A launch. `drawn` is set once it was computed, and `before` until then."""
 
     def __init__(self, rows: tuple[LaunchRow, ...], before: _Step | None) -> None:
         self.rows = rows
@@ -53,11 +53,12 @@ class _Step:
 
     @property
     def drawing(self) -> set[Key]:
-        """Whose rows draw."""
+        """Return the keys of the rows that sample."""
         return {row.key for row in self.rows if row.draw is not None}
 
     def tokens(self) -> dict[Key, int]:
-        """What each row drew; 0 for an error. Once it was computed."""
+        """Return the token that each row sampled; 0 for an error. Called once the launch was
+        computed."""
         drawn = [max(0, one.token_id) for one in self.drawn or ()]
         keys = [row.key for row in self.rows if row.draw is not None]
         return dict(zip(keys, drawn, strict=True))
@@ -68,11 +69,11 @@ def _token_ids(row: LaunchRow) -> tuple[int, ...]:
 
 
 class AheadModel:
-    """The given model with launches. Everything but `ahead` is the given model's.
+    """The given model with launches; everything but `ahead` is the given model's.
 
     Args:
-        is_late: compute a launch as late as may be.
-        takes: whether a draw may be launched; None: all of them.
+        is_late: compute a launch as late as possible.
+        takes: returns whether a row may be launched; None: all rows.
         takes_prompts: False: steps with prompts are never launched.
     """
 
@@ -103,7 +104,7 @@ class AheadModel:
         self.watch = model.watch
         self.reads_unwritten = model.reads_unwritten
         self.max_queued_tokens = 1 << 20
-        """Of a step that `queues_step`."""
+        """Largest number of tokens of a step for which `queues_step` returns True."""
         self.close = model.close
         self.launches = PlainAhead(
             model, is_late=is_late, max_rows=max_rows, takes=takes, takes_prompts=takes_prompts
@@ -112,15 +113,15 @@ class AheadModel:
 
     @property
     def guesses(self) -> Guesses:
-        """See LoadedModel."""
+        """The given model's kinds of draft tokens."""
         return self._model.guesses
 
     def queues_step(self, batch: Batch) -> bool:
-        """See LoadedModel."""
+        """Whether the batch has at most `max_queued_tokens` tokens."""
         return len(batch.token_ids) <= self.max_queued_tokens
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """See LoadedModel. After whatever was launched."""
+        """Compute all launches, then the batch with the given model."""
         self.launches.compute_all()
         return self._model.forward(batch)
 
@@ -142,7 +143,7 @@ class PlainAhead:
         self.is_late = is_late
         self.num_launches = 0
         self.num_mixed = 0
-        """Of those, `launch_mixed`."""
+        """Number of launches by `launch_mixed`."""
         self._model = model
         self._takes = takes
         self._unread: deque[_Step] = deque()
@@ -150,20 +151,21 @@ class PlainAhead:
         self._block_size = model.layout.block_size
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Nothing to compile."""
+        """Do nothing: nothing is compiled."""
 
     def takes(self, draw: SamplingRequest) -> bool:
-        """See DecodesAhead."""
+        """Whether the row may be launched (`takes` of AheadModel)."""
         if draw.history is not None or draw.bitmask is not None:
             raise IntegrityError("asked for a draw that depends on what was drawn before")
         return self._takes is None or self._takes(draw)
 
     def launch(self, rows: Sequence[DecodeRow]) -> Launch:
-        """See DecodesAhead."""
+        """Launch a decode step; it is computed now, or with `is_late` when it is read."""
         return self._begin(rows)
 
     def launch_mixed(self, rows: Sequence[MixedRow]) -> Launch:
-        """See DecodesAhead."""
+        """Launch a step that may have prompts; it is computed now, or with `is_late` when it is
+        read."""
         if not self.takes_prompts:
             raise IntegrityError("a mixed launch for a model that cannot")
         size = self._block_size
@@ -187,7 +189,7 @@ class PlainAhead:
         return step
 
     def read(self, launch: Launch) -> list[SamplerOutput]:
-        """See DecodesAhead."""
+        """Compute the launch, if it was not, and return its outputs."""
         if not self._unread or launch is not self._unread[0]:
             raise IntegrityError("launches are read in their order, each once")
         step = self._unread[0]
@@ -196,12 +198,12 @@ class PlainAhead:
         return step.drawn or []
 
     def drain(self) -> None:
-        """See DecodesAhead. What was not computed never is."""
+        """Drop all launches; those that were not computed never are."""
         self._unread.clear()
         self._newest = None
 
     def compute_all(self) -> None:
-        """Whatever comes next comes after the launches."""
+        """Compute all launches, before other work."""
         for step in self._unread:
             self._compute(step)
 

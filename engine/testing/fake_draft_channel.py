@@ -1,9 +1,6 @@
 """FakeDraftChannel: a draft worker in this process, for tests of a verifier: the sessions and the
-proposer of a real one, without an RPC, and faults on request.
-
-It has no thread of its own: a call is computed when it is made, or, where responses are withheld,
-when `let_go` is called. One thread.
-"""
+proposer of a real one, without an RPC, and with faults on request. It has no thread: a call is
+computed when it is made, or, with `withholds`, when `let_go` is called. One thread."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ Spoil = Callable[[Sequence[DraftResponse]], Sequence[DraftResponse]]
 class FakeDraftChannel:
     """A DraftChannel to a worker in this process.
 
-    Args:
-        sessions: those of the worker; replaced by `restart`.
+    Args: sessions: the worker's sessions; replaced by `restart`.
     """
 
     def __init__(self, address: str, info: DraftModelInfo, sessions: DraftSessions) -> None:
@@ -30,23 +26,23 @@ class FakeDraftChannel:
         self.info = info
         self.sessions = sessions
         self.is_away = False
-        """Every call fails at once."""
+        """Whether every call fails at once."""
         self.withholds = False
-        """No call has a response before `let_go`."""
+        """Whether calls have no response before `let_go`."""
         self.spoil: Spoil | None = None
-        """Changes responses on their way."""
+        """Changes responses before they arrive; None: unchanged."""
         self.num_calls = 0
         self.num_tokens_sent = 0
         self._withheld: list[Callable[[], None]] = []
 
     def describe(self, timeout_s: float) -> Future[DraftModelInfo]:
-        """See DraftChannel."""
+        """Return the description of the worker's model."""
         return self._begin(lambda: self.info)
 
     def propose(
         self, verifier: bytes, requests: Sequence[DraftRequest], timeout_s: float
     ) -> Future[Sequence[DraftResponse]]:
-        """See DraftChannel."""
+        """Return the responses of the worker's sessions."""
         self.num_calls += 1
         self.num_tokens_sent += sum(len(request.token_ids) for request in requests)
 
@@ -60,17 +56,17 @@ class FakeDraftChannel:
         return self._begin(respond)
 
     def forget(self, verifier: bytes, sessions: Sequence[int]) -> None:
-        """See DraftChannel."""
+        """Drop sessions of the worker."""
         if not self.is_away:
             self.sessions.forget(verifier, sessions)
 
     def restart(self, sessions: DraftSessions) -> None:
-        """The worker starts again with other sessions."""
+        """Restart the worker with other sessions."""
         self.sessions = sessions
         self._withheld.clear()
 
     def let_go(self) -> None:
-        """Withheld responses arrive now."""
+        """Deliver all withheld responses."""
         withheld, self._withheld = self._withheld, []
         for settle in withheld:
             settle()

@@ -26,16 +26,17 @@ from engine.models.interface import DecodesAhead, Guesses, InOneProcess
 from engine.request import ModelInfo
 
 HIDDEN_SIZE = 8
-"""Of a fake hidden state: the first logits; of what goes into layer i, 1 + i more."""
+"""Size of a hidden state: it contains the first logits; an input of layer i contains 1 + i more
+than these."""
 
 
 class FakeModel(InOneProcess):
     """A model of one layer without weights: its logits are a digest of the ids and positions that
-    its KV blocks hold.
+    its KV blocks contain.
 
     Args:
-        poison: after one of these tokens the logits are NaN.
-        hidden_size: numbers of a hidden state; they are the first of the logits.
+        poison: tokens after which the logits are NaN.
+        hidden_size: size of a hidden state, which contains the first logits.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class FakeModel(InOneProcess):
         self._memory = memory
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Write ids and positions of the new tokens, then answer each draw from what lies in its
-        blocks."""
+        """Write ids and positions of the new tokens, and return logits computed from the contents
+        of each sequence's blocks."""
         self.num_forwards += 1
         self.kept_hidden = self.kept_every_hidden = None
         self.kept_layer_inputs = {}
@@ -116,17 +117,17 @@ class FakeModel(InOneProcess):
         return logits
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[V] float32 after `token_ids`: what a correct engine must draw from."""
+        """Return the logits [V] float32 after `token_ids`, from which a correct engine samples."""
         positions = range(len(token_ids))
         history = np.array([list(token_ids), list(positions)], dtype=np.float32).tobytes()
         return self._logits(history, token_ids[-1])
 
     def next_token(self, token_ids: Sequence[int]) -> int:
-        """The greedy token after `token_ids`."""
+        """Return the greedy token after `token_ids`."""
         return int(self.logits(token_ids).argmax())
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """`num_tokens` greedy tokens, without regard to EOS."""
+        """Return `num_tokens` greedy tokens, ignoring EOS."""
         token_ids = list(prompt)
         for _ in range(num_tokens):
             token_ids.append(self.next_token(token_ids))

@@ -1,11 +1,9 @@
-"""PacedModel: any LoadedModel, on a device whose speed is given. Tokens and KV are the model's own;
-a pass ends no sooner than such a device would end it, and this process computes nothing meanwhile.
-
-So a few cores can hold a cluster whose workers are as slow as those of a large model, and where one
-more of them helps: load and scaling are tried with it. What a real device does beyond that (its
-memory, its own jitter) is not simulated; where the model alone takes longer than the pace, the pass
-is late, and nothing is reported. Engine thread only.
-"""
+"""PacedModel: any LoadedModel on a device of a given speed. Tokens and KV are the model's own; a
+forward pass ends no sooner than it would on such a device, and this process computes nothing
+meanwhile. So a few cores can host a cluster whose workers are as slow as those of a large model,
+for tests of load and scaling. Other properties of a real device (its memory, its jitter) are not
+simulated; if the model alone takes longer than the pace, the forward pass is late, which is not
+reported. Engine thread only."""
 
 from __future__ import annotations
 
@@ -23,13 +21,14 @@ from engine.models.interface import DecodesAhead, LoadedModel
 
 @dataclass(frozen=True)
 class DevicePace:
-    """Seconds that a device takes for a pass. Raises: ValueError."""
+    """Durations of a device's forward passes, in seconds. Raises: ValueError for a negative or
+    infinite one."""
 
     step_s: float = 0.0
-    """For any, however little is in it."""
+    """Duration of a forward pass without tokens."""
 
     token_s: float = 0.0
-    """For each token more."""
+    """Additional duration per token."""
 
     def __post_init__(self) -> None:
         for name in ("step_s", "token_s"):
@@ -38,16 +37,14 @@ class DevicePace:
                 raise ValueError(f"{name}: {value} is no time that a device takes")
 
     def seconds(self, num_tokens: int) -> float:
-        """For a pass of so many tokens."""
+        """Return the duration of a forward pass of `num_tokens` tokens."""
         return self.step_s + self.token_s * num_tokens
 
 
 class PacedModel:
-    """The given model with another time of `forward`. It launches nothing ahead, so that `forward`
-    is all there is.
+    """The given model with another duration of `forward`. It launches nothing ahead.
 
-    Args:
-        clock, wait: the device's time; seconds.
+    Args: clock, wait: the device's time, in seconds.
     """
 
     def __init__(
@@ -65,11 +62,12 @@ class PacedModel:
         self.ahead: DecodesAhead | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever is not said here, the given model says."""
+        """Return any other attribute of the given model."""
         return getattr(self._model, name)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """See LoadedModel. A warm-up is no pass of the device."""
+        """Compute the batch, and wait until the device would have. A warm-up takes no time of the
+        device."""
         begin_s = self._clock()
         logits = self._model.forward(batch)
         if any(span.block_ids for span in batch.spans):
