@@ -70,7 +70,7 @@ def begin_step(
         token_ids: [B] int32, written.
         block_tables: [R, n] int32, written; no entry is changed twice in one image.
     Raises: ValueError naming the argument that does not fit.
-    Bytes moved: 8 layout.first_change + 16 B + 12 per change. Source: ours.
+    Bytes moved: 8 layout.first_change + 16 B + 12 per change.
     """
     _check_host("images", images, number)
     _check_on(number, {"number": number, "drawn": drawn, "words": words})
@@ -138,7 +138,7 @@ def end_step(
         outputs: [2, HEADER_WORDS + 2 R] int32, on the device or pinned; outputs[s % 2] is written:
             s, and `drawn`.
     Raises: ValueError naming the argument that does not fit.
-    Bytes moved: 16 R. Source: ours.
+    Bytes moved: 16 R.
     """
     _check_host("outputs", outputs, number)
     _check_on(number, {"number": number, "drawn": drawn})
