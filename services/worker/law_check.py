@@ -1,4 +1,4 @@
-"""The laws of one worker as they were found last, and when they are worth looking at again.
+"""LawCheck: the last result of a worker's invariant checks, and when to repeat them.
 
 Looking costs the engine's thread time that the answers under way wait for: tens of milliseconds
 with tens of thousands of blocks. So while the engine works it gets at most SHARE of its time for
@@ -20,15 +20,15 @@ from collections.abc import Awaitable, Callable
 from process.errors import BatonError
 
 SHARE = 0.02
-"""Of the engine's time."""
+"""Share of the engine's time that checks may take while it works."""
 
 Look = Callable[[], Awaitable[float]]
-"""Recomputes everything; seconds for which the engine was held. Raises: BatonError naming a law;
-bounds its own time."""
+"""Function that checks all invariants and returns the seconds for which it held the engine. Raises:
+BatonError naming the broken one; bounds its own time."""
 
 
 class LawCheck:
-    """See the module."""
+    """Rate-limited invariant checks of one engine, shared by all callers."""
 
     def __init__(
         self,
@@ -45,18 +45,18 @@ class LawCheck:
         self._looking: asyncio.Task[None] | None = None
 
     def hand_over(self, look: Look) -> LawCheck:
-        """From now on `look` knows the laws: the engine has another role. What was spent counts on,
-        a look under way, too; what was found was of the role before."""
+        """Replace the check function because the engine has a new role. Time spent and a running
+        check still count; the last result belongs to the previous role and is dropped."""
         self._look, self._problem = look, ""
         return self
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait for the look that is under way, if there is one, at most so long."""
+        """Wait at most `timeout_s` seconds for the check that is running, if there is one."""
         if self._looking is not None:
             await asyncio.wait({self._looking}, timeout=timeout_s)
 
     async def problem(self, *, is_busy: bool) -> str:
-        """What is broken; empty: nothing. Never raises."""
+        """Return the broken invariant; empty: none. Never raises."""
         num_before = self.num_looks
         while not (is_busy and self._clock() < self.due_s):
             if self._looking is None:
