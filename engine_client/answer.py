@@ -120,7 +120,7 @@ class SampleBuilder:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the sample was ended by the engine or by a stop string."""
+        """Return whether the sample was ended by the engine or by a stop string."""
         return self._finish_reason is not None or self._stop_string is not None
 
     @property
@@ -233,11 +233,11 @@ class AnswerBuilder:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether every sample has ended or the prompt failed."""
+        """Return whether every sample has ended or the prompt failed."""
         return self._error is not None or all(sample.is_over for sample in self._samples)
 
     def is_sample_over(self, index: int) -> bool:
-        """Tell whether this sample has ended; its text may end before its tokens do."""
+        """Return whether this sample has ended; its text may end before its tokens do."""
         return self._samples[index].is_over
 
     def take(self, news: News, now_s: float) -> int:

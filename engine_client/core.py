@@ -146,7 +146,7 @@ class EngineCore:
             )
 
     def has_work(self) -> bool:
-        """Tell whether `step` has anything to do. `step` waits a little itself where all live
+        """Return whether `step` has anything to do. `step` waits a little itself where all live
         requests wait, for a grammar for example."""
         return bool(self._news or self._queued or self._live)
 
@@ -271,7 +271,7 @@ class EngineCore:
         return digests[ask.adapter]
 
     def _is_queued(self, ask: Ask, number: int) -> bool:
-        """Tell whether this queue entry is current, not cancelled."""
+        """Return whether this queue entry is current, not cancelled."""
         queued = self._queued.get(ask.request_id)
         return queued is not None and queued.number == number
 

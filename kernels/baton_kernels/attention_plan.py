@@ -352,8 +352,8 @@ def _power_of_two(least: int) -> int:
 
 
 def _can_be_shared(rows: BlockRows, num_sequences: int, group: int, config: Config | None) -> bool:
-    """Tell whether a launch by equal shares is possible: one program must hold all query rows of a
-    kv head and merge them itself."""
+    """Return whether a launch by equal shares is possible: one program must hold all query rows of
+    a kv head and merge them itself."""
     _, _, dv_width = widths(rows)
     num_merged_rows = _power_of_two(group)
     return (

@@ -89,7 +89,7 @@ def block_checksums(
 
 
 def fits(block_bytes: int) -> bool:
-    """Tell whether blocks of this size in bytes can be checksummed."""
+    """Return whether blocks of this size in bytes can be checksummed."""
     return block_bytes >= LEAST_BYTES and block_bytes % 8 == 0
 
 

@@ -108,7 +108,8 @@ class BlockRows:
 
     @property
     def is_latent(self) -> bool:
-        """Tell whether the values are columns of the keys (MLA) and have no bytes of their own."""
+        """Return whether the values are columns of the keys (MLA) and have no bytes of their
+        own."""
         return self.values is None
 
     @property

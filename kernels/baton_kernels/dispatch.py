@@ -15,7 +15,7 @@ CPU tensors needs Triton's interpreter."""
 
 
 def runs_triton(backend: Backend, tensor: torch.Tensor) -> bool:
-    """Tell whether `backend` runs Triton for `tensor`. Raises: ValueError for a name that is no
+    """Return whether `backend` runs Triton for `tensor`. Raises: ValueError for a name that is no
     Backend."""
     if backend not in ("auto", "triton", "reference"):
         raise ValueError(f"backend {backend!r} is none of auto, triton, reference")

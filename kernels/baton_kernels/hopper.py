@@ -27,7 +27,7 @@ GATED_ROWS, GATED_COLUMNS, GATED_DEPTH = 128, 128, 64
 
 
 def can_gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
-    """Tell whether gated_linear_hopper.py can compute this product: a Hopper GPU, bfloat16, and
+    """Return whether gated_linear_hopper.py can compute this product: a Hopper GPU, bfloat16, and
     whole tiles except along the rows of x."""
     return (
         x.is_cuda
@@ -40,7 +40,7 @@ def can_gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
 
 
 def can_run(query: torch.Tensor, rows: BlockRows) -> bool:
-    """Tell whether prefill_attention_hopper.py supports this GPU, dtype, head width and cache
+    """Return whether prefill_attention_hopper.py supports this GPU, dtype, head width and cache
     layout."""
     size, dim = rows.block_size, rows.k_head_dim
     return (

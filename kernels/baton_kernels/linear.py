@@ -213,7 +213,7 @@ def _library(
 def _is_gated_at_once(
     x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor
 ) -> bool:
-    """Tell whether SwiGLU is computed in the launch of the product."""
+    """Return whether SwiGLU is computed in the launch of the product."""
     fewest = _FEWEST_ROWS_OF_LARGE if weight.numel() > 1 << 25 else _FEWEST_GATED_ROWS
     if x.shape[0] < fewest or extras.bias is not None or extras.residual is not None:
         return False

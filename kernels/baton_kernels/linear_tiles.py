@@ -64,7 +64,7 @@ class Tile:
 
     @property
     def is_row(self) -> bool:
-        """Tell whether the tile is for the kernel for one row of x."""
+        """Return whether the tile is for the kernel for one row of x."""
         return self.block_m == 0
 
 
@@ -172,9 +172,9 @@ def choose_tile(product: Product, *, exact: bool, forced: bool) -> Tile | None:
 
 
 def takes_norm(tile: Tile, product: Product) -> bool:
-    """Tell whether the kernel applies the RMSNorm of x itself: the kernel for one row does, unless
-    registers run out (SwiGLU of long rows). For more rows a separate launch is cheaper than each
-    program repeating it."""
+    """Return whether the kernel applies the RMSNorm of x itself: the kernel for one row does,
+    unless registers run out (SwiGLU of long rows). For more rows a separate launch is cheaper than
+    each program repeating it."""
     return tile.is_row and not (product.is_gated and product.depth > 1024)
 
 

@@ -60,7 +60,7 @@ def gumbel_of(rank):
 
 @triton.jit
 def may_reach(rank, lack):
-    """Tell whether the noise of a rank may be `lack` or more: cheap, never false when it is, and
+    """Return whether the noise of a rank may be `lack` or more: cheap, never false when it is, and
     now and then true when it is not.
 
     With f = 1 + rank / 2^23, in [1, 2): 1 - u is 2 - f - 2^-24, and -log(-log(u)) is below

@@ -463,7 +463,7 @@ def largest(results, splits):
 
 @triton.jit
 def is_truncated(row, temperatures, top_ks, top_ps, num_tokens):
-    """Tell whether a row needs top-k or top-p."""
+    """Return whether a row needs top-k or top-p."""
     top_k = tl.load(top_ks + row)
     is_ranked = (top_k > 0) & (top_k < num_tokens)
     is_nucleus = tl.load(top_ps + row) < 1.0

@@ -102,7 +102,7 @@ class Ahead:
 
     @property
     def has_rest(self) -> bool:
-        """Tell whether `take` has a result."""
+        """Return whether `take` has a result."""
         return self._rest is not None
 
     def follow(self, run: handles.Run, num_wanted: int, deadline: Deadline) -> None:

@@ -30,7 +30,7 @@ class Arrival:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the final handover has come."""
+        """Return whether the final handover has come."""
         return self._last.done()
 
     @property

@@ -147,7 +147,7 @@ class Intake:
 
     @property
     def has_rest(self) -> bool:
-        """Tell whether `pull_rest` has work."""
+        """Return whether `pull_rest` has work."""
         return self._ahead.has_rest
 
     async def pull_rest(self, deadline: Deadline) -> None:

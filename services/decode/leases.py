@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 def is_home(core: WorkerCore, run: Run) -> bool:
-    """Tell whether a run is in this worker's own store; by its address while that store is away."""
+    """Return whether a run is in this worker's own store; by its address while that store is
+    away."""
     client = core.connector.client
     if client is not None:
         return run.node_id == client.node_id
@@ -52,7 +53,7 @@ def place_of(run: Run) -> tuple[str, bytes, str]:
 
 
 def is_for(handle: Handle, request_id: str, tenant: str) -> bool:
-    """Tell whether a handle was made for that request: leases of another request must not be
+    """Return whether a handle was made for that request: leases of another request must not be
     released here."""
     return (handle.request_id, handle.tenant) == (request_id, tenant)
 

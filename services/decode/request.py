@@ -130,7 +130,7 @@ class DecodeRequest:
 
     @property
     def has_begun(self) -> bool:
-        """Tell whether the client has seen a part of the answer."""
+        """Return whether the client has seen a part of the answer."""
         return self._ask.has_begun
 
     def take_places(self) -> None:

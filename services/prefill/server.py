@@ -209,7 +209,7 @@ def _handover(number: int) -> HandoverPath:
 
 
 def _wants_embedding(request: prefill_pb2.PrefillRequest) -> bool:
-    """Tell whether the request is for an embedding. Raises: InvalidArgument if it would continue
+    """Return whether the request is for an embedding. Raises: InvalidArgument if it would continue
     after its first token."""
     if request.wants_embedding and (request.wants_handle or request.sampling.max_tokens != 1):
         raise InvalidArgument("wants_embedding", "goes with one token and without a handle")

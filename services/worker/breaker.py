@@ -27,11 +27,11 @@ class Breaker:
     is_closed: bool = True
 
     def refuses(self, now_s: float) -> bool:
-        """Tell whether attempts are refused at `now_s`."""
+        """Return whether attempts are refused at `now_s`."""
         return not self.is_closed and now_s < self.retry_at_s
 
     def is_half_open(self, now_s: float) -> bool:
-        """Tell whether one trial attempt is allowed, and no other until its outcome is known."""
+        """Return whether one trial attempt is allowed, and no other until its outcome is known."""
         return not self.is_closed and now_s >= self.retry_at_s
 
     def succeeded(self) -> Breaker:

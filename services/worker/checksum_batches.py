@@ -35,7 +35,7 @@ class Slot(Protocol):
         and after `after`."""
 
     def is_over(self) -> bool:
-        """Tell whether the last started batch has finished."""
+        """Return whether the last started batch has finished."""
 
     def values(self, count: int) -> list[int]:
         """Return the first `count` checksums of the finished batch."""

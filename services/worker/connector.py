@@ -270,7 +270,7 @@ class StoreConnector:
             await end_tasks([call, stalled])
 
     async def _may_wait_on(self) -> bool:
-        """Tell whether an unanswered lookup may continue to wait: only few may, unless the store
+        """Return whether an unanswered lookup may continue to wait: only few may, unless the store
         answers a ping (a lookup that reads blocks from files takes long)."""
         if self.num_doubting < MAX_DOUBTING:
             return True

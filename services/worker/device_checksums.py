@@ -144,7 +144,7 @@ class _Slot:
         self._out[:size].copy_(out, non_blocking=True)
 
     def is_over(self) -> bool:
-        """Tell whether the last started batch has finished."""
+        """Return whether the last started batch has finished."""
         return bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def values(self, count: int) -> list[int]:

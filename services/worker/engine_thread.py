@@ -151,7 +151,7 @@ class EngineThread:
 
     @property
     def is_stuck(self) -> bool:
-        """Tell whether the thread has failed because a step or job does not end, and that still
+        """Return whether the thread has failed because a step or job does not end, and that still
         runs."""
         return self._failure is not None and self._watch.is_late
 

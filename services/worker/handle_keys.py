@@ -82,7 +82,7 @@ class HandleKeys:
         return hashlib.blake2b(content, digest_size=MAC_BYTES, key=secret, person=PERSON).digest()
 
     def is_signed(self, key_id: str, content: bytes, signature: bytes) -> bool:
-        """Tell whether `signature` is that of `content` under a valid key; compared in constant
+        """Return whether `signature` is that of `content` under a valid key; compared in constant
         time."""
         if len(signature) != MAC_BYTES:
             return False

@@ -73,7 +73,7 @@ class RemotePeer:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether the peer is attached or attaching, and so counts towards the limit of
+        """Return whether the peer is attached or attaching, and so counts towards the limit of
         stores."""
         return self.client is not None or self.attaching is not None
 
@@ -91,7 +91,7 @@ class RemotePeer:
         return self._clock() - self._used_at_s
 
     def may_begin(self) -> bool:
-        """Tell whether the caller should begin an attachment; else there is one, complete or in
+        """Return whether the caller should begin an attachment; else there is one, complete or in
         progress.
 
         Raises: StoreUnusable: the back-off lasts, or another caller tries.

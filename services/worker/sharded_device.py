@@ -174,7 +174,7 @@ class _AllMarks:
         self._marks = marks
 
     def is_over(self) -> bool:
-        """Tell whether all marks are over."""
+        """Return whether all marks are over."""
         return all(mark.is_over() for mark in self._marks)
 
     def wait(self) -> None:

@@ -90,7 +90,7 @@ class SideWays:
 
 
 def _lends(engine: WorkerEngine, settings: WorkerSettings, role: str) -> bool:
-    """Tell whether the worker lends blocks. Only prefill workers do, and only where the engine
+    """Return whether the worker lends blocks. Only prefill workers do, and only where the engine
     never preempts: it might wait for the blocks of a preempted request that readers keep in place.
     Blocks spread over several devices cannot be lent."""
     is_wanted = settings.limits.lend_blocks and role == "prefill"

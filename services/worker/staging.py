@@ -44,7 +44,7 @@ class Staging:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether staging is open; any thread."""
+        """Return whether staging is open; any thread."""
         return self._loop is not None
 
     def tell(self, callback: Callable[..., object], *arguments: object) -> bool:

@@ -49,7 +49,7 @@ class StepWatch:
 
     @property
     def is_late(self) -> bool:
-        """Tell whether the running step has exceeded its limit. Any thread."""
+        """Return whether the running step has exceeded its limit. Any thread."""
         return self.is_on and self.age_s > self._timeout_s
 
     async def run(self, on_late: Callable[[Internal], None]) -> None:

@@ -119,7 +119,7 @@ class WriteChain:
 
     @property
     def is_due(self) -> bool:
-        """Tell whether a put is worth its cost now."""
+        """Return whether a put is worth its cost now."""
         if self.problem:
             return False
         return self.num_left >= (BATCH_BLOCKS if self.ends_by is None else 1)
