@@ -3,11 +3,11 @@
     python -m engine_client.child <number of an inherited socket>
 
 Life: Start -> loading -> Hello -> messages and steps alternate until Stop, or until the socket is
-closed. It ends with its parent, whatever happens to that (`process.entrypoint.die_with_parent`).
-Exit codes: 0 told to stop, 1 the engine failed, 2 it could not start.
+closed. It ends when its parent dies (`process.entrypoint.die_with_parent`).
+Exit codes: 0 after Stop, 1 the engine failed, 2 it could not start.
 
-The main thread is the engine's; a second one reads, so that the client never waits to write. What
-takes seconds to import, torch above all, is imported when a client has said what it wants.
+The main thread is the engine's; a second one reads, so that the client never waits to write.
+Modules that take seconds to import, torch above all, are imported after Start.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """EngineCore: one engine and the requests it serves, the same code behind a client in this process
 and inside a child. It owns no thread, no socket and no text.
 
-States of an ask here, and what `cancel` does in each:
+States of a request here, and what `cancel` does in each:
 
 1. QUEUED   not in the engine: highest priority first, then in order of `submit`   forgotten
 2. LIVE     in the engine, in any of its states                                    aborted there
 3. over     its last news is out; its id may be used again                         nothing
 
-An exception out of the engine is the engine's own mistake: everything that is live fails with it,
-and nothing is taken any more. One thread, the engine's.
+An exception of the engine fails all live requests with it, and no further request is accepted. One
+thread, the engine's.
 """
 
 from __future__ import annotations

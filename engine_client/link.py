@@ -2,11 +2,11 @@
 reaps the child.
 
 Life: `start` (returns at once) -> `wait_ready` -> `submit`, `cancel`, `call` -> the end, which is
-`close`, the child's death, or its silence. At the end everything that is live fails with
-Unavailable, every call too, and the process is reaped: none is left, whoever ended it.
+`close`, the child's death, or its silence. At the end all live requests and calls fail with
+Unavailable, and the process is reaped.
 
-The child dies with this process by the kernel's hand (PR_SET_PDEATHSIG). That signal is tied to the
-*thread* that started the child, so the thread that reads from it starts it: it lives as long as the
+The kernel kills the child when this process dies (PR_SET_PDEATHSIG). That signal is tied to the
+*thread* that started the child, so the thread that reads from it starts it and lives as long as the
 child does. A second thread writes, so no caller ever waits for the child to read.
 
 `submit`, `cancel`, `call` and `close` may be called from any thread; `deliver` and `progress` are

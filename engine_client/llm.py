@@ -100,11 +100,11 @@ class ClientLLM:
 
         Args:
             prompts: text, a list of texts, token ids, or a list of those.
-            params: for all, or one for each.
-            timeout_s: for all of them; what is not done then is cancelled.
+            params: sampling parameters for all prompts, or one for each.
+            timeout_s: seconds for all prompts; unfinished ones are then cancelled.
             adapter: a LoRA adapter that the engines have loaded.
             salt: prompts share cached KV only with those of the same salt.
-            return_errors: a prompt that fails on its way has its `error` set instead of being
+            return_errors: a prompt that fails gets its `error` set, instead of the error being
                 raised.
         Returns: answers in the order of the prompts.
         Raises: InvalidArgument naming `prompts[<i>]` and the field, before any work;

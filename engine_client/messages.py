@@ -2,7 +2,7 @@
 They are checked against these types when they are read; pickle is not used.
 
     client -> engine   Start first; then Submit, Cancel, Call in any order; Stop, or it closes
-    engine -> client   Loading*, then Hello or Refused; then Batch, Reply; Failed before a sad end
+    engine -> client   Loading*, then Hello or Refused; then Batch, Reply; Failed before it exits
 
 `VERSION` is in the first message of each side: the two may be of different installations. Any
 thread.

@@ -137,7 +137,7 @@ def translate(
 
     Args:
         seed: seed to use where `params` has none.
-        tokenizer: None where there is none: then `bad_words` are refused.
+        tokenizer: None: there is none, and `bad_words` are refused.
     Raises: InvalidArgument naming the field.
     """
     params.check_types()

@@ -30,8 +30,8 @@ from process.errors import BatonError, FailedPrecondition
 class DataParallelClient:
     """`EngineClient` of `num_engines` engines, each in a child process of its own.
 
-    An ask goes to the engine with the fewest outstanding tokens, or to the rank that the caller
-    names: then somebody else balances.
+    A request goes to the engine with the fewest outstanding tokens, or to the rank that the caller
+    names (external load balancing).
     """
 
     def __init__(

@@ -46,21 +46,21 @@ def decode_attention(
 
     Args:
         query: [B, H, D], any strides but the last; H a multiple of rows.num_heads.
-        rows: where keys and values lie.
+        rows: the cache that holds keys and values.
         block_tables: [B, n] int32; entries beyond a sequence's own are never used.
         ends: [B] int32: positions that are there, the newest included; 0: padding.
-        scaling: of the scores.
+        scaling: factor of the scores.
         window: a token sees itself and window - 1 before it; None: all.
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
         sinks: [H]: one more score per head that takes weight and gives no value (gpt-oss).
-        tails: of a quantized cache; the newest token's block is read there.
-        num_splits: at most; None: by shapes. Ignored where `exact`.
+        tails: unquantized blocks of a quantized cache, where the newest token's block is read.
+        num_splits: most splits of a sequence; None: chosen by shapes. Ignored where `exact`.
         out: [B, H, Dv], query's dtype.
         exact: a sequence's bits depend on nothing but its own positions: not on batch-mates, table
             width or splits; and they equal those of the same token in a chunk
             (prefill_attention, exact).
-        workspace: None: the calling thread's own.
-        config: for benchmarks; None: by shapes.
+        workspace: counters of the launch; None: the calling thread's own.
+        config: tile sizes, for benchmarks; None: chosen by shapes.
     Returns: [B, H, Dv]; zeros for padding.
     Raises: ValueError naming the argument that does not fit.
     Bytes moved: sum(ends) * K * (D + Dv) numbers. FLOPs: 2 * sum(ends) * H * (D + Dv).
@@ -132,8 +132,8 @@ def tree_attention(
         depths: [N] int32: 0 for a root; a node's position is num_cached + depth.
         visible: [N, W] bool, rows dense: which nodes of its own sequence a node sees, itself
             included; W at least the number of nodes of any one.
-        max_num_nodes: no sequence has more (host-known; decides the grid).
-        window: by positions: ancestors and cached positions above position - window.
+        max_num_nodes: most nodes of a sequence, known to the host; decides the grid.
+        window: a node sees ancestors and cached positions above its position - window; None: all.
         out: [N, H, Dv], query's dtype.
         is_early: all but the query, keys and values was written by no kernel of the step, and may
             be read while the launch directly ahead ends (on Hopper).

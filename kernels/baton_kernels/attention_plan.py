@@ -158,8 +158,8 @@ def config_for(
 
     Args:
         num_rows: query rows of a kv head in one sequence: query heads per kv head, times nodes.
-        fills: there is more than one program for each multiprocessor without splitting. Otherwise
-            each program has more shared memory for tiles in flight.
+        fills: whether there is more than one program for each multiprocessor without splitting.
+            Otherwise each program has more shared memory for tiles in flight.
     """
     width = max(rows.k_head_dim, rows.v_head_dim) * dtype.itemsize // 2
     if dtype == torch.float32:  # its products use no matrix unit: small tiles

@@ -91,7 +91,7 @@ def fp8_linear(
 
     Args:
         x: [M, K], bfloat16 or float32; the others as in `linear`, in x's dtype.
-        weight: of [N, K]; of [2N, K] with `activation`.
+        weight: fp8 weight [N, K]; [2N, K] with `activation`.
     Returns: [M, N] in x's dtype.
     Raises: ValueError naming what does not fit.
     """

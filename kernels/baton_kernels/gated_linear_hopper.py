@@ -2,10 +2,10 @@
 weight, then silu(gate) * up on the accumulators. The library's product would write twice the
 columns to memory, and a second launch would read them back.
 
-Persistent programs, one a multiprocessor. One warp has tiles copied by the bulk copy engine, two
-groups of warps multiply, each half of the rows; while they end a tile, the next one's first columns
-are on their way. Tiles that run at a time are near one another, so that L2 serves most of them.
-Knows no model. No state; any thread.
+Persistent programs, one a multiprocessor. One warp has tiles copied by the bulk copy engine (TMA),
+two warp groups multiply, each half of the rows; while they finish a tile, the next one's first
+columns are being copied. Tiles that run at a time are near one another, so that L2 serves most of
+them. Knows no model. No state; any thread.
 """
 
 from __future__ import annotations

@@ -105,14 +105,14 @@ def rotate_and_write(
         positions: [T] int32, below cos_sin's rows; -1: padding: nothing is written for it, and what
             is returned of it is zero.
         cos_sin: [max_pos, D] float32, dense: D / 2 cosines, then D / 2 sines.
-        rows: of a cache that is not quantized (or the tails of one that is); None: no write.
+        rows: the cache if it is not quantized, or the tails of one that is; None: no write.
         block_tables: [B, n] int32; None with `rows`.
         sequence_ids: [T] int32, the block table's row of each token; None: token i is of row i.
         num_heads: H.
         slots: [T] int32: where in its sequence's blocks each token's key and value go, ignored
             where the position is -1; None: at its position. Nodes of a token tree share positions.
         q_norm, k_norm: [D] weights of an RMSNorm over each head, both or none.
-        norm_eps: of that norm.
+        norm_eps: epsilon of that norm.
         out_q: [T, H, D], rows dense.
         out_k, out_v: [T, K, D], dense, qkv's dtype: where given, the rotated keys, and the values
             (which stand in qkv as they are, but for padding), are put there, too.

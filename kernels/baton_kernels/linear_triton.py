@@ -340,7 +340,7 @@ def accumulate(  # type: ignore[no-untyped-def]
 ):
     """Sum one run of columns. Returns: (product, product with the up rows).
 
-    NUM_STAGES > 1: steps are on their way into shared memory. 1: none is; the first step's w and up
+    NUM_STAGES > 1: steps are pipelined into shared memory. 1: none is; the first step's w and up
     are given, and many small programs hide each other's latency.
     """
     if K_WARPS > 1:

@@ -63,7 +63,7 @@ def take_tile(
     """Add one tile to a partial result by online softmax (Milakov and Gimelshein, 2018).
 
     scores [M, N] float32, -inf where not seen; values [N, Dv], finite (0) where not seen;
-    value_scales [N] float32, of account where SCALED. The part: greatest [M], total [M],
+    value_scales [N] float32, used where SCALED. The part: greatest [M], total [M],
     weighted [M, Dv], float32. EXACT: the order of sums must not depend on how the compiler lays out
     the tile. A bfloat16 product leaves scores in the matrix unit's layout, and all kernels sum them
     there; a float32 one in whichever suits the kernel, so weights are added up by a product, too.
@@ -241,7 +241,7 @@ def walk_positions(
 ):  # fmt: skip
     """Add the positions [begin, stop) to a partial result, tile by tile.
 
-    low: [M] the first position that each row sees, of account where WINDOW. SEES 0: all from there
+    low: [M] the first position that each row sees, used where WINDOW. SEES 0: all from there
     on; 1: positions from `high` on are nodes, and line_starts [M] int32 is where each row's line
     begins in `visible` (uint8); 2: up to high [M].
     """

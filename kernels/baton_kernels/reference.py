@@ -2,8 +2,8 @@
 alike.
 
 One layer's keys (or values) are seen as head rows, [R, P block size, D head dim]: each row is what
-one head cached in one block. Every function here takes such a view, `rows`, and row numbers; which
-row is whose, and what is padding, is the caller's knowledge. No state; any thread.
+one head cached in one block. Every function here takes such a view, `rows`, and row numbers; the
+caller knows which row belongs to which sequence, and what is padding. No state; any thread.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Device-side beginning and end of a decode step: begin_step reads the step's rows from host
 memory, and end_step writes the drawn tokens there.
 
-So that no copy stands between two steps: where one engine copies and another computes, each waits
-for the other some microseconds. The host writes the image of a step into one of two buffers while
-the step before may still read the other; which one it is, a counter on the device tells, so that
-one graph serves both. A token that the step before drew does not take the way over the host, and of
-the block tables only what changed is brought.
+This leaves no copy between two steps: where one engine copies and another computes, each waits for
+the other some microseconds. The host writes the image of a step into one of two buffers while the
+previous step may still read the other; a counter on the device selects the buffer, so that one CUDA
+graph serves both. A token that the previous step drew does not go through the host, and only
+changed entries of the block tables are copied.
 
-Knows no requests: which row is whose is the caller's knowledge. Invariant: graph-safe; nothing here
-waits. No state; any thread.
+Knows no requests: the caller knows which row belongs to which request. Invariant: graph-safe;
+nothing here waits. No state; any thread.
 """
 
 from __future__ import annotations

@@ -6,13 +6,12 @@ Life: `follow` with what a partial handle names -> a question waits at the lende
 where it lies -> `keep` what was copied of it -> `confirm` with each handle: what that names just so
 may be used -> `close`, from any state, ends the question and forgets the rest.
 
-What the lender says is no handle: not a block is used that no signed handle names with the same
-frame, generation, checksum and lease. So it need not wait for checksums: of blocks that are not
-sealed it says where they lie, they are kept with the checksums of the bytes that came, and the
-handle's are compared with those. A question that fails costs nothing: the handle is as good
-without. One whose lease has ended did not fail: its prompt was given up. Nor is it told that there
-is no way to the lender: who copies what the partial handle names finds that out. One request, the
-loop's thread.
+The lender's answer is not a handle: no block is used that no signed handle names with the same
+frame, generation, checksum and lease. So the lender need not wait for checksums: unsealed blocks
+are kept with the checksums of the bytes that came, which are compared with the handle's. A question
+that fails costs nothing, since the handle suffices. It does not count as a failure if its lease has
+ended (the prompt was given up) or if the lender cannot be reached (the copy of what the partial
+handle names reports that). One request, the loop's thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Arrival: the KV of a reserved request while it arrives: the router's handles, and what is pulled
 before the final one.
 
-Life: made with the request -> `prefetch`, any number of times -> `hand_over`, once; `wait` pulls
-meanwhile what there is, and ends with the last word. The handle belongs to the request from then
-on; `untaken` is what it has to give back if it never came to that. One request, the loop's thread.
+Life: created with the request -> `prefetch`, any number of times -> `hand_over`, once; `wait` pulls
+meanwhile and returns at the final handover. The handle belongs to the request from then on;
+`untaken` is what has to be released if the request ended before that. One request, the loop's
+thread.
 """
 
 from __future__ import annotations

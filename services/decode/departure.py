@@ -1,8 +1,8 @@
 """Departure: when a request has to leave a draining worker, and how long it may take to store its
 KV.
 
-Life of one: untold -> `tell` -> the request in the scope continues by itself, and gets `MustLeave`
-when the time is over. Once told it stays so. One request, the loop's thread.
+Life of one: created -> `tell` -> the request in the scope continues by itself, and gets `MustLeave`
+when the time is over. Later calls have no effect. One request, the loop's thread.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 verifies it, and counts by reason what could not be used.
 
 Life of one request's intake: `pull_early` any number of times, each with a partial handle of what
-is stored while prefill still runs, and `pull_rest` when a lender has said where the rest lies
+is stored while prefill still runs, and `pull_rest` when a lender has answered with the rest
 (services/decode/ahead.py); then `load` once with the final one (or none), which fetches only what
 is not there yet. An early pull that fails costs nothing but itself: the final handle tries again.
 
-Nothing here fails a request: what cannot be fetched is recomputed and counted by reason. The final
-handle's leases are given back by `give_back`, if they are this request's.
+Nothing here fails a request: what cannot be fetched is recomputed and counted by reason.
+`give_back` releases the final handle's leases, if they are this request's.
 
 Invariant: tokens [0, num_tokens) are verified, named by a handle, and lie in the reservation's
 blocks; a block that a late transfer may still write into is not one of those (`LLMEngine.refill`).

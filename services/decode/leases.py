@@ -3,7 +3,7 @@ over.
 
 A final handle hands its leases over to the request that takes it: they are released at the store
 that granted them, in the background. A partial handle hands over nothing. A lease that cannot be
-given back lapses by itself. Belongs to the loop's thread.
+released expires. Belongs to the loop's thread.
 """
 
 from __future__ import annotations

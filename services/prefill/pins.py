@@ -1,11 +1,11 @@
 """Pins: leases that one prefill request holds in stores, besides its writer's.
 
-Life of a pin: `add` when a store has answered a match -> `take` by the writer that goes on under
-its lease, or `keep`, which gives up all others -> `hand_over` (the handle names it) or `release`
-(the request ended otherwise). After `start_renewing` those that are held do not lapse meanwhile.
+Life of a pin: `add` when a store has answered a match -> `take` by the writer that continues under
+its lease, or `keep`, which releases all others -> `hand_over` (the handle names it) or `release`
+(the request ended otherwise). After `start_renewing` the held leases do not expire meanwhile.
 
-Invariant: a lease that was pinned is a pin here, or its writer's, or the handle's, or is being
-given back. Belongs to the loop's thread.
+Invariant: a lease that was pinned belongs to a pin here, to the writer or to the handle, or is
+being released. Belongs to the loop's thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """PrefillSession: one router's stream: its keys, the prompts behind them, and their cancellation
 when it breaks.
 
-States of a key: RUNNING -> its account | its failure, each the last word; a cancel leads from
-RUNNING to the failure CANCELLED and is nothing afterwards. Law: a handle is the router's from the
-moment when its account was written; one whose account was not is taken back.
+States of a key: RUNNING -> its answer | its failure, each the last message; a cancel leads from
+RUNNING to the failure CANCELLED and has no effect afterwards. Invariant: a handle belongs to the
+router once its answer was written; an answer that was not written is taken back.
 
 Knows no stubs. Belongs to the loop's thread.
 """

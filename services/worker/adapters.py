@@ -1,20 +1,20 @@
 """The LoRA adapters of one worker: loaded at start, by RPC, or by the cluster's desired state;
 identified by name and content.
 
-Of one name several contents can be here at once: requests that began with the old one end on it
-while new ones get the new. The engine knows them by content alone: its name for an adapter is the
-digest. It runs in a thread of its own, so what is known here is as of the last change. A request is
-checked twice: here, when it comes, and on the engine's thread in the moment its blocks are reserved
-(`check_digest`), because from then on the engine keeps the adapter in place. Files are read by a
-thread of their own, for a file system may hang: the engine's thread only puts in place what was
-read. Belongs to the loop's thread, but for `check_digest`.
+Several contents of one name can be loaded at once: requests that began with the old one end on it
+while new ones get the new. The engine identifies them by content alone: its name for an adapter is
+the digest. The engine runs in a thread of its own, so the table here is as of the last change. A
+request is checked twice: here, when it arrives, and on the engine's thread when its blocks are
+reserved (`check_digest`); from then on the engine keeps the adapter in place. Files are read by a
+thread of their own, since a file system may hang: the engine's thread only puts the weights in
+place. Belongs to the loop's thread, except `check_digest`.
 
-Life of a content: loaded -> held (for a load of the whole cluster, until a time) -> wished ->
-dropped, when a wish of its name leaves it out and no request uses it. One that was loaded at start,
-or by a call without a time, stays as long as nothing is wished of its name.
+Life of a content: loaded -> held (for a load across the whole cluster, until a time) -> wanted ->
+unloaded, when the desired state of its name leaves it out and no request uses it. One that was
+loaded at start, or by an RPC without a hold time, stays as long as the desired state does not
+contain its name.
 
-Invariant: what is known here follows the engine, whatever becomes of the caller that asked for the
-change.
+Invariant: the table follows the engine, even when the caller of a change is cancelled.
 """
 
 from __future__ import annotations

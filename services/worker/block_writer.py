@@ -84,12 +84,12 @@ class BlockWriter:
         """Create a writer; it puts nothing before `add`.
 
         Args:
-            refs: blocks 0.. of the prompt that lie in the store already, pinned by `lease_id`
+            refs: leading blocks of the prompt that the store has already, pinned by `lease_id`
                 (empty: none).
-            tenant: whose share of the store the blocks are charged to.
+            tenant: tenant whose share of the store the blocks are charged to.
             on_stored: called whenever `refs` has grown.
-            release_later: of whoever keeps `client`; None: the connector's.
-            batch_bytes: of one put at most, or one block.
+            release_later: releases leases of `client`; None: the connector's function.
+            batch_bytes: most bytes of one put, or one block.
         """
         self.client = client
         self.lease_id = lease_id

@@ -58,7 +58,7 @@ class ChecksumBatches(Generic[S]):
 
     Args:
         batch_size: blocks that a slot holds.
-        name: of the device, for errors.
+        name: name of the device, for error messages.
     """
 
     def __init__(

@@ -1,11 +1,12 @@
 """StoreConnector: one engine's connection to one KV store, which may fail, return, or return empty.
 
-Life: a keeper task attaches, watches, and attaches again when the store's connection or incarnation
-is gone; requests use whatever client is there at the moment, or none. The store's absence is never
-a request's error: the request goes on and its blocks are counted as recomputed, by reason.
+Life: a background task attaches, watches, and attaches again when the store's connection or
+incarnation is lost; requests use the client that is attached at the moment, or none. The store's
+absence never fails a request: the request continues and its blocks are counted as recomputed, by
+reason.
 
-Invariant: a block that a transfer may still write into is quarantined at the engine before the
-engine hears anything else about its request, and until the transfer is over.
+Invariant: a block that a transfer may still write into is quarantined at the engine before any
+further call about its request, until the transfer is over.
 
 Knows no request life and no gRPC service. Belongs to the loop's thread.
 """

@@ -79,9 +79,8 @@ class WorkerCore:
         """Create the core of one worker life; `attach` connects it to the store.
 
         Args:
-            draft_traces: noted by those who ask draft workers; None: nobody does.
-            before: of this worker's life in another role, over the same engine, which is over; its
-                traces go on.
+            draft_traces: spans of draft worker calls; None: there are no draft workers.
+            before: core of this worker's previous life, over the same engine; its traces continue.
         """
         self.settings = settings
         self.limits = settings.limits

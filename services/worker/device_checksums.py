@@ -1,7 +1,7 @@
 """Checksums of blocks computed in a GPU's memory, for kvstore's transports to compare without a
 copy to the host.
 
-`begin` gives the device its work and returns; the `Pending` that it gives waits for it. A batch is
+`begin` starts the device's work and returns a `Pending` that waits for the result. A batch is
 one launch, captured as a CUDA graph for some sizes: four launches from Python take as long as the
 work itself, with the interpreter's lock held, while others wait for both. Any thread. Knows no
 store.

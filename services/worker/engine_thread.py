@@ -1,26 +1,26 @@
 """EngineThread: the only thread that calls an engine, and the calls to it from asyncio.
 
-Life: `start` -> jobs and steps alternate until `stop`. Between two steps waiting jobs run, in the
-order they came, one at least and then for a share of a step's time: the others wait for one step
-more, since whoever decodes waits for that step. The results of the jobs between two steps go to the
-loop by one `call_soon_threadsafe`, and each step's output by another. With neither jobs nor work
-the thread blocks on its queue; after `idle_check_s` of that it checks the engine's conservation
-laws once.
+Life: `start` -> jobs and steps alternate until `stop`. Between two steps waiting jobs run in the
+order they came, at least one and then for a share of a step's time; the others wait for one more
+step, since decoding requests wait for that step. The results of the jobs between two steps go to
+the loop by one `call_soon_threadsafe`, and each step's output by another. With neither jobs nor
+work the thread blocks on its queue; after `idle_check_s` of that it checks the engine's invariants
+once.
 
-On a GPU a step may return before its kernels are over. Blocks are copied beside them (kvstore's
-transports), so with a store nobody hears of a step or a job until those are over which write into
-blocks that may be copied: `wait_for_kernels`. Not before a launch for the next step is over, which
-is the point of it (`LLMEngine.is_device_behind`).
+On a GPU a step may return before its kernels have finished. Transports copy blocks concurrently, so
+with a store the results of a step or job are delivered only after the kernels that write into such
+blocks have finished: `wait_for_kernels`. That wait comes after the launch of the next step
+(`LLMEngine.is_device_behind`).
 
-A step or job that takes longer than `step_timeout_s` waits for a device that will not answer:
-nothing can end it, so the thread `is_stuck`, and its process must end.
+A step or job that takes longer than `step_timeout_s` waits for a device that does not answer:
+nothing can end it, so the thread `is_stuck`, and its process must exit.
 
-The engine is closed when the thread ends, unless `stop` was told to leave it to a next thread.
+The engine is closed when the thread ends, unless `stop` leaves it to a later thread.
 
-An exception out of `step` is the engine's own mistake: `on_failure` hears of it (the worker fails
-its requests), the laws are checked for the log, and the thread is unhealthy for good: it takes no
-step and refuses `call`, but still runs what was `post`ed, so that aborts give blocks back. So it is
-where `on_step` raises: whom it did not tell would go on without that step's tokens.
+An exception of `step` is a failure of the engine: `on_failure` is called (the worker fails its
+requests), the invariants are checked for the log, and the thread stays unhealthy: it runs no step
+and refuses `call`, but still runs posted jobs, so that aborts free blocks. An exception of
+`on_step` has the same effect: requests that were not notified would miss that step's tokens.
 
 Knows no request and no RPC. `start`, `call`, `post` and `stop` belong to the loop's thread; `stats`
 may be read anywhere.
@@ -90,12 +90,12 @@ class EngineThread:
         """Create the thread; `start` runs it.
 
         Args:
-            jobs_s, jobs_share: between two steps no job begins later: after this share of the step
-                before, and at least after so many seconds.
-            step_timeout_s: 0: a step or job may take as long as it likes.
-            wait_for_kernels: returns when the device has done all that the engine gave it.
-            log: is told of every job and step.
-            clock: that steps are timed by.
+            jobs_s, jobs_share: time between two steps in which jobs may begin: this share of the
+                previous step's time, and at least so many seconds.
+            step_timeout_s: most seconds of a step or job; 0: no limit.
+            wait_for_kernels: waits until the device has finished all kernels of the engine.
+            log: records every job and step.
+            clock: clock in seconds for the times of steps.
         """
         self._engine = engine
         self._wait_for_kernels = wait_for_kernels

@@ -1,14 +1,15 @@
 """Handle: a signed reference to one prompt's KV, built by a prefill worker and checked by a decode
 worker.
 
-A handle is a claim of another process. `from_proto` believes none that is not signed by one of our
-keys, before it looks at anything but the version, which says how it is signed; `check` refuses one
-that is not for exactly this tenant, model, layout and prompt, or is too old; `handle_ledger` one
-that comes twice. What it names is verified again, block by block, when it is fetched.
+A handle comes from another process. `from_proto` rejects one that is not signed by one of this
+worker's keys, before it reads anything but the version, which says how it is signed; `check`
+rejects one that is not for exactly this tenant, model, layout and prompt, or is too old;
+`handle_ledger` one that is replayed. The blocks that it names are verified again, one by one, when
+they are fetched.
 
-What is signed is an encoding of our own over every field of the message, each of fixed size or
-behind its length, lists behind their number, so that no two messages have the same bytes; never
-protobuf's, which may differ between versions. Pure; wall-clock time comes in as an argument.
+The signature is over an encoding of every field of the message, each of fixed size or preceded by
+its length, lists preceded by their number, so that no two messages have the same bytes; protobuf's
+own encoding may differ between versions. Pure; wall-clock time comes in as an argument.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A MAC is keyed BLAKE2b with 32 bytes of key and of output, personalised so that 
 anything else is none for a handle (RFC 7693, sections 2.5 and 2.8). Which bytes are signed is
 `handle`'s business.
 
-A file of them is watched (`process.secret_files`), before each signature and each check of
-one, so that a rotated secret is taken up, and a dropped one is of no use any more, without a
-restart. Belongs to the loop's thread; a look is one `stat`.
+The key file is checked for changes (`process.secret_files`, one `stat`) before each signature and
+each verification, so that rotated keys take effect, and removed ones stop being valid, without a
+restart. Belongs to the loop's thread.
 """
 
 from __future__ import annotations

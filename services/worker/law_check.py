@@ -1,14 +1,14 @@
 """LawCheck: the last result of a worker's invariant checks, and when to repeat them.
 
-Looking costs the engine's thread time that the answers under way wait for: tens of milliseconds
-with tens of thousands of blocks. So while the engine works it gets at most SHARE of its time for
-looking, however many ask, and whether they wait for the answer or not; who asks in between is told
-what was found last. An idle worker looks whenever it is asked: once for all those who came before
-the look began. Knows no law: those who have them are asked. One asyncio loop.
+A check takes time of the engine's thread that running requests wait for: tens of milliseconds with
+tens of thousands of blocks. So while the engine works, checks get at most SHARE of its time,
+however many callers ask; callers in between get the last result. An idle worker runs a check at
+each request for one, once for all that came before it began. The checks themselves belong to the
+caller. One asyncio loop.
 
-An engine has one of these for its whole life, and hands it from role to role (`hand_over`).
+An engine has one LawCheck for its whole life, which passes from role to role (`hand_over`).
 
-Law: at most one look is under way, and it ends whatever becomes of those who asked.
+Invariant: at most one check runs at a time, and it ends even if its callers are cancelled.
 """
 
 from __future__ import annotations

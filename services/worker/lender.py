@@ -1,9 +1,9 @@
 """WorkerLender: lends a worker's own KV blocks to other workers, as the engine's side of
 `BlockLender`.
 
-What is lent is kept in place at the engine: a request's blocks are quarantined before they are
-lent (by the caller), those for measuring are the engine's own loans. Each is given
-back in its own way when nobody reads it any more.
+Lent blocks are kept in place at the engine: the caller quarantines a request's blocks before they
+are lent; those for link measurements are the engine's own loans. Each is returned in its own way
+when no reader is left.
 
 Knows no requests and no handles. Belongs to the loop's thread.
 """
@@ -41,11 +41,11 @@ class WorkerLender:
         """Create a lender; `start` runs it.
 
         Args:
-            target: as whom, of which memory.
-            max_ttl_s: longest lease.
-            lets_map: readers of this host may map the whole cache.
-            address: where readers find it, once the worker listens.
-            on_room: told when the engine has blocks back.
+            target: identity and memory of this worker.
+            max_ttl_s: longest lease time.
+            lets_map: whether readers on this host may map the whole cache.
+            address: returns the address for readers, once the worker listens.
+            on_room: called when the engine has got blocks back.
         """
         self.node_id = lender_node_id(target.worker_id)
         self.incarnation = target.worker_incarnation

@@ -1,9 +1,9 @@
 """Life: one life of a worker in one role, from its core to its entry in the registry. A worker that
 changes its role ends one and begins the next over the same engine, under a new incarnation.
 
-Life of one: `begin` (core, role, adapters, store) -> `announce` (registered) -> `drain` (nothing
-new; what can move goes on elsewhere) -> `leave_registry` -> `end`. Knows no server. The loop's
-thread.
+Life of one: `begin` (core, role, adapters, store) -> `announce` (registered) -> `drain` (no new
+requests; those that can move continue on other workers) -> `leave_registry` -> `end`. Knows no
+server. The loop's thread.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ async def begin(
 
     Args:
         draft_traces: see WorkerCore.
-        before: the core of the life before, over the same engine.
+        before: core of the previous life, over the same engine.
     Raises: FailedPrecondition from the store; InvalidArgument for an adapter that does not fit.
     """
     worker_id = settings.worker_id if before is None else before.identity.worker_id

@@ -40,7 +40,7 @@ class WorkerCollector(Collector):
         self._loop = loop
 
     def follow(self, core: WorkerCore) -> None:
-        """Replace the core by that of the worker's next life on the same loop."""
+        """Replace the core by that of the worker's next life on the same event loop."""
         self._core = core
 
     def collect(self) -> Iterable[Metric]:

@@ -82,8 +82,8 @@ class StoreParking:
 
         Args:
             max_bytes: host memory for blocks in transit, in bytes.
-            make_connector: the way to the store, given the memory that it moves bytes of.
-            renewals_per_ttl: how often a lease is renewed within its time.
+            make_connector: creates the store connector for the given memory.
+            renewals_per_ttl: number of renewals of a lease per lease time.
         Raises: SettingsError where `max_bytes` holds no block.
         """
         if max_bytes < layout.block_bytes:

@@ -1,11 +1,11 @@
 """RemotePeer: one worker's connection to one store of another node: attached on demand, checked
 when in doubt, dropped when it fails, and tried again by one caller.
 
-Life: unknown -> attaching (one attempt, for all who ask) -> attached -> dropped, or failed. While a
-failure's back-off lasts everybody is refused at once; then ONE caller tries (half-open), and the
-others are refused until it is known what came of that. Nothing is refused for ever.
+Life: unknown -> attaching (one attempt for all callers) -> attached -> dropped, or failed. During a
+failure's back-off all callers are refused at once; then ONE caller tries (half-open), and the
+others are refused until that attempt has ended.
 
-Knows nothing of other peers, of rooms or of leases. Belongs to the loop's thread.
+Knows nothing of other peers, the limit of stores, or leases. Belongs to the loop's thread.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """RoleSwitch: gRPC methods of every role at one server, of which those of the present role are
 served; calls of other methods fail with the name of the present role.
 
-gRPC takes methods before a server starts, and for good: so all of them are registered, and each
-call goes to the servicer of the method at that moment. Calls under way belong to the role that they
-began with: `end` ends them. Who may call at all is decided before, by `rules`. Knows no request.
-One asyncio loop.
+A gRPC server accepts methods only before it starts: so those of all roles are registered, and each
+call goes to the servicer of the method at that moment. Calls in progress belong to the role that
+they began with: `end` cancels them. `rules` decide beforehand which callers are allowed. Knows no
+request. One asyncio loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Role: a worker role (prefill or decode) by name, and what it adds to the worker's core.
 
-A role's code is imported when it is taken: services know of one another by these names alone, and a
-worker that never changes its role loads no other's. Values and one import.
+A role's code is imported when a worker begins that role: services refer to one another by these
+names alone, and a worker that never changes its role loads no other's. Values and one import.
 """
 
 from __future__ import annotations

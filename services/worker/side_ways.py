@@ -44,9 +44,9 @@ class SideWays:
         """Create the lender and the parking of a role that begins; the engine gets the parking.
 
         Args:
-            target: the store, as this life; None: it has none.
-            address: where this worker's lender is found, once it listens.
-            on_room: told when the engine has blocks back.
+            target: the store of this worker life; None: it has none.
+            address: returns the address of this worker's lender, once it listens.
+            on_room: called when the engine has got blocks back.
         Raises: SettingsError for a bound without room for a block.
         """
         if target is None:

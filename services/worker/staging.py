@@ -1,8 +1,8 @@
 """Staging: rows of host memory for blocks in transit, their lock, and the event loop whose tasks
 move their bytes.
 
-The engine's thread takes rows and tells the loop; tasks on the loop move bytes and give rows back.
-Who has which rows is the owner's to know. Knows no store.
+The engine's thread allocates rows and runs callbacks on the loop; tasks on the loop move bytes and
+free rows. The owner records which rows belong to which transfer. Knows no store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Staging:
     """Staging rows shared by the engine's thread and the event loop. Closed until `open`.
 
     Attributes:
-        rows: called under `lock`.
+        rows: allocator of the rows; used under `lock`.
     """
 
     def __init__(self, num_rows: int, row_bytes: int) -> None:

@@ -20,8 +20,8 @@ class StepWatch:
     """Timer of the running step.
 
     Args:
-        timeout_s: 0: no bound.
-        what: what did not end, for the error's message.
+        timeout_s: most seconds of a step; 0: no limit.
+        what: name of the step, for the error's message.
     """
 
     def __init__(

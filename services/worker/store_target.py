@@ -44,7 +44,7 @@ def target_of(
     """Return the target for the home store of this worker life; None without a store.
 
     Args:
-        memory: of the life before, over the same engine; None: there was none.
+        memory: block memory of the previous life, over the same engine; None: there was none.
     Raises: FailedPrecondition for a device or transport by which the engine's KV cannot be moved.
     """
     if not settings.store_address:

@@ -1,15 +1,16 @@
 """RemoteStores: a worker's connections to the stores of other nodes, made on demand.
 
-Each store is a RemotePeer (services/worker/remote_peer.py): attached once for all who ask, refused
-for a back-off when it failed, then tried by one. Here: who gets one of the few places, and which
-life of a store is meant.
+Each store is a RemotePeer (services/worker/remote_peer.py): attached once for all callers, refused
+during a back-off after a failure, then tried by one caller. This module limits the number of stores
+and checks which incarnation of a store is meant.
 
-Fencing: who asks names the life of the store that it means. A client of another life is looked at:
-if its store really is that other life, the asker is refused with the reason `incarnation`; if the
-store has restarted, the client is closed and the new life attached. No bytes move before that.
+Fencing: the caller names the incarnation of the store that it means. A client of another
+incarnation is checked: if the store really has that other incarnation, the caller is refused with
+the reason `incarnation`; if the store has restarted, the client is closed and the new incarnation
+attached. No bytes move before that.
 
 Invariant: at most `max_stores` peers are attached or attaching (`check_integrity`), and a client
-that moves bytes is not closed to make room. Clients that are closing are no peers' any more.
+that moves bytes is not closed to make room. Clients that are being closed do not count.
 
 Knows no handles, no requests, no engine. Belongs to the loop's thread.
 """
@@ -77,12 +78,12 @@ class RemoteStores:
         """Create without connections.
 
         Args:
-            target: as whom, over which transport; an empty transport: blocks are never pulled from
-                other nodes.
-            direct_transport: to workers that lend; empty: the target's.
-            lease_ttl_s: of the leases that are held at those stores.
-            ping_budget_s: see WorkerLimits.
-            on_attached: told of every new client; must not raise.
+            target: identity and transport of this worker; an empty transport: blocks are never
+                pulled from other nodes.
+            direct_transport: transport to workers that lend; empty: the target's.
+            lease_ttl_s: lease time at those stores.
+            ping_budget_s: seconds for a ping.
+            on_attached: called with every new client; must not raise.
             clock: seconds, for back-off and idleness.
             attach: makes a client.
         """

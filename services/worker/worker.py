@@ -202,7 +202,8 @@ async def start(
     """Start a worker with a loaded engine; returns when it serves.
 
     Args:
-        metrics: that was started before; None: one is made, and started where the settings say.
+        metrics: metrics server that was started before; None: one is created, and started where
+            configured.
         draft_traces: see WorkerCore.
     Raises: Unavailable when the port is taken; InvalidArgument for an adapter that does not fit.
     """

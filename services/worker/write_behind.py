@@ -167,7 +167,7 @@ def next_put_bytes(num_bytes: int, share: float, *, is_whole: bool, least: int, 
 
     Args:
         share: share of `put_budget_s` that the put took; 1 for one that gave way.
-        is_whole: it carried as much as it could, and did not fail.
+        is_whole: whether the put carried as much as it could, and did not fail.
     """
     if share > 4 * PUT_SHARE:
         return max(least, num_bytes // 2)
@@ -193,8 +193,8 @@ class WriteBehind:
         """Create a writer; nothing is stored before `begin`.
 
         Args:
-            max_held_blocks: of one turn; more than an engine step fills.
-            on_room: called when blocks have been given back.
+            max_held_blocks: most blocks of one turn; more than an engine step fills.
+            on_room: called when blocks have been freed.
         """
         self._connector = connector
         self._thread = thread
@@ -238,10 +238,10 @@ class WriteBehind:
         """Begin a chain for a sample or a prompt that fills blocks.
 
         Args:
-            hashes: of the leading full blocks that are there already.
+            hashes: chain hashes of the leading full blocks that are filled already.
             num_stored: those of them that are taken to be in the store, counted from the first.
             num_reached: leading blocks that do not count as lost; None: those that are stored.
-            client: of another store that the chain goes to, instead of this node's.
+            client: client of another store that the chain goes to, instead of this node's.
         """
         return WriteChain(
             tenant,
