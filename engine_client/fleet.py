@@ -116,7 +116,8 @@ class Fleet:
     def start(self) -> None:
         """Start all engines and wait until they are loaded.
 
-        Raises: the first engine's error in loading; no process is left then.
+        Raises: LoadError, Unavailable, DeadlineExceeded; FailedPrecondition where the engines
+        loaded different models. No process is left then.
         """
         ends_s = time.monotonic() + self.limits.start_timeout_s
         try:

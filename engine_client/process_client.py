@@ -181,7 +181,7 @@ class ProcessClient(DataParallelClient):
         progress: Progress | None = None,
         program: Sequence[str] = link.PROGRAM,
     ) -> None:
-        """Start the engine and wait until it is loaded."""
+        """Start the engine and wait until it is loaded. Raises: as `DataParallelClient`."""
         super().__init__(config, 1, limits=limits, progress=progress, program=program)
 
 

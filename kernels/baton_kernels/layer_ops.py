@@ -164,7 +164,8 @@ def rotate_reference(
     k_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the rotation of `rotate_and_write` in plain torch, without writing to the cache."""
+    """Compute the rotation of `rotate_and_write` in plain torch, without writing to the cache.
+    Returns: query [T, H, D], key [T, K, D], value [T, K, D]."""
     num_tokens, head_dim = qkv.shape[0], cos_sin.shape[1]
     heads = qkv.view(num_tokens, -1, head_dim).float()
     num_kv_heads = (heads.shape[1] - num_heads) // 2
@@ -192,8 +193,8 @@ def write_reference(
     block_tables: torch.Tensor,
     sequence_ids: torch.Tensor | None,
 ) -> None:
-    """Write keys and values [T, K, D] of tokens into the cache slots `positions` (-1: none), in
-    plain torch."""
+    """Write keys and values [T, K, D] of tokens into the cache at `positions` of their sequences
+    (-1: not written), in plain torch. Raises: ValueError for a cache of latents."""
     if rows.values is None:
         raise ValueError("rows: latents are not written by this operation")
     (live,) = torch.nonzero(positions >= 0, as_tuple=True)

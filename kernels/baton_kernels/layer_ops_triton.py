@@ -38,7 +38,7 @@ _COLUMNS_PER_PROGRAM = 1024
 
 def rotation_config(num_tokens: int) -> tuple[int, int]:
     """Return (heads per program, warps) of rotate_and_write. Each warp has four heads in every
-    configuration and no multiply-add is fused, so that its bits are the same in each."""
+    configuration and no multiply-add is fused, so that a head has the same bits in each."""
     return (4, 1) if num_tokens <= _FEWEST_TOKENS else (16, 4)
 
 

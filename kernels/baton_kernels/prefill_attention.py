@@ -97,7 +97,9 @@ def prefill_attention_reference(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention of one sequence's new tokens in plain torch."""
+    """Compute causal attention of one sequence's new tokens in plain torch. query: [T, H, D]; keys
+    [K, start + T, D] and values [K, start + T, Dv] of all its tokens. Returns: [T, H, Dv] in the
+    query's dtype, computed in float32 (in float64 where the query is)."""
     wide = torch.promote_types(query.dtype, torch.float32)
     end = start + query.shape[0]
     mask = reference.chunk_mask(start, end, window, wide, query.device)

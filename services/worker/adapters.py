@@ -332,9 +332,8 @@ class WorkerAdapters:
 def unwanted(
     loaded: Iterable[Key], wishes: Wishes, holds: Mapping[Key, Hold], now_s: float
 ) -> list[Key]:
-    """Return the adapters to unload: those neither wanted nor held while another content of their
-    name is wanted, and those whose hold has expired or was overtaken by another change of the
-    name."""
+    """Return the adapters to unload: those neither wanted nor held whose name the desired state
+    contains, and those whose hold has expired or was overtaken by a later change of the name."""
     keys = []
     for name, digest in sorted(loaded):
         wish = wishes.get(name)

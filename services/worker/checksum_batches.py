@@ -74,7 +74,7 @@ class ChecksumBatches(Generic[S]):
 
     def begin(self, block_ids: Sequence[int], after: Mark | None = None) -> Pending[S]:
         """Begin to checksum blocks as they lie on the device now, or after `after`; all batches
-        that begin later wait for that, too."""
+        that begin later wait for that, too. Raises: TransferFailed."""
         parts: list[_Part[S]] = []
         for start in range(0, len(block_ids), self._batch_size):
             with self._turn:
@@ -82,7 +82,7 @@ class ChecksumBatches(Generic[S]):
         return Pending(self, parts)
 
     def take(self, part: _Part[S]) -> Sequence[int]:
-        """Wait for a batch and return its checksums."""
+        """Wait for a batch and return its checksums. Raises: TransferFailed."""
         self._wait(part)  # without the lock: others begin meanwhile
         with self._turn:
             if part.slot is not None:

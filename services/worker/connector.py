@@ -241,7 +241,9 @@ class StoreConnector:
         deadline: Deadline,
     ) -> MatchResult:
         """Look up and pin a prompt's blocks with `KvStoreClient.match`, giving up as soon as this
-        node's store counts as stalled.
+        node's store counts as stalled. A store that does not answer within DOUBT_S is pinged. Until
+        it answers the ping, at most MAX_DOUBTING lookups wait for it, and the others are given up
+        after another DOUBT_S.
 
         Raises: as `KvStoreClient.match`.
         """
