@@ -335,10 +335,11 @@ class LLM(ClientLLM):
         """Load `model`: a bundled name, a folder, or a Hugging Face name.
 
         Args:
-            engine: "in_process", or "process": in a process of its own.
-            num_engines: several engines of the model, each in a process of its own.
-            stop_policy: asked after each token whether to end that sample (its finish reason is
-                "policy"); only in this process, since a function cannot cross to another.
+            engine: where the engine runs: "in_process", or "process": in a child process.
+            num_engines: number of engines; several run in a child process each.
+            stop_policy: function that decides after each token whether to end that sample (its
+                finish reason is "policy"); only in this process, since a function cannot cross to
+                another.
             engine_settings: fields of `engine.config.EngineConfig`.
         Raises: LoadError, SettingsError for a setting that does not exist or is out of range,
             InvalidArgument.

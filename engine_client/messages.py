@@ -154,9 +154,10 @@ def read_from_engine(frame: bytes) -> FromEngine:
 
 def check_types(ask: Ask) -> int:
     """Check the types of an Ask's fields, which its constructor does not, by encoding and decoding
-    it. Returns: its size in bytes.
+    it.
 
-    Returns: how many bytes it takes.
+    Returns: its encoded size in bytes.
+
     Raises: InvalidArgument naming the field of `ask` that holds a value of the wrong type.
     """
     try:

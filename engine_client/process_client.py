@@ -181,7 +181,8 @@ class ProcessClient(DataParallelClient):
         progress: Progress | None = None,
         program: Sequence[str] = link.PROGRAM,
     ) -> None:
-        """Start the engine and wait until it is loaded. Raises: as `DataParallelClient`."""
+        """Start the engine and wait until it is loaded. Raises: LoadError, Unavailable,
+        DeadlineExceeded; no process is left then."""
         super().__init__(config, 1, limits=limits, progress=progress, program=program)
 
 

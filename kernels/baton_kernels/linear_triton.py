@@ -612,7 +612,8 @@ def add_products(  # type: ignore[no-untyped-def]
     IS_GATED: tl.constexpr,
     IS_EVEN_K: tl.constexpr,
 ):
-    """Add the products of these columns to each thread's sums."""
+    """Add the products of x and the weight rows over `columns` to each thread's sums. Returns: the
+    sums."""
     if IS_EVEN_K:
         numbers = tl.load(x + columns).to(tl.float32)
     else:

@@ -116,7 +116,7 @@ def row_key(seed: int, sample_index: int, position: int) -> RowKey:
 
 
 def seed_keys(seeds: Sequence[int], sample_indices: Sequence[int]) -> NDArray[np.int64]:
-    """Compute `seed_key` of many rows at once.
+    """Compute `seed_key` of each (seed, sample index), [B] int64.
 
     Args:
         seeds, sample_indices: within [0, 2^64).
@@ -128,7 +128,7 @@ def seed_keys(seeds: Sequence[int], sample_indices: Sequence[int]) -> NDArray[np
 def row_keys(
     seeds: Sequence[int], sample_indices: Sequence[int], positions: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Compute `row_key` of many rows at once.
+    """Compute `row_key` of each (seed, sample index, position), [B] int64.
 
     Args:
         seeds, sample_indices, positions: within [0, 2^64).
@@ -177,8 +177,7 @@ def log(x: torch.Tensor) -> torch.Tensor:
     operations only.
 
     Source: fdlibm's e_logf.c as in musl (Sun Microsystems, freely granted): x = 2^k * m with m in
-        [sqrt(1/2), sqrt(2)),
-    log(1 + f) = f - f^2/2 + s * (f^2/2 + R(s)), s = f / (2 + f).
+    [sqrt(1/2), sqrt(2)), log(1 + f) = f - f^2/2 + s * (f^2/2 + R(s)), s = f / (2 + f).
     """
     a, b, c, d = LOG_COEFFICIENTS
     bits = x.view(torch.int32) + (0x3F800000 - 0x3F3504F3)

@@ -357,7 +357,7 @@ class MergeSizes(NamedTuple):
 def merge_sizes(dv_width: int) -> MergeSizes:
     """Choose the sizes for `merge_splits` by the padded number of value columns.
 
-    There are many rows, and little to do for each: programs of one warp are there sooner. (The 8B
+    There are many rows with little work each, so programs of one warp are fastest. (The 8B
     shape verifying 32 nodes on an H100, ms a step: by four warps, a row and 32 parts at a time 6.19
     to 6.25; by one, 16 parts 6.15, and two rows 6.14, four 6.23; 8 parts 6.18 to 6.19, 4 6.17 to
     6.23; by two warps 6.17.) Wider ones were not tried.
