@@ -35,11 +35,11 @@ class Staging:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
-        """Open for the calling event loop."""
+        """Open the staging rows; callbacks run on the calling event loop from here on."""
         self._loop = asyncio.get_running_loop()
 
     def close(self) -> None:
-        """Close; callbacks are no longer run."""
+        """Close the staging rows; callbacks are refused from here on."""
         self._loop = None
 
     @property
