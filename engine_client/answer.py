@@ -1,7 +1,6 @@
-"""What a user gets for a prompt, and how it is put together from news: text made from token ids,
-stop strings found, times taken.
+"""Assembly of a user's answer from an engine's news: text from token ids, stop strings, times.
 
-No clock of its own: whoever has news says when they came. One thread at a time.
+It has no clock of its own: the caller passes the time at which news came. One thread at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tokens.text import OutputText, TextDelta
 from tokens.tokenizer import Tokenizer
 
 STOP_STRING = "stop_string"
-"""The finish reason that only text can show."""
+"""Finish reason of a sample whose text reached a stop string; engines do not report it."""
 
 
 @dataclass(frozen=True)
@@ -28,23 +27,23 @@ class Usage:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
-    """Prompt tokens that were found in the device cache."""
+    """Number of prompt tokens found in the device's KV cache."""
 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """Seconds, as the caller saw them: the wait in the engine's line is in them."""
+    """Latencies of one prompt in seconds, as the caller saw them, queueing included."""
 
     ttft_s: float
-    """From `submit` to the first token of any sample."""
+    """Seconds from `submit` to the first token of any sample."""
     total_s: float
-    """From `submit` to the last news."""
+    """Seconds from `submit` to the last news."""
     itl_s: tuple[float, ...]
-    """Gaps between the tokens of sample 0; tokens that came at once have a gap of 0."""
+    """Seconds between the tokens of sample 0; tokens that came at once have a gap of 0."""
 
     @property
     def tpot_s(self) -> float:
-        """Mean gap; 0 for a single token."""
+        """Return the mean seconds between tokens; 0 for a single token."""
         return sum(self.itl_s) / len(self.itl_s) if self.itl_s else 0.0
 
 
@@ -55,56 +54,60 @@ class Sample:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    """What the text is made of, EOS or stop token included; nothing beyond a stop string."""
+    """Token ids that the text is made of, EOS or stop token included; none beyond a stop string."""
     finish_reason: str
-    """eos, stop_token, stop_string, length, grammar or policy."""
+    """Reason of the end: eos, stop_token, stop_string, length, grammar or policy."""
     stop_token_id: int | None = None
     stop_string: str = ""
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One per token, where asked for."""
+    """Log-probabilities of each output token, where requested."""
     traces: tuple[SampleTrace, ...] | None = None
     score: float | None = None
-    """Of a hypothesis of beam search."""
+    """Score of a beam search hypothesis."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one prompt."""
+    """Result of one prompt: its samples, or the error that ended it."""
 
     prompt: str
-    """As text; empty for one that was given as token ids."""
+    """Prompt text; empty for a prompt given as token ids."""
     prompt_token_ids: tuple[int, ...]
     samples: tuple[Sample, ...]
     seed: int
-    """With it and the same prompt and parameters the same output comes again."""
+    """Seed that was used: with it, the same prompt and the same parameters give the same output
+    again."""
     usage: Usage
     times: RequestTimes
     error: BatonError | None = None
-    """Why there are no samples; only where errors were asked to be returned."""
+    """Error because of which there are no samples; set only where errors are returned instead of
+    raised."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One per token of the prompt, where asked for; NaN for the first, which nothing is before."""
+    """Log-probabilities of each prompt token, where requested; NaN for the first one, which has no
+    token before it."""
 
     @property
     def text(self) -> str:
-        """Of the first sample."""
+        """Return the text of the first sample."""
         return self.samples[0].text if self.samples else ""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of the first sample."""
+        """Return the token ids of the first sample."""
         return self.samples[0].token_ids if self.samples else ()
 
     @property
     def finish_reason(self) -> str:
-        """Of the first sample; "error" where there is none."""
+        """Return the finish reason of the first sample; "error" where there is none."""
         return self.samples[0].finish_reason if self.samples else "error"
 
 
 class SampleBuilder:
-    """One sample in the making. Life: `take` until `is_over`, then `build`."""
+    """Builder of one sample: call `take` until `is_over`, then `build`."""
 
     def __init__(self, index: int, output: OutputText | None) -> None:
-        """`output`: None makes no text (no tokenizer)."""
+        """Create an empty sample. `output` turns token ids into text; None makes no text (no
+        tokenizer)."""
         self._index = index
         self._output = output
         self._text: list[str] = []
@@ -117,7 +120,7 @@ class SampleBuilder:
 
     @property
     def is_over(self) -> bool:
-        """Ended by the engine's word or by a stop string."""
+        """Return whether the sample was ended by the engine or by a stop string."""
         return self._finish_reason is not None or self._stop_string is not None
 
     @property
@@ -125,7 +128,7 @@ class SampleBuilder:
         return None if self._output is None else self._output.stop_string
 
     def take(self, news: News) -> None:
-        """Add news of this sample; those after its end are dropped."""
+        """Add news of this sample; news after its end are ignored."""
         if self.is_over:
             return
         self._logprobs += news.logprobs or ()
@@ -147,7 +150,7 @@ class SampleBuilder:
         self._token_ids += delta.token_ids
 
     def build(self) -> Sample:
-        """The sample, which must be over."""
+        """Return the finished sample; it must be over."""
         assert self.is_over
         reason = STOP_STRING if self._finish_reason is None else self._finish_reason.value
         num_tokens = len(self._token_ids)
@@ -166,16 +169,16 @@ class SampleBuilder:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as an engine takes it."""
+    """A prompt as token ids, with the text it came from."""
 
     text: str
     token_ids: tuple[int, ...]
     context_ids: tuple[int, ...]
-    """Those that the output's text continues: none after a chat template."""
+    """Token ids before the output that its text continues; empty after a chat template."""
 
 
 class AnswerBuilder:
-    """One answer in the making. Life: `take` until `is_over`, then `build`."""
+    """Builder of one answer: call `take` until `is_over`, then `build`."""
 
     def __init__(
         self,
@@ -190,7 +193,8 @@ class AnswerBuilder:
         skip_special_tokens: bool = True,
         at: str = "",
     ) -> None:
-        """`at`: what stands before the field of an error (`prompts[3].`)."""
+        """Create an empty answer of `num_samples` samples. `at` is put before the field name of an
+        error (`prompts[3].`)."""
         self._prompt = prompt
         self._at = at
         self._seed = seed
@@ -219,25 +223,25 @@ class AnswerBuilder:
 
     @property
     def error(self) -> BatonError | None:
-        """Why it failed."""
+        """Return the error that ended the prompt; None if it did not fail."""
         return self._error
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of its prompt."""
+        """Return the number of tokens of the prompt."""
         return len(self._prompt.token_ids)
 
     @property
     def is_over(self) -> bool:
-        """Every sample has ended, or it failed."""
+        """Return whether every sample has ended or the prompt failed."""
         return self._error is not None or all(sample.is_over for sample in self._samples)
 
     def is_sample_over(self, index: int) -> bool:
-        """Whether this one has ended; its text may before its tokens do."""
+        """Return whether this sample has ended; its text may end before its tokens do."""
         return self._samples[index].is_over
 
     def take(self, news: News, now_s: float) -> int:
-        """Add news that came at `now_s`. Returns: how many tokens they brought."""
+        """Add news that came at `now_s` seconds. Returns: the number of output tokens in them."""
         if self.is_over:
             return 0
         self._last_s = now_s
@@ -254,7 +258,7 @@ class AnswerBuilder:
         return len(news.token_ids)
 
     def build(self) -> Answer:
-        """The answer, which must be over."""
+        """Return the finished answer; it must be over."""
         failed = self._error is not None
         samples = () if failed else tuple(sample.build() for sample in self._samples)
         first_s = self._last_s if self._first_s is None else self._first_s

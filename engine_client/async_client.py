@@ -1,7 +1,7 @@
-"""Engines in processes of their own, with an asyncio face: each ask is an asynchronous iterator of
-its news, as many at once as there are.
+"""Asyncio client of engines in child processes: each request is an asynchronous iterator of its
+news, any number of them at once.
 
-Belongs to the loop that `start` ran on.
+It belongs to the event loop that `start` ran on.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from process.errors import AlreadyExists, BatonError
 
 
 class _Inbox:
-    """News from the links' threads to the iterators that wait for them. Holds no client: one that
-    was dropped must not be kept by the threads of its own engines."""
+    """Queues that carry news from the links' threads to the waiting iterators. It holds no
+    reference to the client, so that the threads of its engines do not keep a dropped client
+    alive."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.queues: dict[str, asyncio.Queue[News]] = {}
 
     def deliver(self, news: tuple[News, ...]) -> None:
-        """From any thread."""
+        """Queue news for their iterators; may be called from any thread."""
         try:
             self._loop.call_soon_threadsafe(self._sort, news)
         except RuntimeError:
@@ -51,7 +52,7 @@ class _Inbox:
 
 
 class AsyncProcessClient:
-    """One engine or several of one model; balanced as `DataParallelClient` does it.
+    """Asyncio client of one engine or several of one model, balanced like `DataParallelClient`.
 
     Made by `start`. `async with` closes it.
     """
@@ -100,19 +101,20 @@ class AsyncProcessClient:
 
     @property
     def num_engines(self) -> int:
-        """Ranks are 0 to num_engines - 1."""
+        """Number of engines; their ranks are 0 to num_engines - 1."""
         return self._fleet.num_engines
 
     @property
     def pids(self) -> tuple[int | None, ...]:
-        """Process ids by rank."""
+        """Return the engines' process ids by rank; None for one that was not started."""
         return self._fleet.pids
 
     async def generate(self, ask: Ask, *, rank: int | None = None) -> AsyncGenerator[News, None]:
-        """News of one ask as they come, until it is over. Leaving the iterator early cancels it.
+        """Submit a request and yield its news until it is over. Leaving the iterator early cancels
+        the request.
 
-        Raises: what the ask failed with (Cancelled after `cancel`), and what
-            `EngineClient.submit` raises.
+        Raises: the error that the request failed with (Cancelled after `cancel`), and the errors of
+        `EngineClient.submit`.
         """
         queues = self._inbox.queues
         if ask.request_id in queues:
@@ -133,17 +135,17 @@ class AsyncProcessClient:
             self.cancel(ask.request_id)
 
     def cancel(self, request_id: str) -> None:
-        """End an ask in whatever state it is; its iterator raises Cancelled. Never waits."""
+        """Cancel a request in any state; its iterator raises Cancelled. Never waits."""
         if self._finalizer.alive:
             self._fleet.cancel(request_id)
 
     def end_sample(self, request_id: str, sample_index: int) -> None:
-        """See `EngineClient.end_sample`. Never waits."""
+        """End one sample whose text has ended before its tokens; the others go on. Never waits."""
         if self._finalizer.alive:
             self._fleet.end_sample(request_id, sample_index)
 
     async def check(self, asks: Sequence[Ask]) -> None:
-        """See `EngineClient.check`."""
+        """Check whether an engine would accept these requests, without submitting them."""
         for start, group in fleet.check_groups(asks):
             try:
                 await self._wait(self._fleet.ask_one("check", group))
@@ -151,39 +153,42 @@ class AsyncProcessClient:
                 raise fleet.shifted(error, start) from error
 
     async def stats(self) -> tuple[EngineStats, ...]:
-        """See `EngineClient.stats`."""
+        """Return gauges and counters of each engine that is alive, in order of rank."""
         futures = self._fleet.ask_all("stats")
         return tuple([fleet.value(await self._wait(future), EngineStats) for future in futures])
 
     async def metrics(self) -> tuple[MetricsSnapshot, ...]:
-        """See `EngineClient.metrics`."""
+        """Return throughput and latency histograms of each engine that is alive, in order of
+        rank."""
         futures = self._fleet.ask_all("metrics")
         return tuple([fleet.value(await self._wait(each), MetricsSnapshot) for each in futures])
 
     async def load_adapter(self, name: str, folder: str) -> LoadedAdapter:
-        """See `EngineClient.load_adapter`."""
+        """Load a LoRA adapter from `folder` on every engine that is alive, so that requests can
+        name it."""
         futures = self._fleet.ask_all("load_adapter", name=name, folder=folder)
         loaded = [fleet.value(await self._wait(future), LoadedAdapter) for future in futures]
         return fleet.common_adapter(loaded)
 
     async def unload_adapter(self, name: str) -> None:
-        """See `EngineClient.unload_adapter`."""
+        """Unload a LoRA adapter from every engine that is alive."""
         for future in self._fleet.ask_all("unload_adapter", name=name):
             await self._wait(future)
 
     async def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """See `EngineClient.adapters`."""
+        """Return the adapters loaded on the first engine that is alive."""
         raw = await self._wait(self._fleet.ask_one("adapters"))
         return fleet.value(raw, tuple[LoadedAdapter, ...])
 
     async def check_integrity(self) -> None:
-        """See `EngineClient.check_integrity`."""
+        """Check the invariants of every engine that is alive and of the client itself. Raises:
+        IntegrityError."""
         self._fleet.check_own_integrity()
         for future in self._fleet.ask_all("check_integrity"):
             await self._wait(future)
 
     async def close(self) -> None:
-        """End all engines and whatever is live; bounded, idempotent."""
+        """Stop all engines and end all live requests; bounded in time and idempotent."""
         await asyncio.shield(asyncio.to_thread(self._finalizer))
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,5 @@
-"""Which of several engines gets the next ask. Pure: loads in, a rank out."""
+"""Load balancing over several engines: which rank gets the next request. Pure functions of the
+engines' loads."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from engine_client.base import Ask
 
 
 def num_outstanding_tokens(ask: Ask, context_window: int) -> int:
-    """Most tokens that an engine may have to compute for an ask: its prompt once, and each sample's
-    output."""
+    """Return the most tokens that an engine may have to compute for a request: its prompt once, and
+    each sample's output."""
     num_prompt = len(ask.prompt_token_ids)
     num_output = min(ask.sampling.max_tokens, max(0, context_window - num_prompt))
     num_sequences = ask.num_samples if ask.beam is None else ask.beam.num_beams
@@ -17,8 +18,8 @@ def num_outstanding_tokens(ask: Ask, context_window: int) -> int:
 
 
 def least_loaded(loads: Sequence[int | None]) -> int | None:
-    """The rank with the fewest outstanding tokens, the lowest of equal ones (whose cache is the
-    likeliest to be warm).
+    """Return the rank with the fewest outstanding tokens, the lowest of equal ones (whose cache is
+    the likeliest to be warm).
 
     Args:
         loads: outstanding tokens by rank; None for an engine that is not alive.

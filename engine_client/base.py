@@ -1,4 +1,5 @@
-"""What is asked of an engine and what comes back, and the face that every client of one shows.
+"""Requests and news as values, and the interface `EngineClient` that every engine client
+implements.
 
 `Ask` is a request as a value: it can cross to another process, since the chain-hash function that
 `engine.request.Request` carries is made where the engine lives (from `salt` and the adapter).
@@ -29,8 +30,8 @@ from engine_client.failure import Failure
 
 @dataclass(frozen=True)
 class Ask:
-    """One prompt and what is wanted of it. The fields mean what they mean in
-    `engine.request.Request`."""
+    """One generation request: a prompt and its sampling parameters. The fields mean the same as
+    those of `engine.request.Request`."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -39,14 +40,15 @@ class Ask:
     beam: Beam | None = None
     adapter: str = ""
     salt: bytes = b""
-    """Asks share cached blocks only if it is equal. Empty is a value like any other."""
+    """Cache salt: requests share cached blocks only if their salts are equal. Empty is a value like
+    any other."""
     priority: int = 0
     prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
 class News:
-    """What one step did for one sample of one ask, or how the ask ended."""
+    """Output of one step for one sample of one request, or the end of the request."""
 
     request_id: str
     sample_index: int = 0
@@ -54,23 +56,26 @@ class News:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     traces: tuple[SampleTrace, ...] | None = None
     finish_reason: FinishReason | None = None
-    """Set in the last news of a sample that ended by itself."""
+    """Finish reason; set in the last news of a sample that the engine ended."""
     stop_token_id: int | None = None
     score: float | None = None
-    """Of a hypothesis of beam search, which `sample_index` is the place of."""
+    """Score of the beam search hypothesis of rank `sample_index`."""
     num_cached_tokens: int = 0
-    """Prompt tokens that were found in the device cache, not computed for this ask."""
+    """Number of prompt tokens found in the device's KV cache and not computed for this request."""
     is_over: bool = False
-    """The last news of this ask."""
+    """Whether these are the last news of the request."""
     failure: Failure | None = None
-    """Why the ask ended without all its samples; `is_over` is set and there are no tokens."""
+    """Error that ended the request before all its samples; then `is_over` is set and there are no
+    tokens."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's next tokens; all of them have come with the first output token."""
+    """Log-probabilities of the prompt's next tokens; all of them have come by the first output
+    token."""
 
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """A LoRA adapter that asks can name; as `engine.lora.manager.AdapterInfo`, without torch."""
+    """A LoRA adapter that requests can name: `engine.lora.manager.AdapterInfo` without its torch
+    types."""
 
     name: str
     digest: str
@@ -80,26 +85,27 @@ class LoadedAdapter:
 
 
 class EngineClient(Protocol):
-    """An engine somewhere, or several of one model. One conformance suite holds for all of them."""
+    """Interface of a client of one engine, or of several engines of one model, wherever they
+    run."""
 
     @property
     def model(self) -> ModelInfo:
-        """What is loaded."""
+        """Describe the model that the engines have loaded."""
         ...
 
     @property
     def num_engines(self) -> int:
-        """Ranks are 0 to num_engines - 1."""
+        """Return the number of engines; their ranks are 0 to num_engines - 1."""
         ...
 
     @property
     def num_live(self) -> int:
-        """Asks whose last news are still to come. Where it is 0 before `receive`, and that returns
-        nothing, nothing will come."""
+        """Return the number of requests whose last news are still to come. If it is 0 and `receive`
+        returns nothing, no news will follow."""
         ...
 
     def check(self, asks: Sequence[Ask]) -> None:
-        """Whether an engine would take these; nothing is done with them.
+        """Check whether an engine would accept these requests, without submitting them.
 
         Raises: InvalidArgument with the field `asks[<i>].<field>` for the first that it would
             refuse.
@@ -107,10 +113,10 @@ class EngineClient(Protocol):
         ...
 
     def submit(self, ask: Ask, *, rank: int | None = None) -> None:
-        """Take an ask. What is wrong with it comes as its only news.
+        """Submit a request. An invalid one is reported as its only news.
 
         Args:
-            rank: the engine that is to serve it (external balancing); None: the client chooses.
+            rank: engine to run it on (external load balancing); None: the client chooses.
         Raises: AlreadyExists for an id that is live, InvalidArgument for a rank that does not
             exist, Unavailable when no engine (or not that one) is alive, FailedPrecondition after
             `close`.
@@ -118,33 +124,33 @@ class EngineClient(Protocol):
         ...
 
     def receive(self, timeout_s: float) -> tuple[News, ...]:
-        """News since the last call, in order; waits up to `timeout_s` for the first.
-
-        Empty when nothing is live or the time ran out. A client in this process takes one step
-        instead of waiting.
-        """
+        """Return the news since the last call, in order; wait up to `timeout_s` seconds for the
+        first. The result is empty when no request is live or the time ran out. A client in this
+        process runs one engine step instead of waiting."""
         ...
 
     def cancel(self, request_id: str) -> None:
-        """End an ask in whatever state it is. Does nothing for one that is not live."""
+        """Cancel a request in any state; an id that is not live is ignored."""
         ...
 
     def end_sample(self, request_id: str, sample_index: int) -> None:
-        """Draw no more for one sample, whose text has ended before its tokens; the others go on.
-        Nothing tells of it, but where it was the last: then the ask's last news have neither tokens
-        nor a failure. Does nothing for a sample that has ended."""
+        """End one sample whose text has ended before its tokens; the others go on. No news follow,
+        except when it was the last sample: then the request's last news have neither tokens nor a
+        failure. A sample that has ended is ignored."""
         ...
 
     def stats(self) -> tuple[EngineStats, ...]:
-        """Levels and counts of each engine that is alive, in order of rank."""
+        """Return gauges and counters of each engine that is alive, in order of rank."""
         ...
 
     def metrics(self) -> tuple[MetricsSnapshot, ...]:
-        """Speeds and histograms of each engine that is alive, in order of rank."""
+        """Return throughput and latency histograms of each engine that is alive, in order of
+        rank."""
         ...
 
     def load_adapter(self, name: str, folder: str) -> LoadedAdapter:
-        """Let asks name a LoRA adapter, at every engine alive.
+        """Load a LoRA adapter from `folder` on every engine that is alive, so that requests can
+        name it.
 
         Raises: what `engine.engine.LLMEngine.load_adapter` raises; where several engines disagree,
         some
@@ -153,22 +159,22 @@ class EngineClient(Protocol):
         ...
 
     def unload_adapter(self, name: str) -> None:
-        """The reverse. Raises: what `engine.engine.LLMEngine.unload_adapter` raises."""
+        """Unload a LoRA adapter from every engine that is alive. Raises: the errors of
+        `engine.engine.LLMEngine.unload_adapter`."""
         ...
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """What the first engine alive has loaded."""
+        """Return the adapters loaded on the first engine that is alive."""
         ...
 
     def check_integrity(self) -> None:
-        """Recompute the conservation laws of every engine alive and of the client itself.
-
-        Raises: IntegrityError.
-        """
+        """Check the invariants of every engine that is alive and of the client itself. Raises:
+        IntegrityError."""
         ...
 
     def close(self) -> None:
-        """End all engines and whatever is live; bounded, idempotent. Later calls are refused."""
+        """Stop all engines and end all live requests; bounded in time and idempotent. Later calls
+        are refused."""
         ...
 
     def __enter__(self) -> Self: ...

@@ -1,5 +1,5 @@
-"""Speed of an engine as its users see it: how long one batch takes (`latency`), and how much gets
-done when everything is asked for at once (`throughput`).
+"""Benchmarks of an engine as its users see it: the time of one batch (`latency`), and tokens per
+second when all prompts are submitted at once (`throughput`).
 
 Prompts are random token ids, so that no prefix cache helps, or texts of the caller's. Every output
 has exactly the asked length: EOS is ignored. Measured through an `LLM`, whatever engines are behind
@@ -20,31 +20,31 @@ from process.errors import InvalidArgument
 from process.latency_summary import LatencySummary
 
 OnProgress = Callable[[int, int], None]
-"""(done, of all)"""
+"""Progress callback: called with (rounds or prompts done, their total)."""
 
 FIRST_TOKEN_ID = 8
-"""Below are control tokens of the bundled models."""
+"""Lowest token id of random prompts: lower ids are control tokens of the bundled models."""
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Of batches of prompts that are asked for at once."""
+    """Latencies of batches of prompts that are submitted at once."""
 
     batch: int
     num_input_tokens: int
     num_output_tokens: int
     num_rounds: int
     ttft: LatencySummary
-    """From asking to a prompt's first token; one a prompt and round."""
+    """Seconds from the call to a prompt's first token; one value per prompt and round."""
     itl: LatencySummary | None
-    """Between a prompt's tokens; None with one output token."""
+    """Seconds between a prompt's tokens; None with one output token."""
     total: LatencySummary
-    """A whole batch; one a round."""
+    """Seconds of a whole batch; one value per round."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Of many prompts that are asked for at once."""
+    """Throughput over many prompts that are submitted at once."""
 
     num_prompts: int
     num_input_tokens: int
@@ -54,9 +54,9 @@ class Throughput:
     input_tokens_per_s: float
     output_tokens_per_s: float
     ttft: LatencySummary
-    """The wait in line is in it."""
+    """Seconds to the first token, queueing included."""
     tpot: LatencySummary | None
-    """Mean gap between the tokens of one prompt; None where all have one token."""
+    """Mean seconds between the tokens of a prompt; None where all outputs have one token."""
 
 
 def latency(
@@ -70,7 +70,7 @@ def latency(
     seed: int = 0,
     on_progress: OnProgress | None = None,
 ) -> Latency:
-    """Ask for `batch` prompts at once, again and again.
+    """Measure latency: generate for `batch` prompts at once, `num_rounds` times.
 
     Raises: InvalidArgument naming what is out of range; errors of `generate`.
     """
@@ -116,7 +116,7 @@ def throughput(
     seed: int = 0,
     progress: bool = False,
 ) -> Throughput:
-    """Ask for all prompts at once.
+    """Measure throughput: generate for `num_prompts` prompts that are submitted at once.
 
     Args:
         spread: lengths are uniform within this share of the ones given; 0: all alike.

@@ -1,13 +1,13 @@
-"""The child's side: an engine in a process of its own, for the client that started it.
+"""Child process that runs one engine for the client that started it.
 
     python -m engine_client.child <number of an inherited socket>
 
 Life: Start -> loading -> Hello -> messages and steps alternate until Stop, or until the socket is
-closed. It ends with its parent, whatever happens to that (`process.entrypoint.die_with_parent`).
-Exit codes: 0 told to stop, 1 the engine failed, 2 it could not start.
+closed. It ends when its parent dies (`process.entrypoint.die_with_parent`).
+Exit codes: 0 after Stop, 1 the engine failed, 2 it could not start.
 
-The main thread is the engine's; a second one reads, so that the client never waits to write. What
-takes seconds to import, torch above all, is imported when a client has said what it wants.
+The main thread is the engine's; a second one reads, so that the client never waits to write.
+Modules that take seconds to import, torch above all, are imported after Start.
 """
 
 from __future__ import annotations
@@ -54,20 +54,21 @@ if TYPE_CHECKING:
     from engine_client.core import EngineCore
 
 START_S = 60.0
-"""For the client's first message; it is sent before this process has begun."""
+"""Seconds to wait for the client's first message, which is sent before this process begins to
+run."""
 WRITE_S = 60.0
-"""For the client to take a message; one of its threads does nothing else."""
+"""Seconds for the client to read a message; one of its threads does nothing else."""
 IDLE_CHECK_S = 0.25
-"""Idle for so long, the engine checks its laws once."""
+"""Seconds of idleness after which the engine checks its invariants once."""
 PROGRESS_EVERY = 0.02
 SIGN_OF_LIFE_S = 1.0
-"""A step without news is told about so often."""
+"""Seconds between empty batches sent while steps bring no news, as a sign of life."""
 
 logger = logging.getLogger(__name__)
 
 
 class MakeEngine(Protocol):
-    """`engine.engine.load_engine`, or what a test has in its place."""
+    """Function that loads an engine: `engine.engine.load_engine`, or a replacement in a test."""
 
     def __call__(self, config: EngineConfig, *, progress: Progress | None = None) -> LLMEngine: ...
 
@@ -79,7 +80,8 @@ def _load_engine(config: EngineConfig, *, progress: Progress | None = None) -> L
 
 
 def main(make_engine: MakeEngine = _load_engine) -> int:
-    """Serve on the socket that the arguments name. Returns: the exit code."""
+    """Serve one client on the socket whose number is the last command-line argument. Returns: the
+    exit code."""
     logs.configure("engine", "warning")
     try:
         entrypoint.die_with_parent()
@@ -147,7 +149,7 @@ class _Child:
         return message
 
     def _show(self, what: str, done: int, total: int) -> None:
-        """Loading's progress, as often as somebody may see it."""
+        """Send loading progress, at most in steps of PROGRESS_EVERY."""
         last_what, last_done = self._shown
         if what == last_what and done < total and done - last_done < PROGRESS_EVERY * total:
             return
@@ -169,7 +171,7 @@ class _Child:
                 return 1
 
     def _messages(self, core: EngineCore) -> list[ToEngine]:
-        """All that wait; blocks when there is nothing else to do."""
+        """Return all messages that have arrived; waits for one when the engine is idle."""
         messages: list[ToEngine] = []
         if not core.has_work():
             try:
@@ -201,7 +203,8 @@ class _Child:
                 raise Unavailable(f"{type(message).__name__} does not belong here")
 
     def _tell(self, core: EngineCore, news: tuple[News, ...]) -> None:
-        """Send news, in as many messages as they need; none now and then, as a sign of life."""
+        """Send news in as many messages as they need; an empty one now and then, as a sign of
+        life."""
         if not news and time.monotonic() - self._wrote_s < SIGN_OF_LIFE_S:
             return
         frame = encode(Batch(news))
@@ -227,7 +230,7 @@ class _Child:
     # -- the reader's thread
 
     def _read(self) -> None:
-        """Every message into the inbox; the end of them is a Stop."""
+        """Put every message into the inbox; the end of the stream counts as Stop."""
         try:
             while True:
                 frame = self._reader.read(3600.0)
@@ -269,8 +272,8 @@ def _value(core: EngineCore, call: Call) -> object:
 
 
 def run(make_engine: MakeEngine = _load_engine) -> NoReturn:
-    """`main`, and the end of this process: at once, since taking torch down in order takes a second
-    and there is nothing to save."""
+    """Run `main` and exit the process at once: an orderly teardown of torch takes a second, and
+    there is nothing to save."""
     code = main(make_engine)
     logging.shutdown()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""ClientLimits: how long a client of an engine in another process waits for what."""
+"""ClientLimits: time limits of a client of an engine in another process."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from process.settings import PositiveFloat, check_ranges
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """Bounds of one client. Each wait has one of these. Raises SettingsError for a value out of
-    range."""
+    """Time limits of one client, in seconds; every wait has one of them. Raises: SettingsError for
+    a value out of range."""
 
     start_timeout_s: PositiveFloat = 600.0
-    """For an engine to load: a checkpoint may be fetched in it."""
+    """Seconds for an engine to load, including the download of a checkpoint."""
 
     call_timeout_s: PositiveFloat = 60.0
-    """For the answer to a question, which comes between two steps."""
+    """Seconds for the answer to a call, which the engine handles between two steps."""
 
     silence_timeout_s: PositiveFloat = 300.0
-    """An engine with work that says nothing for so long is stuck, and is killed. It
-    says something about once a second, but not within a step."""
+    """Seconds of silence after which an engine with work counts as stuck and is killed. An engine
+    reports about once a second, but not within a step."""
 
     write_timeout_s: PositiveFloat = 30.0
-    """For one message to be taken by the other side's socket."""
+    """Seconds for the other side's socket to take one message."""
 
     stop_timeout_s: PositiveFloat = 5.0
-    """For an engine to end after it was told to; then it is killed."""
+    """Seconds for an engine to exit after Stop; then it is killed."""
 
     def __post_init__(self) -> None:
         check_ranges(self)

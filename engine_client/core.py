@@ -1,14 +1,14 @@
-"""One engine and the asks it serves: the same code behind a client in this process and inside a
-child. Policy only: it owns no thread, no socket and no text.
+"""EngineCore: one engine and the requests it serves, the same code behind a client in this process
+and inside a child. It owns no thread, no socket and no text.
 
-States of an ask here, and what `cancel` does in each:
+States of a request here, and what `cancel` does in each:
 
 1. QUEUED   not in the engine: highest priority first, then in order of `submit`   forgotten
 2. LIVE     in the engine, in any of its states                                    aborted there
 3. over     its last news is out; its id may be used again                         nothing
 
-An exception out of the engine is the engine's own mistake: everything that is live fails with it,
-and nothing is taken any more. One thread, the engine's.
+An exception of the engine fails all live requests with it, and no further request is accepted. One
+thread, the engine's.
 """
 
 from __future__ import annotations
@@ -44,31 +44,33 @@ from process.errors import (
 logger = logging.getLogger(__name__)
 
 NUM_AHEAD = 4
-"""In the engine at once: this many times what one step runs. Enough for the engine's own order to
-choose from, few enough that its work per step does not grow with what is asked. Guessed."""
+"""Requests in the engine at once, as a multiple of what one step runs. Enough for the scheduler to
+choose from, few enough that its work per step does not grow with the length of the queue.
+Guessed."""
 
 _MAX_CANCELLED = 64
-"""Entries of cancelled asks that the queue may always keep: it need not be rebuilt for a few."""
+"""Cancelled entries that the queue may always keep, so that it is not rebuilt for a few."""
 
 
 @dataclass
 class _Live:
     open_samples: set[int]
-    """Those that have not ended."""
+    """Indices of the samples that have not ended."""
     num_cached_tokens: int | None = None
-    """Known with the first event."""
+    """Number of prompt tokens found in the cache; None before the first event."""
 
 
 @dataclass(frozen=True)
 class _Queued:
     number: int
-    """Of its entry in the queue; an entry with another one was cancelled."""
+    """Number of the request's entry in the queue; entries with another number were cancelled."""
     adapter_digest: str
-    """What its adapter's name meant when it was submitted."""
+    """Digest that the adapter's name stood for when the request was submitted."""
 
 
 class EngineCore:
-    """See the module."""
+    """Queue in front of one engine: submits requests to it, runs its steps and turns its events
+    into news."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
@@ -83,16 +85,17 @@ class EngineCore:
 
     @property
     def num_live(self) -> int:
-        """Asks that are not over."""
+        """Return the number of requests that are not over."""
         return len(self._queued) + len(self._live)
 
     @property
     def model(self) -> ModelInfo:
-        """What the engine has loaded."""
+        """Describe the model that the engine has loaded."""
         return self._engine.model_info
 
     def check(self, asks: Sequence[Ask]) -> None:
-        """Raises: InvalidArgument with the field `asks[<i>].<field>` for the first wrong one."""
+        """Check requests without submitting them. Raises: InvalidArgument with the field
+        `asks[<i>].<field>` for the first invalid one."""
         for index, ask in enumerate(asks):
             try:
                 self._check(ask)
@@ -100,7 +103,7 @@ class EngineCore:
                 raise Failure.of(error).to_error(at=f"asks[{index}].") from error
 
     def submit(self, ask: Ask) -> None:
-        """Take an ask; what is wrong with it comes as its only news.
+        """Submit a request; an invalid one is reported as its only news.
 
         Raises: AlreadyExists, Unavailable when the engine has failed.
         """
@@ -118,7 +121,7 @@ class EngineCore:
         heapq.heappush(self._queue, (-ask.priority, self._num_submitted, ask))
 
     def cancel(self, request_id: str) -> None:
-        """End an ask in whatever state it is; nothing for one that is over."""
+        """Cancel a request in any state; one that is over is ignored."""
         if self._queued.pop(request_id, None) is not None:
             self._forget_cancelled()
         else:
@@ -128,8 +131,8 @@ class EngineCore:
         self._fail(request_id, Cancelled(f"ask {request_id} was cancelled"))
 
     def end_sample(self, request_id: str, sample_index: int) -> None:
-        """Draw no more for one sample of a LIVE ask; nothing for one that has ended. No news tell
-        of it, but where it was the last: then there is one that says that the ask is over."""
+        """End one sample of a live request; a sample that has ended is ignored. No news follow,
+        except when it was the last sample: then news say that the request is over."""
         live = self._live.get(request_id)
         if live is None or sample_index not in live.open_samples:
             return
@@ -143,12 +146,12 @@ class EngineCore:
             )
 
     def has_work(self) -> bool:
-        """Whether `step` would do anything. It waits a little itself where all that is live waits
-        for something, such as a grammar."""
+        """Return whether `step` has anything to do. `step` waits a little itself where all live
+        requests wait, for a grammar for example."""
         return bool(self._news or self._queued or self._live)
 
     def step(self) -> tuple[News, ...]:
-        """Let in what there is room for, take one step of the engine, say what came of it."""
+        """Admit queued requests, run one engine step, and return the news."""
         if self.failure is None:
             try:
                 self._admit()
@@ -161,11 +164,13 @@ class EngineCore:
         return news
 
     def load_adapter(self, name: str, folder: str) -> LoadedAdapter:
-        """See `engine.engine.LLMEngine.load_adapter`."""
+        """Load a LoRA adapter from `folder` into the engine. Raises: the errors of
+        `engine.engine.LLMEngine.load_adapter`."""
         return _loaded(self._engine.load_adapter(name, Path(folder)))
 
     def unload_adapter(self, name: str) -> None:
-        """See `engine.engine.LLMEngine.unload_adapter`; asks in the queue hold it, too."""
+        """Unload a LoRA adapter; queued requests count as its users, too. Raises: the errors of
+        `engine.engine.LLMEngine.unload_adapter`."""
         num_queued = sum(
             ask.adapter == name for _, number, ask in self._queue if self._is_queued(ask, number)
         )
@@ -177,19 +182,20 @@ class EngineCore:
         self._engine.unload_adapter(name)
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """What is loaded."""
+        """Return the adapters that the engine has loaded."""
         return tuple(_loaded(info) for info in self._engine.adapters())
 
     def metrics(self) -> MetricsSnapshot:
-        """The engine's own."""
+        """Return the engine's throughput and latency histograms."""
         return self._engine.metrics()
 
     def stats(self) -> EngineStats:
-        """The engine's."""
+        """Return the engine's gauges and counters."""
         return self._engine.stats()
 
     def check_integrity(self) -> None:
-        """The engine's laws, and ours: what is live here is live there, and nothing else.
+        """Check the engine's invariants, and that the requests live here and in the engine are the
+        same.
 
         Raises: IntegrityError.
         """
@@ -206,21 +212,21 @@ class EngineCore:
             raise IntegrityError(f"{num_queued} asks in the queue, {len(self._queued)} queued")
 
     def check_when_idle(self) -> None:
-        """The same, where nobody asked: what is broken is this engine's failure."""
+        """Check the invariants during idleness; a violation fails the engine."""
         try:
             self.check_integrity()
         except Exception as error:  # the last line of defence
             self._fail_all(error)
 
     def check_alive(self) -> None:
-        """Whether the engine can still compute; cheap, for when nothing is asked."""
+        """Check that the engine can still compute; cheap enough for idle times."""
         try:
             self._engine.check_alive()
         except Exception as error:  # the last line of defence
             self._fail_all(error)
 
     def close(self) -> None:
-        """Let the engine's threads and processes go. Nothing may be called after it."""
+        """Stop the engine's threads and processes. No method may be called afterwards."""
         self._engine.close()
 
     # -- in
@@ -238,7 +244,8 @@ class EngineCore:
         )
 
     def _request(self, ask: Ask) -> Request:
-        """Raises: InvalidArgument for an adapter that is not loaded."""
+        """Convert an Ask to the engine's Request. Raises: InvalidArgument for an adapter that is
+        not loaded."""
         root = block_hash.root_key(ask.salt, self.model.fingerprint, self._adapter_digest(ask))
         return Request(
             request_id=ask.request_id,
@@ -254,7 +261,8 @@ class EngineCore:
         )
 
     def _adapter_digest(self, ask: Ask) -> str:
-        """Empty for none. Raises: InvalidArgument for one that is not loaded."""
+        """Return the digest of the request's adapter; empty for none. Raises: InvalidArgument for
+        one that is not loaded."""
         if not ask.adapter:
             return ""
         digests = {info.name: info.digest for info in self._engine.adapters()}
@@ -263,18 +271,19 @@ class EngineCore:
         return digests[ask.adapter]
 
     def _is_queued(self, ask: Ask, number: int) -> bool:
-        """Whether this entry of the queue was not cancelled."""
+        """Return whether this queue entry is current, not cancelled."""
         queued = self._queued.get(ask.request_id)
         return queued is not None and queued.number == number
 
     def _forget_cancelled(self) -> None:
-        """Drop the entries of cancelled asks where they are most of the queue."""
+        """Remove the entries of cancelled requests where they are most of the queue."""
         if len(self._queue) > 2 * len(self._queued) + _MAX_CANCELLED:
             self._queue = [entry for entry in self._queue if self._is_queued(entry[2], entry[1])]
             heapq.heapify(self._queue)
 
     def _admit(self) -> None:
-        """Give the engine the head of the queue, as many as it should have to choose from."""
+        """Move requests from the head of the queue to the engine, up to NUM_AHEAD times one step's
+        requests."""
         while self._queue and len(self._live) < self._max_num_live:
             _, number, ask = heapq.heappop(self._queue)
             if not self._is_queued(ask, number):
@@ -295,7 +304,8 @@ class EngineCore:
             del self._queued[ask.request_id]
 
     def _let_in(self, ask: Ask) -> None:
-        """Raises: what the engine raises, InvalidArgument where the ask's adapter is gone."""
+        """Pass a queued request to the engine. Raises: the engine's errors; InvalidArgument where
+        the adapter was unloaded or loaded again with other content."""
         request = self._request(ask)
         if self._adapter_digest(ask) != self._queued[ask.request_id].adapter_digest:
             raise InvalidArgument(

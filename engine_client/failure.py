@@ -1,4 +1,4 @@
-"""An error as a value that can cross to another process, and back into the error it was.
+"""Failure: an error as a value that can be sent to another process and raised there again.
 
 Only errors of `process.errors` and the engine's error modules cross by name, with their public
 attributes; any other is an Internal one. So what arrives never chooses a class outside of those
@@ -28,20 +28,21 @@ _KINDS: dict[str, type[BatonError]] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """See the module."""
+    """An error as plain values, which can be encoded."""
 
     kind: str
-    """The error's class name."""
+    """Name of the error's class."""
     message: str
     field: str = ""
-    """Of an InvalidArgument."""
+    """Field name of an InvalidArgument."""
     retry_after_s: float | None = None
     details: dict[str, Detail] = dataclasses.field(default_factory=dict)
-    """What else its class keeps."""
+    """Other public attributes of the error."""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Of any error; what is not ours becomes Internal and keeps its class in the message."""
+        """Convert an error to a value; an error of an unknown class becomes Internal, with its
+        class name in the message."""
         if not isinstance(error, BatonError):
             return cls("Internal", f"{type(error).__name__}: {error}")
         kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS)
@@ -54,10 +55,10 @@ class Failure:
         return cls(kind, str(error), field, error.retry_after_s, details)
 
     def to_error(self, *, at: str = "") -> BatonError:
-        """The error again.
+        """Convert back to the error.
 
         Args:
-            at: what stands before its field (`asks[2].`), for one that has a field.
+            at: prefix of its field name (`asks[2].`), for an error that has a field.
         """
         kind = _KINDS.get(self.kind, Internal)
         error = kind.__new__(kind)  # not through its constructor: each class has its own

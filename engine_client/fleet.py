@@ -1,4 +1,4 @@
-"""Engines of one model in child processes, and which of them serves what.
+"""Fleet: engines of one model in child processes, and the balancing of requests over them.
 
 Balances internally (the engine with the fewest outstanding tokens) unless the caller names a rank.
 An engine that dies fails what it served; the others go on, and nothing more is given to it.
@@ -43,22 +43,24 @@ from process.errors import (
 T = TypeVar("T")
 
 MAX_ASKS_PER_CALL = 256
-"""Bounds how long one question can hold up an engine. Guessed."""
+"""Most requests in one `check` call, which bounds how long it can hold up an engine. Guessed."""
 MAX_BYTES_PER_CALL = MAX_FRAME_BYTES // 2
-"""Of asks: so that each that fits a frame can be asked about together with others."""
+"""Most bytes of requests in one `check` call, so that any request that fits a frame also fits
+together with others."""
 
 
 @dataclass
 class _Live:
     rank: int
     num_tokens: int
-    """Outstanding."""
+    """Outstanding tokens of the request."""
     num_prompt_tokens: int
-    """Of them; they are done with the first news."""
+    """Prompt tokens among them, which are computed by the first news."""
 
 
 class Fleet:
-    """See the module."""
+    """Child processes with one engine each, with load balancing and failure isolation;
+    `process_client` and `async_client` are its blocking and its asyncio interface."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class Fleet:
         program: Sequence[str] = link.PROGRAM,
         progress: Progress | None = None,
     ) -> None:
-        """`progress` hears of the first engine's loading.
+        """Create the fleet without starting it. `progress` reports the loading of the first engine.
 
         Raises: InvalidArgument for a number of engines below 1.
         """
@@ -102,19 +104,20 @@ class Fleet:
 
     @property
     def pids(self) -> tuple[int | None, ...]:
-        """Of the children, by rank."""
+        """Return the child process ids by rank; None for one that was not started."""
         return tuple(each.pid for each in self._links)
 
     @property
     def num_live(self) -> int:
-        """Asks whose last news have not come."""
+        """Return the number of requests whose last news have not come."""
         with self._lock:
             return len(self._live)
 
     def start(self) -> None:
         """Start all engines and wait until they are loaded.
 
-        Raises: what kept one from loading; no process is left then.
+        Raises: LoadError, Unavailable, DeadlineExceeded; FailedPrecondition where the engines
+        loaded different models. No process is left then.
         """
         ends_s = time.monotonic() + self.limits.start_timeout_s
         try:
@@ -132,7 +135,8 @@ class Fleet:
     # -- asks
 
     def submit(self, ask: Ask, rank: int | None) -> None:
-        """See `EngineClient.submit`."""
+        """Submit a request to the engine with the fewest outstanding tokens, or to `rank`. Raises:
+        as `EngineClient.submit`."""
         problem = _problem(ask)
         with self._lock:
             self._refuse_when_closed()
@@ -146,7 +150,7 @@ class Fleet:
                 chosen = self._choose(rank)
 
     def _hand_over(self, ask: Ask, rank: int) -> bool:
-        """Returns: False when that engine ended just now."""
+        """Submit a request to one engine. Returns: False when that engine has just ended."""
         try:
             self._links[rank].submit(ask)
         except Unavailable:
@@ -157,7 +161,7 @@ class Fleet:
         return True
 
     def cancel(self, request_id: str) -> None:
-        """See `EngineClient.cancel`."""
+        """Cancel a request in any state; an id that is not live is ignored."""
         with self._lock:
             self._refuse_when_closed()
             live = self._live.get(request_id)
@@ -165,7 +169,7 @@ class Fleet:
                 self._links[live.rank].cancel(request_id)
 
     def end_sample(self, request_id: str, sample_index: int) -> None:
-        """See `EngineClient.end_sample`."""
+        """End one sample whose text has ended before its tokens; the others go on."""
         with self._lock:
             self._refuse_when_closed()
             live = self._live.get(request_id)
@@ -194,14 +198,14 @@ class Fleet:
     def ask_all(
         self, what: What, *, name: str = "", folder: str = ""
     ) -> list[concurrent.futures.Future[msgspec.Raw]]:
-        """One question to every engine alive, in order of rank. Raises: Unavailable when none is,
-        FailedPrecondition after `close`."""
+        """Send a call to every engine that is alive, in order of rank. Raises: Unavailable when
+        none is, FailedPrecondition after `close`."""
         return [each.call(what, name=name, folder=folder) for each in self._alive()]
 
     def ask_one(
         self, what: What, asks: Sequence[Ask] = ()
     ) -> concurrent.futures.Future[msgspec.Raw]:
-        """One question to the engine alive of the lowest rank. Raises: as `ask_all`."""
+        """Send a call to the lowest-ranked engine that is alive. Raises: as `ask_all`."""
         return self._alive()[0].call(what, asks)
 
     def _alive(self) -> list[ChildLink]:
@@ -212,7 +216,8 @@ class Fleet:
         return alive
 
     def wait(self, future: concurrent.futures.Future[msgspec.Raw]) -> msgspec.Raw:
-        """The answer. Raises: what the engine raised, Unavailable, DeadlineExceeded."""
+        """Wait for the reply to a call. Raises: the engine's error, Unavailable,
+        DeadlineExceeded."""
         try:
             return future.result(self.limits.call_timeout_s)
         except concurrent.futures.TimeoutError as error:
@@ -220,7 +225,8 @@ class Fleet:
             raise DeadlineExceeded(f"no answer of the engine within {limit_s:g} s") from error
 
     def check_own_integrity(self) -> None:
-        """Raises: IntegrityError when a rank's load is not what its live asks may need."""
+        """Check that each rank's load is the sum of what its live requests may need. Raises:
+        IntegrityError."""
         with self._lock:
             expected = [0] * self.num_engines
             for live in self._live.values():
@@ -231,7 +237,7 @@ class Fleet:
     # -- the end
 
     def close(self) -> None:
-        """End all engines, at once and within a bound; idempotent."""
+        """Stop all engines at once, bounded in time; idempotent."""
         with self._lock:
             self._is_closed = True
         for each in self._links:
@@ -265,7 +271,7 @@ class Fleet:
 
 
 def value(raw: msgspec.Raw, kind: type[T]) -> T:
-    """The value of a reply. Raises: Unavailable for one that is none of this kind."""
+    """Decode the value of a reply. Raises: Unavailable for bytes that are not of this type."""
     try:
         return msgspec.msgpack.decode(raw, type=kind)
     except msgspec.MsgspecError as error:
@@ -275,7 +281,7 @@ def value(raw: msgspec.Raw, kind: type[T]) -> T:
 def check_groups(
     asks: Sequence[Ask], max_bytes: int = MAX_BYTES_PER_CALL
 ) -> list[tuple[int, Sequence[Ask]]]:
-    """Asks in groups that one question can hold, each with the index of its first.
+    """Split requests into groups that fit one call, each with the index of its first request.
 
     Raises: InvalidArgument for a value of the wrong type, which could not be sent.
     """
@@ -295,8 +301,8 @@ def check_groups(
 
 
 def common_adapter(loaded: Sequence[LoadedAdapter]) -> LoadedAdapter:
-    """What all engines have loaded under one name. Raises: FailedPrecondition where it differs:
-    then the same ask would mean something else at each."""
+    """Return the adapter that all engines have loaded under one name. Raises: FailedPrecondition
+    where its content differs, since a request would get different weights on each engine."""
     if len({each.digest for each in loaded}) > 1:
         raise FailedPrecondition(
             f"adapter {loaded[0].name!r}: the engines loaded different content (did the folder "
@@ -306,7 +312,8 @@ def common_adapter(loaded: Sequence[LoadedAdapter]) -> LoadedAdapter:
 
 
 def shifted(error: BatonError, start: int) -> BatonError:
-    """An error about `asks[<i>]` of a group that begins at `start`, about asks[<start + i>]."""
+    """Shift the index of an error about `asks[<i>]` of a group that begins at `start` to
+    asks[<start + i>]."""
     if not (isinstance(error, InvalidArgument) and error.field.startswith("asks[")):
         return error
     index, _, rest = error.field.removeprefix("asks[").partition("]")

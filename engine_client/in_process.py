@@ -1,7 +1,7 @@
-"""The engine in this process: no second process to start and nothing to encode, but whoever calls
-`receive` is the engine's thread while a step runs.
+"""InProcessClient: client of an engine in this process, with no second process and no encoding; the
+engine's steps run on the thread that calls `receive`.
 
-One thread at a time, the one that calls.
+One thread at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from process.errors import FailedPrecondition, InvalidArgument
 
 
 class InProcessClient:
-    """`EngineClient` over an engine of this process."""
+    """`EngineClient` of an engine in this process."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._core: EngineCore | None = EngineCore(engine)
@@ -30,7 +30,7 @@ class InProcessClient:
 
     @property
     def num_live(self) -> int:
-        """See `EngineClient.num_live`."""
+        """Return the number of requests whose last news are still to come."""
         return self._open().num_live
 
     @classmethod
@@ -41,57 +41,59 @@ class InProcessClient:
         progress: Progress | None = None,
         stop_policy: StopPolicy | None = None,
     ) -> InProcessClient:
-        """Load the model. Raises: LoadError."""
+        """Load the model and create the client. Raises: LoadError."""
         return cls(load_engine(config, progress=progress, stop_policy=stop_policy))
 
     def check(self, asks: Sequence[Ask]) -> None:
-        """See `EngineClient.check`."""
+        """Check whether the engine would accept these requests, without submitting them. Raises:
+        InvalidArgument."""
         self._open().check(asks)
 
     def submit(self, ask: Ask, *, rank: int | None = None) -> None:
-        """See `EngineClient.submit`."""
+        """Submit a request; `rank` must be None or 0. Raises: as `EngineClient.submit`."""
         if rank not in (None, 0):
             raise InvalidArgument("rank", f"{rank} does not exist; there is one engine, rank 0")
         self._open().submit(ask)
 
     def receive(self, timeout_s: float) -> tuple[News, ...]:
-        """One step of the engine, if there is work; never waits for more than that."""
+        """Run one engine step if there is work, and return its news; never waits longer than the
+        step."""
         return self._open().step()
 
     def cancel(self, request_id: str) -> None:
-        """See `EngineClient.cancel`."""
+        """Cancel a request in any state; an id that is not live is ignored."""
         self._open().cancel(request_id)
 
     def end_sample(self, request_id: str, sample_index: int) -> None:
-        """See `EngineClient.end_sample`."""
+        """End one sample whose text has ended before its tokens; the others go on."""
         self._open().end_sample(request_id, sample_index)
 
     def stats(self) -> tuple[EngineStats, ...]:
-        """See `EngineClient.stats`."""
+        """Return the engine's gauges and counters, as a tuple of one."""
         return (self._open().stats(),)
 
     def metrics(self) -> tuple[MetricsSnapshot, ...]:
-        """See `EngineClient.metrics`."""
+        """Return the engine's throughput and latency histograms, as a tuple of one."""
         return (self._open().metrics(),)
 
     def load_adapter(self, name: str, folder: str) -> LoadedAdapter:
-        """See `EngineClient.load_adapter`."""
+        """Load a LoRA adapter from `folder`, so that requests can name it."""
         return self._open().load_adapter(name, folder)
 
     def unload_adapter(self, name: str) -> None:
-        """See `EngineClient.unload_adapter`."""
+        """Unload a LoRA adapter."""
         self._open().unload_adapter(name)
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """See `EngineClient.adapters`."""
+        """Return the adapters that the engine has loaded."""
         return self._open().adapters()
 
     def check_integrity(self) -> None:
-        """See `EngineClient.check_integrity`."""
+        """Check the invariants of the engine and of the client. Raises: IntegrityError."""
         self._open().check_integrity()
 
     def close(self) -> None:
-        """Let the engine and its memory go."""
+        """Stop the engine and free its memory."""
         if self._core is not None:
             self._core.close()
         self._core = None

@@ -1,11 +1,12 @@
-"""One engine in a child process, as its parent holds it: started, spoken to, watched, reaped.
+"""ChildLink: the parent's side of one engine in a child process: it starts, calls, watches and
+reaps the child.
 
 Life: `start` (returns at once) -> `wait_ready` -> `submit`, `cancel`, `call` -> the end, which is
-`close`, the child's death, or its silence. At the end everything that is live fails with
-Unavailable, every call too, and the process is reaped: none is left, whoever ended it.
+`close`, the child's death, or its silence. At the end all live requests and calls fail with
+Unavailable, and the process is reaped.
 
-The child dies with this process by the kernel's hand (PR_SET_PDEATHSIG). That signal is tied to the
-*thread* that started the child, so the thread that reads from it starts it: it lives as long as the
+The kernel kills the child when this process dies (PR_SET_PDEATHSIG). That signal is tied to the
+*thread* that started the child, so the thread that reads from it starts it and lives as long as the
 child does. A second thread writes, so no caller ever waits for the child to read.
 
 `submit`, `cancel`, `call` and `close` may be called from any thread; `deliver` and `progress` are
@@ -58,20 +59,20 @@ from engine_client.messages import (
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 
 Deliver = Callable[[int, tuple[News, ...]], None]
-"""(rank, news)"""
+"""Callback for news: called with (rank, news)."""
 Progress = Callable[[str, int, int], None]
 
 PROGRAM = (sys.executable, "-P", "-m", "engine_client.child")
-"""Run with the number of its socket as the last argument."""
+"""Command line of the child; the number of its socket is appended as last argument."""
 
 _POLL_S = 0.25
 _KILL_S = 10.0
-"""For a killed process to be gone."""
+"""Seconds for a killed process to be gone."""
 
 
 @dataclass
 class _State:
-    """What the threads share; under `lock`."""
+    """State that the threads share, protected by `lock`."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     live: set[str] = field(default_factory=set)
@@ -80,7 +81,8 @@ class _State:
 
 
 class ChildLink:
-    """See the module."""
+    """One engine in a child process, with its socket, its reading and writing threads, and its live
+    requests and calls."""
 
     def __init__(
         self,
@@ -111,13 +113,13 @@ class ChildLink:
     # -- for callers
 
     def start(self) -> None:
-        """Begin to load."""
+        """Start the child and its threads; returns before the engine is loaded."""
         self._thread.start()
 
     def wait_ready(self, timeout_s: float) -> ModelInfo:
         """Wait until the engine is loaded.
 
-        Raises: what kept it from loading (LoadError), Unavailable when the process ended,
+        Raises: LoadError, Unavailable when the process ended,
             DeadlineExceeded.
         """
         try:
@@ -127,17 +129,17 @@ class ChildLink:
 
     @property
     def pid(self) -> int | None:
-        """Of the child; None before it was started."""
+        """Return the child's process id; None before it was started."""
         return None if self._process is None else self._process.pid
 
     @property
     def end(self) -> BatonError | None:
-        """Why there is no engine any more; None while there is."""
+        """Return the error that ended the engine; None while it runs."""
         return self._state.end
 
     def submit(self, ask: Ask) -> None:
-        """Hand an ask over. Raises: Unavailable when the engine has ended, InvalidArgument for an
-        ask that is too long or cannot be encoded."""
+        """Send a request to the engine. Raises: Unavailable when the engine has ended,
+        InvalidArgument for a request that is too long or cannot be encoded."""
         frame = encode(Submit(ask))
         check_size(frame)
         with self._state.lock:
@@ -147,13 +149,13 @@ class ChildLink:
             self._outbox.put(frame)
 
     def cancel(self, request_id: str) -> None:
-        """Ask for the end of an ask; its last news say when it is over."""
+        """Send a cancellation; the request's last news say when it is over."""
         with self._state.lock:
             if request_id in self._state.live:
                 self._outbox.put(encode(Cancel(request_id)))
 
     def end_sample(self, request_id: str, sample_index: int) -> None:
-        """Ask for the end of one sample."""
+        """Send the request to end one sample."""
         with self._state.lock:
             if request_id in self._state.live:
                 self._outbox.put(encode(EndSample(request_id, sample_index)))
@@ -161,8 +163,8 @@ class ChildLink:
     def call(
         self, what: What, asks: Sequence[Ask] = (), *, name: str = "", folder: str = ""
     ) -> concurrent.futures.Future[msgspec.Raw]:
-        """Ask a question; the caller bounds the wait. The future raises what the engine raised, or
-        Unavailable. Raises: as `submit`."""
+        """Send a call to the engine; the caller bounds the wait for the future, which raises the
+        engine's error or Unavailable. Raises: as `submit`."""
         call_id = next(self._call_ids)
         frame = encode(Call(call_id, what, tuple(asks), name, folder))
         check_size(frame)
@@ -175,12 +177,12 @@ class ChildLink:
         return future
 
     def tell_to_end(self) -> None:
-        """Ask for the end after the step in progress; returns at once."""
+        """Send Stop, which ends the engine after the step in progress; returns at once."""
         self._is_closing.set()
         self._outbox.put(encode(Stop()))
 
     def close(self) -> None:
-        """Tell the engine to end, and see to it; bounded. Idempotent."""
+        """Stop the engine, and kill it if it does not end; bounded in time and idempotent."""
         self.tell_to_end()
         if not self._thread.is_alive() or self._thread is threading.current_thread():
             return
@@ -200,7 +202,7 @@ class ChildLink:
             self._finish(reason)
 
     def _serve(self) -> BatonError:
-        """The whole life of the child. Returns: why it is over."""
+        """Run the whole life of the child. Returns: the error that ended it."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             try:
@@ -228,8 +230,8 @@ class ChildLink:
         return reason or self._last_words or self._died(exit_code)
 
     def _popen(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        """In a session of its own, so that Ctrl-C in the terminal reaches only us; with our import
-        path, as a fresh interpreter would not have it."""
+        """Start the child in a session of its own, so that Ctrl-C in the terminal reaches only the
+        parent, and with the parent's import path, which a fresh interpreter would not have."""
         environment = os.environ | {
             "BATON_PARENT_PID": str(os.getpid()),
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -244,7 +246,7 @@ class ChildLink:
         )
 
     def _listen(self, reader: FrameReader) -> BatonError | None:
-        """Take messages until there will be no more. Returns: why, where the child did not just
+        """Read messages until there are no more. Returns: the error, where the child did not just
         end."""
         while True:
             try:
@@ -292,8 +294,8 @@ class ChildLink:
                 self._last_words = failure.to_error()
 
     def _reap(self) -> int | None:
-        """Wait for the child's end, kill it if it does not come. Returns: its exit code; None where
-        even that did not end it (it hangs in the kernel)."""
+        """Wait for the child to end, and kill it if it does not. Returns: its exit code; None where
+        even killing did not end it (it hangs in the kernel)."""
         assert self._process is not None
         try:
             return self._process.wait(self._limits.stop_timeout_s)
@@ -317,7 +319,7 @@ class ChildLink:
         return Unavailable(f"{self._name} ended ({how})")
 
     def _finish(self, reason: BatonError) -> None:
-        """Nothing more will come: tell everyone who waits."""
+        """Fail all live requests and calls with `reason`."""
         with self._state.lock:
             self._state.end = reason
             live, self._state.live = sorted(self._state.live), set()
@@ -347,7 +349,7 @@ class ChildLink:
         return f"engine process {self._rank} (pid {self.pid})"
 
     def _begin_work(self) -> None:
-        """Silence counts from here on, where there was nothing to say before. Under the lock."""
+        """Restart the silence timer if the engine had no work before; the lock must be held."""
         if not (self._state.live or self._state.calls):
             self._heard_s = time.monotonic()
 

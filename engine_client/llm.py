@@ -1,4 +1,4 @@
-"""LLM: a model as a Python object. Text in, answers out; many prompts at once.
+"""LLM: a model as a Python object, with text in, answers out, and many prompts at once.
 
     with LLM("baton-5m") as llm:
         for answer in llm.generate(["Once upon a time", "A dog"], SamplingParams(max_tokens=40)):
@@ -42,9 +42,9 @@ from tokens.errors import ChatTemplateError, TokensError
 from tokens.tokenizer import Tokenizer
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
-"""One text, one list of token ids, or a list of either."""
+"""Prompt types: one text, one list of token ids, or a list of either."""
 Messages = Sequence[Mapping[str, str]]
-"""A chat: each message has `role` and `content`."""
+"""Chat messages, each with `role` and `content`."""
 Where = Literal["in_process", "process"]
 
 _RECEIVE_S = 1.0
@@ -58,7 +58,7 @@ class _Job:
 
 
 class ClientLLM:
-    """What `LLM` is, over a client that is there already and is closed with it."""
+    """Base of `LLM` over an existing client, which is closed with it."""
 
     def __init__(
         self,
@@ -68,7 +68,8 @@ class ClientLLM:
         template: ChatTemplate | None = None,
         defaults: SamplingDefaults | None = None,
     ) -> None:
-        """Without a tokenizer only token ids go in and come out."""
+        """Create an LLM over `client`. Without a tokenizer, prompts and outputs are token ids
+        only."""
         self.client = client
         self.tokenizer = tokenizer
         self._template = template
@@ -78,7 +79,7 @@ class ClientLLM:
 
     @property
     def model(self) -> ModelInfo:
-        """What is loaded."""
+        """Describe the model that the engines have loaded."""
         return self.client.model
 
     # -- generate
@@ -95,19 +96,19 @@ class ClientLLM:
         priority: int = 0,
         return_errors: bool = False,
     ) -> list[Answer]:
-        """Complete prompts.
+        """Generate completions of one prompt or several.
 
         Args:
             prompts: text, a list of texts, token ids, or a list of those.
-            params: for all, or one for each.
-            timeout_s: for all of them; what is not done then is cancelled.
+            params: sampling parameters for all prompts, or one for each.
+            timeout_s: seconds for all prompts; unfinished ones are then cancelled.
             adapter: a LoRA adapter that the engines have loaded.
             salt: prompts share cached KV only with those of the same salt.
-            return_errors: a prompt that fails on its way has its `error` set instead of being
+            return_errors: a prompt that fails gets its `error` set, instead of the error being
                 raised.
         Returns: answers in the order of the prompts.
         Raises: InvalidArgument naming `prompts[<i>]` and the field, before any work;
-            DeadlineExceeded; what the first prompt to fail failed with (then the others are
+            DeadlineExceeded; the error of the first prompt that fails (then the others are
             cancelled).
         """
         encoded = self._encode(prompts)
@@ -126,7 +127,8 @@ class ClientLLM:
         priority: int = 0,
         return_errors: bool = False,
     ) -> list[Answer]:
-        """Answer chats: one list of messages, or a list of such lists. Otherwise as `generate`."""
+        """Generate answers to one chat (a list of messages) or to several (a list of such lists);
+        arguments otherwise as for `generate`."""
         listed = [chats] if chats and isinstance(chats[0], Mapping) else chats
         encoded = [self._encode_chat(index, chat) for index, chat in enumerate(listed)]
         jobs = self._jobs(encoded, params, adapter=adapter, salt=salt, priority=priority)
@@ -281,27 +283,28 @@ class ClientLLM:
     # -- the rest
 
     def load_adapter(self, name: str, folder: str | Path) -> LoadedAdapter:
-        """Let `adapter=name` be given to `generate`. Raises: InvalidAdapter, TooManyAdapters."""
+        """Load a LoRA adapter from `folder`, for `generate(adapter=name)`. Raises: InvalidAdapter,
+        TooManyAdapters."""
         return self.client.load_adapter(name, str(Path(folder).resolve()))
 
     def unload_adapter(self, name: str) -> None:
-        """The reverse. Raises: UnknownAdapter."""
+        """Unload a LoRA adapter. Raises: UnknownAdapter."""
         self.client.unload_adapter(name)
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """What is loaded."""
+        """Return the adapters that are loaded."""
         return self.client.adapters()
 
     def metrics(self) -> tuple[MetricsSnapshot, ...]:
-        """Speeds and histograms of each engine, as it sees them."""
+        """Return throughput and latency histograms of each engine."""
         return self.client.metrics()
 
     def stats(self) -> tuple[EngineStats, ...]:
-        """Levels and counts of each engine."""
+        """Return gauges and counters of each engine."""
         return self.client.stats()
 
     def close(self) -> None:
-        """Let the engines go; bounded, idempotent."""
+        """Stop the engines; bounded in time and idempotent."""
         self.client.close()
 
     def __enter__(self) -> Self:
@@ -317,7 +320,7 @@ class ClientLLM:
 
 
 class LLM(ClientLLM):
-    """See the module."""
+    """A language model that is loaded on creation and generates text for prompts and chats."""
 
     def __init__(
         self,
@@ -332,10 +335,11 @@ class LLM(ClientLLM):
         """Load `model`: a bundled name, a folder, or a Hugging Face name.
 
         Args:
-            engine: "in_process", or "process": in a process of its own.
-            num_engines: several engines of the model, each in a process of its own.
-            stop_policy: asked after each token whether to end that sample (its finish reason is
-                "policy"); only in this process, since a function cannot cross to another.
+            engine: where the engine runs: "in_process", or "process": in a child process.
+            num_engines: number of engines; several run in a child process each.
+            stop_policy: function that decides after each token whether to end that sample (its
+                finish reason is "policy"); only in this process, since a function cannot cross to
+                another.
             engine_settings: fields of `engine.config.EngineConfig`.
         Raises: LoadError, SettingsError for a setting that does not exist or is out of range,
             InvalidArgument.
@@ -387,7 +391,8 @@ def _each_params(
 
 
 def _at_prompt(error: InvalidArgument) -> BatonError:
-    """An error about `asks[<i>].sampling.<field>`, in the words of `generate`."""
+    """Rewrite the field of an error from `asks[<i>].sampling.<field>` to the argument names of
+    `generate`."""
     failure = Failure.of(error)
     field = failure.field.replace("asks[", "prompts[", 1).replace("].sampling.", "].", 1)
     problem = failure.message.removeprefix(failure.field)

@@ -1,8 +1,8 @@
-"""What an engine in a process of its own and its client say to each other: frozen values, encoded
-as msgpack. No pickle: bytes are data, checked against these types when they are read.
+"""Messages between a client and its engine in a child process: frozen values, encoded as msgpack.
+They are checked against these types when they are read; pickle is not used.
 
     client -> engine   Start first; then Submit, Cancel, Call in any order; Stop, or it closes
-    engine -> client   Loading*, then Hello or Refused; then Batch, Reply; Failed before a sad end
+    engine -> client   Loading*, then Hello or Refused; then Batch, Reply; Failed before it exits
 
 `VERSION` is in the first message of each side: the two may be of different installations. Any
 thread.
@@ -31,53 +31,53 @@ What = Literal[
     "unload_adapter",
     "adapters",
 ]
-"""What can be called; each answers with one Reply."""
+"""Names of the calls that an engine supports; each is answered with one Reply."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Load this."""
+    """First message: the configuration of the engine to load."""
 
     version: int
     config: EngineConfig
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Serve this."""
+    """Message that submits one request."""
 
     ask: Ask
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """End this."""
+    """Message that cancels one request."""
 
     request_id: str
 
 
 class EndSample(msgspec.Struct, frozen=True, tag=True):
-    """Draw no more for this sample."""
+    """Message that ends one sample of a request; the others go on."""
 
     request_id: str
     sample_index: int
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Answer this between two steps."""
+    """Call for the engine to answer between two steps."""
 
     call_id: int
     what: What
     asks: tuple[Ask, ...] = ()
     name: str = ""
-    """Of an adapter."""
+    """Name of the adapter that the call is about."""
     folder: str = ""
-    """Where it lies."""
+    """Folder that the adapter is loaded from."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End after the step in progress."""
+    """Message that ends the engine after the step in progress."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """How far loading is."""
+    """Progress of loading the engine."""
 
     what: str
     done: int
@@ -85,14 +85,14 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The engine is ready."""
+    """Message that the engine is loaded and ready."""
 
     version: int
     model: ModelInfo
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start."""
+    """Message that the engine cannot start, with the reason."""
 
     failure: Failure
 
@@ -104,7 +104,7 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a Call: a value, or why there is none."""
+    """Answer to a Call: a value, or the failure."""
 
     call_id: int
     value: msgspec.Raw = msgspec.Raw(b"\xc0")  # None
@@ -112,7 +112,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine made a mistake and ends."""
+    """Message that the engine has failed and ends."""
 
     failure: Failure
 
@@ -127,17 +127,17 @@ _ask: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    """Bytes of a message."""
+    """Encode a message as msgpack bytes."""
     return _encoder.encode(message)
 
 
 def encode_value(value: object) -> msgspec.Raw:
-    """The value of a Reply."""
+    """Encode the value of a Reply as msgpack."""
     return msgspec.Raw(_encoder.encode(value))
 
 
 def read_to_engine(frame: bytes) -> ToEngine:
-    """A client's message. Raises: Unavailable for bytes that are none."""
+    """Decode a client's message. Raises: Unavailable for invalid bytes."""
     try:
         return _to_engine.decode(frame)
     except msgspec.MsgspecError as error:
@@ -145,7 +145,7 @@ def read_to_engine(frame: bytes) -> ToEngine:
 
 
 def read_from_engine(frame: bytes) -> FromEngine:
-    """An engine's message. Raises: Unavailable for bytes that are none."""
+    """Decode an engine's message. Raises: Unavailable for invalid bytes."""
     try:
         return _from_engine.decode(frame)
     except msgspec.MsgspecError as error:
@@ -153,9 +153,11 @@ def read_from_engine(frame: bytes) -> FromEngine:
 
 
 def check_types(ask: Ask) -> int:
-    """Types are not checked when an Ask is made; here they are, by sending it to ourselves.
+    """Check the types of an Ask's fields, which its constructor does not, by encoding and decoding
+    it.
 
-    Returns: how many bytes it takes.
+    Returns: its encoded size in bytes.
+
     Raises: InvalidArgument naming the field of `ask` that holds a value of the wrong type.
     """
     try:

@@ -1,5 +1,5 @@
-"""SamplingParams: how to sample, in a user's words (text, plain Python values), and its translation
-into what an engine takes.
+"""SamplingParams: sampling parameters of `LLM` in plain Python values, and their translation into
+an engine's parameters.
 
 Everything is checked here or by the engine before any work; an error names the field. What is left
 out is the model's own default. No torch. Values: any thread.
@@ -27,54 +27,58 @@ _GRAMMARS = ("json_schema", "regex", "ebnf", "choice")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """See the module. `None` is the model's own default (`generation_config.json`)."""
+    """Sampling parameters of a prompt. `None` means the model's own default
+    (`generation_config.json`)."""
 
     n: int = 1
-    """Samples of each prompt."""
+    """Number of samples of each prompt."""
 
     max_tokens: int | None = None
-    """Most output tokens; None: 128, or what the context window has room for."""
+    """Most output tokens; None: 128, or as many as the context window has room for."""
 
     temperature: float | None = None
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
 
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
 
     min_tokens: int = 0
-    """EOS and stop token ids end the output only from here on."""
+    """Fewest output tokens before EOS or a stop token id may end the output."""
 
     seed: int | None = None
-    """The same seed gives the same output; None: a random one, which the answer names."""
+    """Seed of the sampling noise: the same seed gives the same output; None: a random one, which
+    the answer contains."""
 
     stop: str | Sequence[str] = ()
-    """The output ends before the first of these."""
+    """Stop strings; the output ends before the first of them."""
 
     include_stop_text: bool = False
-    """... or with it."""
+    """Whether the output includes the stop string that ended it."""
 
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
 
     logprobs: int | None = None
-    """0: of the tokens in the output; k: of the k best beside each."""
+    """Number of alternatives whose log-probabilities are returned with those of each output token;
+    0: of the output tokens alone."""
 
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens; all of it is computed for them, cached or not."""
+    """Number of alternatives as for `logprobs`, for each prompt token; the whole prompt is computed
+    for them, cached or not."""
 
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
 
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Token id -> what is added to its logit."""
+    """Bias added to the logit of each token id."""
 
     bad_words: Sequence[str] = ()
-    """Text that shall not appear, alone or after a space."""
+    """Texts that must not appear, alone or after a space."""
 
     bad_word_ids: Sequence[Sequence[int]] = ()
-    """The same as token ids."""
+    """Token id sequences that must not appear."""
 
     allowed_token_ids: Sequence[int] | None = None
     no_repeat_ngram: int = 0
@@ -85,18 +89,19 @@ class SamplingParams:
     choice: Sequence[str] | None = None
 
     num_beams: int = 0
-    """Beam search with so many beams instead of draws; its n best are the samples."""
+    """Number of beams of a beam search instead of sampling; the n best beams are the samples."""
     length_penalty: float = 1.0
     early_stopping: bool = False
 
     trace: bool = False
-    """Report with every token how it came to be."""
+    """Whether every token is reported with a trace of how it was drawn."""
 
     skip_special_tokens: bool = True
-    """Leave control tokens out of the text."""
+    """Whether control tokens are left out of the text."""
 
     def check_types(self) -> None:
-        """Raises: InvalidArgument naming the field that holds a value of another type."""
+        """Check the types of all fields. Raises: InvalidArgument naming the field that holds a
+        value of another type."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         try:
             msgspec.convert(values, type=SamplingParams)
@@ -106,13 +111,13 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
+        """Return `stop` as a tuple of strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 @dataclass(frozen=True)
 class Translated:
-    """What an engine is asked for."""
+    """Parameters of an engine request, translated from SamplingParams."""
 
     sampling: Sampling
     num_samples: int
@@ -128,11 +133,11 @@ def translate(
     defaults: SamplingDefaults,
     tokenizer: Tokenizer | None,
 ) -> Translated:
-    """Params as an engine takes them. Ranges are the engine's to check.
+    """Translate parameters into those of an engine; the engine checks their ranges.
 
     Args:
-        seed: where `params` has none.
-        tokenizer: None where there is none: then `bad_words` are refused.
+        seed: seed to use where `params` has none.
+        tokenizer: None: there is none, and `bad_words` are refused.
     Raises: InvalidArgument naming the field.
     """
     params.check_types()
@@ -175,7 +180,7 @@ def translate(
 
 
 def _check(params: SamplingParams) -> None:
-    """What the engine cannot see, or would say in other words."""
+    """Check parameters that the engine does not see, or would name differently."""
     if params.n < 1:
         raise InvalidArgument("n", f"{params.n} is below 1")
     if params.seed is not None and not 0 <= params.seed <= _MAX_SEED:

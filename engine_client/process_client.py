@@ -1,5 +1,5 @@
-"""Engines in processes of their own, with a blocking face: one (`ProcessClient`) or several of one
-model (`DataParallelClient`).
+"""Blocking clients of engines in child processes: one (`ProcessClient`) or several of one model
+(`DataParallelClient`).
 
 The engine computes while the caller does something else, and a crash of it is an error here, not
 the end of this process. `submit`, `cancel`, `stats` and `close` may be called from any thread; the
@@ -28,10 +28,10 @@ from process.errors import BatonError, FailedPrecondition
 
 
 class DataParallelClient:
-    """`EngineClient` over `num_engines` engines, each in a process of its own.
+    """`EngineClient` of `num_engines` engines, each in a child process of its own.
 
-    An ask goes to the engine with the fewest outstanding tokens, or to the rank that the caller
-    names: then somebody else balances.
+    A request goes to the engine with the fewest outstanding tokens, or to the rank that the caller
+    names (external load balancing).
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class DataParallelClient:
         """Start the engines and wait until they are loaded.
 
         Args:
-            program: what each process runs; it is given the number of its socket as last argument.
+            program: command line of each process; the number of its socket is appended as last
+                argument.
         Raises: LoadError, Unavailable, DeadlineExceeded; no process is left then.
         """
         # No SimpleQueue: before Python 3.13 its `get` may wait for ever where its time is short.
@@ -67,16 +68,17 @@ class DataParallelClient:
 
     @property
     def pids(self) -> tuple[int | None, ...]:
-        """Process ids by rank."""
+        """Return the engines' process ids by rank; None for one that was not started."""
         return self._fleet.pids
 
     @property
     def num_live(self) -> int:
-        """See `EngineClient.num_live`."""
+        """Return the number of requests whose last news are still to come."""
         return self._fleet.num_live
 
     def check(self, asks: Sequence[Ask]) -> None:
-        """See `EngineClient.check`; one engine is asked, they are all alike."""
+        """Check whether the engines would accept these requests; since they are alike, only one is
+        asked."""
         for start, group in fleet.check_groups(asks):
             try:
                 self._fleet.wait(self._fleet.ask_one("check", group))
@@ -84,11 +86,13 @@ class DataParallelClient:
                 raise fleet.shifted(error, start) from error
 
     def submit(self, ask: Ask, *, rank: int | None = None) -> None:
-        """See `EngineClient.submit`."""
+        """Submit a request to the engine with the fewest outstanding tokens, or to `rank`. Raises:
+        as `EngineClient.submit`."""
         self._fleet.submit(ask, rank)
 
     def receive(self, timeout_s: float) -> tuple[News, ...]:
-        """See `EngineClient.receive`."""
+        """Return the news since the last call, in order; wait up to `timeout_s` seconds for the
+        first."""
         self._refuse_when_closed()
         found: list[News] = []
         ends_s = time.monotonic() + timeout_s
@@ -104,47 +108,50 @@ class DataParallelClient:
             return tuple(found)
 
     def cancel(self, request_id: str) -> None:
-        """See `EngineClient.cancel`."""
+        """Cancel a request in any state; an id that is not live is ignored."""
         self._fleet.cancel(request_id)
 
     def end_sample(self, request_id: str, sample_index: int) -> None:
-        """See `EngineClient.end_sample`."""
+        """End one sample whose text has ended before its tokens; the others go on."""
         self._fleet.end_sample(request_id, sample_index)
 
     def stats(self) -> tuple[EngineStats, ...]:
-        """See `EngineClient.stats`."""
+        """Return gauges and counters of each engine that is alive, in order of rank."""
         futures = self._fleet.ask_all("stats")
         return tuple(fleet.value(self._fleet.wait(future), EngineStats) for future in futures)
 
     def metrics(self) -> tuple[MetricsSnapshot, ...]:
-        """See `EngineClient.metrics`."""
+        """Return throughput and latency histograms of each engine that is alive, in order of
+        rank."""
         futures = self._fleet.ask_all("metrics")
         return tuple(fleet.value(self._fleet.wait(future), MetricsSnapshot) for future in futures)
 
     def load_adapter(self, name: str, folder: str) -> LoadedAdapter:
-        """See `EngineClient.load_adapter`."""
+        """Load a LoRA adapter from `folder` on every engine that is alive, so that requests can
+        name it."""
         futures = self._fleet.ask_all("load_adapter", name=name, folder=folder)
         loaded = [fleet.value(self._fleet.wait(future), LoadedAdapter) for future in futures]
         return fleet.common_adapter(loaded)
 
     def unload_adapter(self, name: str) -> None:
-        """See `EngineClient.unload_adapter`."""
+        """Unload a LoRA adapter from every engine that is alive."""
         for future in self._fleet.ask_all("unload_adapter", name=name):
             self._fleet.wait(future)
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """See `EngineClient.adapters`."""
+        """Return the adapters loaded on the first engine that is alive."""
         raw = self._fleet.wait(self._fleet.ask_one("adapters"))
         return fleet.value(raw, tuple[LoadedAdapter, ...])
 
     def check_integrity(self) -> None:
-        """See `EngineClient.check_integrity`."""
+        """Check the invariants of every engine that is alive and of the client itself. Raises:
+        IntegrityError."""
         self._fleet.check_own_integrity()
         for future in self._fleet.ask_all("check_integrity"):
             self._fleet.wait(future)
 
     def close(self) -> None:
-        """See `EngineClient.close`."""
+        """Stop all engines and end all live requests; bounded in time and idempotent."""
         self._finalizer()
 
     def _refuse_when_closed(self) -> None:
@@ -164,7 +171,7 @@ class DataParallelClient:
 
 
 class ProcessClient(DataParallelClient):
-    """`EngineClient` over one engine in a process of its own."""
+    """`EngineClient` of one engine in a child process."""
 
     def __init__(
         self,
@@ -174,13 +181,14 @@ class ProcessClient(DataParallelClient):
         progress: Progress | None = None,
         program: Sequence[str] = link.PROGRAM,
     ) -> None:
-        """Start the engine and wait until it is loaded. Raises: as `DataParallelClient`."""
+        """Start the engine and wait until it is loaded. Raises: LoadError, Unavailable,
+        DeadlineExceeded; no process is left then."""
         super().__init__(config, 1, limits=limits, progress=progress, program=program)
 
 
 def share_cores(config: EngineConfig, num_engines: int) -> EngineConfig:
-    """Several engines that each take all cores stall one another: where nobody chose a number of
-    threads, each gets its share."""
+    """Share the CPU cores between engines: where no number of threads is configured, each engine
+    gets its share, since engines that each use all cores stall one another."""
     if num_engines < 2 or config.num_threads or "OMP_NUM_THREADS" in os.environ:
         return config
     num_processes = num_engines * config.num_ranks

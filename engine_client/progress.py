@@ -1,4 +1,4 @@
-"""Progress bars of the library: loading a model, and prompts done with tokens a second.
+"""Progress bars of the library: loading a model, and prompts done with tokens per second.
 
 Drawn on standard error, and only on a terminal. Called from any thread (rich takes that).
 """
@@ -22,7 +22,7 @@ from rich.progress import (
 
 
 class LoadingBar:
-    """What `load_engine` reports, one line for each thing it does."""
+    """Progress bar of `load_engine`, one line for each stage of loading."""
 
     def __init__(self, *, is_shown: bool, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -55,7 +55,7 @@ class LoadingBar:
 
 
 class PromptsBar:
-    """Prompts done of all, and tokens a second in and out so far."""
+    """Progress bar of prompts done, with input and output tokens per second so far."""
 
     def __init__(
         self,
@@ -82,12 +82,12 @@ class PromptsBar:
         self._num_output_tokens = 0
 
     def add_tokens(self, num_output_tokens: int) -> None:
-        """New output tokens."""
+        """Count new output tokens."""
         self._num_output_tokens += num_output_tokens
         self._show()
 
     def add_prompt(self, num_prompt_tokens: int) -> None:
-        """A prompt is done."""
+        """Count a finished prompt and its tokens."""
         self._num_prompt_tokens += num_prompt_tokens
         self._progress.advance(self._task)
         self._show()

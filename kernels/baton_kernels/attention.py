@@ -1,6 +1,6 @@
-"""Attention of few tokens per sequence over the paged cache: one (`decode_attention`), the nodes of
-a token tree (`tree_attention`), or a decode step's whole way from the fused projection to the
-attention's output (`rotate_and_attend`).
+"""Attention of few query tokens per sequence over the paged cache: of one token
+(`decode_attention`), of the nodes of a token tree (`tree_attention`), or of a decode step from the
+fused QKV projection to the attention output (`rotate_and_attend`).
 
 Knows where numbers lie (BlockRows) and how many a sequence has; knows no model, no request and no
 step. Invariant: nothing is read through a block table's entry beyond a sequence's own positions,
@@ -38,26 +38,29 @@ def decode_attention(
     workspace: Workspace | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """Attention of each sequence's newest token, whose own key and value are in the cache already.
-    Split over positions (Flash-Decoding: Dao et al., 2023), query heads of a kv head together.
+    """Compute attention of each sequence's newest token, whose key and value are in the cache
+    already.
+
+    The work is split over positions (Flash-Decoding: Dao et al., 2023); query heads of one kv head
+    are computed together.
 
     Args:
         query: [B, H, D], any strides but the last; H a multiple of rows.num_heads.
-        rows: where keys and values lie.
+        rows: the cache that holds keys and values.
         block_tables: [B, n] int32; entries beyond a sequence's own are never used.
         ends: [B] int32: positions that are there, the newest included; 0: padding.
-        scaling: of the scores.
+        scaling: factor of the scores.
         window: a token sees itself and window - 1 before it; None: all.
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
         sinks: [H]: one more score per head that takes weight and gives no value (gpt-oss).
-        tails: of a quantized cache; the newest token's block is read there.
-        num_splits: at most; None: by shapes. Of no account where `exact`.
+        tails: unquantized blocks of a quantized cache, where the newest token's block is read.
+        num_splits: most splits of a sequence; None: chosen by shapes. Ignored where `exact`.
         out: [B, H, Dv], query's dtype.
         exact: a sequence's bits depend on nothing but its own positions: not on batch-mates, table
             width or splits; and they equal those of the same token in a chunk
             (prefill_attention, exact).
-        workspace: None: the calling thread's own.
-        config: for benchmarks; None: by shapes.
+        workspace: counters of the launch; None: the calling thread's own.
+        config: tile sizes, for benchmarks; None: chosen by shapes.
     Returns: [B, H, Dv]; zeros for padding.
     Raises: ValueError naming the argument that does not fit.
     Bytes moved: sum(ends) * K * (D + Dv) numbers. FLOPs: 2 * sum(ends) * H * (D + Dv).
@@ -109,8 +112,9 @@ def tree_attention(
     workspace: Workspace | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """Attention of token trees, many sequences at once: each node sees all cached positions of its
-    sequence and its own ancestors (SpecInfer's topology-aware mask, arXiv 2305.09781, section 4).
+    """Compute attention of token trees, many sequences at once: each node sees all cached positions
+    of its sequence and its own ancestors (SpecInfer's topology-aware mask, arXiv 2305.09781,
+    section 4).
 
     The nodes of a sequence are numbered depth first, its root is node 0, and node i's key and value
     lie in slot num_cached + i of the sequence's block table (scratch slots: the accepted path is
@@ -119,8 +123,8 @@ def tree_attention(
 
     Args:
         query: [N, H, D]: the nodes of all sequences, one after the other.
-        rows, scaling, softcap, sinks, num_splits, exact, workspace, config: see decode_attention.
-            `rows` is not quantized: nodes are raw numbers.
+        rows, scaling, softcap, sinks, num_splits, exact, workspace, config: as in
+            `decode_attention`. `rows` is not quantized: nodes are raw numbers.
         block_tables: [B, n] int32; a sequence's own: those of cached positions and of its nodes.
         num_cached: [B] int32: positions before the root.
         node_starts: [B + 1] int32: sequence b's nodes are rows node_starts[b] to node_starts[b +
@@ -128,8 +132,8 @@ def tree_attention(
         depths: [N] int32: 0 for a root; a node's position is num_cached + depth.
         visible: [N, W] bool, rows dense: which nodes of its own sequence a node sees, itself
             included; W at least the number of nodes of any one.
-        max_num_nodes: no sequence has more (host-known; decides the grid).
-        window: by positions: ancestors and cached positions above position - window.
+        max_num_nodes: most nodes of a sequence, known to the host; decides the grid.
+        window: a node sees ancestors and cached positions above its position - window; None: all.
         out: [N, H, Dv], query's dtype.
         is_early: all but the query, keys and values was written by no kernel of the step, and may
             be read while the launch directly ahead ends (on Hopper).
@@ -187,7 +191,7 @@ def decode_attention_reference(
     sinks: torch.Tensor | None = None,
     tails: Tails | None = None,
 ) -> torch.Tensor:
-    """`decode_attention` in plain torch."""
+    """Compute `decode_attention` in plain torch, on any device."""
     size = rows.block_size
     positions = torch.arange(block_tables.shape[1] * size, device=query.device)
     is_own = positions < ends[:, None]
@@ -218,8 +222,8 @@ def tree_attention_reference(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`tree_attention` in plain torch, one sequence after the other; waits for the device. Rows of
-    no sequence are zeros."""
+    """Compute `tree_attention` in plain torch, one sequence after the other; waits for the device.
+    The result is zero in rows that belong to no sequence."""
     out = query.new_zeros(*query.shape[:2], rows.v_head_dim)
     starts = node_starts.tolist()
     for index, cached in enumerate(num_cached.tolist()):
@@ -253,8 +257,8 @@ def tree_attention_reference(
 def sequence_kv(
     rows: BlockRows, block_tables: torch.Tensor, is_own: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [B, K, n * P, D] and values of whole sequences as numbers, 0 where not `is_own` [B, n *
-    P]: what lies in others' slots may be anything, NaN too."""
+    """Gather the keys [B, K, n * P, D] and values [B, K, n * P, Dv] of whole sequences in `dtype`,
+    with 0 where not `is_own` [B, n * P]: slots of other sequences may hold anything, NaN too."""
     found: list[torch.Tensor] = []
     ids = rows.row_ids(block_tables)
     for matrices, scales in ((rows.keys, rows.k_scales), (rows.values, rows.v_scales)):
@@ -273,8 +277,8 @@ def sequence_kv(
 
 
 def _tail_matrices(tails: Tails, rows: BlockRows) -> list[torch.Tensor]:
-    """[K, P, D] of each sequence's slot, keys and values: [B, K, P, D], [B, K, P, Dv]. Latents:
-    keys alone, whose columns the values are."""
+    """Return the unquantized blocks of `tails`, keys [B, K, P, D] and values [B, K, P, Dv], one per
+    sequence. For latents (MLA) the values are columns of the keys."""
     ids = tails.rows.row_ids(tails.slots.clamp(min=0)[:, None])[:, :, 0]
     keys = tails.rows.keys[ids]
     values = keys[..., : rows.v_head_dim] if tails.rows.values is None else tails.rows.values[ids]
@@ -288,8 +292,8 @@ def _put_tails(
     ends: torch.Tensor,
     size: int,
 ) -> None:
-    """The last blocks of `numbers` [B, K, S, D] become `matrices` [B, K, P, D] where there is a
-    slot."""
+    """Replace the last block of each sequence in `numbers` [B, K, S, D] by `matrices` [B, K, P, D]
+    where `slots` has one."""
     for index in torch.nonzero((slots >= 0) & (ends > 0))[:, 0].tolist():
         start = (int(ends[index]) - 1) // size * size
         numbers[index, :, start : start + size] = matrices[index].to(numbers.dtype)
@@ -359,7 +363,8 @@ def _output(out: torch.Tensor | None, query: torch.Tensor, rows: BlockRows) -> t
 
 
 _MAX_GROUP = 16
-"""Query heads of a kv head: more are several programs, none of which could write for the others."""
+"""Most query heads per kv head: more would take several programs, none of which could write the new
+key and value for the others."""
 
 
 def rotate_and_attend(
@@ -383,17 +388,18 @@ def rotate_and_attend(
     workspace: Workspace | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """`rotate_and_write`, then `decode_attention` of the tokens that it wrote.
+    """Rotate, write to the cache and attend: `rotate_and_write`, then `decode_attention` of the
+    tokens that it wrote.
 
-    On Hopper a launch begins while the one ahead of it ends: `positions` and `block_tables` must
-    not be what that one writes.
+    On Hopper a launch begins while the one ahead of it ends, so the kernel ahead must not write
+    `positions` or `block_tables`.
 
     Args:
         qkv: [B, (H + 2 K) D], rows dense: the newest token of each sequence.
         positions: [B] int32: where it stands; -1: padding: nothing is written, and it gives zeros.
-        cos_sin, rows, num_heads, q_norm, k_norm, norm_eps: see rotate_and_write.
+        cos_sin, rows, num_heads, q_norm, k_norm, norm_eps: as in `rotate_and_write`.
         block_tables: [B, n] int32; entries beyond a sequence's own are never used.
-        scaling, window, softcap, sinks, out, exact, workspace, config: see decode_attention.
+        scaling, window, softcap, sinks, out, exact, workspace, config: as in `decode_attention`.
     Returns: [B, H, D].
     Raises: ValueError naming the argument that does not fit.
     Bytes moved, FLOPs: those of decode_attention; qkv once.

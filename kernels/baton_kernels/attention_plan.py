@@ -1,7 +1,9 @@
-"""How a launch of attention is cut into programs, and what it is given beside its numbers.
+"""Launch plans of decode and tree attention: how the work is cut into programs, and the workspace
+and counters of a launch.
 
-By shapes alone: no measuring while running, or numbers would differ between workers and runs. The
-tables were measured on an H100 (`python -m benchmarks.kernels attention`). Knows no kernel.
+A plan depends on shapes alone: measuring at run time would make results differ between workers and
+runs. The tables were measured on an H100 (`python -m benchmarks.kernels attention`). Knows no
+kernel.
 """
 
 from __future__ import annotations
@@ -20,81 +22,87 @@ SPLIT_POSITIONS = 512
 TILE_POSITIONS = 64
 EXACT_ROWS = 64
 EXACT_WARPS = 4
-"""How exact kernels cut positions, and the tiles of scores that they compute
-(paged_walk_triton.py)."""
+"""Exact kernels cut positions into splits of SPLIT_POSITIONS and compute tiles of [EXACT_ROWS,
+TILE_POSITIONS] scores with EXACT_WARPS warps (paged_walk_triton.py)."""
 
 MAX_PART_BYTES = 256 << 20
-"""Of a launch's parts: exact attention of long sequences goes without them."""
+"""Most bytes of partial results of one launch; exact attention of longer sequences uses no
+splits."""
 
 _SERIAL_SHARE = 1.5
-"""Sequences' programs for each multiprocessor from which on exact ones are not cut: a part costs a
-program that much more than its bytes."""
+"""Programs per multiprocessor from which on exact sequences are not split: a partial result costs a
+program more than its bytes."""
 
 LONG_POSITIONS = 4096
 SPAN_POSITIONS = 1024
-"""Where splits could be longer than the first, sequences are cut into more, none longer than the
-second. One program reads some 30 bytes a nanosecond: of a launch whose sequences fill the
-device by their number, one that is far longer than the others would be its whole time (seen: a
-sequence of 8192 positions beside 16 short ones cost 0.18 ms more in each layer). The short ones are
-cut as they would be without it."""
+"""Positions per split above which (LONG_POSITIONS) a long sequence is cut into more splits, and the
+most positions of a split then (SPAN_POSITIONS). One program reads some 30 bytes a nanosecond, so
+that one sequence far longer than the others would set the time of the launch (measured: a sequence
+of 8192 positions beside 16 short ones cost 0.18 ms more in each layer). Short sequences are cut as
+they would be without it."""
 
 _MAX_LONG_PART_BYTES = 64 << 20
-"""Of a launch that is cut for that alone."""
+"""Most bytes of partial results of a launch whose splits are bounded by SPAN_POSITIONS."""
 
 _MANY_ROWS = 64
-"""Query rows of a program where a sequence has more of a kv head (with a tree: more than half as
-many): each program reads all keys and values of its split, and those of fewer rows read them more
-often."""
+"""Query rows per program where a sequence has more of them for a kv head (with a tree: more than
+half as many): each program reads all keys and values of its split, so fewer rows per program mean
+more reads."""
 
 _LEAST_SHARED, _MOST_SHARED, _MOST_LONG_SHARED = 0.75, 2.0, 4.0
-"""Heads of sequences for each multiprocessor from which and up to which a launch is cut into equal
-shares; the third: where some sequence may be long. (Long or not, the first is the same: what a
-warm-up compiles, whose contexts are short, is all that is needed.)"""
+"""Pairs of sequence and kv head per multiprocessor between which a launch is cut into equal shares:
+the least, the most, and the most where some sequence may be long. The least is the same for both,
+so that a warm-up with short contexts compiles all kernels that are needed."""
 
 _SHARES = 2
-"""For each multiprocessor: as many programs as it has room for, with six tiles on their way. (On an
-H200 a step with three of four tiles was 2 to 8 % slower, with four of three 1 % slower to 2 %
-faster.)"""
+"""Programs per multiprocessor of a launch by equal shares: as many as fit with six tiles in flight.
+(On an H200 a step with three programs of four tiles was 2 to 8 % slower, with four of three 1 %
+slower to 2 % faster.)"""
 
 _MAX_FUSED_NUMBERS = 2048
-"""Of a part: one that is larger is merged by a kernel of its own."""
+"""Most numbers of a partial result that the attention kernel merges; larger ones are merged by a
+kernel of their own."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a program is cut; decides speed, and the order of sums."""
+    """Tile sizes and pipeline depth of an attention kernel; they decide speed and the order of
+    sums."""
 
     block_m: int
-    """Query rows of a program."""
+    """Query rows per program."""
     block_n: int
-    """Positions of a tile."""
+    """Positions per tile."""
     num_warps: int
     num_stages: int
-    """Tiles on their way at a time."""
+    """Number of tiles being loaded into shared memory at a time."""
     prefetch_positions: int = 128
-    """What a program asks L2 for before it waits for the kernel ahead."""
+    """Positions whose keys and values a program prefetches into L2 before it waits for the kernel
+    ahead."""
     min_split_positions: int = 64
-    """Of a split that is not exact, or a share: less would not pay for its merging."""
+    """Fewest positions of a split that is not exact, or of a share: shorter ones would not pay for
+    their merging."""
     merges_apart: bool = False
-    """By a kernel of its own, however small parts are."""
+    """Whether partial results are merged by a separate kernel, however small they are."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Where the query rows are nodes of token trees."""
+    """Tensors that describe token trees when the query rows are tree nodes."""
 
     node_starts: torch.Tensor
-    """[B + 1] int32: sequence b's nodes are query rows node_starts[b] to node_starts[b + 1]."""
+    """Start of each sequence's nodes, [B + 1] int32: sequence b's nodes are query rows
+    node_starts[b] to node_starts[b + 1]."""
     depths: torch.Tensor
-    """[N] int32."""
+    """Depth of each node below its root, [N] int32."""
     visible: torch.Tensor
-    """[N, W] uint8, rows dense."""
+    """Visibility mask, [N, W] uint8, rows dense: which nodes of its own sequence each node sees."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """What turns a fused projection into queries, keys and values; see layer_ops.rotate_and_write
-    for the shapes."""
+    """Arguments that turn a fused QKV projection into queries, keys and values; the shapes are
+    those of `layer_ops.rotate_and_write`."""
 
     cos_sin: torch.Tensor
     q_norm: torch.Tensor | None
@@ -104,7 +112,8 @@ class Rotation:
 
 class Workspace:
     """Counters that every launch finds at zero and leaves at zero. Launches that may run at the
-    same time (two streams) need one each; a graph keeps the one it was captured with."""
+    same time (on two streams) need one workspace each; a CUDA graph keeps the one it was captured
+    with."""
 
     num_counters = 1 << 16
 
@@ -116,7 +125,8 @@ _workspaces: dict[tuple[int, torch.device], Workspace] = {}
 
 
 def own_workspace(device: torch.device) -> Workspace:
-    """The calling thread's. Never dropped: graphs hold its address."""
+    """Return the calling thread's workspace on `device`, made at the first call. It is never freed,
+    since CUDA graphs hold its address."""
     key = (threading.get_ident(), device)
     if key not in _workspaces:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -127,7 +137,8 @@ def own_workspace(device: torch.device) -> Workspace:
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors; 4 where an interpreter stands in for the device."""
+    """Return the number of streaming multiprocessors of `device`; 4 where Triton's interpreter is
+    used instead of a GPU."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -142,12 +153,13 @@ def config_for(
     fills: bool = True,
     is_tree: bool = False,
 ) -> Config:
-    """By shapes alone, never by measuring: numbers must not differ between workers or runs.
+    """Choose tile sizes from shapes alone, never by measuring: results must not differ between
+    workers or runs.
 
     Args:
-        num_rows: query rows of a kv head in one sequence: its group, times its nodes.
-        fills: there is more than one program for each multiprocessor without splitting. Where there
-            is not, each has more of the shared memory for tiles on their way.
+        num_rows: query rows of a kv head in one sequence: query heads per kv head, times nodes.
+        fills: whether there is more than one program for each multiprocessor without splitting.
+            Otherwise each program has more shared memory for tiles in flight.
     """
     width = max(rows.k_head_dim, rows.v_head_dim) * dtype.itemsize // 2
     if dtype == torch.float32:  # its products use no matrix unit: small tiles
@@ -166,30 +178,30 @@ def config_for(
 
 
 def plan_splits(num_pairs: int, max_positions: int, min_split_positions: int, sms: int) -> int:
-    """Equal splits of a sequence, for `num_pairs` programs without splitting: two
-    programs for each multiprocessor, and no more. One more than fit at a time would take a whole
-    turn of its own."""
+    """Return how many equal splits a sequence has, so that a launch of `num_pairs` unsplit programs
+    comes to about two programs per multiprocessor. More than fit at a time would take a second
+    wave."""
     wanted = max(1, round(2 * sms / num_pairs))
     return min(wanted, -(-max_positions // min_split_positions))
 
 
 def suits_shares(num_pairs: int, is_long: bool, sms: int) -> bool:
-    """Equal shares are faster than splits: where heads of sequences do not fill the device evenly,
-    by their number or since some sequence may be far longer than the others.
+    """Decide whether equal shares are faster than splits: they are where pairs of sequence and kv
+    head do not fill the device evenly, by their number or since some sequence may be far longer.
 
-    Fewer pairs are split into as many programs as shares would be, each of which has one sequence
-    alone to begin with; of more, those that are done early make room for others.
+    With fewer pairs, splits give as many programs as shares would; with more, programs that end
+    early make room for others.
     """
     most = _MOST_LONG_SHARED if is_long else _MOST_SHARED
     return _LEAST_SHARED * sms <= num_pairs <= most * sms
 
 
 def cut_long(num_equal: int, max_positions: int) -> tuple[int, int]:
-    """(splits of a sequence at most, positions of a split at most), where some sequence may be far
-    longer than the others. Programs beyond a sequence's end leave at once.
+    """Bound the splits where some sequence may be far longer than the others. Programs beyond a
+    sequence's end exit at once. Returns: (most splits of a sequence, most positions of a split).
 
     Args:
-        num_equal: as `plan_splits` has it, for sequences that are alike.
+        num_equal: splits of a sequence where all have the same length, as `plan_splits` returns.
     """
     if -(-max_positions // num_equal) <= LONG_POSITIONS:
         return num_equal, max_positions
@@ -198,48 +210,50 @@ def cut_long(num_equal: int, max_positions: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch."""
+    """Grid, tile sizes and merge method of one attention launch."""
 
     config: Config
     num_programs: int
-    """Programs of a launch by equal shares (attention_shares_triton.py), which needs no grid, no
-    splits and no merging kernel; 0: a launch by splits."""
+    """Number of programs of a launch by equal shares (attention_shares_triton.py), which needs no
+    splits and no merge kernel; 0: a launch by splits."""
     num_lengths: int
-    """That each of these programs looks at: the same for all launches of a model, so that there is
-    one kernel. A power of two, no fewer than there are sequences."""
+    """Number of sequence lengths that each of these programs reads, a power of two, at least the
+    number of sequences: the same for all launches of a model, so that one kernel is compiled."""
     num_m_blocks: int
-    """Programs that share a kv head's query rows."""
+    """Number of programs that share the query rows of a kv head."""
     num_pairs: int
-    """Programs without splitting."""
+    """Number of programs without splitting."""
     num_splits: int
-    """At most, of one sequence."""
+    """Most splits of one sequence."""
     num_equal: int
-    """Of one sequence, unless they would be longer than `max_split` or shorter than `min_split`."""
+    """Number of splits of a sequence, unless they would be longer than `max_split` or shorter than
+    `min_split`."""
     min_split: int
-    """Positions of a split, at least,"""
+    """Fewest positions of a split."""
     max_split: int
-    """and at most, up to whole tiles."""
+    """Most positions of a split, rounded up to whole tiles."""
     grid: tuple[int, int, int]
     is_serial: bool
-    """A program takes all exact splits of its sequence."""
+    """Whether one program computes all exact splits of its sequence, one after the other."""
     merges: int
-    """0: no splits; 1: in the same kernel; 2: in one of its own."""
+    """Merge method of partial results: 0: no splits; 1: in the attention kernel; 2: in a kernel of
+    their own."""
     pitch: int
-    """Rows of a part."""
+    """Rows of a partial result."""
     num_merged_rows: int
-    """The same, or more, as a power of two."""
+    """Rows of a partial result, rounded up to a power of two."""
     block_s: int
-    """Parts that are merged at a time."""
+    """Number of partial results that are merged at a time."""
     tail_n: int
-    """Positions of a tile of a tail."""
+    """Positions per tile of an unquantized tail block."""
     d0: int
-    """Columns of keys in their first tile, a power of two,"""
+    """Key columns of the first tile, a power of two."""
     d1: int
-    """and in the second one, padded; 0: none."""
+    """Key columns of the second tile, padded to a power of two; 0: there is none."""
     dv_width: int
-    """Columns of values, padded."""
+    """Value columns, padded to a power of two."""
     num_prefetched: int
-    """Blocks that a program asks L2 for, a power of two."""
+    """Number of blocks that a program prefetches into L2, a power of two."""
 
 
 def plan_launch(
@@ -257,7 +271,8 @@ def plan_launch(
     config: Config | None,
     num_splits: int | None,
 ) -> Plan:
-    """See attention_triton.py's launch for the arguments; `group`: query heads of a kv head."""
+    """Plan one launch of `attention_triton.launch`, whose arguments these are; `group` is the
+    number of query heads per kv head."""
     sms = num_sms(block_tables.device)
     max_positions = block_tables.shape[1] * rows.block_size
     is_shared = not (exact or is_tree or has_tails or window is not None or num_splits is not None)
@@ -337,7 +352,8 @@ def _power_of_two(least: int) -> int:
 
 
 def _can_be_shared(rows: BlockRows, num_sequences: int, group: int, config: Config | None) -> bool:
-    """A program takes all query rows of a kv head, and merges them itself."""
+    """Return whether a launch by equal shares is possible: one program must hold all query rows of
+    a kv head and merge them itself."""
     _, _, dv_width = widths(rows)
     num_merged_rows = _power_of_two(group)
     return (
@@ -353,7 +369,8 @@ def _part_bytes(num_pairs: int, num_splits: int, pitch: int, rows: BlockRows) ->
 
 
 def widths(rows: BlockRows) -> tuple[int, int, int]:
-    """Columns of a tile of keys, of a second one for the rest (0: none), and of values."""
+    """Return the padded column counts of a tile of keys, of a second tile for the rest (0: none),
+    and of a tile of values."""
     dim = rows.k_head_dim
     d0 = max(16, 1 << (dim.bit_length() - 1))
     d1 = max(16, 1 << (dim - d0 - 1).bit_length()) if dim > d0 else 0
@@ -361,13 +378,14 @@ def widths(rows: BlockRows) -> tuple[int, int, int]:
 
 
 def steps(matrices: torch.Tensor, rows: BlockRows) -> tuple[int, int]:
-    """Elements from one block's to the next one's, and from head to head."""
+    """Return the distance in elements from one block to the next, and from one head to the next."""
     row_stride = matrices.stride(0)
     return rows.rows_per_block * row_stride, rows.head_step * row_stride
 
 
 def quantization(rows: BlockRows) -> int:
-    """See attention_walk's _numbers; Triton's interpreter knows no PTX."""
+    """Return the QUANT constant of the kernels: 0 not quantized, 1 int8, 2 e4m3, 3 and 4 the same
+    with conversion by PTX, which Triton's interpreter does not know."""
     if not rows.dtype:
         return 0
     import triton

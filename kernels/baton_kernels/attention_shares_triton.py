@@ -1,7 +1,8 @@
-"""Attention of decode by equal shares: a fixed number of programs, each with as many tiles of
-positions as any other, whatever lengths sequences have and however many rows of a launch are none.
+"""Decode attention by equal shares: a fixed number of programs, each with as many tiles of
+positions as any other, whatever the sequence lengths and however many rows of the batch are
+padding.
 
-All tiles stand in one line: sequence by sequence, head by head, first position first. A program's
+All tiles form one list: sequence by sequence, head by head, first position first. A program's
 share of it begins and ends anywhere: it takes the rest of one sequence's head, whole ones, and the
 beginning of another. Of those that it does not take whole it leaves a part (paged_walk_triton.py):
 two at most. The program that leaves a head's last part merges the parts. Each program computes from
@@ -44,8 +45,8 @@ _ANYWHERE = ["tables", "ends", "counters"]
 
 @triton.jit
 def _segment(tiles, place, KV_HEADS: tl.constexpr):
-    """(sequence, head, first tile, tiles of the sequence, where the head's tiles begin in the line)
-    of the tile at a place of the line. tiles: [ROWS] of each sequence."""
+    """Find the tile at `place` of the list of all tiles: (sequence, head, first tile, tiles of the
+    sequence, where the head's tiles begin in the list). tiles: [ROWS] of each sequence."""
     reached = tl.cumsum(tiles, 0) * KV_HEADS
     is_before = reached <= place
     sequence = tl.sum(is_before.to(tl.int32), 0)
@@ -65,7 +66,7 @@ def _prefetch(
     LATENT: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr, ROTATES: tl.constexpr,
     KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Ask L2 for the beginning of a share."""
+    """Prefetch the keys and values at the beginning of a share into L2."""
     sequence, head, first, num_tiles, _ = _segment(tiles, place, KV_HEADS)
     end = tl.load(ends + sequence)
     if ROTATES:
@@ -96,9 +97,9 @@ def attend_shares(
     OVERLAPS: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
     ROTATES: tl.constexpr, NORMS: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """See the module, and attention.py's launch() for what the arguments are. ROWS: sequences, or
-    more, a power of two. min_tiles: of a share. EARLY, ROTATES: as attention_triton.py's attend
-    has them."""
+    """Compute decode attention by equal shares, as the module describes; the arguments are those of
+    `attention_triton.launch`. ROWS: number of sequences, rounded up to a power of two. min_tiles:
+    fewest tiles of a share. EARLY, ROTATES: as in `attention_triton.attend`."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         if not EARLY:
@@ -254,7 +255,8 @@ def launch_shares(
     rotation: Rotation | None,
     is_early: bool,
 ) -> None:
-    """See attention.py's launch; a plan with `num_programs`."""
+    """Launch decode attention by equal shares, for a plan with `num_programs`; arguments as in
+    `attention_triton.launch`."""
     parts = query.new_empty(2 * plan.num_programs, plan.pitch, rows.v_head_dim, dtype=torch.float32)
     norms = query.new_empty(2 * plan.num_programs, plan.pitch, 2, dtype=torch.float32)
     counters = (workspace or own_workspace(query.device)).counters

@@ -1,4 +1,5 @@
-"""Triton kernels of `baton_kernels.attention`, and their launcher. Arguments were checked there.
+"""Triton kernels of `baton_kernels.attention`, and their launcher. attention.py checks the
+arguments.
 
 `launch` takes one of two ways: by splits of each sequence (here), or by equal shares of all
 (attention_shares_triton.py).
@@ -73,15 +74,15 @@ def launch(
     rotation: Rotation | None = None,
     is_early: bool = False,
 ) -> None:
-    """Attention of a batch; arguments are checked by the doors (attention.py).
+    """Launch attention of a batch; attention.py has checked the arguments.
 
     Args:
-        ends: [B] int32; cached positions, where `tree`.
-        max_num_nodes: no sequence has more.
+        ends: [B] int32; number of cached positions where `tree`.
+        max_num_nodes: most nodes of a sequence.
         rotation: `query` is [B, (H + 2 K), D] before rotation, `ends` are positions (-1: padding),
             and the newest tokens' keys and values are written first. One part of the kernel.
         is_early: block_tables and ends were written by no kernel of the step.
-        config, num_splits: None: by attention_plan's tables.
+        config, num_splits: None: chosen by attention_plan.py.
     """
     group = out.shape[1] // rows.num_heads
     plan = plan_launch(
@@ -144,11 +145,12 @@ def attend(
     PREFETCH: tl.constexpr, LINE: tl.constexpr,
     ROTATES: tl.constexpr, NORMS: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """See the module, and launch() in the same order for what the arguments are. MERGES 0: no
-    sequence has several splits; 1: the last program merges; 2: merge_splits will. SERIAL: a program
-    takes all of its sequence's exact splits, one after the other. EARLY: lengths
-    and tables may be read before the wait for the kernel ahead. ROTATES: `query` is all heads
-    before their rotation, `ends` are positions, and the newest token is written here."""
+    """Compute attention by splits, as the module describes; the arguments are those of `launch`, in
+    the same order. MERGES 0: no sequence has several splits; 1: the last program of a sequence
+    merges; 2: `merge_splits` merges. SERIAL: a program computes all exact splits of its sequence,
+    one after the other. EARLY: lengths and tables may be read before the wait for the kernel ahead.
+    ROTATES: `query` holds all heads before their rotation, `ends` are positions, and the newest
+    token's key and value are written here."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         if not EARLY:
@@ -407,7 +409,7 @@ def launch_splits(
     rotation: Rotation | None,
     is_early: bool,
 ) -> None:
-    """See attention.py's launch; a plan without `num_programs`."""
+    """Launch attention by splits, for a plan without `num_programs`; arguments as in `launch`."""
     group = out.shape[1] // rows.num_heads
     parts = norms = torch.empty(0, device=query.device)
     counters = ends

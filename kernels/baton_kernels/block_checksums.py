@@ -1,5 +1,5 @@
-"""Checksums of whole blocks where they lie: XXH3-64, the very numbers that xxhash gives for these
-bytes, so that what a device wrote can be compared with what a host read, and the other way round.
+"""XXH3-64 checksums of whole KV blocks on the device: the same numbers that xxhash gives for these
+bytes, so that what a device wrote can be compared with what a host read, and the reverse.
 
 XXH3 is made for one core that reads from start to end, but only a little of it is a chain: bytes
 are added up by pieces of 1,024, in any order, and one pass over the pieces' sums ties them
@@ -17,7 +17,8 @@ import torch
 from baton_kernels.dispatch import Backend, runs_triton
 
 LEAST_BYTES = 241
-"""Shorter inputs have formulas of their own, which are not here."""
+"""Fewest bytes that can be checksummed: XXH3 has other formulas for shorter inputs, which are not
+implemented."""
 
 PIECE_WORDS = 128
 STRIPE_WORDS = LANES = 8
@@ -42,7 +43,8 @@ _SECRET = bytes.fromhex(
     "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
 SCRAMBLE_KEYS, LAST_KEYS, MERGE_KEYS = 24, 32, 40
-"""Where they begin in `keys`; those of stripe s at s."""
+"""Indices in `keys` where the words for scrambling, the last stripe and the final merge begin;
+those of stripe s begin at s."""
 
 
 def block_checksums(
@@ -53,14 +55,14 @@ def block_checksums(
     sums: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """XXH3-64 of each block's bytes.
+    """Compute the XXH3-64 of each block's bytes.
 
     Args:
         cache: [num_blocks, E], each block dense, of at least LEAST_BYTES bytes, a multiple of 8.
         block_ids: [n] int32.
         out: [n] int64.
-        sums: room of `room(n, bytes of a block)` int64; None: taken.
-    Returns: [n] int64: the checksums' bits.
+        sums: scratch of `room(n, bytes of a block)` int64; None: allocated here.
+    Returns: [n] int64: the checksums, as unsigned 64-bit numbers reinterpreted.
     Raises: ValueError naming what does not fit.
     """
     words = _as_words(cache)
@@ -87,29 +89,31 @@ def block_checksums(
 
 
 def fits(block_bytes: int) -> bool:
-    """Whether blocks of so many bytes have checksums here."""
+    """Return whether blocks of this size in bytes can be checksummed."""
     return block_bytes >= LEAST_BYTES and block_bytes % 8 == 0
 
 
 def room(num_blocks: int, block_bytes: int) -> int:
-    """Numbers of `sums` for so many blocks."""
+    """Return the number of int64 elements of `sums` for blocks of this number and size in bytes."""
     return num_blocks * (num_pieces(block_bytes // 8) + 1) * LANES
 
 
 def num_pieces(num_words: int) -> int:
-    """Whole pieces, which the chain goes through; at least one byte is left behind them."""
+    """Return the number of whole 1,024-byte pieces, which the serial chain goes through; at least
+    one byte is left after them."""
     return (num_words * 8 - 1) // (PIECE_WORDS * 8)
 
 
 def num_rest_stripes(num_words: int) -> int:
-    """Whole stripes behind them; at least one byte is left behind these, too."""
+    """Return the number of whole 64-byte stripes after the last piece; at least one byte is left
+    after these, too."""
     return (num_words * 8 - 1 - num_pieces(num_words) * PIECE_WORDS * 8) // (STRIPE_WORDS * 8)
 
 
 @functools.cache
 def keys(device: torch.device) -> torch.Tensor:
-    """[48] int64: words of the secret, as they are wanted: for stripes, between pieces, for the
-    last stripe, for the end."""
+    """Return the words of the XXH3 secret that the kernels use, [48] int64: for stripes, between
+    pieces, for the last stripe and for the final merge."""
     starts = [*range(0, 192, 8), *range(128, 192, 8), *range(121, 185, 8), *range(11, 75, 8)]
     words = [int.from_bytes(_SECRET[at : at + 8], "little", signed=True) for at in starts]
     return torch.tensor(words, dtype=torch.int64, device=device)
@@ -117,12 +121,12 @@ def keys(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def length_term(num_words: int, device: torch.device) -> torch.Tensor:
-    """[1] int64: what a block's length adds in the end."""
+    """Return what a block's length adds at the end, [1] int64."""
     return _int64((num_words * 8 * PRIME64 % 2**64,), device)
 
 
 def _as_words(cache: torch.Tensor) -> torch.Tensor:
-    """[num_blocks, words] int64"""
+    """View the cache as [num_blocks, words] int64."""
     if cache.ndim != 2 or cache.stride(1) != 1:
         raise ValueError(f"cache: [num_blocks, E] of dense blocks, got {list(cache.shape)}")
     if not fits(cache.shape[1] * cache.element_size()):
@@ -139,7 +143,7 @@ def _as_words(cache: torch.Tensor) -> torch.Tensor:
 
 
 def _reference(words: torch.Tensor) -> torch.Tensor:
-    """[n, words] int64 -> [n] int64"""
+    """Compute checksums [n] int64 of blocks given as words [n, words] int64, in plain torch."""
     num_blocks, num_words = words.shape
     table = keys(words.device)
     count, rest = num_pieces(num_words), num_rest_stripes(num_words)
@@ -166,14 +170,14 @@ def _reference(words: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(stripes: torch.Tensor, stripe_keys: torch.Tensor) -> torch.Tensor:
-    """What stripes [n, S, lanes] add to the state."""
+    """Compute what stripes [n, S, lanes] add to the accumulators."""
     mixed = stripes ^ stripe_keys
     swapped = stripes.view(*stripes.shape[:2], LANES // 2, 2).flip(-1).reshape(stripes.shape)
     return swapped + (mixed & 0xFFFFFFFF) * _shifted(mixed, 32)
 
 
 def _folded(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Both halves of the 128 bits of a product, one over the other."""
+    """XOR the two halves of the 128-bit product of `a` and `b`."""
     low_a, high_a, low_b, high_b = a & 0xFFFFFFFF, _shifted(a, 32), b & 0xFFFFFFFF, _shifted(b, 32)
     one, other = high_a * low_b, low_a * high_b
     carry = _shifted(low_a * low_b, 32) + (one & 0xFFFFFFFF) + (other & 0xFFFFFFFF)
@@ -182,7 +186,7 @@ def _folded(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, zeros coming in."""
+    """Shift int64 words right logically: zeros come in."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,5 +1,5 @@
-"""The Triton kernels of `baton_kernels.block_checksums`, and their launcher. Arguments were checked
-there.
+"""Triton kernels of `baton_kernels.block_checksums`, and their launcher. block_checksums.py checks
+the arguments.
 
 Two kernels: `_sums` reads every byte, once, and leaves 64 bytes for each piece of 1,024; `_chain`
 goes through those in order, four blocks a program. The chain of a block of 2 MB is 2,048 steps
@@ -15,13 +15,13 @@ import triton.language as tl
 from baton_kernels import block_checksums as door
 
 _PIECES = 32
-"""Of one program of `_sums`: 32 KiB."""
+"""Pieces of 1,024 bytes per program of `_sums`: 32 KiB."""
 
 _BLOCKS = 4
-"""Of one program of `_chain`: one warp of 8 numbers a block."""
+"""Blocks per program of `_chain`: one warp, 8 numbers a block."""
 
 _AHEAD = 8
-"""Pieces' sums that are read before the chain goes through them."""
+"""Number of pieces whose sums are read before the chain goes through them."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -29,8 +29,8 @@ def _added(  # type: ignore[no-untyped-def]
     own, keys, pieces, num_pieces, num_rest_stripes,
     PIECES: tl.constexpr, STRIPES: tl.constexpr, LANES: tl.constexpr, HAS_END: tl.constexpr,
 ):  # fmt: skip
-    """What pieces add to the state. A thread goes through the stripes of its pieces, so nothing is
-    summed between threads."""
+    """Sum what the stripes of these pieces add to the accumulators. A thread goes through the
+    stripes of its own pieces, so nothing is summed between threads."""
     lanes = tl.arange(0, LANES)
     products = tl.zeros((PIECES, LANES), tl.uint64)
     plain = tl.zeros((PIECES, LANES), tl.uint64)
@@ -168,7 +168,7 @@ def checksums(
     sums: torch.Tensor,
     keys: torch.Tensor,
 ) -> None:
-    """Of blocks [num_blocks, words] int64, into `out`."""
+    """Write the checksums of blocks `block_ids` of `words` [num_blocks, words] int64 into `out`."""
     sum_pieces(words, block_ids, sums, keys)
     chain_pieces(words, block_ids, out, sums, keys)
 
@@ -176,7 +176,7 @@ def checksums(
 def sum_pieces(
     words: torch.Tensor, block_ids: torch.Tensor, sums: torch.Tensor, keys: torch.Tensor
 ) -> None:
-    """What each piece of each block adds."""
+    """Write the sums of each 1,024-byte piece of each block into `sums`."""
     num_words = words.shape[1]
     num_pieces = door.num_pieces(num_words)
     _sums[(block_ids.shape[0], triton.cdiv(num_pieces + 1, _PIECES))](
@@ -193,7 +193,7 @@ def chain_pieces(
     sums: torch.Tensor,
     keys: torch.Tensor,
 ) -> None:
-    """Ties the pieces together."""
+    """Combine the pieces' `sums` of each block, in order, into its checksum in `out`."""
     num_blocks, num_words = block_ids.shape[0], words.shape[1]
     _chain[(triton.cdiv(num_blocks, _BLOCKS),)](
         words, block_ids, keys, sums, out, num_blocks, words.stride(0), num_words,

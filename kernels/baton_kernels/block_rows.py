@@ -1,8 +1,8 @@
-"""BlockRows: one layer's part of the paged KV cache, as every attention kernel is given it.
+"""BlockRows: one layer's part of the paged KV cache, in the form that attention kernels take.
 
 Head k's matrix of block b, [P block size, D], is row b * rows_per_block + k * head_step of `keys`
-(and of `values`). It says where numbers lie; whose they are, and which slots are filled, is the
-caller's knowledge. Invariant: checked once when built, so kernels may trust it. A value; any
+(and of `values`). It says where numbers lie; the caller knows which sequence owns a block and which
+slots are filled. Invariant: checked once when built, so kernels may trust it. Immutable; any
 thread.
 """
 
@@ -13,44 +13,48 @@ from dataclasses import dataclass
 import torch
 
 QUANTIZED = ("int8", "fp8_e4m3")
-"""What `dtype` may say beside "": both are kept as int8 tensors, one byte a number."""
+"""Quantized cache formats, values of `BlockRows.dtype` beside "": both are stored as int8 tensors,
+one byte a number."""
 
 
 @dataclass(frozen=True)
 class BlockRows:
-    """See the module.
+    """One layer's keys and values in the paged cache: head k's matrix of block b, [P, D], is row b
+    * rows_per_block + k * head_step of `keys`.
 
     Raises: ValueError naming the field that does not fit.
     """
 
     keys: torch.Tensor
-    """[R, P, D]: any stride between rows, slots and rows of one matrix dense; latents (MLA) where
-    `values` is None."""
+    """Keys, [R, P, D]: any stride between rows; slots and columns of one matrix are dense; latents
+    (MLA) where `values` is None."""
 
     values: torch.Tensor | None
-    """[R, P, Dv], as `keys`. None: the first `v_head_dim` columns of the keys."""
+    """Values, [R, P, Dv], laid out like `keys`. None: they are the first `v_head_dim` columns of
+    the keys."""
 
     v_head_dim: int
-    """Dv: numbers that one token has for the weighted sum."""
+    """Dv: value columns of one token."""
 
     num_heads: int
-    """K: kv heads."""
+    """K: number of kv heads."""
 
     rows_per_block: int
-    """Rows from one block's to the next one's."""
+    """Number of rows from one block to the next."""
 
     head_step: int
-    """Rows from one head's to the next one's."""
+    """Number of rows from one head to the next."""
 
     k_scales: torch.Tensor | None = None
-    """[R, S] float32 where quantized: S = 1 (one for the matrix) or P (one for each token). A
-    number is its byte times its scale."""
+    """Key scales, [R, S] float32 where quantized: S = 1 (one for the matrix) or P (one for each
+    token). A number is its byte times its scale."""
 
     v_scales: torch.Tensor | None = None
-    """As `k_scales`, of the values."""
+    """Value scales, shaped like `k_scales`."""
 
     dtype: str = ""
-    """"": `keys` holds numbers as they are; else one of QUANTIZED, and `keys` is int8."""
+    """Quantization format: "" if `keys` holds numbers as they are, else one of QUANTIZED, and
+    `keys` is int8."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("", *QUANTIZED):
@@ -94,37 +98,39 @@ class BlockRows:
 
     @property
     def block_size(self) -> int:
-        """P: tokens in a block."""
+        """Return P, the number of tokens in a block."""
         return self.keys.shape[1]
 
     @property
     def k_head_dim(self) -> int:
-        """D: numbers that one token has for the scores."""
+        """Return D, the number of key columns of one token."""
         return self.keys.shape[2]
 
     @property
     def is_latent(self) -> bool:
-        """The values are columns of the keys and have no bytes of their own."""
+        """Return whether the values are columns of the keys (MLA) and have no bytes of their
+        own."""
         return self.values is None
 
     @property
     def scales_per_row(self) -> int:
-        """0: not quantized; 1; or P."""
+        """Return the number of scales per matrix: 0 (not quantized), 1 or P."""
         return 0 if self.k_scales is None else self.k_scales.shape[1]
 
     def row_ids(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """[..., n] block ids -> [..., K, n] int64 row numbers of every head."""
+        """Convert block ids [..., n] to the row numbers of every head, [..., K, n] int64."""
         heads = torch.arange(self.num_heads, device=block_ids.device)[:, None] * self.head_step
         return block_ids.long()[..., None, :] * self.rows_per_block + heads
 
 
 @dataclass(frozen=True)
 class Tails:
-    """A quantized cache's blocks that are being filled, in the numbers that the model computed: the
-    block of a sequence's newest token is read here, all before it where they are quantized."""
+    """Unquantized blocks of a quantized cache that are still being filled: the block of a
+    sequence's newest token is read here, all earlier blocks where they are quantized."""
 
     rows: BlockRows
-    """Not quantized; slot s of it is addressed as block s is."""
+    """Storage of the tail blocks, not quantized; slot s of it is addressed like block s."""
 
     slots: torch.Tensor
-    """[B] int32: the newest token's block; -1: it has none (all is read quantized)."""
+    """Slot of each sequence's newest block, [B] int32; -1: it has none, and all is read
+    quantized."""

@@ -1,6 +1,5 @@
-"""Which version of an operation runs (`Backend`), and how kernels overlap (`overlap_options`).
-Knows no operation. No state; any thread.
-"""
+"""Backend choice of an operation (`Backend`), and launch options by which kernels overlap
+(`overlap_options`)."""
 
 from __future__ import annotations
 
@@ -10,12 +9,14 @@ from typing import Any, Literal
 import torch
 
 Backend = Literal["auto", "triton", "reference"]
-""""auto": Triton (or the library that is faster) for CUDA tensors, plain torch for others. The
-other two are for tests and benchmarks; "triton" on CPU tensors needs Triton's interpreter."""
+"""Version of an operation to run. "auto": Triton (or the library where it is faster) for CUDA
+tensors, plain torch for others. "triton" and "reference" are for tests and benchmarks; "triton" on
+CPU tensors needs Triton's interpreter."""
 
 
 def runs_triton(backend: Backend, tensor: torch.Tensor) -> bool:
-    """Raises: ValueError for a name that is no Backend."""
+    """Return whether `backend` runs Triton for `tensor`. Raises: ValueError for a name that is no
+    Backend."""
     if backend not in ("auto", "triton", "reference"):
         raise ValueError(f"backend {backend!r} is none of auto, triton, reference")
     return backend == "triton" or (backend == "auto" and tensor.is_cuda)
@@ -25,8 +26,9 @@ _FIRST_CAPABILITY = (9, 0)
 
 
 def overlap_options(tensor: torch.Tensor) -> dict[str, Any]:
-    """Launch options of a kernel with a constexpr OVERLAPS, for the tensor's device: programmatic
-    dependent launch, by which a kernel starts while the one before it in the stream ends.
+    """Return launch options for a kernel with a constexpr OVERLAPS on the tensor's device:
+    programmatic dependent launch, by which a kernel starts while the one before it in the stream
+    ends.
 
     A kernel compiled with OVERLAPS lets the next one start at once
     (griddepcontrol.launch_dependents) and waits (griddepcontrol.wait) before it reads what a kernel

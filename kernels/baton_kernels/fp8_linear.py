@@ -24,13 +24,14 @@ _GREATEST = 448.0
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """A weight [N, K]; a number is values * scales of its row."""
+    """A weight [N, K] in fp8 with one scale per row; a number is its value times the scale of its
+    row."""
 
     values: torch.Tensor
-    """[N, K] float8_e4m3fn, rows dense."""
+    """Quantized numbers, [N, K] float8_e4m3fn, rows dense."""
 
     scales: torch.Tensor
-    """[N] float32."""
+    """Scale of each row, [N] float32."""
 
     def __post_init__(self) -> None:
         if self.values.ndim != 2 or self.values.dtype != FP8 or self.values.stride(1) != 1:
@@ -40,7 +41,8 @@ class Fp8Weight:
 
 
 def quantize_weight(weight: torch.Tensor) -> Fp8Weight:
-    """Each row [K] of [N, K] so that its greatest number just fits."""
+    """Quantize each row of a weight [N, K] with the scale by which its greatest magnitude just fits
+    e4m3."""
     scales = scale_for(weight.abs().amax(dim=1), "fp8_e4m3")
     return Fp8Weight(_rounded(weight, scales), scales)
 
@@ -52,7 +54,8 @@ def quantize_rows(
     norm_eps: float = 1e-6,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row so that its greatest number just fits; a row of zeros has scale 1.
+    """Quantize each row of x with the scale by which its greatest magnitude just fits e4m3; a row
+    of zeros has scale 1.
 
     Args:
         x: [M, K] bfloat16 or float32, rows dense.
@@ -84,11 +87,11 @@ def fp8_linear(
     backend: Backend = "auto",
     exact: bool = False,
 ) -> torch.Tensor:
-    """`linear` with both sides of the product in fp8, the rest as there.
+    """Compute `linear` with both operands of the product in fp8.
 
     Args:
         x: [M, K], bfloat16 or float32; the others as in `linear`, in x's dtype.
-        weight: of [N, K]; of [2N, K] with `activation`.
+        weight: fp8 weight [N, K]; [2N, K] with `activation`.
     Returns: [M, N] in x's dtype.
     Raises: ValueError naming what does not fit.
     """
@@ -133,7 +136,8 @@ def fp8_linear(
 def fp8_linear_reference(
     x: torch.Tensor, weight: Fp8Weight, extras: Extras, *, exact: bool = False
 ) -> torch.Tensor:
-    """See fp8_linear: the product in float32 of what the quantized numbers stand for."""
+    """Compute `fp8_linear` in plain torch: the product in float32 of the numbers that the quantized
+    values stand for."""
     rows, scales = quantize_rows(
         x, norm_weight=extras.norm_weight, norm_eps=extras.norm_eps, backend="reference"
     )

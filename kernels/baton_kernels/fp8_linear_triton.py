@@ -1,7 +1,6 @@
-"""The fp8 side of the skinny matrix product: rows quantized by one program each, tiles of one byte
-a number, and the library's product with a scale per row and column. Checked by fp8_linear.py. No
-state but the counters of linear_triton.py; engine thread only, per device.
-"""
+"""Triton kernels and launchers of fp8 linear layers: rows quantized by one program each, tiles of
+one byte a number, and the library's product with a scale per row and column. fp8_linear.py checks
+the arguments. No state but the counters of linear_triton.py; engine thread only, per device."""
 
 from __future__ import annotations
 
@@ -14,16 +13,17 @@ from baton_kernels.dispatch import overlap_options
 from baton_kernels.linear_tiles import Tile, split_for
 
 _MAX_ROWS = 64
-"""Above it the library is faster."""
+"""Most rows of x for the Triton kernel; above it the library is faster."""
 
 _LIBRARY_ALIGNMENT = 16
-"""What the library asks of K and N, in numbers."""
+"""Multiple that K and N must have for the library's product, in numbers."""
 
 
 def quantize_rows(
     x: torch.Tensor, norm_weight: torch.Tensor | None, norm_eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See fp8_linear.quantize_rows."""
+    """Launch `quantize_kernel` over the rows of x [M, K]; returns values [M, K] float8_e4m3fn and
+    scales [M] float32."""
     num_rows, depth = x.shape
     values = torch.empty(num_rows, depth, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
@@ -40,7 +40,8 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     x, norm_weight, values, scales, K, x_stride, norm_eps,
     HAS_NORM: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. The division is the rounded one: the bytes are the reference's."""
+    """Quantize one row per program. The division is rounded to nearest, so that the bytes equal
+    those of the reference."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     if OVERLAPS:
@@ -60,8 +61,8 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rounded_to_e4m3(x):  # type: ignore[no-untyped-def]
-    """To the nearest number of e4m3, ties to even, still float32: no conversion that follows has
-    anything to round (Triton's interpreter would not round as the hardware does)."""
+    """Round to the nearest number of e4m3, ties to even, and stay float32, so that the conversion
+    that follows does not round (Triton's interpreter would not round as the hardware does)."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # three bits of mantissa stay
     small = (x + 24576.0) - 24576.0  # below 2 ** -6 numbers are 2 ** -9 apart
@@ -71,7 +72,8 @@ def rounded_to_e4m3(x):  # type: ignore[no-untyped-def]
 def choose_tile(
     rows: torch.Tensor, weight: torch.Tensor, is_gated: bool, exact: bool, is_forced: bool
 ) -> Tile | None:
-    """None: the library is faster and takes these shapes."""
+    """Choose the tile of the Triton kernel; None: the library is faster and supports these
+    shapes."""
     num_rows, depth = rows.shape
     width = weight.shape[0] // (2 if is_gated else 1)
     fits = depth % _LIBRARY_ALIGNMENT == 0 and weight.shape[0] % _LIBRARY_ALIGNMENT == 0
@@ -99,7 +101,7 @@ def library_product(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[M, K] x [N, K] -> [M, N] in `dtype`."""
+    """Compute [M, K] x [N, K] -> [M, N] in `dtype` with the library's scaled product."""
     product = scaled_mm(
         rows,
         weight.t(),

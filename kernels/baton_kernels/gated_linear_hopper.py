@@ -1,11 +1,11 @@
 """SwiGLU of many rows in one launch, for Hopper: the product with gate rows and up rows of a
-weight, and silu(gate) * up where the sums are. The library's product leaves twice the columns in
-memory, and a launch of its own reads them back.
+weight, then silu(gate) * up on the accumulators. The library's product would write twice the
+columns to memory, and a second launch would read them back.
 
-Persistent programs, one a multiprocessor. One warp has tiles copied by the bulk copy engine, two
-groups of warps multiply, each half of the rows; while they end a tile, the next one's first columns
-are on their way. Tiles that run at a time are near one another, so that L2 serves most of them.
-Knows no model. No state; any thread.
+Persistent programs, one a multiprocessor. One warp has tiles copied by the bulk copy engine (TMA),
+two warp groups multiply, each half of the rows; while they finish a tile, the next one's first
+columns are being copied. Tiles that run at a time are near one another, so that L2 serves most of
+them. Knows no model. No state; any thread.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from baton_kernels.hopper import GATED_COLUMNS, GATED_DEPTH, GATED_ROWS
 
 _NUM_STAGES = 4
-"""Steps along K under way: what shared memory holds."""
+"""Number of tiles along K that are in flight, which is what shared memory holds."""
 
 _GROUP_M = 16
-"""Tiles of rows that share their columns of the weight while these are in L2."""
+"""Number of row tiles that run together and share columns of the weight while these are in L2."""
 
 
 @gluon.jit
 def _place(tile, num_m, num_n, GROUP_M: gl.constexpr):
-    """Which tile of rows, and of columns."""
+    """Return the row tile and the column tile of a tile number."""
     group = tile // (GROUP_M * num_n)
     first = group * GROUP_M
     height = gl.minimum(num_m - first, GROUP_M)
@@ -47,7 +47,8 @@ def _copy_tiles(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: every step of every tile, as soon as its place is free."""
+    """Copy, in the copying warp, every K step of every tile into shared memory as soon as its
+    buffer is free."""
     count = 0
     for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         m, n = _place(tile, num_m, num_n, GROUP_M)
@@ -73,7 +74,8 @@ def _multiply(
     PART: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, OUT_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """A computing group: half of each tile's rows; gate and up columns by one instruction."""
+    """Multiply and gate, in a computing warp group, half of each tile's rows; gate and up columns
+    by one instruction."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 2 * BN, 16]
     )
@@ -121,7 +123,7 @@ def gated_product(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """[M, K] x [2 N, K] -> [M, N]."""
+    """Compute silu(gate) * up of [M, K] x [2 N, K] -> [M, N] with persistent programs."""
     HALF: gl.constexpr = BM // 2
     HALVES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BK], gl.bfloat16)
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BN], gl.bfloat16)
@@ -162,11 +164,11 @@ def gated_product(
 def silu_gated(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, group_m: int = _GROUP_M
 ) -> torch.Tensor:
-    """silu(x @ gate.T) * (x @ up.T), where `hopper.can_gate`: x [M, K], weight [2N, K], out
-    [M, N].
+    """Compute silu(x @ gate.T) * (x @ up.T) for x [M, K] and weight [2N, K] (gate rows, then up
+    rows) into out [M, N], where `hopper.can_gate`.
 
     Args:
-        group_m: for measuring.
+        group_m: row tiles that share columns; for benchmarks.
     """
     num_rows, depth = x.shape
     width = out.shape[1]

@@ -1,5 +1,5 @@
-"""What prefill_attention_hopper.py and gated_linear_hopper.py can run. Imports nothing that another
-GPU, or another Triton, lacks.
+"""Shapes and GPUs that prefill_attention_hopper.py and gated_linear_hopper.py support. Imports
+nothing that another GPU, or another Triton version, lacks.
 
 Those kernels are written in Gluon, Triton's lower language, whose names still change: they run
 under the Triton that they were tested with. No state; any thread.
@@ -14,20 +14,21 @@ import torch
 from baton_kernels.block_rows import BlockRows
 
 TRITON_VERSIONS = ("3.6.",)
-"""Tested with."""
+"""Triton versions that the Gluon kernels were tested with."""
 
 NUM_KEYS = 128
-"""Positions of a tile of keys: a number of whole blocks."""
+"""Positions per tile of keys, a whole number of blocks."""
 
 GROUP_ROWS = 64
-"""Rows of queries of a group of warps: what one matrix instruction takes."""
+"""Query rows per warp group: the row count of one matrix instruction."""
 
 GATED_ROWS, GATED_COLUMNS, GATED_DEPTH = 128, 128, 64
-"""Of a tile of gated_linear_hopper.py: rows of x, columns of the result, columns of x at a time."""
+"""Tile of gated_linear_hopper.py: rows of x, columns of the result, and columns of x per step."""
 
 
 def can_gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
-    """Are this GPU and this product gated_linear_hopper.py's? Whole tiles but for rows of x."""
+    """Return whether gated_linear_hopper.py can compute this product: a Hopper GPU, bfloat16, and
+    whole tiles except along the rows of x."""
     return (
         x.is_cuda
         and x.dtype == torch.bfloat16
@@ -39,7 +40,8 @@ def can_gate(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
 
 
 def can_run(query: torch.Tensor, rows: BlockRows) -> bool:
-    """Are this GPU, these widths and this layout its own?"""
+    """Return whether prefill_attention_hopper.py supports this GPU, dtype, head width and cache
+    layout."""
     size, dim = rows.block_size, rows.k_head_dim
     return (
         query.is_cuda
@@ -59,9 +61,10 @@ def can_run(query: torch.Tensor, rows: BlockRows) -> bool:
 
 
 def token_matrix(matrices: torch.Tensor) -> tuple[int, int]:
-    """Rows of blocks [R, P, D] as one matrix of tokens [N, D] from the same address on.
+    """View rows of blocks [R, P, D] as one matrix of tokens [N, D] that begins at the same address.
 
-    Returns: (tokens from one row of blocks to the next, N): token t of row r is t + r * the first.
+    Returns: (tokens from one row of blocks to the next, N): token t of row r has index t + r *
+    pitch, the first of the two.
     """
     pitch = matrices.stride(0) // matrices.shape[2]
     return pitch, (matrices.shape[0] - 1) * pitch + matrices.shape[1]

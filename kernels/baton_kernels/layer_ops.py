@@ -1,4 +1,4 @@
-"""What lies between a layer's matrix products: RMSNorm, SwiGLU, QK-norm, RoPE and the
+"""Operations between a layer's matrix products: RMSNorm, SwiGLU, QK-norm, RoPE and the
 write of new keys and values into the cache.
 
 Each is one pass over its input. Computed in float32, rounded once, at the end. Knows no model and
@@ -22,7 +22,7 @@ def rms_norm(
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, row by row (Zhang and Sennrich, 2019).
+    """Compute RMSNorm row by row: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019).
 
     Args:
         x: [T, N], rows dense.
@@ -43,7 +43,8 @@ def rms_norm(
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See rms_norm; any leading dims."""
+    """Compute `rms_norm` in plain torch, over the last dimension of x with any leading
+    dimensions."""
     numbers = x.float()
     scale = torch.rsqrt(numbers.square().mean(dim=-1, keepdim=True) + eps)
     return (numbers * scale * weight.float()).to(x.dtype)
@@ -52,7 +53,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def silu_mul(
     gate_up: torch.Tensor, *, out: torch.Tensor | None = None, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """silu(gate) * up (SwiGLU: Shazeer, 2020).
+    """Compute silu(gate) * up (SwiGLU: Shazeer, 2020).
 
     Args:
         gate_up: [T, 2 I], gate columns then up columns; rows dense.
@@ -73,7 +74,7 @@ def silu_mul(
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """See silu_mul."""
+    """Compute `silu_mul` in plain torch."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
@@ -96,22 +97,22 @@ def rotate_and_write(
     out_v: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """QK-norm where given, RoPE (half-split: Su et al., 2021, as Llama lays it out), and keys and
-    values into the cache.
+    """Apply QK-norm where given and RoPE (half-split: Su et al., 2021, as Llama lays it out), and
+    write keys and values into the cache.
 
     Args:
         qkv: [T, (H + 2 K) D], rows dense: query heads, key heads, value heads.
         positions: [T] int32, below cos_sin's rows; -1: padding: nothing is written for it, and what
             is returned of it is zero.
         cos_sin: [max_pos, D] float32, dense: D / 2 cosines, then D / 2 sines.
-        rows: of a cache that is not quantized (or the tails of one that is); None: no write.
+        rows: the cache if it is not quantized, or the tails of one that is; None: no write.
         block_tables: [B, n] int32; None with `rows`.
         sequence_ids: [T] int32, the block table's row of each token; None: token i is of row i.
         num_heads: H.
-        slots: [T] int32: where in its sequence's blocks each token's key and value go, of account
-            where there is a position; None: at its position. Nodes of a token tree share positions.
+        slots: [T] int32: where in its sequence's blocks each token's key and value go, ignored
+            where the position is -1; None: at its position. Nodes of a token tree share positions.
         q_norm, k_norm: [D] weights of an RMSNorm over each head, both or none.
-        norm_eps: of that norm.
+        norm_eps: epsilon of that norm.
         out_q: [T, H, D], rows dense.
         out_k, out_v: [T, K, D], dense, qkv's dtype: where given, the rotated keys, and the values
             (which stand in qkv as they are, but for padding), are put there, too.
@@ -163,7 +164,8 @@ def rotate_reference(
     k_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See rotate_and_write. Returns: query [T, H, D], key [T, K, D], value [T, K, D]."""
+    """Compute the rotation of `rotate_and_write` in plain torch, without writing to the cache.
+    Returns: query [T, H, D], key [T, K, D], value [T, K, D]."""
     num_tokens, head_dim = qkv.shape[0], cos_sin.shape[1]
     heads = qkv.view(num_tokens, -1, head_dim).float()
     num_kv_heads = (heads.shape[1] - num_heads) // 2
@@ -191,7 +193,8 @@ def write_reference(
     block_tables: torch.Tensor,
     sequence_ids: torch.Tensor | None,
 ) -> None:
-    """Keys and values [T, K, D] of tokens into the cache's slots `positions` (-1: none)."""
+    """Write keys and values [T, K, D] of tokens into the cache at `positions` of their sequences
+    (-1: not written), in plain torch. Raises: ValueError for a cache of latents."""
     if rows.values is None:
         raise ValueError("rows: latents are not written by this operation")
     (live,) = torch.nonzero(positions >= 0, as_tuple=True)
@@ -218,7 +221,8 @@ def _check_rotation(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
 ) -> int:
-    """The number of kv heads."""
+    """Check the arguments of `rotate_and_write`. Returns: the number of kv heads. Raises:
+    ValueError naming what does not fit."""
     _check_rows("qkv", qkv, (None, None))
     if cos_sin.dim() != 2 or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
         raise ValueError("cos_sin is [max_pos, D] float32, dense")
@@ -257,7 +261,7 @@ def _check_cache(rows: BlockRows, num_kv_heads: int, head_dim: int) -> None:
 
 
 def check_tables(block_tables: torch.Tensor) -> None:
-    """Raises: ValueError unless [B, n] int32, rows dense."""
+    """Check that block_tables is [B, n] int32 with dense rows. Raises: ValueError otherwise."""
     if block_tables.dim() != 2 or block_tables.dtype != torch.int32:
         raise ValueError("block_tables is [B, n] int32")
     if block_tables.stride(1) != 1 and block_tables.shape[1] > 1:

@@ -1,4 +1,5 @@
-"""Triton kernels of `baton_kernels.layer_ops`, and their launchers. Arguments were checked there.
+"""Triton kernels of `baton_kernels.layer_ops`, and their launchers. layer_ops.py checks the
+arguments.
 
 Memory-bound, all of them: one pass, one program per row or per token and a few heads. How a row
 (or a head) is spread over the threads of a warp depends on its width alone, never on the number of
@@ -19,29 +20,31 @@ from baton_kernels.dispatch import overlap_options
 
 @triton.jit
 def silu_times(gate, up):  # type: ignore[no-untyped-def]
-    """silu(gate) * up in float32."""
+    """Compute silu(gate) * up in float32."""
     power = tl.exp(-tl.abs(gate))  # at most 1: no overflow
     return tl.where(gate >= 0, gate, gate * power) / (1.0 + power) * up
 
 
 _FEWEST_TOKENS = 16
-"""Up to here rotate_and_write is a matter of latency: small programs."""
+"""Most tokens for which rotate_and_write is bound by latency and uses small programs."""
 
 _FEW_TOKENS = 128
-"""Up to here it starts early; above, that only gets in the way of what still runs."""
+"""Most tokens for which rotate_and_write starts before the kernel ahead ends; with more, that slows
+down the kernel that still runs."""
 
 _COLUMNS_PER_PROGRAM = 1024
-"""Of silu_mul."""
+"""Columns per program of silu_mul."""
 
 
 def rotation_config(num_tokens: int) -> tuple[int, int]:
-    """(heads per program, warps): four heads a warp in each, and nothing fused, so that a head has
-    the same bits in each."""
+    """Return (heads per program, warps) of rotate_and_write. Each warp has four heads in every
+    configuration and no multiply-add is fused, so that a head has the same bits in each."""
     return (4, 1) if num_tokens <= _FEWEST_TOKENS else (16, 4)
 
 
 def norm_config(num_columns: int) -> tuple[int, int]:
-    """(rows per program, warps) for rows of that many columns: about 16 numbers a thread."""
+    """Return (rows per program, warps) of rms_norm for rows of `num_columns`: about 16 numbers per
+    thread."""
     if num_columns <= 256:
         return 4, 4
     if num_columns <= 1024:
@@ -79,10 +82,10 @@ def rms_norm(
     *,
     config: tuple[int, int] | None = None,
 ) -> None:
-    """See layer_ops.rms_norm.
+    """Launch RMSNorm of x [T, N] into out [T, N]; layer_ops.py has checked the arguments.
 
     Args:
-        config: as norm_config gives; for measuring.
+        config: (rows per program, warps); None: by norm_config.
     """
     num_rows, num_columns = x.shape
     if num_rows == 0:
@@ -115,10 +118,11 @@ def _silu_mul(  # type: ignore[no-untyped-def]
 def silu_mul(
     gate_up: torch.Tensor, out: torch.Tensor, *, config: tuple[int, int] | None = None
 ) -> None:
-    """See layer_ops.silu_mul.
+    """Launch silu(gate) * up of gate_up [T, 2 I] into out [T, I]; layer_ops.py has checked the
+    arguments.
 
     Args:
-        config: (columns per program, warps); for measuring.
+        config: (columns per program, warps), for benchmarks; None: chosen here.
     """
     num_rows, num_columns = out.shape
     if num_rows == 0 or num_columns == 0:
@@ -237,10 +241,11 @@ def rotate_and_write(
     *,
     config: tuple[int, int] | None = None,
 ) -> None:
-    """See layer_ops.rotate_and_write.
+    """Launch QK-norm, RoPE and the write into the cache; arguments as in
+    `layer_ops.rotate_and_write`, which has checked them.
 
     Args:
-        config: (heads per program, warps); for measuring.
+        config: (heads per program, warps); None: by rotation_config.
     """
     num_tokens, num_heads, head_dim = out_q.shape
     if num_tokens == 0:

@@ -1,4 +1,4 @@
-"""Linear layers with what surrounds them: RMSNorm before, bias, SwiGLU or residual after.
+"""Linear layers fused with their neighbours: RMSNorm before, bias, SwiGLU or residual after.
 
 For few rows (decoding) one Triton kernel streams the weight and does the rest beside it; for many,
 the library's product and the kernels of layer_ops. Knows no model. Invariant: equal inputs give
@@ -22,28 +22,28 @@ Activation = Literal["silu_mul"]
 
 _FEWEST_GATED_ROWS = 1024
 _FEWEST_ROWS_OF_LARGE = 129
-"""From here on SwiGLU is computed in the product's own launch, where the device can; of weights
-with more than 2^25 numbers from fewer rows on. Measured: below, the library's product and a launch
-behind it are as fast."""
+"""Rows from which on SwiGLU is computed in the launch of the product, where the device can; fewer
+suffice for weights with more than 2^25 numbers. Measured: with fewer rows the library's product and
+a second launch are as fast."""
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What surrounds one product. Checked by `linear`."""
+    """Operands fused into one product; `linear` checks them."""
 
     bias: torch.Tensor | None = None
-    """[rows of the weight]."""
+    """Bias, one number per row of the weight."""
 
     residual: torch.Tensor | None = None
-    """[M, N], added at the end."""
+    """Residual, [M, N], added at the end."""
 
     norm_weight: torch.Tensor | None = None
-    """[K] of the RMSNorm that x goes through first."""
+    """Weight [K] of the RMSNorm that is applied to x first."""
 
     norm_eps: float = 1e-6
 
     is_gated: bool = False
-    """The weight is [2N, K], gate rows then up rows; the result silu(gate) * up."""
+    """Whether the weight is [2N, K], gate rows then up rows, and the result is silu(gate) * up."""
 
 
 def linear(
@@ -61,7 +61,7 @@ def linear(
     backend: Backend = "auto",
     exact: bool = False,
 ) -> torch.Tensor:
-    """act(rms_norm(x) @ weight.T + bias) + residual.
+    """Compute act(rms_norm(x) @ weight.T + bias) + residual.
 
     Args:
         x: [M, K], bfloat16 or float32, rows dense.
@@ -70,9 +70,9 @@ def linear(
         residual: [M, N], rows dense; may be `out`.
         norm_weight: [K]: x is normed first (its mean of squares in float32).
         activation: "silu_mul": silu(gate) * up.
-        half_norm: x's own, in place of `norm_weight`; as `half_norm.between` gave it for this
-            weight, filled.
-        leaves: filled for who takes the result; as `half_norm.between` gave it.
+        half_norm: the unfinished RMSNorm of x, in place of `norm_weight`: made by
+            `between_products` and filled by the product that wrote x.
+        leaves: made by `between_products` and filled here, for the product that reads the result.
         out: [M, N], rows dense; not x.
         exact: a row's result has the same bits whatever M and whatever the other rows.
     Returns: [M, N].
@@ -149,7 +149,8 @@ def _check_halves(
 def _exact_gated(
     x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor, backend: Backend
 ) -> torch.Tensor:
-    """SwiGLU by a launch of its own: a tile of many rows has no room for two sums."""
+    """Compute an exact product with all gate and up rows, then SwiGLU in a second launch: a tile of
+    many rows has no room for two accumulators."""
     product = linear(
         x,
         weight,
@@ -168,8 +169,8 @@ def _exact_gated(
 def linear_reference(
     x: torch.Tensor, weight: torch.Tensor, extras: Extras, *, exact: bool = False
 ) -> torch.Tensor:
-    """See linear. In x's dtype, step by step, as the plain model computes it; float64 is taken,
-    too. With `exact` row by row: a library's product of many rows sums in an order of its own."""
+    """Compute `linear` in plain torch, step by step in x's dtype (float64 is accepted, too). With
+    `exact` row by row: a library's product of many rows sums in an order of its own."""
     if extras.norm_weight is not None:
         wide = x if x.dtype == torch.float64 else x.float()
         factor = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + extras.norm_eps)
@@ -188,7 +189,7 @@ def linear_reference(
 def _library(
     x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor
 ) -> torch.Tensor:
-    """Many rows on CUDA: the library's product, which fuses one addend."""
+    """Compute a product of many rows on CUDA with the library, which fuses one addend."""
     if extras.norm_weight is not None:
         x = layer_ops.rms_norm(x, extras.norm_weight, extras.norm_eps)
     columns = weight.t()
@@ -212,7 +213,7 @@ def _library(
 def _is_gated_at_once(
     x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor
 ) -> bool:
-    """SwiGLU in the product's own launch."""
+    """Return whether SwiGLU is computed in the launch of the product."""
     fewest = _FEWEST_ROWS_OF_LARGE if weight.numel() > 1 << 25 else _FEWEST_GATED_ROWS
     if x.shape[0] < fewest or extras.bias is not None or extras.residual is not None:
         return False
@@ -222,7 +223,7 @@ def _is_gated_at_once(
 
 
 def check_extras(x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> int:
-    """Checks all but the weight's dtype where it is one byte wide.
+    """Check all operands except the weight's dtype where it is one byte wide.
 
     Returns: N.
     Raises: ValueError naming what does not fit.
@@ -266,36 +267,37 @@ def _check_vector(name: str, tensor: torch.Tensor, length: int, like: torch.Tens
 
 @dataclass(frozen=True)
 class HalfNorm:
-    """Rows on their way from one product to the next whose RMSNorm is half done. The product that
-    makes the rows leaves them a second time, multiplied by the norm's weight, and sums of squares;
-    the product that takes them multiplies its result by the rows' factor. No launch stands between.
+    """Rows passed from one product to the next whose RMSNorm is half done. The product that
+    computes the rows also writes them multiplied by the norm's weight, and sums of squares; the
+    product that reads them multiplies its result by each row's factor, so the norm needs no launch.
 
-    Made empty by `between_products`, filled by `linear(leaves=)`, taken by `linear(half_norm=)`.
+    Made empty by `between_products`, filled by `linear(leaves=)`, read by `linear(half_norm=)`.
     Only between products of few rows that Triton computes, both of one device. Invariant: a row's
     factor is summed in one order, run after run.
     """
 
     weight: torch.Tensor
-    """[K] of the norm."""
+    """Weight of the norm, [K]."""
 
     eps: float
 
     scaled: torch.Tensor
-    """[M, K]: rows times `weight`."""
+    """Rows times `weight`, [M, K]."""
 
     squares: torch.Tensor
-    """[runs, M] float32: each row's sum of squares over one run of columns."""
+    """Sum of squares of each row over each run of columns, [runs, M] float32."""
 
     def of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `scaled` [n, K], and `squares` from the other side [n, runs], are of rows [n, K]
-        that no product left. All squares count to the first run."""
+        """Compute `scaled` [n, K] and the transpose of `squares` [n, runs] for rows [n, K] that
+        were not written by a product. The first run holds all squares."""
         wide = rows.float()
         squares = self.squares.new_zeros(rows.shape[0], self.squares.shape[0])
         squares[:, 0] = wide.square().sum(dim=1)
         return (wide * self.weight.float()).to(self.scaled.dtype), squares
 
     def check(self, name: str, rows: torch.Tensor) -> None:
-        """Raises: ValueError where it is not of rows [M, K] like these."""
+        """Check that this is for rows of the shape [M, K] and dtype of `rows`. Raises: ValueError
+        naming `name`."""
         if self.scaled.shape != rows.shape or self.scaled.dtype != rows.dtype:
             raise ValueError(
                 f"{name} is of {tuple(self.scaled.shape)} {self.scaled.dtype}: "
@@ -313,13 +315,14 @@ def between_products(
     is_gated: bool,
     backend: Backend = "auto",
 ) -> HalfNorm | None:
-    """Room for what passes between two products, or None where a norm is better done by itself.
+    """Allocate a HalfNorm for two products in sequence; None where a separate norm is faster or the
+    backend is not Triton.
 
     Args:
-        x: [M, any] that the first product is of.
-        maker: its weight [K, any], whose result is [M, K].
-        taker: the second one's [N, K].
-        is_gated: the second one is (`linear`'s `activation`).
+        x: [M, any], the input of the first product.
+        maker: weight [K, any] of the first product, whose result is [M, K].
+        taker: weight [N, K] of the second product.
+        is_gated: the second product has the `activation` of `linear`.
     """
     num_rows, depth = x.shape[0], maker.shape[0]
     if num_rows < 2 or not runs_triton(backend, x):

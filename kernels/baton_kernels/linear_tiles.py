@@ -1,8 +1,8 @@
-"""Tiles: how a product of few rows is cut into programs, by its shape alone.
+"""Tile shapes of products of few rows: how a product is cut into programs, by its shape alone.
 
 Fixed tables, measured on an H100 (`python -m benchmarks.kernels linear`): nothing is tuned at run
-time, so every worker and every run computes the same bits. Knows no kernel's inside and no tensor.
-Pure functions, remembered; any thread.
+time, so every worker and every run computes the same bits. Uses no tensor. Pure functions with
+cached results; any thread.
 """
 
 from __future__ import annotations
@@ -12,95 +12,98 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 PREFETCH_BYTES = 12 << 20
-"""Of all programs together: a part of L2 (50 MB) that the kernel ahead can spare."""
+"""Bytes that all programs together prefetch: a part of L2 (50 MB) that the kernel ahead can
+spare."""
 
 _LINE_BYTES = 128
 
 _LARGE = 1 << 28
-"""Numbers of a weight that fills the device fifteen times over (a head's, from 17 rows on). In us,
-on an H100, of [128256, 4096] by 17, 24, 33, 48 and 64 rows: 350, 352, 354, 357, 359 in tiles of 128
-of its rows, 355, 359, 362, 366, 378 in those of 64, 378 to 388 by the library."""
+"""Numbers of a weight that fills the device fifteen times over (an LM head's, from 17 rows on). In
+us, on an H100, for [128256, 4096] by 17, 24, 33, 48 and 64 rows: 350, 352, 354, 357, 359 in tiles
+of 128 rows of the weight, 355, 359, 362, 366, 378 in tiles of 64, 378 to 388 by the library."""
 
 _LONG = 12
-"""Steps of one program, from which on it matters how many are on their way. Guessed: measured are
-16 to 56."""
+"""Steps of one program from which on the number of steps in flight matters. Guessed: 16 to 56 were
+measured."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How one product is cut up."""
+    """Tile sizes, split and pipeline depth of one product."""
 
     block_m: int
-    """Rows of x in a program; 0: the kernel for one row."""
+    """Rows of x per program; 0: the kernel for one row."""
 
     block_n: int
-    """Rows of the weight in a program."""
+    """Rows of the weight per program."""
 
     block_k: int
-    """Columns that are read at a time."""
+    """Columns that are read per step."""
 
     split_k: int = 1
-    """Programs that share one tile's K."""
+    """Number of programs that share the K of one tile."""
 
     num_warps: int = 4
 
     num_stages: int = 4
-    """Steps on their way into shared memory; 1: none."""
+    """Number of steps in flight into shared memory; 1: no pipelining."""
 
     splits_warps: bool = False
-    """Each warp takes a part of block_k; else warps share block_n (16 rows each at least)."""
+    """Whether each warp takes a part of block_k; otherwise warps share block_n (at least 16 rows
+    each)."""
 
     num_parts: int = 1
-    """Runs of columns that one program sums apart: split_k times num_parts decides the bits."""
+    """Number of runs of columns that one program sums separately: split_k times num_parts decides
+    the bits."""
 
     group_m: int = 1
-    """Tiles along M that are neighbours on the device."""
+    """Number of tiles along M that run next to one another on the device."""
 
     prefetch_bytes: int = PREFETCH_BYTES
-    """Asked for ahead of the wait, by all programs together; 0: nothing."""
+    """Bytes that all programs together prefetch before the wait for the kernel ahead; 0: none."""
 
     @property
     def is_row(self) -> bool:
-        """Of the kernel for one row."""
+        """Return whether the tile is for the kernel for one row of x."""
         return self.block_m == 0
 
 
 @dataclass(frozen=True)
 class Product:
-    """One product's shape. Hashed at every launch: few fields."""
+    """Shape of one product. Hashed at every launch, so it has few fields."""
 
     num_rows: int
     height: int
-    """Rows of the weight."""
+    """Number of rows of the weight."""
 
     depth: int
-    """K."""
+    """K, the number of columns of x and of the weight."""
 
     element_bytes: int
     is_gated: bool
 
     @property
     def width(self) -> int:
-        """N."""
+        """Return N, the number of columns of the result."""
         return self.height // 2 if self.is_gated else self.height
 
 
 class Cut(NamedTuple):
-    """A tile laid over a product."""
+    """Launch grid, scratch size and compile-time constants of a tile applied to a product."""
 
     grid: tuple[int, ...]
     num_tiles: int
 
     num_partials: int
-    """Numbers of partial sums; 0: none."""
+    """Number of float32 partial sums in the workspace; 0: none."""
 
     constants: dict[str, Any]
-    """What the kernel is compiled with. Read only."""
+    """Compile-time constants of the kernel; read only."""
 
 
 @lru_cache(maxsize=4096)
 def cut(tile: Tile, product: Product) -> Cut:
-    """See Cut."""
+    """Return the grid, scratch size and constants of a launch of `product` in tiles of `tile`."""
     num_runs = tile.split_k * tile.num_parts
     num_steps = ceil_div(ceil_div(product.depth, tile.block_k), num_runs)
     own_columns = num_steps * tile.block_k
@@ -139,8 +142,8 @@ def cut(tile: Tile, product: Product) -> Cut:
 
 
 def _prefetch(tile: Tile, product: Product, depth: int) -> int:
-    """Elements of each row of a program's weights that are asked for ahead: a power of two, 0 where
-    it would be less than a line."""
+    """Return how many elements of each weight row of a program are prefetched: a power of two, or 0
+    where it would be less than a cache line."""
     room = tile.prefetch_bytes // (product.height * product.element_bytes * tile.split_k)
     number = min(room, depth)
     line = _LINE_BYTES // product.element_bytes
@@ -149,7 +152,8 @@ def _prefetch(tile: Tile, product: Product, depth: int) -> int:
 
 @lru_cache(maxsize=4096)
 def choose_tile(product: Product, *, exact: bool, forced: bool) -> Tile | None:
-    """None: the library is faster. With `exact` every tile of one weight sums in the same order.
+    """Choose the tile of a product; None: the library is faster. With `exact` every tile of one
+    weight sums in the same order.
 
     Args:
         forced: a tile for any number of rows.
@@ -168,13 +172,15 @@ def choose_tile(product: Product, *, exact: bool, forced: bool) -> Tile | None:
 
 
 def takes_norm(tile: Tile, product: Product) -> bool:
-    """The kernel for one row norms it on the way, where it has registers left: SwiGLU of long rows
-    has not. For more rows a launch ahead is cheaper than what each program would repeat."""
+    """Return whether the kernel applies the RMSNorm of x itself: the kernel for one row does,
+    unless registers run out (SwiGLU of long rows). For more rows a separate launch is cheaper than
+    each program repeating it."""
     return tile.is_row and not (product.is_gated and product.depth > 1024)
 
 
 def max_rows(product: Product) -> int:
-    """Above it the library is faster: the larger the weight, the more rows its bytes hide."""
+    """Return the most rows of x for which the Triton kernel is faster than the library: the larger
+    the weight, the more."""
     num_weights = product.height * product.depth
     if num_weights > 1 << 24:
         return 64
@@ -187,24 +193,25 @@ def max_rows(product: Product) -> int:
 class _SkinnyCut(NamedTuple):
     split: int
     num_steps: int
-    """Of one program."""
+    """Number of steps per program."""
 
 
 def _skinny_cut(width: int, depth: int) -> _SkinnyCut:
-    """Of K, for 17 to 64 rows in tiles of 64 of the weight's and 128 columns."""
+    """Split K for 17 to 64 rows of x, in tiles of 64 rows of the weight and 128 columns."""
     split = split_for(width, 64, depth, 128, num_programs=96, most=4)
     return _SkinnyCut(split, ceil_div(ceil_div(depth, 128), split))
 
 
 def row_tile(width: int, depth: int, is_gated: bool) -> Tile:
-    """For one row of x."""
+    """Choose the tile for one row of x."""
     if is_gated:
         return Tile(0, 4 if depth > 1024 else 8, 512, num_stages=1)
     return Tile(0, 2 if width <= 4096 and depth > 1024 else 4, 1024, num_stages=1)
 
 
 def skinny_tile(num_rows: int, width: int, depth: int, is_gated: bool) -> Tile:
-    """For few rows: up to 16 as with `exact`, which costs nothing there."""
+    """Choose the tile for few rows of x; up to 16 rows the exact tile, which costs nothing
+    there."""
     if num_rows <= 16:
         return exact_tile(num_rows, width, depth)
     if not is_gated and width * depth > _LARGE:
@@ -220,8 +227,8 @@ def skinny_tile(num_rows: int, width: int, depth: int, is_gated: bool) -> Tile:
 
 
 def exact_tile(num_rows: int, width: int, depth: int) -> Tile:
-    """One matrix instruction (64 rows of the weight, 16 columns), one order of columns, one number
-    of runs that are summed apart, whatever the rows."""
+    """Choose the tile of exact mode: one matrix instruction (64 rows of the weight, 16 columns),
+    one order of columns and one number of separately summed runs, however many rows x has."""
     num_runs = 1
     while num_runs < 8 and ceil_div(width, 64) * num_runs < 132 and depth % (256 * num_runs) == 0:
         num_runs *= 2
@@ -238,7 +245,8 @@ def exact_tile(num_rows: int, width: int, depth: int) -> Tile:
 
 
 def exact_gated_tile(num_rows: int, height: int, depth: int, element_bytes: int) -> Tile | None:
-    """For SwiGLU in the product's launch: the order of the product by itself. None: no room."""
+    """Choose the exact tile for SwiGLU in the launch of the product, with the order of sums of the
+    product alone. None: there is no room."""
     if element_bytes == 4 or num_rows > 64:
         return None
     return exact_tile(num_rows, height, depth)
@@ -247,7 +255,8 @@ def exact_gated_tile(num_rows: int, height: int, depth: int, element_bytes: int)
 def split_for(
     width: int, block_n: int, depth: int, block_k: int, num_programs: int = 264, most: int = 8
 ) -> int:
-    """So that there are enough programs for the device, each with two steps at least."""
+    """Return the number of programs that split K, so that there are about `num_programs` in all
+    with at least two steps each."""
     split = 1
     while (
         split < most

@@ -1,5 +1,5 @@
-"""Triton kernels of `baton_kernels.linear` for few rows, and their launcher: the workspace of split
-sums, and the arguments. Checked by the doors (linear.py, fp8_linear.py); linear_tiles.py says how a
+"""Triton kernels of `baton_kernels.linear` for few rows, and their launcher, which provides the
+workspace of split sums. linear.py and fp8_linear.py check the arguments; linear_tiles.py says how a
 product is cut.
 
 For decoding the bytes of the weight are all that counts. `skinny_kernel`: every program owns some
@@ -38,7 +38,7 @@ _NUM_COUNTERS = 1 << 20
 
 
 class _Counters:
-    """One device's ring of zeroed counters."""
+    """A ring of zeroed counters on one device."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -47,7 +47,7 @@ class _Counters:
         self._next = 0
 
     def take(self, number: int) -> torch.Tensor:
-        """`number` neighbours, all zero."""
+        """Return `number` adjacent counters, all zero."""
         if number > _NUM_COUNTERS:
             raise ValueError(f"{number} tiles with split K, room for {_NUM_COUNTERS}")
         if self._next + number > _NUM_COUNTERS:
@@ -79,9 +79,10 @@ def launch(
     is_gated: bool = False,
     rounds: bool = False,
 ) -> torch.Tensor:
-    """One product. Shapes as the doors have them; scales float32, both or none; a norm for a tile
-    of one row only, half ones for the others: `half_norm` is of x, and `leaves` is filled.
-    rounds: SwiGLU has the bits of a product that is stored first."""
+    """Launch one product with operands as in `linear` and `fp8_linear`, which have checked them.
+    Scales are float32, both or none. A tile for one row may have an RMSNorm, the others half-done
+    ones: `half_norm` is that of x, and `leaves` is filled. rounds: SwiGLU has the bits of a product
+    that is stored first."""
     num_rows, depth = x.shape
     product = Product(num_rows, weight.shape[0], depth, weight.element_size(), is_gated)
     plan = cut(tile, product)
@@ -133,7 +134,8 @@ def prefetch_rows(  # type: ignore[no-untyped-def]
     NUM_ELEMENTS: tl.constexpr,
     LINE: tl.constexpr,
 ):
-    """Ask L2 for [rows, first .. first + NUM_ELEMENTS) of a weight; LINE elements are 128 bytes."""
+    """Prefetch [rows, first .. first + NUM_ELEMENTS) of a weight into L2; LINE elements are 128
+    bytes."""
     columns = tl.minimum(first + tl.arange(0, NUM_ELEMENTS // LINE) * LINE, end - 1)
     addresses = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
     tl.inline_asm_elementwise(
@@ -192,7 +194,8 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     UPCASTS: tl.constexpr,
 ):
-    """[M, K] x [N, K] -> [M, N]; with IS_GATED the weight is [2N, K], gate rows then up rows.
+    """Compute [M, K] x [N, K] -> [M, N]; with IS_GATED the weight is [2N, K], gate rows then up
+    rows.
 
     Grid: (tiles of M times tiles of N, SPLIT_K); a program reads NUM_STEPS * BLOCK_K columns, that
     NUM_PARTS times: a sum of parts has the same bits whether they are computed by several programs
@@ -292,7 +295,7 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def read_squares(squares, m, M, NUM_RUNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[runs, rows], zeros beyond them."""
+    """Load the sums of squares [runs, rows], with zeros beyond them."""
     PADDED: tl.constexpr = triton.next_power_of_2(NUM_RUNS)
     runs = tl.arange(0, PADDED)[:, None]
     return tl.load(
@@ -304,8 +307,8 @@ def read_squares(squares, m, M, NUM_RUNS: tl.constexpr):  # type: ignore[no-unty
 def leave_half_norm(  # type: ignore[no-untyped-def]
     result, m, n, run, next_weight, next_scaled, next_squares, M, N
 ):
-    """Of a tile of the result as it was stored: its rows times the next norm's weight, and their
-    squares' sums."""
+    """Write what the next product needs to finish the RMSNorm of a result tile: the stored rows
+    times the next norm's weight, and the sums of their squares."""
     wide = tl.where((n < N)[:, None], result.to(tl.float32), 0.0)
     scale = tl.load(next_weight + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     inside = (n < N)[:, None] & (m < M)[None, :]
@@ -335,9 +338,9 @@ def accumulate(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     UPCASTS: tl.constexpr,
 ):
-    """One run of columns: (product, product with the up rows).
+    """Sum one run of columns. Returns: (product, product with the up rows).
 
-    NUM_STAGES > 1: steps are on their way into shared memory. 1: none is; the first step's w and up
+    NUM_STAGES > 1: steps are pipelined into shared memory. 1: none is; the first step's w and up
     are given, and many small programs hide each other's latency.
     """
     if K_WARPS > 1:
@@ -379,8 +382,9 @@ def add_product(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     UPCASTS: tl.constexpr,
 ):
-    """One step. With K_WARPS each warp multiplies its own columns, as a batch of products: few rows
-    of the weight are one matrix instruction high, and every warp would compute all of them."""
+    """Add the product of one step to the accumulators. With K_WARPS each warp multiplies its own
+    columns, as a batch of products: few rows of the weight are one matrix instruction high, and
+    otherwise every warp would compute all of them."""
     if UPCASTS:
         xs = xs.to(tl.float32)
         w = w.to(tl.float32)
@@ -404,7 +408,7 @@ def read_weights(  # type: ignore[no-untyped-def]
     IS_GATED: tl.constexpr,
     IS_EVEN_K: tl.constexpr,
 ):
-    """(rows by columns, the same of the up rows)."""
+    """Load a tile of weight rows by columns, and the same of the up rows."""
     inside = columns < end
     if IS_EVEN_K:
         w = tl.load(weight_rows + columns, eviction_policy="evict_first")
@@ -421,7 +425,7 @@ def read_weights(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def read_x(x_rows, is_row, columns, end, IS_EVEN_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of x by columns, zeros for rows that are not there."""
+    """Load rows of x by columns, with zeros for rows that do not exist."""
     if IS_EVEN_K:
         return tl.load(x_rows + columns, mask=is_row, other=0.0)
     return tl.load(x_rows + columns, mask=is_row & (columns < end), other=0.0)
@@ -448,8 +452,8 @@ def finish(  # type: ignore[no-untyped-def]
     IS_GATED: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """What follows the product, in float32: scales, bias, SiLU, residual; then the
-    store. Returns: what was stored."""
+    """Apply scales, bias, SiLU and residual to the product in float32, and store the result.
+    Returns: the stored values."""
     is_n = n < N
     inside = is_n[:, None] & (m < M)[None, :]
     if HAS_SCALES:
@@ -505,8 +509,8 @@ def row_kernel(  # type: ignore[no-untyped-def]
     LINE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """[K] x [N, K] -> [N]; with IS_GATED the weight is [2N, K], gate rows then up rows. The norm's
-    factor (x's inverse root mean square) is one number: it is applied after the product."""
+    """Compute [K] x [N, K] -> [N]; with IS_GATED the weight is [2N, K], gate rows then up rows. The
+    norm's factor (x's inverse root mean square) is one number, applied after the product."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -572,7 +576,8 @@ def read_columns(  # type: ignore[no-untyped-def]
     IS_GATED: tl.constexpr,
     IS_EVEN_K: tl.constexpr,
 ):
-    """What can be read before the kernel ahead has ended: (rows, up rows, the norm's weights)."""
+    """Load what may be read before the kernel ahead has ended: (rows, up rows, the norm's
+    weights)."""
     factors = columns
     inside = columns < K
     if IS_EVEN_K:
@@ -607,7 +612,8 @@ def add_products(  # type: ignore[no-untyped-def]
     IS_GATED: tl.constexpr,
     IS_EVEN_K: tl.constexpr,
 ):
-    """Each thread's sums with the products of these columns."""
+    """Add the products of x and the weight rows over `columns` to each thread's sums. Returns: the
+    sums."""
     if IS_EVEN_K:
         numbers = tl.load(x + columns).to(tl.float32)
     else:

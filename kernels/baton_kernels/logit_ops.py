@@ -1,4 +1,4 @@
-"""What changes a row's logits before a token is drawn: penalties, biases, and masks.
+"""Changes to a row's logits before a token is drawn: penalties, biases and masks.
 
 Each touches only the tokens that it names, in place, in float32, each step rounded on its own: CPU
 and CUDA get the same bits. Lists of ids are padded with -1 to one length, so that a captured graph
@@ -19,26 +19,29 @@ from baton_kernels.dispatch import Backend, runs_triton
 
 
 class Penalties(NamedTuple):
-    """Of R rows, each with N places for tokens."""
+    """Penalties of R rows, with N token slots each."""
 
     token_ids: torch.Tensor
-    """[R, N] int32, none twice in a row; negative: no token."""
+    """Penalised tokens, [R, N] int32, none twice in a row; negative: no token."""
 
     counts: torch.Tensor
-    """[R, N] float32: how often the output has the token. 0: only `repetition` counts."""
+    """Count of each token in the output, [R, N] float32; 0: only `repetition` applies."""
 
     repetition: torch.Tensor
-    """[R] float32: logits above 0 are divided by it, others multiplied. 1: off."""
+    """Repetition penalty, [R] float32: positive logits are divided by it, others multiplied. 1:
+    off."""
 
     presence: torch.Tensor
-    """[R] float32, taken from the logit of what the output has."""
+    """Presence penalty, [R] float32, subtracted from the logit of each token that the output
+    has."""
 
     frequency: torch.Tensor
-    """[R] float32, taken for each time that the output has it."""
+    """Frequency penalty, [R] float32, subtracted once for each time that the output has the
+    token."""
 
 
 def penalise(logits: torch.Tensor, penalties: Penalties, *, backend: Backend = "auto") -> None:
-    """Repetition, then presence, then frequency, in place.
+    """Apply repetition, then presence, then frequency penalties in place.
 
     Args:
         logits: [R, V] float32, rows dense.
@@ -62,7 +65,7 @@ def penalise(logits: torch.Tensor, penalties: Penalties, *, backend: Backend = "
 
 
 def penalise_reference(logits: torch.Tensor, penalties: Penalties) -> None:
-    """`penalise` in plain torch; waits for how many tokens there are."""
+    """Apply `penalise` in plain torch; waits for the device to count the tokens."""
     flat, rows, entries, places = _places(logits, penalties.token_ids)
     counts = penalties.counts.view(-1).index_select(0, entries)
     repetition = penalties.repetition.index_select(0, rows)
@@ -76,8 +79,8 @@ def penalise_reference(logits: torch.Tensor, penalties: Penalties) -> None:
 def _places(
     logits: torch.Tensor, token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits as one row that shares their memory; and of each token in `token_ids` its row, its
-    entry in the flat `token_ids`, and its place among the logits."""
+    """Return the logits as one row that shares their memory, and for each token in `token_ids` its
+    row, its index in the flat `token_ids` and its index in the flat logits."""
     num_rows, num_tokens = logits.shape
     stride = logits.stride(0)
     flat = logits.as_strided(((num_rows - 1) * stride + num_tokens,), (1,))
@@ -94,7 +97,7 @@ def add_bias(
     *,
     backend: Backend = "auto",
 ) -> None:
-    """Add to the logits of single tokens, in place; -inf bans one.
+    """Add biases to the logits of single tokens, in place; -inf bans a token.
 
     Args:
         logits: [R, V] float32, rows dense.
@@ -117,7 +120,7 @@ def add_bias(
 
 
 def add_bias_reference(logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> None:
-    """`add_bias` in plain torch; waits for how many tokens there are."""
+    """Apply `add_bias` in plain torch; waits for the device to count the tokens."""
     flat, _, entries, places = _places(logits, token_ids)
     biased = flat.index_select(0, places) + values.view(-1).index_select(0, entries)
     flat.index_copy_(0, places, biased)
@@ -130,13 +133,13 @@ def apply_bitmask(
     *,
     backend: Backend = "auto",
 ) -> None:
-    """-inf where a token's bit is not set, in place.
+    """Set logits to -inf, in place, where the token's bit is not set.
 
     Args:
         logits: [R, V] float32 or bfloat16, rows dense.
         words: [G, ceil(V / 32)] int32, bit i of word w is of token 32 * w + i.
-        rows: [G] int32: which of the logits' rows each is of, none twice; negative: of none. None:
-            G is R, in order.
+        rows: [G] int32: row of the logits that each bitmask belongs to, none twice; negative: none.
+            None: G is R, in order.
     Raises: ValueError naming what does not fit.
     Bytes moved: G * V / 8, and the logits that are masked.
     """
@@ -161,7 +164,7 @@ def apply_bitmask(
 def apply_bitmask_reference(
     logits: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | None = None
 ) -> None:
-    """`apply_bitmask` in plain torch; waits for which rows there are."""
+    """Apply `apply_bitmask` in plain torch; waits for the device to find the rows."""
     bits = (words[:, :, None] >> torch.arange(32, device=words.device, dtype=torch.int32)) & 1
     is_out = bits.view(len(words), -1)[:, : logits.shape[1]] == 0
     if rows is None:
@@ -175,7 +178,8 @@ def apply_bitmask_reference(
 def _apply_bitmask_on_cpu(
     logits: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | None
 ) -> None:
-    """Eight logits per byte by a table: several times faster than a select by a mask of bits."""
+    """Apply bitmasks on CPU, eight logits per byte by a lookup table: several times faster than a
+    select by a boolean mask."""
     most = _most_of_byte(logits.dtype).index_select(0, words.view(torch.uint8).view(-1).int())
     most = most.view(len(words), -1)[:, : logits.shape[1]]
     if rows is None:
@@ -189,8 +193,8 @@ def _apply_bitmask_on_cpu(
 
 @functools.lru_cache
 def _most_of_byte(dtype: torch.dtype) -> torch.Tensor:
-    """[256, 8]: the most that a logit may be: infinity where bit i of the byte is set, else
-    -infinity."""
+    """Build the lookup table [256, 8] of upper bounds of logits: infinity where bit i of the byte
+    is set, else -infinity."""
     bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
     return torch.where(bits == 1, torch.inf, -torch.inf).to(dtype)
 

@@ -1,5 +1,5 @@
-"""The Triton kernels of baton_kernels/logit_ops.py, and their launchers. Arguments were checked by
-the door.
+"""Triton kernels of `baton_kernels.logit_ops`, and their launchers. logit_ops.py checks the
+arguments.
 
 One program per row and some hundred of its tokens; each token is one program's. Graph-safe. No
 state; any thread.
@@ -16,11 +16,12 @@ from baton_kernels.noise_triton import EXACT
 
 _TOKENS = 256
 _WORDS = 64
-"""Of a bitmask, in one program: 2048 tokens."""
+"""Words of a bitmask per program: 2048 tokens."""
 
 
 def penalise(logits: torch.Tensor, penalties: door.Penalties) -> None:
-    """See the door."""
+    """Launch `logit_ops.penalise`: apply repetition, presence and frequency penalties to logits [R,
+    V] in place."""
     num_rows, num_places = penalties.token_ids.shape
     _penalise[(triton.cdiv(num_places, _TOKENS), num_rows)](
         logits, *penalties, num_places, logits.stride(0), TOKENS=_TOKENS, num_warps=4, **EXACT
@@ -28,7 +29,7 @@ def penalise(logits: torch.Tensor, penalties: door.Penalties) -> None:
 
 
 def add_bias(logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> None:
-    """See the door."""
+    """Launch `logit_ops.add_bias`: add values [R, N] to the logits of token_ids [R, N] in place."""
     num_rows, num_places = token_ids.shape
     _add_bias[(triton.cdiv(num_places, _TOKENS), num_rows)](
         logits, token_ids, values, num_places, logits.stride(0), TOKENS=_TOKENS, num_warps=4
@@ -36,7 +37,8 @@ def add_bias(logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor
 
 
 def apply_bitmask(logits: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | None) -> None:
-    """See the door."""
+    """Launch `logit_ops.apply_bitmask`: set logits to -inf in place where a token's bit is not
+    set."""
     num_masks, num_words = words.shape
     _apply_bitmask[(triton.cdiv(num_words, _WORDS), num_masks)](
         logits, words, words if rows is None else rows, logits.shape[1], num_words,

@@ -1,5 +1,5 @@
-"""What LoRA adapters add to one linear layer, for rows of several adapters in one batch:
-`out[row] += (x[row] @ A[slot].T) @ B[slot]`.
+"""LoRA adapters of one linear layer, for rows of several adapters in one batch: `out[row] +=
+(x[row] @ A[slot].T) @ B[slot]`.
 
 LoraRows says which rows belong to which slot, in tiles of rows of one slot each; it is built once
 for a step and serves all its layers. Rows without an adapter are neither read nor written. Source
@@ -17,20 +17,20 @@ import torch
 from baton_kernels.dispatch import Backend, runs_triton
 
 TILE_ROWS = 16
-"""Rows of one tile: what a matrix instruction takes."""
+"""Rows per tile: the row count of one matrix instruction."""
 
 NO_SLOT = -1
 
 
 @dataclass(frozen=True)
 class LoraRows:
-    """Rows by slot. Both tensors on the device of the step."""
+    """Rows of a step grouped by adapter slot. Both tensors are on the device of the step."""
 
     row_ids: torch.Tensor
-    """[tiles, TILE_ROWS] int32: rows of x and out, none twice; -1: no row."""
+    """Rows of x and out, [tiles, TILE_ROWS] int32, none twice; -1: no row."""
 
     slots: torch.Tensor
-    """[tiles] int32: of all rows of a tile; -1: an empty tile."""
+    """Adapter slot of all rows of each tile, [tiles] int32; -1: an empty tile."""
 
     def __post_init__(self) -> None:
         num_tiles = self.slots.shape[0] if self.slots.ndim == 1 else -1
@@ -41,10 +41,11 @@ class LoraRows:
 
 
 def tiles_of(slots: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """(slot, its rows) of each tile that is not empty.
+    """Group rows into tiles of one slot each. Returns: (slot, its rows) of each tile that is not
+    empty.
 
     Args:
-        slots: of each row; negative: no adapter.
+        slots: adapter slot of each row; negative: no adapter.
     """
     by_slot: dict[int, list[int]] = {}
     for row, slot in enumerate(slots):
@@ -58,7 +59,8 @@ def tiles_of(slots: Sequence[int]) -> list[tuple[int, list[int]]]:
 
 
 def most_tiles(num_rows: int, num_slots: int) -> int:
-    """That so many rows, each of one of so many slots or of none, can come to."""
+    """Return the most tiles that `num_rows` rows can need when each has one of `num_slots` slots or
+    none."""
     num_first = min(num_rows, num_slots)
     return num_first + (num_rows - num_first) // TILE_ROWS
 
@@ -66,11 +68,12 @@ def most_tiles(num_rows: int, num_slots: int) -> int:
 def group_rows(
     slots: Sequence[int], device: torch.device | str, num_tiles: int | None = None
 ) -> LoraRows:
-    """The rows of a step by slot, in their order.
+    """Group the rows of a step by adapter slot, in their order, on `device`.
 
     Args:
-        slots: of each row; negative: no adapter.
-        num_tiles: as many, the rest empty (for graphs, which are captured with a fixed number).
+        slots: adapter slot of each row; negative: no adapter.
+        num_tiles: number of tiles, the rest of them empty (CUDA graphs are captured with a fixed
+            number); None: as many as are needed.
     Raises: ValueError where the rows need more tiles.
     """
     tiles = tiles_of(slots)
@@ -94,7 +97,7 @@ def add_lora(
     *,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Add to `out`, in place, what the adapters make of `x`.
+    """Add the adapters' output for `x` to `out`, in place.
 
     Args:
         out: [M, N], x's dtype, rows dense (a part of wider rows will do).
@@ -118,7 +121,7 @@ def add_lora(
 def add_lora_reference(
     out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rows: LoraRows
 ) -> torch.Tensor:
-    """See add_lora. Rounded once, when it is added."""
+    """Compute `add_lora` in plain torch. The sum is rounded once, when it is added."""
     for slot, row_ids in zip(rows.slots.tolist(), rows.row_ids.long(), strict=True):
         if slot < 0:
             continue

@@ -1,6 +1,5 @@
-"""The Triton kernels of lora.py: shrink to the rank, in parts of K side by side; add the parts up
-in their order and expand. Checked by the door. No state; any thread.
-"""
+"""Triton kernels of `baton_kernels.lora`: shrink to the rank, in parts of K side by side; then add
+the parts in order and expand. lora.py checks the arguments. No state; any thread."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from baton_kernels.dispatch import overlap_options
 from baton_kernels.linear_tiles import ceil_div
 
 _PART = 1024
-"""Columns of x that one program of the shrink reads: enough programs for a few rows."""
+"""Columns of x per program of the shrink kernel, few enough that a few rows make many programs."""
 
 
 def add_lora(
@@ -23,7 +22,7 @@ def add_lora(
     row_ids: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """See lora.add_lora."""
+    """Launch the shrink and expand kernels, which add the adapters' output for x to out."""
     num_tiles, tile_rows = row_ids.shape
     _, rank, depth = a.shape
     width = b.shape[2]
@@ -61,7 +60,8 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
     NUM_STEPS: tl.constexpr, UPCASTS: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """[tile's rows, part of K] x [R, part of K] -> one part of [rows, R], float32."""
+    """Compute one part of the shrink in float32: [tile's rows, part of K] x [R, part of K] ->
+    [rows, R]."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     if OVERLAPS:
@@ -97,7 +97,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     NUM_PARTS: tl.constexpr, UPCASTS: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Parts added in their order, [rows, R] x [R, N] added to out."""
+    """Add the parts in order, multiply [rows, R] x [R, N], and add the result to out."""
     tile = tl.program_id(0)
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()

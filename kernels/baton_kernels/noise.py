@@ -1,5 +1,5 @@
 """Gumbel noise as a function of (seed, sample index, absolute position, token id): nothing to
-store, nothing to lose. And the mass of a token, which top-p sums.
+store, nothing to lose. Also the probability mass of a token, which top-p sums.
 
 The one definition of the noise: sampling, draft models and heads take it from here, and
 noise_triton.py is the same arithmetic for kernels. The same bits on CPU and CUDA, in this and every
@@ -29,32 +29,34 @@ import torch
 from numpy.typing import NDArray
 
 RowKey = NewType("RowKey", int)
-"""What is left of (seed, sample index, position): a signed 64-bit integer."""
+"""64-bit signed key derived from (seed, sample index, position)."""
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 
 NOISE_MIN = -2.8116
-"""Below -log(-log(2^-24)), with room for the rounding of a sum."""
+"""Lower bound of the noise: below -log(-log(2^-24)), with room for the rounding of a sum."""
 NOISE_MAX = 16.636
-"""Above -log(-log(1 - 2^-24)), with room for the rounding of a sum."""
+"""Upper bound of the noise: above -log(-log(1 - 2^-24)), with room for the rounding of a sum."""
 
 NUM_RANKS = 1 << 23
-"""How many values the noise has."""
+"""Number of distinct values of the noise."""
 
 LOG_COEFFICIENTS = (0.24279078841, 0.40000972152, 0.28498786688, 0.66666662693)
 LN2_LOW = 9.0580006145e-06
 LN2_HIGH = 6.9313812256e-01
 
 MASS_BITS = 44
-"""A token as probable as the best has mass 2^44: 2^18 of them still fit an int64."""
+"""Binary digits of a mass after the point: the most probable token has mass 2^44, and 2^18 of them
+still fit an int64."""
 MASS_END = 32.0
-"""Distance from the best, in nats, from which on a mass is 0: e^-32 is below 2^-44."""
+"""Distance in nats from the best token from which on a mass is 0: e^-32 is below 2^-44."""
 
 LOG2_E = 1.44269504
 EXP_COEFFICIENTS = (1.3888889e-3, 8.3333333e-3, 4.1666668e-2, 1.6666667e-1, 0.5)
-"""Taylor's, from the sixth power down: on [-ln 2 / 2, ln 2 / 2] the rest is below 2^-23."""
+"""Taylor coefficients of exp, from the sixth power down: on [-ln 2 / 2, ln 2 / 2] the error is
+below 2^-23."""
 
 _MASK = (1 << 64) - 1
 
@@ -68,7 +70,7 @@ def _signed(word: int) -> int:
 
 
 def _mix(word: int) -> int:
-    """splitmix64's next(): https://prng.di.unimi.it/splitmix64.c"""
+    """Compute splitmix64's next() of a Python integer: https://prng.di.unimi.it/splitmix64.c"""
     word = (word + GOLDEN) & _MASK
     word = ((word ^ (word >> 30)) * MIX_1) & _MASK
     word = ((word ^ (word >> 27)) * MIX_2) & _MASK
@@ -76,7 +78,7 @@ def _mix(word: int) -> int:
 
 
 def _mix_array(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """numpy's unsigned 64-bit arrays wrap as the masks of `_mix` do."""
+    """Compute `_mix` elementwise; numpy's unsigned 64-bit arrays wrap as its masks do."""
     word = word + np.uint64(GOLDEN)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(MIX_1)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(MIX_2)
@@ -84,7 +86,7 @@ def _mix_array(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def mix(words: torch.Tensor) -> torch.Tensor:
-    """splitmix64's next(), elementwise, int64 with wraparound."""
+    """Compute splitmix64's next() elementwise on int64, with wraparound."""
     words = words + _signed(GOLDEN)
     words = (words ^ _shift_right(words, 30)) * _signed(MIX_1)
     words = (words ^ _shift_right(words, 27)) * _signed(MIX_2)
@@ -92,7 +94,7 @@ def mix(words: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(words: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Logical shift of int64: torch's own repeats the sign bit."""
+    """Shift int64 right logically; torch's own shift repeats the sign bit."""
     return (words >> num_bits) & ((1 << (64 - num_bits)) - 1)
 
 
@@ -101,22 +103,20 @@ def _seed_word(seed: int, sample_index: int) -> int:
 
 
 def seed_key(seed: int, sample_index: int) -> int:
-    """The part of a row's key that stays from token to token, a signed 64-bit integer: `row_key` is
-    mix(seed_key ^ position). What a device is given once per sequence."""
+    """Compute the part of a row's key that is the same for all positions, a signed 64-bit integer:
+    `row_key` is mix(seed_key ^ position). A device gets it once per sequence."""
     return _signed(_seed_word(seed, sample_index))
 
 
 def row_key(seed: int, sample_index: int, position: int) -> RowKey:
-    """The key of one row's noise. `position` is the place that the sampled token will take: 0 is
-    the prompt's first token.
-
-    Only the low 64 bits of each argument count.
-    """
+    """Compute the key of one row's noise. `position` is the index that the sampled token will have
+    in the sequence, the prompt's first token being 0. Only the low 64 bits of each argument
+    count."""
     return RowKey(_signed(_mix(_seed_word(seed, sample_index) ^ (position & _MASK))))
 
 
 def seed_keys(seeds: Sequence[int], sample_indices: Sequence[int]) -> NDArray[np.int64]:
-    """`seed_key` of each row at once.
+    """Compute `seed_key` of each (seed, sample index), [B] int64.
 
     Args:
         seeds, sample_indices: within [0, 2^64).
@@ -128,7 +128,7 @@ def seed_keys(seeds: Sequence[int], sample_indices: Sequence[int]) -> NDArray[np
 def row_keys(
     seeds: Sequence[int], sample_indices: Sequence[int], positions: Sequence[int]
 ) -> NDArray[np.int64]:
-    """`row_key` of each row at once.
+    """Compute `row_key` of each (seed, sample index, position), [B] int64.
 
     Args:
         seeds, sample_indices, positions: within [0, 2^64).
@@ -138,7 +138,7 @@ def row_keys(
 
 
 def keys_at(seed_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[B] int64: `row_key` of each row by its seed key and the position of its token."""
+    """Compute `row_key` of each row, [B] int64, from its seed key and the position of its token."""
     return mix(seed_keys ^ positions.to(torch.int64))
 
 
@@ -146,23 +146,25 @@ def keys_at(seed_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def words(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The 64 random bits of each (key, token id), elementwise, int64 with wraparound."""
+    """Compute the 64 random bits of each (key, token id), elementwise on int64 with wraparound."""
     return mix(keys + token_ids * _signed(GOLDEN))
 
 
 def ranks(random_words: torch.Tensor) -> torch.Tensor:
-    """int64 in [0, NUM_RANKS): which of its values, in ascending order, the noise of a word is."""
+    """Compute the rank of each word's noise among all its values in ascending order, int64 in [0,
+    NUM_RANKS)."""
     return _shift_right(random_words, 41)
 
 
 def uniform(random_words: torch.Tensor) -> torch.Tensor:
-    """float32 in (0, 1): the top 23 bits as an odd multiple of 2^-24. Exact in float32."""
+    """Convert random words to float32 in (0, 1): the top 23 bits as an odd multiple of 2^-24, exact
+    in float32."""
     odd = ranks(random_words) * 2 + 1
     return odd.to(torch.float32) * 2.0**-24
 
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32, of each (key, token id).
+    """Compute standard Gumbel noise, float32, of each (key, token id).
 
     Args:
         keys, token_ids: int64, one device, shapes that broadcast.
@@ -171,11 +173,11 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
-    """Natural logarithm of positive normal float32, at most 1 ulp off, in basic operations only.
+    """Compute the natural logarithm of positive normal float32, at most 1 ulp off, in basic
+    operations only.
 
     Source: fdlibm's e_logf.c as in musl (Sun Microsystems, freely granted): x = 2^k * m with m in
-        [sqrt(1/2), sqrt(2)),
-    log(1 + f) = f - f^2/2 + s * (f^2/2 + R(s)), s = f / (2 + f).
+    [sqrt(1/2), sqrt(2)), log(1 + f) = f - f^2/2 + s * (f^2/2 + R(s)), s = f / (2 + f).
     """
     a, b, c, d = LOG_COEFFICIENTS
     bits = x.view(torch.int32) + (0x3F800000 - 0x3F3504F3)
@@ -195,8 +197,8 @@ def log(x: torch.Tensor) -> torch.Tensor:
 
 
 def rank_grid(keys: NDArray[np.int64], num_tokens: int) -> NDArray[np.uint64]:
-    """[K] -> [K, num_tokens], the rank of every token's noise under each key. As `ranks(words())`,
-    in half the time on CPU, where most tokens of a row are wanted."""
+    """Compute the rank of every token's noise under each key: [K] -> [K, num_tokens]. Equal to
+    `ranks(words())`, in half the time on CPU where most tokens of a row are needed."""
     word = keys.view(np.uint64)[:, None] + _counters(num_tokens)
     shifted = word >> np.uint64(30)
     for factor, num_bits in ((MIX_1, 27), (MIX_2, 31)):
@@ -210,15 +212,15 @@ def rank_grid(keys: NDArray[np.int64], num_tokens: int) -> NDArray[np.uint64]:
 
 @functools.lru_cache(maxsize=4)
 def _counters(num_tokens: int) -> NDArray[np.uint64]:
-    """(token id + 1) * GOLDEN of each token: what its key is raised by."""
+    """Return (token id + 1) * GOLDEN of each token, which is added to a key."""
     counters = np.arange(1, num_tokens + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     counters.flags.writeable = False
     return counters
 
 
 def least_rank(value: float) -> int:
-    """The least rank whose noise is at least `value`; NUM_RANKS if none is. Exact: by bisection,
-    since the noise never falls from one rank to the next."""
+    """Return the least rank whose noise is at least `value`; NUM_RANKS if there is none. Exact, by
+    bisection: the noise never falls from one rank to the next."""
     low, high = 0, NUM_RANKS
     while low < high:
         middle = (low + high) // 2
@@ -233,7 +235,8 @@ def least_rank(value: float) -> int:
 
 
 def masses(distances: torch.Tensor) -> torch.Tensor:
-    """int64: floor(exp(-distance) * 2^44), with float32's error of about 2^-23.
+    """Compute fixed-point probability masses, int64: floor(exp(-distance) * 2^44), with float32's
+    relative error of about 2^-23.
 
     Args:
         distances: float32, at least 0; infinity has mass 0.

@@ -1,7 +1,7 @@
-"""baton_kernels/noise.py for Triton: the same bits, as functions that kernels call.
+"""Device functions of `baton_kernels.noise` for Triton kernels, with the same bits.
 
-Whoever calls these must be compiled with `EXACT`: a multiply and an add that are contracted into
-one rounding change bits. Pure; device code.
+A kernel that calls them must be compiled with `EXACT`: a multiply and an add that are contracted
+into one rounding change bits. Pure; device code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from baton_kernels import noise
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
-"""Launch options of every kernel that uses this module."""
+"""Launch options of every kernel that calls these functions."""
 
 _GOLDEN = tl.constexpr(noise.GOLDEN)
 _MIX_1 = tl.constexpr(noise.MIX_1)
@@ -30,7 +30,7 @@ _MASS_BIAS = tl.constexpr(127 + noise.MASS_BITS)
 
 @triton.jit
 def mix(words):
-    """uint64 -> uint64: splitmix64's next()."""
+    """Compute splitmix64's next(), uint64 -> uint64."""
     words = words + _GOLDEN
     words = (words ^ (words >> 30)) * _MIX_1
     words = (words ^ (words >> 27)) * _MIX_2
@@ -39,28 +39,29 @@ def mix(words):
 
 @triton.jit
 def row_key(seed_key, position):
-    """int64, int32 -> uint64."""
+    """Compute the uint64 key of a row from its int64 seed key and int32 position."""
     return mix((seed_key ^ position.to(tl.int64)).to(tl.uint64, bitcast=True))
 
 
 @triton.jit
 def ranks(key, token_ids):
-    """uint64, int32 -> int32 below 2^23: which of its values, in ascending order, a token's noise
-    is."""
+    """Compute the rank of a token's noise among all its values in ascending order: uint64 key,
+    int32 token ids -> int32 below 2^23."""
     words = mix(key + token_ids.to(tl.uint64) * _GOLDEN)
     return (words >> 41).to(tl.int32)
 
 
 @triton.jit
 def gumbel_of(rank):
-    """int32 of `ranks` -> float32 noise."""
+    """Convert an int32 rank to its float32 Gumbel noise."""
     uniform = (rank * 2 + 1).to(tl.float32) * 0.000000059604644775390625
     return -log(-log(uniform))
 
 
 @triton.jit
 def may_reach(rank, lack):
-    """Whether the noise of a rank may be `lack` or more; cheap, and now and then true in vain.
+    """Return whether the noise of a rank may be `lack` or more: cheap, never false when it is, and
+    now and then true when it is not.
 
     With f = 1 + rank / 2^23, in [1, 2): 1 - u is 2 - f - 2^-24, and -log(-log(u)) is below
     -log(1 - u). The slack is for the roundings, of this and of `lack`.
@@ -71,7 +72,7 @@ def may_reach(rank, lack):
 
 @triton.jit
 def log(x):
-    """Of positive normal float32."""
+    """Compute the natural logarithm of positive normal float32."""
     bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
     exponent = ((bits >> 23) - 127).to(tl.float32)
     f = ((bits & 0x007FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0
@@ -90,7 +91,7 @@ def log(x):
 
 @triton.jit
 def masses(distances):
-    """float32, at least 0 -> int64."""
+    """Compute fixed-point masses: float32 distances, at least 0 -> int64."""
     x = tl.minimum(distances, _MASS_END) * -1.0
     n = tl.floor(x * _LOG2_E + 0.5)
     r = x - n * _LN2_HIGH

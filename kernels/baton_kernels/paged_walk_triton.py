@@ -1,5 +1,5 @@
-"""Walking over the paged cache, as Triton functions: what the attention kernels (decode, trees,
-exact prefill) share, so that one token has the same bits in each of them.
+"""Device functions that walk over the paged KV cache, shared by the attention kernels (decode,
+trees, exact prefill), so that one token has the same bits in each of them.
 
 Four groups, in this order: attention over one tile of positions; reading tiles of a paged cache;
 cutting a sequence into splits and merging their parts; QK-norm and RoPE of the heads that a program
@@ -35,7 +35,7 @@ def score_tile(
     q0, q1, k0, k1, scale, cap, bias,
     SPLIT_DIM: tl.constexpr, SOFTCAP: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """[M, N] float32 scores in log2 units.
+    """Compute a tile of scores, [M, N] float32, in log2 units.
 
     q0 [M, D0], k0 [N, D0]: the first columns; q1, k1: the rest, where SPLIT_DIM (D is no power of
     two). scale: scaling * log2(e); with SOFTCAP scaling / softcap, and cap softcap * log2(e). bias
@@ -60,10 +60,10 @@ def take_tile(
     scores, values, value_scales, greatest, total, weighted,
     SCALED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A part with one more tile: online softmax (Milakov and Gimelshein, 2018).
+    """Add one tile to a partial result by online softmax (Milakov and Gimelshein, 2018).
 
     scores [M, N] float32, -inf where not seen; values [N, Dv], finite (0) where not seen;
-    value_scales [N] float32, of account where SCALED. The part: greatest [M], total [M],
+    value_scales [N] float32, used where SCALED. The part: greatest [M], total [M],
     weighted [M, Dv], float32. EXACT: the order of sums must not depend on how the compiler lays out
     the tile. A bfloat16 product leaves scores in the matrix unit's layout, and all kernels sum them
     there; a float32 one in whichever suits the kernel, so weights are added up by a product, too.
@@ -88,7 +88,7 @@ def take_tile(
 
 @triton.jit
 def merge_parts(greatest, total, weighted, its_greatest, its_total, its_weighted):
-    """Two parts of the same rows as one. Elementwise: the same bits in any layout."""
+    """Merge two partial results of the same rows. Elementwise: the same bits in any layout."""
     reached = tl.maximum(greatest, its_greatest)
     base = tl.where(reached == float("-inf"), 0.0, reached)
     shrink = tl.exp2(greatest - base)
@@ -100,8 +100,9 @@ def merge_parts(greatest, total, weighted, its_greatest, its_total, its_weighted
 
 @triton.jit
 def finish(greatest, total, weighted, sinks, SINKS: tl.constexpr):
-    """[M, Dv] float32: the attention; zeros for a row that saw nothing. sinks: [M] float32, in
-    log2 units: one more score that takes weight and gives no value."""
+    """Compute the attention output [M, Dv] float32 from a partial result; zeros for a row that saw
+    no position. sinks: [M] float32, in log2 units: one more score that takes weight and gives no
+    value."""
     if SINKS:
         reached = tl.maximum(greatest, sinks)
         base = tl.where(reached == float("-inf"), 0.0, reached)
@@ -113,9 +114,10 @@ def finish(greatest, total, weighted, sinks, SINKS: tl.constexpr):
 
 @triton.jit
 def _block_ids(table, start, stop, P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The block of a tile that lies in one, int32; of one that lies in two, both; else [N], of
-    each position (the second value is of no account but for two). Block 0 for positions from
-    `stop` on. Scalars cost a thread one load, whatever rows it has."""
+    """Look up the blocks of a tile in the block table: one block id, int32, where the tile lies in
+    one block; both ids where it lies in two; else the id of each position, [N]. (The second value
+    is used only for two blocks.) Block 0 stands for positions from `stop` on. A scalar costs a
+    thread one load, whatever rows it has."""
     if P % BLOCK_N == 0 or BLOCK_N == 2 * P:
         found = tl.load(table + start // P, mask=start < stop, other=0)
     else:
@@ -132,8 +134,8 @@ def _row_places(
     blocks, second, start, block_stride,
     P: tl.constexpr, BLOCK_N: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """(where a tile begins, from head 0 of block 0: int64; where each of its rows does, from
-    there: [N]). ELEMENTS: of one position."""
+    """Compute where a tile begins, from head 0 of block 0 (int64), and where each of its rows
+    begins, from there ([N]). ELEMENTS: of one position."""
     tile = blocks.to(tl.int64) * block_stride
     if P % BLOCK_N == 0:
         tile += start % P * ELEMENTS
@@ -150,7 +152,7 @@ def _row_places(
 
 @triton.jit
 def _load_tile(base, offsets, cols, is_read, D: tl.constexpr, WIDTH: tl.constexpr):
-    """[N, WIDTH]; columns from D on, and rows that are not read, are 0."""
+    """Load a tile [N, WIDTH]; columns from D on, and rows that are not read, are 0."""
     mask = is_read[:, None]
     if WIDTH != D:
         mask = mask & (cols < D)[None, :]
@@ -199,9 +201,10 @@ _INT8_TO_BFLOAT16 = tl.constexpr(
 
 @triton.jit
 def _numbers(tile, like, QUANT: tl.constexpr, STAYS: tl.constexpr):
-    """A tile as numbers of `like`'s dtype, without its scales. QUANT 0: it is; 1: int8; 2: e4m3;
-    3, 4: the same, by PTX where bfloat16 is wanted. STAYS: in the layout it was loaded in, where
-    the compiler would rather gather single bytes in the layout of a product's operand."""
+    """Convert a tile to `like`'s dtype, without applying its scales. QUANT 0: not quantized; 1:
+    int8; 2: e4m3; 3, 4: the same, by PTX where bfloat16 is wanted. STAYS: keep the layout of the
+    load, where the compiler would otherwise gather single bytes in the layout of a product's
+    operand."""
     if QUANT >= 3 and like.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _INT8_TO_BFLOAT16 if QUANT == 3 else _E4M3_TO_BFLOAT16,
@@ -221,7 +224,7 @@ def _scales(
     base, blocks, second, start, is_read, block_stride,
     P: tl.constexpr, BLOCK_N: tl.constexpr, PER_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """[N] float32: each position's scale."""
+    """Load the scale of each position, [N] float32."""
     tile, rows = _row_places(blocks, second, start, block_stride, P, BLOCK_N, 1 if PER_TOKEN else 0)
     return tl.load(base + tile + rows, mask=is_read, other=0.0)
 
@@ -236,9 +239,9 @@ def walk_positions(
     QUANT: tl.constexpr, PER_TOKEN: tl.constexpr, LATENT: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A part with the positions [begin, stop), tile by tile.
+    """Add the positions [begin, stop) to a partial result, tile by tile.
 
-    low: [M] the first position that each row sees, of account where WINDOW. SEES 0: all from there
+    low: [M] the first position that each row sees, used where WINDOW. SEES 0: all from there
     on; 1: positions from `high` on are nodes, and line_starts [M] int32 is where each row's line
     begins in `visible` (uint8); 2: up to high [M].
     """
@@ -320,9 +323,9 @@ def prefetch_blocks(
     matrices, table, begin, stop, block_stride,
     P: tl.constexpr, BLOCKS: tl.constexpr, ELEMENTS: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """Ask L2 for the matrices of the positions [begin, stop), of BLOCKS blocks at most; each has
-    ELEMENTS numbers, of which LINE are 128 bytes. Safe while they are being written: L2 is where
-    all see the same."""
+    """Prefetch into L2 the matrices of the positions [begin, stop), at most BLOCKS blocks; each has
+    ELEMENTS numbers, of which LINE are 128 bytes. Safe while they are being written, since all
+    multiprocessors share L2."""
     columns = tl.minimum(begin // P + tl.arange(0, BLOCKS), (stop - 1) // P)
     blocks = tl.load(table + columns).to(tl.int64)
     LINES: tl.constexpr = triton.next_power_of_2((ELEMENTS + LINE - 1) // LINE)
@@ -343,18 +346,18 @@ _ANYWHERE = ["ends", "node_starts"]
 
 
 class MergeSizes(NamedTuple):
-    """Of a program of `merge_splits`."""
+    """Tile sizes of a program of `merge_splits`."""
 
     rows: int
     parts: int
-    """That are loaded at a time."""
+    """Number of partial results that are loaded at a time."""
     num_warps: int
 
 
 def merge_sizes(dv_width: int) -> MergeSizes:
-    """By the columns of values, padded.
+    """Choose the sizes for `merge_splits` by the padded number of value columns.
 
-    There are many rows, and little to do for each: programs of one warp are there sooner. (The 8B
+    There are many rows with little work each, so programs of one warp are fastest. (The 8B
     shape verifying 32 nodes on an H100, ms a step: by four warps, a row and 32 parts at a time 6.19
     to 6.25; by one, 16 parts 6.15, and two rows 6.14, four 6.23; 8 parts 6.18 to 6.19, 4 6.17 to
     6.23; by two warps 6.17.) Wider ones were not tried.
@@ -370,9 +373,10 @@ def extent(
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr,
     EXACT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Of a sequence: its first tile's position, the positions of one split, its first split's
-    number, and how many it has. Without EXACT these are equal but for whole tiles: `num_equal`, or
-    as many as make none longer than `max_split`, and none shorter than `min_split`."""
+    """Compute how a sequence is cut: its first tile's position, the positions of one split, its
+    first split's number, and its number of splits. Without EXACT the splits are equal up to whole
+    tiles: `num_equal` of them, or as many as make none longer than `max_split` and none shorter
+    than `min_split`."""
     first = 0
     if WINDOW:
         seen_from = end - window
@@ -398,9 +402,9 @@ def merge(
     DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
     EXACT: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, columns]: rows row .. row + ROWS of parts first .. first + count. SHARES: of the
-    second part of program `first` and the first ones of those that follow it
-    (attention_shares_triton.py).
+    """Merge partial results first .. first + count for rows row .. row + ROWS, into [ROWS,
+    columns]. SHARES: merge the second partial result of program `first` and the first ones of the
+    programs that follow it (attention_shares_triton.py).
 
     Each part has room for `pitch` rows, of which num_rows were written. EXACT: one after the
     other; else BLOCK_S at a time, whose loads wait together.
@@ -475,8 +479,8 @@ def merge_splits(
     SINKS: tl.constexpr, TREE: tl.constexpr, EXACT: tl.constexpr, SPLIT: tl.constexpr,
     OVERLAPS: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What `attend` left in parts, where these are large: a program merges ROWS rows. EARLY:
-    lengths may be read before the wait for it."""
+    """Merge the partial results that `attend` stored where these are large; a program merges ROWS
+    rows. EARLY: lengths may be read before the wait for `attend`."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         if not EARLY:
@@ -538,8 +542,8 @@ def merge_splits(
 
 @triton.jit
 def rotate_rows(base, is_row, cos_sin, norm, norm_eps, D: tl.constexpr, NORMS: tl.constexpr):
-    """[M, D] float32: the heads that base [M] points at, 0 where not `is_row`. cos_sin: the
-    position's line. D is a power of two."""
+    """Load and rotate heads, [M, D] float32, that base [M] points at, 0 where not `is_row`.
+    cos_sin: the cosines and sines of the position. D is a power of two."""
     cols = tl.arange(0, D)
     others = (cols + D // 2) % D  # the column that each is turned with
     mask = is_row[:, None] & (cols < D)[None, :]
@@ -557,7 +561,7 @@ def rotate_rows(base, is_row, cos_sin, norm, norm_eps, D: tl.constexpr, NORMS: t
 
 @triton.jit
 def rotate_row(base, cos_sin, norm, norm_eps, D: tl.constexpr, NORMS: tl.constexpr):
-    """[D] float32: as rotate_rows, of one head."""
+    """Load and rotate one head, [D] float32, as `rotate_rows` does."""
     cols = tl.arange(0, D)
     others = (cols + D // 2) % D
     own = tl.load(base + cols).to(tl.float32)

@@ -33,7 +33,7 @@ def prefill_attention(
     backend: Backend = "auto",
     exact: bool = False,
 ) -> torch.Tensor:
-    """Causal attention of new tokens, sequence after sequence.
+    """Compute causal attention of new tokens, several sequences in one batch.
 
     Args:
         query: [T, H, D], H = K * G, head numbers dense.
@@ -45,8 +45,8 @@ def prefill_attention(
         max_query_len, max_end: at least the most new tokens, and the greatest end (start + new
             tokens), of a sequence.
         window: a token sees itself and window - 1 before it; None: all before it.
-        softcap, sinks [H]: see reference.attend_capped.
-        out: [T, H, Dv], head numbers dense; rows of no sequence are left as they are.
+        softcap, sinks [H]: as in `reference.attend_capped`.
+        out: [T, H, Dv], head numbers dense; rows that belong to no sequence are not written.
         exact: a row has the same bits whatever chunk it comes in and whatever else is in the batch,
             and those of decode_attention's exact mode.
     Returns: [T, H, Dv].
@@ -97,9 +97,9 @@ def prefill_attention_reference(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One sequence. Args: query [T, H, D]; keys [K, start + T, D] and values [K, start + T, Dv] of
-    all its tokens. Returns: [T, H, Dv] in the query's dtype, computed in float32 (in float64 where
-    the query is)."""
+    """Compute causal attention of one sequence's new tokens in plain torch. query: [T, H, D]; keys
+    [K, start + T, D] and values [K, start + T, Dv] of all its tokens. Returns: [T, H, Dv] in the
+    query's dtype, computed in float32 (in float64 where the query is)."""
     wide = torch.promote_types(query.dtype, torch.float32)
     end = start + query.shape[0]
     mask = reference.chunk_mask(start, end, window, wide, query.device)
@@ -137,7 +137,7 @@ def _by_reference(
 def sequence_rows(
     rows: BlockRows, block_table: torch.Tensor, end: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [K, end, D] and values [K, end, Dv] of one sequence, copied out of the cache."""
+    """Copy the keys [K, end, D] and values [K, end, Dv] of one sequence out of the cache."""
     num_blocks = -(-end // rows.block_size)
     ids = rows.row_ids(block_table[:num_blocks])[None]  # [1, K, n]
     keys = reference.gather(rows.keys, ids)[0, :, :end]

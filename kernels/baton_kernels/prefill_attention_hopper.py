@@ -1,5 +1,5 @@
-"""Kernel of prefill attention over the paged cache, for Hopper: what
-`prefill_attention_triton.py` does of plain causal attention, in that chip's own instructions.
+"""Prefill attention over the paged cache for Hopper GPUs: plain causal attention, written in Gluon
+for that chip's own instructions; prefill_attention_triton.py covers all other cases.
 
 Flash attention as that chip wants it (Shah et al., FlashAttention-3, 2024): one warp has blocks of
 keys and values copied by the bulk copy engine, two groups of warps compute, each for half of a tile
@@ -27,7 +27,7 @@ from baton_kernels.hopper import GROUP_ROWS, NUM_KEYS, token_matrix
 
 _LOG2_E = 1.4426950408889634
 _NUM_STAGES = 2
-"""Tiles of keys, and of values, under way: what shared memory holds."""
+"""Number of key tiles, and of value tiles, in flight, which is what shared memory holds."""
 
 
 @gluon.jit
@@ -35,8 +35,9 @@ def _copy_blocks(
     matrix, tiles, ready, table, index, last_block, row_step, first_matrix, pitch, stage,
     N: gl.constexpr, D: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """One tile, block by block, 64 columns at a time: that is how the tile lies in shared memory,
-    column halves outermost. Beyond the last block: that one again, for rows that are masked."""
+    """Copy one tile block by block, 64 columns at a time, as the tile lies in shared memory (column
+    halves outermost). Beyond the last block that block is copied again, for rows that are
+    masked."""
     BLOCKS: gl.constexpr = N // P
     HALVES: gl.constexpr = D // 64
     mbarrier.expect(ready.index(stage), N * D * 2)
@@ -56,7 +57,7 @@ def _copy_keys(
     first_matrix, pitch, num_tiles, N: gl.constexpr, D: gl.constexpr, P: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: every tile, as soon as its place is free."""
+    """Copy, in the copying warp, every tile of keys and values as soon as its buffer is free."""
     for index in range(num_tiles):
         stage = index % STAGES
         is_later = index // STAGES & 1
@@ -74,7 +75,8 @@ def _copy_keys(
 
 @gluon.jit
 def _weigh(scores, row_max, row_sum, row_position, position, factor, is_masked):
-    """Softmax of one more tile. Returns the weights, and by what earlier sums fade."""
+    """Add one tile of scores to the softmax. Returns: the weights, and the factor by which earlier
+    sums are scaled down."""
     if is_masked:
         visible = position[None, :] <= row_position[:, None]
         scores = gl.where(visible, scores, float("-inf"))
@@ -92,7 +94,7 @@ def _attend_rows(
     G: gl.constexpr, N: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A computing group: ROWS of the tile's rows, over all its tiles of keys."""
+    """Attend, in a computing warp group, for ROWS of the tile's rows over all its tiles of keys."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
     )
@@ -178,8 +180,9 @@ def _attend_rows(
 
 @gluon.jit
 def _find(query_starts, num_sequences, TOKENS: gl.constexpr):
-    """Whose tile this program's is: tiles of sequence after sequence, as many as each has. Returns:
-    (sequence, its first row, its tokens, tile; -1: there are no more)."""
+    """Find the tile of this program: sequences have tiles one after the other, as many as each
+    needs. Returns: (sequence, its first row, its number of tokens, tile); tile -1: there are no
+    more."""
     place = gl.program_id(1)
     before = 0
     sequence = 0
@@ -277,8 +280,9 @@ def prefill_attention(
     scaling: float,
     out: torch.Tensor,
 ) -> None:
-    """See prefill_attention.prefill_attention: plain causal attention, where `hopper.can_run`. A
-    sequence without tokens costs nothing."""
+    """Launch plain causal attention, where `hopper.can_run`; arguments as in
+    `prefill_attention.prefill_attention`, which has checked them. A sequence without tokens costs
+    nothing."""
     if starts.shape[0] == 0 or max_query_len == 0 or rows.values is None:
         return
     num_heads, dim = query.shape[1:]

@@ -1,5 +1,5 @@
-"""Triton kernels of `baton_kernels.prefill_attention`, and their launchers. Arguments were checked
-there.
+"""Triton kernels of `baton_kernels.prefill_attention`, and their launchers. prefill_attention.py
+checks the arguments.
 
 `prefill_attention` is flash attention (Dao, 2023) over the paged cache: a program holds the query
 heads that share a kv head, of some tokens of one sequence, and walks over the blocks that these may
@@ -27,22 +27,22 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How the kernel is cut."""
+    """Tile sizes and pipeline depth of the prefill kernel."""
 
     num_queries: int
-    """Rows of a tile: tokens times the query heads of a kv head."""
+    """Rows per tile: tokens times query heads per kv head."""
 
     num_keys: int
-    """Positions of a tile."""
+    """Positions per tile."""
 
     num_warps: int
 
     num_stages: int
-    """Tiles of keys and values under way."""
+    """Number of tiles of keys and values in flight."""
 
 
 def tile_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """For heads of that width."""
+    """Choose the tile sizes for heads of width `head_dim` and queries of `dtype`."""
     if dtype == torch.float32 or head_dim > 256:
         return TileConfig(16, 32, 4, 2)  # exact float32 products use no matrix unit: small tiles
     if head_dim > 128:
@@ -59,8 +59,8 @@ def _walk(  # type: ignore[no-untyped-def]
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys from position `low` (a multiple of N) to below `high`; those from `end` on are
-    nobody's. Not MASKED: every row sees all of them."""
+    """Process tiles of keys from position `low` (a multiple of N) up to `high`; positions from
+    `end` on do not exist. Not MASKED: every row sees all of them."""
     dim = tl.arange(0, MAIN)[None, :]
     v_dim = tl.arange(0, DV_BLOCK)[None, :]
     for first in tl.range(low, high, N):
@@ -207,10 +207,11 @@ def prefill_attention(
     *,
     config: TileConfig | None = None,
 ) -> None:
-    """See prefill_attention.prefill_attention.
+    """Launch causal attention of new tokens; arguments as in `prefill_attention.prefill_attention`,
+    which has checked them.
 
     Args:
-        config: as tile_config gives; for measuring.
+        config: tile sizes, for benchmarks; None: by tile_config.
     """
     num_heads, head_dim = query.shape[1:]
     num_sequences, group = starts.shape[0], num_heads // rows.num_heads
@@ -341,8 +342,9 @@ def exact_prefill_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """prefill_attention in exact mode; arguments were checked by its door. The new tokens' keys and
-    values are in the cache. Raises: ValueError for a quantized cache."""
+    """Launch prefill attention in exact mode; arguments as in
+    `prefill_attention.prefill_attention`, which has checked them. The new tokens' keys and values
+    are in the cache. Raises: ValueError for a quantized cache."""
     if rows.dtype:
         raise ValueError(f"rows: exact attention of chunks over a cache of {rows.dtype}")
     num_heads, head_dim = query.shape[1:]

@@ -12,7 +12,8 @@ _GREATEST = {"int8": 127.0, "fp8_e4m3": 448.0}
 
 
 def scale_for(greatest: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The scale with which numbers up to `greatest` just fit; 1 where all of them are 0."""
+    """Return the scale with which numbers up to `greatest` just fit the format; 1 where all of them
+    are 0."""
     # By a tensor: CUDA multiplies by the reciprocal of a plain number, and the bits would differ.
     scale = greatest.float() / torch.full((), _GREATEST[dtype], device=greatest.device)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -21,7 +22,7 @@ def scale_for(greatest: torch.Tensor, dtype: str) -> torch.Tensor:
 def quantize(
     x: torch.Tensor, dtype: str, num_scales: int, fixed_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize matrices, each by itself.
+    """Quantize matrices to one byte per number, each matrix by itself.
 
     Args:
         x: [..., P, D].
@@ -50,7 +51,8 @@ def quantize(
 def dequantize(
     quantized: torch.Tensor, scales: torch.Tensor, dtype: str, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """[..., P, D] int8 and [..., P] or [..., 1] float32 -> [..., P, D]."""
+    """Dequantize [..., P, D] int8 with scales [..., P] or [..., 1] float32 to [..., P, D] of
+    `out_dtype`."""
     if dtype != "int8":
         quantized = quantized.view(torch.float8_e4m3fn)
     return (quantized.float() * scales[..., None]).to(out_dtype)

@@ -2,8 +2,8 @@
 alike.
 
 One layer's keys (or values) are seen as head rows, [R, P block size, D head dim]: each row is what
-one head cached in one block. Every function here takes such a view, `rows`, and row numbers; which
-row is whose, and what is padding, is the caller's knowledge. No state; any thread.
+one head cached in one block. Every function here takes such a view, `rows`, and row numbers; the
+caller knows which row belongs to which sequence, and what is padding. No state; any thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 def write(
     rows: torch.Tensor, row_ids: torch.Tensor, slots: torch.Tensor, values: torch.Tensor
 ) -> None:
-    """Put tokens' keys or values into their slots.
+    """Write the keys or values of tokens into their cache slots, in place.
 
     Args:
         rows: [R, P, D] view of the cache; written in place.
@@ -28,13 +28,13 @@ def write(
 def gather(
     rows: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Keys or values of whole sequences, head by head.
+    """Gather keys or values of whole sequences, head by head.
 
     Args:
         rows: [R, P, D].
         row_ids: [B, K, n] int64: the n blocks of each of B sequences, padded with any valid row.
-        out: of the result's shape, contiguous, the rows' dtype: where it is written; None: into new
-        memory.
+        out: where the result is written: of its shape, contiguous, the rows' dtype; None: new
+            memory.
     Returns: [B, K, n * P, D], contiguous. Copies B * K * n * P * D elements once.
     """
     batch, num_heads, num_blocks = row_ids.shape
@@ -55,8 +55,8 @@ def attend_one(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one token per sequence. Query heads that share a kv head become rows of one
-    small matrix.
+    """Compute attention of one token per sequence. Query heads that share a kv head become rows of
+    one small matrix.
 
     Args:
         query: [B, H, D], H = K * G.
@@ -87,7 +87,7 @@ def attend_chunk(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of several tokens of one sequence, causal.
+    """Compute causal attention of several tokens of one sequence.
 
     Args:
         query: [H, T, D], H = K * G.
@@ -125,7 +125,8 @@ def attend_capped(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention written out, for what the library call does not do. Softmax in float32.
+    """Compute attention with softcap or sinks, which torch's scaled_dot_product_attention lacks.
+    Softmax in float32.
 
     Args:
         query: [..., T, D]; keys, values: [..., S, D], [..., S, Dv]; mask: broadcasts to [..., T, S]
@@ -149,8 +150,8 @@ def attend_capped(
 def chunk_mask(
     start: int, end: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """[end - start, end]: 0 where the token at `start + row` may see position `column`, -inf
-    elsewhere.
+    """Build the additive mask of a chunk, [end - start, end]: 0 where the token at `start + row`
+    may see position `column`, -inf elsewhere.
 
     Args:
         window: a token sees itself and window - 1 before it; None: all before it.
@@ -166,8 +167,8 @@ def chunk_mask(
 def one_mask(
     ends: torch.Tensor, num_positions: int, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[B, 1, 1, num_positions]: 0 where the newest token of sequence b (at ends[b] - 1) may see,
-    -inf elsewhere."""
+    """Build the additive mask of one token per sequence, [B, 1, 1, num_positions]: 0 where the
+    newest token of sequence b (at ends[b] - 1) may see, -inf elsewhere."""
     positions = torch.arange(num_positions, device=ends.device)[None, :]
     visible = positions < ends[:, None]
     if window is not None:
@@ -176,6 +177,6 @@ def one_mask(
 
 
 def as_bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where visible, -inf elsewhere."""
+    """Convert a boolean mask to an additive one: 0 where visible, -inf elsewhere."""
     bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return bias.masked_fill_(~visible, float("-inf"))

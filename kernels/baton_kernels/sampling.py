@@ -39,47 +39,50 @@ from baton_kernels import noise
 from baton_kernels.dispatch import Backend, runs_triton
 
 Needs = Literal["greedy", "sampled", "truncated"]
-"""The most that any row of a call asks for: nothing, a temperature, or top-k or top-p as well."""
+"""Most that any row of a call needs: nothing ("greedy"), a temperature, or top-k or top-p as
+well."""
 
 MAX_VOCAB_SIZE = (1 << 19) - 1
-"""Masses of that many tokens fit an int64."""
+"""Most tokens of a vocabulary: their masses still sum within an int64."""
 
 LEAST_MIN_P = 1e-13
-"""Below, no token is out that could win (noise spans less than 20): off."""
+"""Least min-p that has an effect: below it no token that could win is excluded (the noise spans
+less than 20)."""
 
 
 class SamplingRows(NamedTuple):
-    """What each of B rows asks for: contiguous tensors [B], on the logits' device."""
+    """Sampling parameters of B rows: contiguous tensors [B], on the logits' device."""
 
     temperature: torch.Tensor
-    """float32; 0: greedy."""
+    """Temperature, float32; 0: greedy."""
 
     seed_keys: torch.Tensor
-    """int64: noise.seed_key of seed and sample index."""
+    """Noise key of seed and sample index, int64, from `noise.seed_key`."""
 
     positions: torch.Tensor
-    """int32: the place in the sequence that the drawn token takes. Negative: no row; its logits do
-    not matter, its token is 0 and its best value 0."""
+    """Index in the sequence that the drawn token will have, int32. Negative: padding; the row's
+    logits do not matter, its token is 0 and its best value 0."""
 
     top_k: torch.Tensor
-    """int32; 0, or the vocabulary's size and more: off."""
+    """Top-k, int32; 0, or the vocabulary's size and more: off."""
 
     top_p: torch.Tensor
-    """float32, or float64 on CPU; 1: off."""
+    """Top-p, float32 (on CPU also float64); 1: off."""
 
     min_p: torch.Tensor
-    """float32, or float64 on CPU; 0: off."""
+    """Min-p, float32 (on CPU also float64); 0: off."""
 
 
 class DrawnTokens(NamedTuple):
-    """What was drawn in each of B rows."""
+    """Token ids and best logits drawn for B rows."""
 
     token_ids: torch.Tensor
-    """[B] int32, in [0, V) whatever the logits are: 0 where the best value is not finite."""
+    """Drawn token ids, [B] int32, in [0, V) whatever the logits are: 0 where the best value is not
+    finite."""
 
     best_values: torch.Tensor
-    """[B] float32: the best raw logit. A token counts only where it is finite: NaN if the row has a
-    NaN, else +inf, or -inf where nothing is allowed."""
+    """Best raw logits, [B] float32. A token is valid only where this is finite: NaN if the row has
+    a NaN, else +inf, or -inf where no token is allowed."""
 
 
 def draw_tokens(
@@ -91,19 +94,19 @@ def draw_tokens(
     counters: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> DrawnTokens:
-    """Draw one token per row.
+    """Draw one token per row of logits.
 
     Args:
         logits: [B, V] bfloat16, float16 or float32; rows dense, at any distance. Read only.
-        needs: what the host knows of the rows; less saves launches. A row that asks for more than
-            this gets what this allows.
+        needs: the most that any row needs, as the host knows it; less saves launches. A row whose
+            parameters need more is sampled with what this allows.
         out: written and returned.
         counters: [B or more] int32, all 0, on the logits' device, and left so: saves the launch
-            that makes them. No two calls at a time may have the same.
+            that makes them. Calls that may run at the same time need one each.
     Raises: ValueError naming the argument that does not fit.
     Bytes moved: B * V * logits' element size, once where greedy, twice where sampled, three times
-        where truncated (again from the L2 cache where they fit it). Source: the draw, Gumbel
-        (1954); the split, ours.
+        where truncated (again from the L2 cache where they fit it). Source of the draw: Gumbel
+        (1954).
     """
     out = _checked(logits, rows, needs, out, counters)
     if not logits.shape[0]:
@@ -125,8 +128,8 @@ def draw_tokens(
 def draw_tokens_reference(
     logits: torch.Tensor, rows: SamplingRows, *, needs: Needs = "truncated"
 ) -> DrawnTokens:
-    """`draw_tokens` in plain torch, with sorts; waits for nothing, but takes some arrays of B * V
-    int64."""
+    """Draw tokens in plain torch, with sorts; does not wait for the device, but allocates some
+    arrays of B * V int64."""
     values = logits.float()
     num_tokens = values.shape[1]
     ids = torch.arange(num_tokens, device=values.device)
@@ -153,8 +156,9 @@ def draw_tokens_reference(
 def distance_limits(
     distances: torch.Tensor, rows: SamplingRows, *, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """[B] float32: the largest distance that stays in, as `draw_tokens` of the same backend has it;
-    infinite where nothing truncates. By a sort on every device; waits for nothing on CUDA.
+    """Compute the largest distance that stays in after truncation, [B] float32, as `draw_tokens` of
+    the same backend uses it; infinite where nothing truncates. Sorts on every device; does not wait
+    on CUDA.
 
     Args:
         distances: [B, V] float32, each row's least 0.
@@ -205,7 +209,8 @@ def _checked(
     out: DrawnTokens | None,
     counters: torch.Tensor | None,
 ) -> DrawnTokens:
-    """`out`, or a new one. Raises: ValueError."""
+    """Check the arguments of `draw_tokens`. Returns: `out`, or newly allocated tensors. Raises:
+    ValueError naming the argument that does not fit."""
     if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"logits: bfloat16, float16 or float32, not {logits.dtype}")
     if logits.dim() != 2 or (logits.shape[1] > 1 and logits.stride(1) != 1):
@@ -240,32 +245,32 @@ def _checked(
 # -- on CPU
 
 _PASS = 1 << 20
-"""Elements that the passes over a group of rows should touch, so that they stay in cache. A
-guess."""
+"""Elements that the passes over a group of rows should touch, so that they stay in cache.
+Guessed."""
 _SUM_CHUNK = 256
 _SHORTLIST = 1024
-"""Tokens sorted first where it cannot be known how many make up the nucleus. A guess."""
+"""Tokens sorted first where the size of the nucleus cannot be known. Guessed."""
 
 _MANY = 1 << 13
 """Candidates from which on steps 2 and 3 of `_choose` pay."""
 _STRIDE = 32
 _BLOCK = 1 << 16
-"""Candidates whose bits are made at once: they stay in cache."""
+"""Candidates whose random bits are made at once, so that they stay in cache."""
 _GRID_SHARE = 0.3
-"""Share of all tokens that must be candidates for making the bits of all to be cheaper. Measured:
-4 ns a token against 11 a candidate."""
+"""Share of all tokens that must be candidates for making the bits of all to be cheaper. Measured: 4
+ns a token against 11 a candidate."""
 _MOST_LACK = 17
-"""Above NOISE_MAX."""
+"""Greatest lack that is tabulated, above NOISE_MAX."""
 _LEAST_LACK = -3
-"""Below NOISE_MIN."""
+"""Least lack that is tabulated, below NOISE_MIN."""
 _SLACK = 1e-3
-"""More than the rounding of a score."""
+"""Slack for rounding, larger than the rounding of a score."""
 
 
 def _draw_tokens_on_cpu(
     logits: torch.Tensor, rows: SamplingRows, needs: Needs, out: DrawnTokens
 ) -> None:
-    """`draw_tokens` on CPU tensors."""
+    """Draw tokens of logits on CPU."""
     best, ids = best_on_cpu(logits)
     is_row = rows.positions.numpy() >= 0
     is_sound = np.isfinite(best) & is_row
@@ -298,7 +303,8 @@ def greedy_on_cpu(logits: torch.Tensor, out: DrawnTokens) -> None:
 
 
 def best_on_cpu(logits: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """[B, V] on CPU -> each row's largest value and its lowest id. NaN is larger than all.
+    """Find each row's largest value and its lowest id in [B, V] on CPU; NaN counts as larger than
+    all.
 
     By numpy on the same memory: its argmax uses vector instructions where torch's does not (256
     rows of 4,096: 0.06 against 0.6 ms).
@@ -319,7 +325,8 @@ def _best_of(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[
 def _truncation_of(
     rows: SamplingRows, *, truncates: bool
 ) -> tuple[list[int], list[float], list[float]]:
-    """top-k, top-p and min-p of each row."""
+    """Return top-k, top-p and min-p of each row as lists; top-k and top-p are off unless
+    `truncates`."""
     min_p: list[float] = rows.min_p.tolist()
     if not truncates:
         return [0] * len(min_p), [1.0] * len(min_p), min_p
@@ -334,7 +341,8 @@ def _thresholds(
     *,
     most_short: int = _SHORTLIST,
 ) -> torch.Tensor:
-    """[B] float32: the negated `distance_limits`; -inf where all three are off.
+    """Compute truncation thresholds of scaled logits, [B] float32: the negated `distance_limits`;
+    -inf where top-k, top-p and min-p are off.
 
     Rows that ask for top-k or top-p share one partial sort; those that it was too short for share a
     full one. The result is the same either way, to the last bit: masses are summed in float64 from
@@ -376,8 +384,8 @@ def _settle(
     count: int,
     result: torch.Tensor,
 ) -> list[int]:
-    """Raise `result` for `rows` by what their `count` largest values show. Returns the rows that
-    they were too few for, of which nothing was changed.
+    """Raise `result` for `rows` by what their `count` largest values show. Returns: the rows for
+    which `count` values were too few; these are not changed.
 
     Args:
         rows: ascending.
@@ -418,8 +426,8 @@ def _settle(
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """[B, V] float32 -> [B, count], each row's `count` largest values, descending. By numpy: for
-    256 rows of 4,096, 1.9 against torch's 150 ms for a sort."""
+    """Return each row's `count` largest values, descending: [B, V] float32 -> [B, count]. By numpy:
+    for 256 rows of 4,096, 1.9 ms against 150 ms for torch's sort."""
     array = values.numpy()
     if count < array.shape[1]:
         array = np.partition(array, array.shape[1] - count, axis=1)[:, -count:]
@@ -427,8 +435,8 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _row_sums(values: torch.Tensor) -> torch.Tensor:
-    """[B, V] float32 -> [B] float64, summed in chunks of a fixed size and place: torch's plain sum
-    over one row differs from the same row's in a batch."""
+    """Sum rows, [B, V] float32 -> [B] float64, in chunks of a fixed size and place: torch's plain
+    sum over one row differs from the same row's in a batch."""
     doubles = values.double()
     num_whole = values.shape[-1] // _SUM_CHUNK * _SUM_CHUNK
     whole = doubles[:, :num_whole].reshape(len(values), -1, _SUM_CHUNK).sum(dim=-1)
@@ -439,7 +447,8 @@ def _row_sums(values: torch.Tensor) -> torch.Tensor:
 def _choose(
     scaled: torch.Tensor, first_ids: torch.Tensor, keys: torch.Tensor, floors: torch.Tensor
 ) -> list[int]:
-    """The argmax of scaled logit + noise over what the thresholds let through, one per row.
+    """Choose per row the argmax of scaled logit + noise over the tokens that the thresholds let
+    through.
 
     Exact, though noise is made for few tokens. No token can win whose scaled logit plus the noise
     that it could have at most is below a score that is already known, so, from cheap to dear:
@@ -483,7 +492,7 @@ def _choose(
 def _sampled(
     scaled: torch.Tensor, keys: torch.Tensor, reached: torch.Tensor, floors: torch.Tensor
 ) -> torch.Tensor:
-    """[B] `reached`, raised to the best score among every 32nd token, of those that are in."""
+    """Raise `reached` [B] to the best score among every 32nd token of those that are in."""
     some = scaled[:, ::_STRIDE]
     token_ids = torch.arange(0, scaled.shape[-1], _STRIDE)
     scores = some + noise.gumbel(keys[:, None], token_ids[None])
@@ -494,7 +503,8 @@ def _sampled(
 def _able(
     scaled: torch.Tensor, keys: torch.Tensor, reached: torch.Tensor, places: torch.Tensor
 ) -> torch.Tensor:
-    """Those of the places whose noise may make up for what they lack. The winner is one of them."""
+    """Select the candidates whose noise may make up for what they lack; the winner is one of
+    them."""
     num_rows, num_tokens = scaled.shape
     needed = _needed_ranks()
     starts = torch.arange(num_rows + 1) * num_tokens
@@ -514,7 +524,8 @@ def _able(
 def _able_of_all(
     scaled: torch.Tensor, keys: torch.Tensor, reached: torch.Tensor, floors: torch.Tensor
 ) -> torch.Tensor:
-    """What `_able` finds, by making the bits of every token of every row."""
+    """Select the same candidates as `_able`, by making the random bits of every token of every
+    row."""
     num_rows, num_tokens = scaled.shape
     needed = _needed_ranks().numpy().astype(np.uint64)
     values, key, reach = scaled.numpy(), keys.numpy(), reached.numpy()[:, None]
@@ -535,6 +546,7 @@ def _able_of_all(
 
 @functools.lru_cache
 def _needed_ranks() -> torch.Tensor:
-    """Entry i: the least rank with which a token could win that lacks _LEAST_LACK + i or more."""
+    """Build a table whose entry i is the least rank with which a token that lacks _LEAST_LACK + i
+    or more could win."""
     lacks = range(_LEAST_LACK, _MOST_LACK + 1)
     return torch.tensor([noise.least_rank(lack - _SLACK) for lack in lacks])

@@ -43,12 +43,12 @@ from baton_kernels.noise_triton import EXACT, gumbel_of, log, masses, may_reach,
 
 NUM_BINS = tl.constexpr(2048)
 MAX_MAXIMA = tl.constexpr(4096)
-"""Groups of a row's tokens whose largest is known."""
+"""Most groups of a row's tokens whose largest logit is kept."""
 MAX_SPLITS = tl.constexpr(128)
-"""Places for the results of a row's programs. How many there are is no constant: each number would
-be compiled of its own."""
+"""Most programs of a row, each with a slot for its result. The actual number is a run-time
+argument, since each constant would compile another kernel."""
 NOTHING = tl.constexpr(-(1 << 63))
-"""Below whatever `packed` gives."""
+"""Smallest int64, below every result of `packed`."""
 
 _MASS_END = tl.constexpr(plain.MASS_END)
 _LEAST_MIN_P = tl.constexpr(door.LEAST_MIN_P)
@@ -56,31 +56,31 @@ _LAST_ID = tl.constexpr(0x7FFFFFFF)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _ROW_TILE = tl.constexpr(2048)
 _FEW = tl.constexpr(0.25)
-"""A bound that fewer of the groups' largest lie within: hardly ever are more tokens nearer than a
-list has room for."""
+"""Greatest share of the group maxima that may lie within a bound for it to be used as the only bin:
+then the tokens within it almost always fit the list."""
 _MASS_SLACK = tl.constexpr(2e-4)
-"""More than the rounding of float sums of exponentials."""
+"""Relative slack for sums of masses, larger than the rounding of float sums of exponentials."""
 _MASS_UNIT = tl.constexpr(float(1 << plain.MASS_BITS))
 _NOISE_MAX = tl.constexpr(plain.NOISE_MAX)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 LIST_LENGTH = 1024
-"""Tokens of the bins in doubt, per row."""
+"""Most tokens listed per row from the bins that are in doubt."""
 
 _TILE = 1024
 _WARPS = 4
 _REGISTERS = 96
-"""Most of a thread of `draw`: what it needs now and then must not keep other programs out."""
+"""Most registers per thread of `draw`, so that rarely used code does not lower its occupancy."""
 _GROUPS = ((8, 256), (MAX_SPLITS.value, 32))
-"""Up to so many splits: groups of tokens of each, whose largest are kept. Few constants: each is
-compiled of its own."""
+"""Groups of tokens per program whose largest logit is kept, by the number of splits up to which it
+holds. Few values, since each constant compiles another kernel."""
 _EDGE_WARPS = 8
 _PROGRAMS = 1024
-"""Programs of a launch that keep every multiprocessor busy."""
+"""Programs per launch that keep every multiprocessor busy."""
 
 
 def num_splits(num_rows: int, num_tokens: int) -> int:
-    """Programs that a row is split over: a power of two."""
+    """Return the number of programs that a row is split over, a power of two."""
     wanted = min(MAX_SPLITS.value, _PROGRAMS // num_rows, triton.cdiv(num_tokens, _TILE))
     return max(1, 1 << (wanted - 1).bit_length()) if wanted > 1 else 1
 
@@ -98,12 +98,13 @@ def draw_tokens(
     registers: int | None = _REGISTERS,
     list_length: int = LIST_LENGTH,
 ) -> None:
-    """See the door.
+    """Launch the draw of one token per row; arguments as in `sampling.draw_tokens`, which has
+    checked them.
 
     Args:
         splits: programs per row, a power of two; tile: tokens that a program has in hand at once, a
             power of two; warps: of a program; registers: most of a thread of `draw`; list_length: a
-            power of two. All for measuring and for tests.
+            power of two. These are for benchmarks and tests.
     """
     num_rows, num_tokens = logits.shape
     splits = num_splits(num_rows, num_tokens) if splits is None else splits
@@ -148,7 +149,7 @@ def _find_edges(
     over_row: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """What `draw` must know of a row that truncates: see the module."""
+    """Launch the kernels that find the bins in which a row's top-k and top-p edges lie."""
     num_tokens, _, _, splits = shape
     grid, edge_grid = (splits, len(logits)), (len(logits),)
     edge = options | {"num_warps": _EDGE_WARPS}
@@ -167,8 +168,8 @@ def _find_edges(
 
 
 class _Room:
-    """What one call's launches leave each other. Nothing is filled: each writes before others
-    read."""
+    """Scratch tensors that the launches of one call pass to each other. None is initialised: each
+    is written before it is read."""
 
     def __init__(
         self, num_rows: int, truncates: bool, list_length: int, device: torch.device
@@ -192,13 +193,14 @@ class _Room:
 
 @triton.jit
 def _tile(numbers, ids, end):
-    """The next tile, asked for while one is worked on: two loads are under way."""
+    """Load the next tile while one is worked on, so that two loads are in flight."""
     return tl.load(numbers + ids, mask=ids < end, other=-float("inf"))
 
 
 @triton.jit
 def _arrive(counter, splits):
-    """Whether all other programs of the row have left their results. Resets the counter."""
+    """Count this program's arrival. Returns: whether all other programs of the row have stored
+    their results; then the counter is reset."""
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
     if is_last:
@@ -276,14 +278,15 @@ def _scan(
 
 @triton.jit
 def _leave_groups(maxima, greatest, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """Neighbours lie in different groups: the likely tokens often are such."""
+    """Store the largest logit of each group of tokens. Neighbours lie in different groups, since
+    likely tokens often are neighbours."""
     of_groups = tl.max(tl.reshape(greatest, [TILE // GROUPS, GROUPS]), 0)
     tl.store(maxima + tl.arange(0, GROUPS), of_groups)
 
 
 @triton.jit
 def _clear_bins(counts, of_masses, split, splits):
-    """A program's share of them."""
+    """Zero a program's share of the row's bins."""
     part = NUM_BINS // splits
     place = split * part
     while place < (split + 1) * part:
@@ -332,7 +335,7 @@ def _histogram(
 
 @triton.jit
 def _list(is_listed, ids, distances, size, listed_ids, listed, LENGTH: tl.constexpr):
-    """Append to a row's list, in any order; what there is no room for is counted only."""
+    """Append tokens to a row's list, in any order; those that do not fit are counted only."""
     num_listed = tl.sum(is_listed.to(tl.int32), 0)
     if num_listed > 0:
         first = tl.atomic_add(size, num_listed, sem="relaxed")
@@ -439,20 +442,20 @@ def packed(values, ids):
 
 @triton.jit
 def id_of(both):
-    """The token ids in numbers of `packed`."""
+    """Extract the token ids from int64 numbers made by `packed`."""
     return (both & _LAST_ID).to(tl.int32) ^ _LAST_ID
 
 
 @triton.jit
 def value_of(both):
-    """The values in numbers of `packed`; NaN stays NaN."""
+    """Extract the float32 values from int64 numbers made by `packed`; NaN stays NaN."""
     order = (both >> 32).to(tl.int32)
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def largest(results, splits):
-    """Of the packed results of a row's programs."""
+    """Return the largest of the packed results of a row's programs."""
     places = tl.arange(0, MAX_SPLITS)
     mask = places < splits
     return tl.max(tl.load(results + places, mask=mask, other=NOTHING, cache_modifier=".cg"), 0)
@@ -460,7 +463,7 @@ def largest(results, splits):
 
 @triton.jit
 def is_truncated(row, temperatures, top_ks, top_ps, num_tokens):
-    """Whether a row asks for top-k or top-p."""
+    """Return whether a row needs top-k or top-p."""
     top_k = tl.load(top_ks + row)
     is_ranked = (top_k > 0) & (top_k < num_tokens)
     is_nucleus = tl.load(top_ps + row) < 1.0
@@ -469,14 +472,15 @@ def is_truncated(row, temperatures, top_ks, top_ps, num_tokens):
 
 @triton.jit
 def bin_of(distances, scale):
-    """int32 in [0, NUM_BINS), never falling; where the distance is infinite too."""
+    """Return the bin of each distance, int32 in [0, NUM_BINS): monotonic, infinite distances
+    included."""
     places = tl.minimum(distances, _MASS_END) * scale
     return tl.minimum(places, NUM_BINS - 1.0).to(tl.int32)
 
 
 @triton.jit
 def _best_of_truncated(row, positions, temperatures, top_ks, top_ps, winners, num_tokens):
-    """The best logit of a row that truncates and is sound; else NaN."""
+    """Return the best logit of a row that truncates and whose logits are sound; else NaN."""
     best = tl.full([], float("nan"), tl.float32)
     if tl.load(positions + row) >= 0:
         if is_truncated(row, temperatures, top_ks, top_ps, num_tokens):
@@ -486,7 +490,8 @@ def _best_of_truncated(row, positions, temperatures, top_ks, top_ps, winners, nu
 
 @triton.jit
 def _bound_of(distances, weights, wanted):
-    """A distance up to which the weights come to `wanted`, rounded up; infinite if none is."""
+    """Return a distance up to which the weights sum to `wanted`, rounded up; infinite if there is
+    none."""
     bound = tl.full([], float("inf"), tl.float32)
     if tl.sum(weights, 0) >= wanted:
         # By the upper half of the bits, which are in the distances' order.
@@ -561,7 +566,7 @@ def find_bound(
 
 @triton.jit
 def _wanted(total, top_p):
-    """The mass that a nucleus reaches, of a total."""
+    """Return the mass that a nucleus must reach, given the total mass and top-p."""
     part = tl.ceil(total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
     return tl.maximum(tl.minimum(part, total), 1)
 
@@ -659,7 +664,8 @@ def resolve(
 def _best_listed(
     listed_ids, listed, num_listed, scale, edges, top_p, limit, key, LENGTH: tl.constexpr
 ):  # fmt: skip
-    """The best of the listed tokens that turn out to be in, packed; and whether that is sure."""
+    """Find the best of the listed tokens that are inside the edges, packed, and whether that is
+    certain."""
     places = tl.arange(0, LENGTH)
     mask = places < num_listed
     ids = tl.load(listed_ids + places, mask=mask, other=0)
@@ -698,8 +704,8 @@ def _best_listed(
 
 @triton.jit
 def _least_reaching(bits, is_in, weights, wanted):
-    """The least bits up to which the weights of those that are in come to `wanted`: bits are in the
-    distances' order."""
+    """Return the least bits up to which the weights of the tokens that are in sum to `wanted`; bits
+    are in the order of distances."""
     low = tl.min(tl.where(is_in, bits, _INFINITY_BITS), 0)
     high = tl.max(tl.where(is_in, bits, 0), 0)
     while low < high:
@@ -713,7 +719,7 @@ def _least_reaching(bits, is_in, weights, wanted):
 
 @triton.jit
 def _tile_of_row(numbers, offset, num_tokens, best, temperature, scale):
-    """ids, distances, bins; where there is nothing that has mass, the bin is -1."""
+    """Load a tile of a row: ids, distances and bins; the bin is -1 where a token has no mass."""
     ids = offset + tl.arange(0, _ROW_TILE)
     values = tl.load(numbers + ids, mask=ids < num_tokens, other=-float("inf")).to(tl.float32)
     distances = tl.div_rn(best - values, temperature)
@@ -724,7 +730,8 @@ def _tile_of_row(numbers, offset, num_tokens, best, temperature, scale):
 def _best_of_row(
     numbers, num_tokens, best, temperature, scale, edges, top_p, limit, key
 ):  # fmt: skip
-    """What `_best_listed` finds if the list has all of the bins' tokens, from the row itself.
+    """Find what `_best_listed` would if the list held all tokens of the bins, by reading the row
+    itself.
 
     In three rounds of one loop, so that its code is there once: the edge of top-k, the mass of what
     is left, the edge of top-p.
@@ -785,7 +792,7 @@ def _best_of_row(
 def _weight_of_row(
     numbers, num_tokens, best, temperature, scale, first, last, edge, counts
 ):  # fmt: skip
-    """How many tokens of bins first to last have bits up to `edge`, or their mass."""
+    """Sum, over tokens of bins first to last with bits up to `edge`, their number or their mass."""
     weight = tl.full([], 0, tl.int64)
     offset = 0
     while offset < num_tokens:

@@ -1,14 +1,14 @@
-"""begin_step, end_step: what a decode step does on the device before its first layer and after its
-draw: it takes its rows from the host's memory, and leaves what they drew there.
+"""Device-side beginning and end of a decode step: begin_step reads the step's rows from host
+memory, and end_step writes the drawn tokens there.
 
-So that no copy stands between two steps: where one engine copies and another computes, each waits
-for the other some microseconds. The host writes the image of a step into one of two buffers while
-the step before may still read the other; which one it is, a counter on the device tells, so that
-one graph serves both. A token that the step before drew does not take the way over the host, and of
-the block tables only what changed is brought.
+This leaves no copy between two steps: where one engine copies and another computes, each waits for
+the other some microseconds. The host writes the image of a step into one of two buffers while the
+previous step may still read the other; a counter on the device selects the buffer, so that one CUDA
+graph serves both. A token that the previous step drew does not go through the host, and only
+changed entries of the block tables are copied.
 
-Knows no requests: which row is whose is the caller's knowledge. Invariant: graph-safe; nothing here
-waits. No state; any thread.
+Knows no requests: the caller knows which row belongs to which request. Invariant: graph-safe;
+nothing here waits. No state; any thread.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ from baton_kernels.dispatch import Backend, runs_triton
 
 NUM_BUFFERS = 2
 LAST_NUMBER = (1 << 30) - 1
-"""Of a step; the next one is number 0 again. Odd, so that buffers go on taking turns."""
+"""Greatest step number; the next step is number 0 again. Odd, so that the two buffers keep
+alternating."""
 HEADER_WORDS = 16
-"""In front of an image (the first: its number of changes) and of an output (the first: the number
-of its step)."""
+"""Words in front of an image (the first is its number of changes) and of an output (the first is
+the number of its step)."""
 
 
 class ImageLayout(NamedTuple):
-    """Where things lie in an image: a header, fields of so many rows, changes of the tables."""
+    """Word offsets within an image: a header, fields of each row, and changes of the block
+    tables."""
 
     given: int
-    """The word where the tokens begin that the host knows."""
+    """Offset in words of the tokens that the host knows."""
 
     sources: int
-    """The word where the rows begin of which the step before drew this one's token; -1: given."""
+    """Offset in words of the rows in the previous step from which each token comes; -1: from the
+    host."""
 
     first_change: int
-    """The word where the fields end and the changes begin, pairs of (flat index into the tables,
-    block id)."""
+    """Offset in words where the fields end and the changes begin, pairs of (flat index into the
+    tables, block id)."""
 
 
 def begin_step(
@@ -53,7 +56,8 @@ def begin_step(
     vocab_size: int,
     backend: Backend = "auto",
 ) -> None:
-    """Take a step's rows: write `words`, `token_ids` and the changed entries of `block_tables`.
+    """Read a step's rows from its image: write `words`, `token_ids` and the changed entries of
+    `block_tables`.
 
     Args:
         images: [2, W] int32, on the device or pinned; that of step s is images[s % 2]. Its first
@@ -66,7 +70,7 @@ def begin_step(
         token_ids: [B] int32, written.
         block_tables: [R, n] int32, written; no entry is changed twice in one image.
     Raises: ValueError naming the argument that does not fit.
-    Bytes moved: 8 layout.first_change + 16 B + 12 per change. Source: ours.
+    Bytes moved: 8 layout.first_change + 16 B + 12 per change.
     """
     _check_host("images", images, number)
     _check_on(number, {"number": number, "drawn": drawn, "words": words})
@@ -111,7 +115,7 @@ def begin_step_reference(
     layout: ImageLayout,
     vocab_size: int,
 ) -> None:
-    """`begin_step` in plain torch; waits for the device."""
+    """Read a step's rows as `begin_step` does, in plain torch; waits for the device."""
     image = images[int(number) % NUM_BUFFERS].to(words.device)
     words.copy_(image[: layout.first_change])
     num_rows, num_changes = token_ids.shape[0], int(image[0])
@@ -126,7 +130,7 @@ def begin_step_reference(
 def end_step(
     drawn: torch.Tensor, number: torch.Tensor, outputs: torch.Tensor, *, backend: Backend = "auto"
 ) -> None:
-    """Leave a step's draws where the host reads them, and count it.
+    """Write a step's drawn tokens where the host reads them, and advance the step number.
 
     Args:
         drawn: [2, R] int32: tokens, and the bits of the best values.
@@ -134,7 +138,7 @@ def end_step(
         outputs: [2, HEADER_WORDS + 2 R] int32, on the device or pinned; outputs[s % 2] is written:
             s, and `drawn`.
     Raises: ValueError naming the argument that does not fit.
-    Bytes moved: 16 R. Source: ours.
+    Bytes moved: 16 R.
     """
     _check_host("outputs", outputs, number)
     _check_on(number, {"number": number, "drawn": drawn})
@@ -149,7 +153,7 @@ def end_step(
 
 
 def end_step_reference(drawn: torch.Tensor, number: torch.Tensor, outputs: torch.Tensor) -> None:
-    """`end_step` in plain torch; waits for the device."""
+    """Write drawn tokens as `end_step` does, in plain torch; waits for the device."""
     output = outputs[int(number) % NUM_BUFFERS]
     output[HEADER_WORDS:] = drawn.view(-1)
     output[0] = number[0]
@@ -157,12 +161,13 @@ def end_step_reference(drawn: torch.Tensor, number: torch.Tensor, outputs: torch
 
 
 def next_number(number: int) -> int:
-    """Of the step after this one."""
+    """Return the number of the next step."""
     return (number + 1) & LAST_NUMBER
 
 
 def _check_host(name: str, buffers: torch.Tensor, number: torch.Tensor) -> None:
-    """Two dense buffers that the device can reach."""
+    """Check that `buffers` are two dense buffers that the device can reach. Raises: ValueError
+    naming `name`."""
     if buffers.dtype != torch.int32 or buffers.dim() != 2 or not buffers.is_contiguous():
         raise ValueError(f"{name}: [2, words] int32, not {buffers.dtype} {tuple(buffers.shape)}")
     if buffers.shape[0] != NUM_BUFFERS:

@@ -1,4 +1,4 @@
-"""The Triton kernels of baton_kernels/step_rows.py: one launch each."""
+"""Triton kernels of `baton_kernels.step_rows`, and their launchers: one launch each."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def begin_step(
     layout: ImageLayout,
     vocab_size: int,
 ) -> None:
-    """See the door; arguments are checked there. Programs of three kinds: tokens, fields, changes.
-    None reads what another writes."""
+    """Launch `step_rows.begin_step`, which has checked the arguments. Programs are of three kinds:
+    tokens, fields and changes; none reads what another writes."""
     num_rows, num_words = token_ids.shape[0], images.shape[1]
     num_token_programs = triton.cdiv(num_rows, _BLOCK)
     num_field_programs = triton.cdiv(layout.first_change, _BLOCK)
@@ -94,8 +94,8 @@ def _begin_step(  # type: ignore[no-untyped-def]
 
 
 def end_step(drawn: torch.Tensor, number: torch.Tensor, outputs: torch.Tensor) -> None:
-    """See the door; arguments are checked there. One warp: none counts on while another still asks
-    for the number."""
+    """Launch `step_rows.end_step`, which has checked the arguments. One warp, so that the step
+    number is not advanced while another program still reads it."""
     _end_step[(1,)](
         drawn,
         number,

@@ -1,3 +1,2 @@
-"""The decode worker: takes over prompts by handle and streams their tokens, one message per engine
-step.
-"""
+"""Decode worker: takes over prompts by handle and streams their tokens, one message per engine
+step."""

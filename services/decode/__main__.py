@@ -1,4 +1,5 @@
-"""`python -m services.decode --config file.toml --set key=value`: one decode worker process."""
+"""Command `python -m services.decode --config file.toml --set key=value`: one decode worker
+process."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from process import entrypoint
 from services.worker.config import WorkerSettings
 
 _IMPORTS = ("services.decode.role", "services.worker.main")
-"""They import torch."""
+"""Modules of this role that import torch, for `entrypoint.run` to import."""
 
 
 async def _main(settings: WorkerSettings, stop: asyncio.Event) -> None:

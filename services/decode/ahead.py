@@ -1,19 +1,17 @@
-"""Ahead: the rest of a prompt that its prefill worker lends while it still computes: asked for at
-the lender itself, and copied before any handle names it, so that the bytes move while the handle is
-on its way.
+"""Ahead: copies the rest of a prompt from the prefill worker that lends it while it still computes,
+before a handle names it, so that the bytes move while the handle is on its way.
 
 Life: `follow` with what a partial handle names -> a question waits at the lender, one at a time
 (kvstore/block_lender.py) -> all of the prompt is lent: `on_rest` is called -> `take` says
 where it lies -> `keep` what was copied of it -> `confirm` with each handle: what that names just so
 may be used -> `close`, from any state, ends the question and forgets the rest.
 
-What the lender says is no handle: not a block is used that no signed handle names with the same
-frame, generation, checksum and lease. So it need not wait for checksums: of blocks that are not
-sealed it says where they lie, they are kept with the checksums of the bytes that came, and the
-handle's are compared with those. A question that fails costs nothing: the handle is as good
-without. One whose lease has ended did not fail: its prompt was given up. Nor is it told that there
-is no way to the lender: who copies what the partial handle names finds that out. One request, the
-loop's thread.
+The lender's answer is not a handle: no block is used that no signed handle names with the same
+frame, generation, checksum and lease. So the lender need not wait for checksums: unsealed blocks
+are kept with the checksums of the bytes that came, which are compared with the handle's. A question
+that fails costs nothing, since the handle suffices. It does not count as a failure if its lease has
+ended (the prompt was given up) or if the lender cannot be reached (the copy of what the partial
+handle names reports that). One request, the loop's thread.
 """
 
 from __future__ import annotations
@@ -39,23 +37,25 @@ from services.worker.core import WorkerCore
 from services.worker.provenance import FINGERPRINT
 
 MAX_WAIT_S = LENDER_LIMITS.max_wait_s
-"""Of one question; no lender waits longer."""
+"""Most seconds that one question waits at the lender; no lender waits longer."""
 
 ANSWER_S = 1.0
-"""For the answer of a lender whose wait is over. Guessed."""
+"""Seconds for the answer of a lender whose wait is over. Guessed."""
 
 
 @dataclass(frozen=True)
 class Rest:
-    """Where the rest lies, as the lender says. num_unsealed: so many of the last blocks have no
-    checksum yet. held_until_s: all of them are held until then (KvStoreClient.await_lent)."""
+    """Location of a prompt's remaining blocks at their lender. num_unsealed: number of blocks at
+    the end that have no checksum yet. held_until_s: time until which the lender keeps all of them
+    (KvStoreClient.await_lent)."""
 
     run: handles.Run
     num_unsealed: int = 0
     held_until_s: float = 0.0
 
     def of(self, batch: Batch, first: int) -> Batch:
-        """Blocks of it from the prompt's block `first` on, with what is known of them."""
+        """Return `batch`, whose blocks begin at the prompt's block `first`, with what is known here
+        of its unsealed blocks."""
         num_left_out = self.run.first_block + len(self.run.blocks) - first - len(batch.items)
         num_unsealed = max(0, min(len(batch.items), self.num_unsealed - num_left_out))
         return dataclasses.replace(batch, num_unsealed=num_unsealed, held_until_s=self.held_until_s)
@@ -63,7 +63,7 @@ class Rest:
 
 @dataclass(frozen=True)
 class Copied:
-    """Blocks that lie in their places here; their bytes have the checksums that `run` names."""
+    """Blocks that were copied to their places here, with the checksums that `run` names."""
 
     run: handles.Run
 
@@ -76,19 +76,20 @@ class Copied:
         return self.run.first_block + len(self.run.blocks)
 
     def part(self, first: int, end: int) -> Copied:
-        """Those of [first, end), counted in this."""
+        """Return the blocks [first, end), counted from the first block of `run`."""
         refs = self.run.blocks[first:end]
         run = dataclasses.replace(self.run, first_block=self.run.first_block + first, blocks=refs)
         return Copied(run)
 
 
 class Ahead:
-    """See the module."""
+    """Early copy of one request's remaining blocks from their lender."""
 
     def __init__(
         self, core: WorkerCore, *, on_rest: Callable[[], None], on_failure: Callable[[str], None]
     ) -> None:
-        """on_failure: told why a lender did not answer a question."""
+        """Create without a question. on_failure: called with the reason why a lender did not answer
+        a question."""
         self._core = core
         self._on_rest = on_rest
         self._on_failure = on_failure
@@ -100,14 +101,14 @@ class Ahead:
 
     @property
     def has_rest(self) -> bool:
-        """`take` has something."""
+        """Return whether `take` has a result."""
         return self._rest is not None
 
     def follow(self, run: handles.Run, num_wanted: int, deadline: Deadline) -> None:
-        """Ask for what lies behind a run of blocks from the prompt's first on. Nothing happens
-        where it is no lender's, or all is known.
+        """Ask the lender for the blocks after a run from the prompt's first block on. Does nothing
+        where the run is not a lender's, or all blocks are known.
 
-        Args: num_wanted: blocks of the whole prompt, a tail included.
+        Args: num_wanted: number of blocks of the whole prompt, including an unfilled tail.
         """
         if self._is_over or not is_lender(run.node_id) or run.first_block != 0:
             return
@@ -118,18 +119,18 @@ class Ahead:
         self._asking = start_task(self._ask(run, num_wanted, deadline), "asking ahead")
 
     def take(self) -> Rest | None:
-        """Where the rest lies, once."""
+        """Return where the remaining blocks are, once."""
         rest, self._rest = self._rest, None
         return rest
 
     def keep(self, copied: Copied) -> None:
-        """That much of it was copied, and is what the lender says."""
+        """Keep copied blocks, as the lender described them, until a handle confirms them."""
         self._why_not = FINGERPRINT
         self._copied = copied if copied.blocks else None
 
     def confirm(self, stretch: handles.Stretch) -> Copied | None:
-        """What was copied and a handle names, as far as both say the same; it is not kept any
-        more."""
+        """Return the copied blocks that a handle names with the same contents; they are no longer
+        kept here."""
         copied = self._copied
         if copied is None or place_of(copied.run) != place_of(stretch.run):
             return None
@@ -150,15 +151,15 @@ class Ahead:
         return copied.part(0, num_same) if num_same else None
 
     def contradiction(self, num_named: int) -> str | None:
-        """Why something is still kept although a handle names so many blocks, and that was
-        confirmed: it has other bytes, or is of other blocks. It is forgotten then."""
+        """Return why copied blocks are left although a handle names `num_named` blocks and was
+        confirmed: they have other bytes or belong to other blocks. They are dropped then."""
         if self._copied is None or self._copied.run.first_block >= num_named:
             return None
         self._copied = None
         return self._why_not
 
     def close(self) -> None:
-        """Ask no more; what was copied waits for its handle. Idempotent."""
+        """Stop asking; copied blocks wait for their handle. Idempotent."""
         self._is_over = True
         self._rest = None
         if self._asking is not None:
@@ -180,7 +181,8 @@ class Ahead:
     async def _await_rest(
         self, client: KvStoreClient, run: handles.Run, num_wanted: int, deadline: Deadline
     ) -> Rest | None:
-        """What is lent behind a run, once that is all; None: nobody said so."""
+        """Return the lent blocks after a run, once these are all; None: the lender did not say
+        so."""
         for _ in range(1 + int(deadline.left_s() / MAX_WAIT_S)):
             left_s = deadline.left_s()
             wait_s = min(MAX_WAIT_S, left_s)

@@ -1,7 +1,6 @@
-"""AnswerChains: the chains of full blocks that one request's samples write back to the store, each
-from where it is verified. None where nothing is written back, and none of a beam search: it fills
-nothing that others could find. One request, the loop's thread.
-"""
+"""AnswerChains: background chains that store the full blocks of one request's samples. There are
+none where nothing is written back, and none for a beam search, whose blocks are not in the prefix
+cache. One request, the loop's thread."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from services.worker.write_behind import WriteBehind, WriteChain
 
 
 class AnswerChains:
-    """See the module. Life: `follow` once -> `add` and `end` -> `end_all`."""
+    """Background chains of one request's samples. Life: `follow` once -> `add` and `end` ->
+    `end_all`."""
 
     def __init__(self, write_behind: WriteBehind, ask: DecodeAsk, leg: Leg, *, is_on: bool) -> None:
         self._write_behind = write_behind
@@ -25,8 +25,8 @@ class AnswerChains:
         self._chains: dict[int, WriteChain] = {}
 
     def follow(self, intake: Intake, handover: Handover, samples: Iterable[int]) -> None:
-        """From here on what these samples fill goes back to the store, and before it what the
-        prompt has in another node's store only."""
+        """Begin to store the blocks that these samples fill, preceded by the prompt's blocks that
+        only another node's store has."""
         ask = self._ask
         if ask.beam is not None or not self._is_on:
             return
@@ -46,18 +46,18 @@ class AnswerChains:
             )
 
     def add(self, event: RequestOutput) -> None:
-        """What a step filled."""
+        """Add the blocks that a step filled."""
         chain = self._chains.get(event.sample_index)
         if chain is not None and event.filled:
             self._write_behind.add(chain, event.filled)
 
     def end(self, sample_index: int) -> None:
-        """It fills nothing more. Idempotent."""
+        """End a sample's chain. Idempotent."""
         chain = self._chains.get(sample_index)
         if chain is not None:
             self._write_behind.end(chain)
 
     def end_all(self) -> None:
-        """Idempotent."""
+        """End the chains of all samples. Idempotent."""
         for chain in self._chains.values():
             self._write_behind.end(chain)

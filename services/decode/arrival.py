@@ -1,9 +1,10 @@
-"""Arrival: a reserved request's KV on its way: what its router says of it, and what is pulled
-before the last word.
+"""Arrival: the KV of a reserved request while it arrives: the router's handles, and what is pulled
+before the final one.
 
-Life: made with the request -> `prefetch`, any number of times -> `hand_over`, once; `wait` pulls
-meanwhile what there is, and ends with the last word. The handle belongs to the request from then
-on; `untaken` is what it has to give back if it never came to that. One request, the loop's thread.
+Life: created with the request -> `prefetch`, any number of times -> `hand_over`, once; `wait` pulls
+meanwhile and returns at the final handover. The handle belongs to the request from then on;
+`untaken` is what has to be released if the request ended before that. One request, the loop's
+thread.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from services.worker import handle as handles
 
 
 class Arrival:
-    """See the module."""
+    """Partial handles and the final handover of one request."""
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
@@ -30,26 +31,26 @@ class Arrival:
 
     @property
     def is_over(self) -> bool:
-        """The last word is here."""
+        """Return whether the final handover has come."""
         return self._last.done()
 
     @property
     def untaken(self) -> handles.Handle | None:
-        """Of the last word, if that came with one."""
+        """Return the handle of the final handover, if the request has not taken it."""
         if not self._last.done() or self._last.cancelled():
             return None
         return self._last.result().handle
 
     def hand_over(self, handover: Handover) -> None:
-        """The last word; once."""
+        """Record the final handover; called once."""
         self._last.set_result(handover)
         self.news.set()
         if self._intake is not None:
             self._intake.look_early(handover)  # now: what it names may still be on its way
 
     def prefetch(self, handle: handles.Handle) -> None:
-        """Prefill has stored so much by now. Of several that wait only the newest counts; one that
-        comes behind the last word, or never gets its turn, costs nothing."""
+        """Record a partial handle. Only the newest of several waiting ones counts; one after the
+        final handover is ignored."""
         self._early = handle
         self.news.set()
 
@@ -61,10 +62,10 @@ class Arrival:
         move: Callable[[DecodeState], None],
         standing_back: Callable[[], AbstractContextManager[None]],
     ) -> Handover:
-        """Until the last word; meanwhile pull what partial handles name, and what their lender says
-        is next. A cancel leaves nothing that still asks.
+        """Wait for the final handover; meanwhile pull what partial handles name and what their
+        lender offers. A cancellation leaves no pending question.
 
-        Args: move: told of each state. standing_back: around each pull.
+        Args: move: called with each state. standing_back: context manager around each pull.
         """
         self._intake = intake
         try:

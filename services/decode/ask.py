@@ -1,4 +1,4 @@
-"""DecodeAsk: what a router asks of a decode worker for one prompt, as a value."""
+"""DecodeAsk: parameters of one prompt's decode request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.worker.chain import Chain
 
 @dataclass(frozen=True)
 class DecodeAsk:
-    """The samples of one prompt to decode."""
+    """Parameters of a decode request: the samples of one prompt."""
 
     request_id: str
     tenant: str
@@ -24,13 +24,13 @@ class DecodeAsk:
     num_samples: int = 1
     beam: Beam | None = None
     has_begun: bool = False
-    """Its client has seen a part of the answer, which another worker drew."""
+    """Whether the client has seen a part of the answer, which another worker drew."""
     trace: TraceContext | None = None
-    """Of the router's span; None: the request is not traced."""
+    """Trace context of the router's span; None: the request is not traced."""
 
     async def request(self, engine_id: str, turns: HashTurns) -> Request:
-        """As the engine is asked, under that name. A long prompt takes some turns of the loop, so
-        that those who decode are told of a step between them."""
+        """Convert to an engine request with that id. A long prompt yields to the event loop
+        meanwhile, so that steps' tokens are sent in between."""
         hashes = await self.chain.hashes_in_turns(self.prompt_token_ids, turns)
         return Request(
             request_id=engine_id,

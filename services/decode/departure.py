@@ -1,8 +1,8 @@
-"""Departure: when a request has to leave its worker, and how long it may take to bring its KV
-along.
+"""Departure: when a request has to leave a draining worker, and how long it may take to store its
+KV.
 
-Life of one: untold -> `tell` -> whoever waits in the scope goes on by itself, and is thrown out
-with `MustLeave` when the time is over. Once told it stays so. One request, the loop's thread.
+Life of one: created -> `tell` -> the request in the scope continues by itself, and gets `MustLeave`
+when the time is over. Later calls have no effect. One request, the loop's thread.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from process.errors import Unavailable
 
 
 class MustLeave(Unavailable):
-    """The worker goes, and waits for this request no longer."""
+    """Error raised when a draining worker waits for this request no longer."""
 
 
 class Departure:
-    """See the module. A scope, entered once."""
+    """Time limit of one request's departure; a scope that is entered once."""
 
     def __init__(self, worker_id: str) -> None:
         self.told: asyncio.Future[Deadline] = asyncio.get_running_loop().create_future()
@@ -33,7 +33,7 @@ class Departure:
         return self.told.done()
 
     def tell(self, by: Deadline) -> None:
-        """Be gone by then. Only the first word counts."""
+        """Set the time by which the request must be gone; only the first call counts."""
         if self.is_told:
             return
         self.told.set_result(by)

@@ -1,13 +1,13 @@
-"""From handles to KV in reserved blocks: check, fetch, verify, and say what could not be used and
-why.
+"""Intake: loads the KV that handles name into one request's reserved blocks: checks, fetches and
+verifies it, and counts by reason what could not be used.
 
 Life of one request's intake: `pull_early` any number of times, each with a partial handle of what
-is stored while prefill still runs, and `pull_rest` when a lender has said where the rest lies
+is stored while prefill still runs, and `pull_rest` when a lender has answered with the rest
 (services/decode/ahead.py); then `load` once with the final one (or none), which fetches only what
 is not there yet. An early pull that fails costs nothing but itself: the final handle tries again.
 
-Nothing here fails a request: what cannot be fetched is recomputed and counted by reason. The final
-handle's leases are given back by `give_back`, if they are this request's.
+Nothing here fails a request: what cannot be fetched is recomputed and counted by reason.
+`give_back` releases the final handle's leases, if they are this request's.
 
 Invariant: tokens [0, num_tokens) are verified, named by a handle, and lie in the reservation's
 blocks; a block that a late transfer may still write into is not one of those (`LLMEngine.refill`).
@@ -41,37 +41,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Handover:
-    """What ends the wait of a reserved request. `handle` None: nothing was handed over."""
+    """Final handover to a reserved request. `handle` None: no KV was handed over."""
 
     handle: handles.Handle | None
     outputs: tuple[tuple[int, ...], ...]
-    """Tokens drawn already, of each sample in order."""
+    """Tokens that were drawn already, of each sample in order."""
     over: frozenset[int] = frozenset()
-    """Samples that have ended."""
+    """Indices of the samples that have ended."""
     beam_start: tuple[tuple[int, float], ...] = ()
-    """What a beam search goes on from."""
+    """State from which a beam search continues."""
     refusal: str | None = None
-    """Why a handle that came cannot even be read; None: it can, or none came."""
+    """Reason why a handle cannot even be parsed; None: it can, or there is none."""
     computes_prompt: bool = False
-    """Without a handle: nobody else was asked to compute the prompt, so nothing of it is missing.
-    """
+    """Whether, without a handle, no other worker was asked to compute the prompt, so that none of
+    it counts as missing."""
 
 
 @dataclass(frozen=True)
 class _Look:
-    """What is known of the last word without its blocks."""
+    """Checked final handover, apart from its blocks."""
 
     handover: Handover
     context: tuple[int, ...]
     """Prompt and the tokens drawn already."""
     found: list[handles.Stretch]
-    """What the final handle names, the tail included."""
+    """Stretches that the final handle names, the tail included."""
     why_short: str | None
-    """Why that is not all."""
+    """Reason why these are not the whole prompt."""
 
 
 class Intake:
-    """See the module."""
+    """Loading of one request's KV from partial handles and the final one."""
 
     def __init__(
         self,
@@ -83,11 +83,12 @@ class Intake:
         *,
         on_rest: Callable[[], None] = lambda: None,
     ) -> None:
-        """
+        """Create for a reservation; no block is loaded yet.
+
         Args:
-            ask: whose KV is to be loaded.
-            reservation: where to, under the name `engine_id`.
-            on_rest: called when there is something for `pull_rest`.
+            ask: the request whose KV is loaded.
+            reservation: reserved blocks of the engine request `engine_id`.
+            on_rest: called when `pull_rest` has work.
         """
         self._core = core
         self._ask = ask
@@ -108,16 +109,17 @@ class Intake:
 
     @property
     def block_size(self) -> int:
-        """Tokens."""
+        """Return the number of tokens per block."""
         return self._size
 
     @property
     def num_blocks(self) -> int:
-        """Full blocks that are verified and there."""
+        """Return the number of leading full blocks that are loaded and verified."""
         return self.num_tokens // self._size
 
     def hashes(self, context: tuple[int, ...]) -> list[bytes]:
-        """Chain hashes of the full blocks of prompt and drawn tokens, by our own tenant key."""
+        """Return the chain hashes of the full blocks of prompt and drawn tokens, with this worker's
+        tenant key."""
         size, known = self._size, self._reservation.chain_hashes
         more = context[len(known) * size :]  # with what was drawn one block may be full by now
         parent = known[-1] if known else b""
@@ -125,8 +127,8 @@ class Intake:
         return hashes[: len(context) // size]
 
     async def pull_early(self, handle: handles.Handle, deadline: Deadline) -> None:
-        """Fetch the full blocks that a partial handle names beyond what is there; and have its
-        lender asked for the rest meanwhile."""
+        """Fetch the full blocks that a partial handle names beyond those loaded, and ask its lender
+        for the rest meanwhile."""
         prompt = self._ask.prompt_token_ids
         try:
             self._check(handle, prompt)
@@ -145,11 +147,12 @@ class Intake:
 
     @property
     def has_rest(self) -> bool:
-        """`pull_rest` has something to do."""
+        """Return whether `pull_rest` has work."""
         return self._ahead.has_rest
 
     async def pull_rest(self, deadline: Deadline) -> None:
-        """Fetch what the lender says it lends behind what is there: for a handle that names it."""
+        """Fetch the blocks that the lender offers beyond those loaded, for a handle that will name
+        them."""
         rest = self._ahead.take()
         if rest is None or rest.run.first_block > self.num_blocks:
             return
@@ -164,29 +167,27 @@ class Intake:
         await self._settle(pulled)
 
     def follow_no_more(self) -> None:
-        """The final handle is here, or none will come. Idempotent."""
+        """Stop early copies: the final handle is here, or none will come. Idempotent."""
         self._ahead.close()
 
     def look_early(self, handover: Handover) -> None:
-        """Check the last word, as far as that can be done while blocks that it may name are still
-        on their way. Raises nothing: whoever brings it serves other requests too; `load` and
-        `look_at` do."""
+        """Check the final handover as far as possible while blocks that it may name are still being
+        copied. Never raises, since its caller serves other requests too; `load` and `look_at`
+        raise."""
         try:
             self._looked_at(handover)
         except Exception as error:
             self._look_problem = error
 
     def look_at(self, handover: Handover) -> tuple[int, ...]:
-        """Check the last word, if that was not done. Returns: prompt and the tokens drawn
+        """Check the final handover, if that was not done. Returns: prompt and the tokens drawn
         already."""
         return self._looked_at(handover).context
 
     async def load(self, handover: Handover, deadline: Deadline) -> int:
-        """Fetch what was handed over beyond what is there; the leg is told of everything. The
-        leases are to be given back then (`give_back`).
-
-        Returns: tokens, counted from the first, whose KV is verified and there.
-        """
+        """Fetch what was handed over beyond the loaded blocks, and record all of it in the leg. The
+        leases must then be released with `give_back`. Returns: number of leading tokens whose KV is
+        loaded and verified."""
         self._home = self._core.connector.client or self._home
         why = await self._load(self._looked_at(handover), deadline)
         if not handover.computes_prompt:
@@ -194,22 +195,23 @@ class Intake:
         return self.num_tokens
 
     def num_at_home(self, handover: Handover) -> int:
-        """Leading full blocks that are taken to be in this worker's own store: all but those from
-        the first one on that the handle names in another node's store. (A lender's are written to
-        its store behind it, which may be this one.)"""
+        """Return the number of leading full blocks that are assumed to be in this worker's own
+        store: those before the first one that the handle names in another node's store. (A lender's
+        blocks are stored afterwards, in a store that may be this one.)"""
         for stretch in self._looked_at(handover).found:
             if not is_home(self._core, stretch.run) and not is_lender(stretch.run.node_id):
                 return min(stretch.first, self.num_blocks)
         return self.num_blocks
 
     def give_back(self, handover: Handover) -> None:
-        """The leases that came with the final handle, whatever came of `load`; once."""
+        """Release the leases of the final handle, whatever the result of `load`; once."""
         handle = handover.handle
         if handle is not None and is_for(handle, self._ask.request_id, self._ask.tenant):
             give_back(self._core, handle, self._home)
 
     async def _load(self, look: _Look, deadline: Deadline) -> str:
-        """Returns: why blocks that are not there and were not counted are missing."""
+        """Load the blocks of a checked handover. Returns: why blocks that are missing and not
+        counted yet are missing."""
         context, found, why_short = look.context, look.found, look.why_short
         self._confirm(found)
         self._count_early(context)
@@ -237,7 +239,8 @@ class Intake:
     def _named(
         self, handover: Handover, context: tuple[int, ...]
     ) -> tuple[list[handles.Stretch], str | None]:
-        """What the final handle names, the tail included, and why that is not all."""
+        """Return the stretches that the final handle names, the tail included, and why they are not
+        the whole prompt."""
         handle = handover.handle
         if handle is None:
             return [], handover.refusal
@@ -268,13 +271,13 @@ class Intake:
 
     @property
     def _num_lendable(self) -> int:
-        """Blocks of the prompt that a prefill worker lends: an unfilled one of a quantized cache
-        has no bytes of its own."""
+        """Return the number of the prompt's blocks that a prefill worker lends: an unfilled block
+        of a quantized cache has no quantized bytes."""
         num_full, num_rest = divmod(len(self._ask.prompt_token_ids), self._size)
         return num_full + (num_rest > 0 and not self._core.layout.is_quantized)
 
     def _end_of_own(self, rest: handles.Run) -> int:
-        """Up to where a run that no handle names is what this prompt asks for."""
+        """Return the end of the blocks of `rest` that this prompt asks for."""
         prompt, first = self._ask.prompt_token_ids, rest.first_block
         ours = self.hashes(prompt)[first:]
         num_own = PackedBlocks.of(rest.blocks).num_matching(ours, self._size)
@@ -284,7 +287,7 @@ class Intake:
         return first + num_own
 
     def _confirm(self, found: Sequence[handles.Stretch]) -> None:
-        """What was copied ahead of a handle is there as far as that names it just so."""
+        """Use copied blocks that the handle names with the same contents."""
         for stretch in found:
             copied = self._ahead.confirm(stretch)
             if copied is not None:
@@ -297,12 +300,10 @@ class Intake:
             self._tell(reason)
 
     def _wanted(self, found: Sequence[handles.Stretch]) -> tuple[list[Batch], bool]:
-        """What of `found` is not there yet, as far as there is a place for it; and whether one was
-        lost. Where the engine preempts, only the prompt has places before the start.
-
-        Neighbours under one lease of one store life go together; the tail usually shares its
-        prompt's.
-        """
+        """Return the batches of `found` that are not loaded and have a place, and whether one was
+        lost. Where the engine preempts, only the prompt has places before the start. Neighbours
+        under one lease of one store incarnation are fetched together; the tail usually with its
+        prompt."""
         wanted: list[Batch] = []
         first = self.num_blocks + self._has_tail
         for stretch in found:
@@ -328,8 +329,8 @@ class Intake:
         return await pull(self._core, self._engine_id, wanted, deadline)
 
     async def _settle(self, pulled: Pulled) -> None:
-        """An early pull is over. What a transfer may still write into is another block's place
-        from here on."""
+        """Record an early pull's result. Blocks that a transfer may still write into get other
+        places."""
         if pulled.not_usable:
             self._tell(next(iter(pulled.not_usable)))
             self._block_ids = await self._core.thread.call(
@@ -347,7 +348,7 @@ class Intake:
     # ---- the account
 
     def _count_early(self, context: tuple[int, ...]) -> None:
-        """Tell the leg of the early pulls, now that it is known which tokens are computed in any
+        """Record the early pulls in the leg, now that it is known which tokens are computed in any
         case."""
         first_token = self._reservation.num_local_tokens
         for pulled in self._early:
@@ -371,7 +372,7 @@ class Intake:
             first_token += sum(each.num_tokens for each in tiers)
 
     def _count_rest(self, reason: str) -> None:
-        """Count the prompt's blocks that are neither there nor counted under `reason`."""
+        """Count the prompt's blocks that are neither loaded nor counted under `reason`."""
         num_blocks = -(-len(self._ask.prompt_token_ids) // self._size)
         num_rest = num_blocks - -(-self.num_tokens // self._size) - self._num_counted
         if num_rest > 0:

@@ -1,8 +1,9 @@
-"""Which store a run lies in, and who gives its lease back.
+"""Leases of handles: which store a run is in, and the release of leases that a final handle hands
+over.
 
-A final handle hands its leases over to whoever takes it in: they are released at the store that
-granted them, in the background. A partial handle hands over nothing. A lease that cannot be given
-back lapses by itself. Belongs to the loop's thread.
+A final handle hands its leases over to the request that takes it: they are released at the store
+that granted them, in the background. A partial handle hands over nothing. A lease that cannot be
+released expires. Belongs to the loop's thread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 def is_home(core: WorkerCore, run: Run) -> bool:
-    """Whether a run lies in our own store; by its address while that store is away."""
+    """Return whether a run is in this worker's own store; by its address while that store is
+    away."""
     client = core.connector.client
     if client is not None:
         return run.node_id == client.node_id
@@ -30,7 +32,7 @@ def is_home(core: WorkerCore, run: Run) -> bool:
 
 
 async def client_for(core: WorkerCore, run: Run, deadline: Deadline) -> KvStoreClient:
-    """The way to the store that a run lies in.
+    """Return a client of the store that holds a run.
 
     Raises: Unavailable (StoreUnusable for another node's) when it cannot be used now,
         DeadlineExceeded.
@@ -46,20 +48,21 @@ async def client_for(core: WorkerCore, run: Run, deadline: Deadline) -> KvStoreC
 
 
 def place_of(run: Run) -> tuple[str, bytes, str]:
-    """Blocks of one place are read together: of one lease of one life of a store."""
+    """Return the key by which blocks are read together: one lease of one store incarnation."""
     return run.node_id, run.store_incarnation, run.lease_id
 
 
 def is_for(handle: Handle, request_id: str, tenant: str) -> bool:
-    """Whether a handle was made for that request: another's leases are not its to give back."""
+    """Return whether a handle was made for that request: leases of another request must not be
+    released here."""
     return (handle.request_id, handle.tenant) == (request_id, tenant)
 
 
 def give_back(core: WorkerCore, handle: Handle, home: KvStoreClient | None = None) -> None:
-    """Release what a handle handed over, each lease at its own store.
+    """Release the leases that a handle hands over, each at its own store.
 
-    Args: home: the way to our own store as it was before somebody found it slow; None: as it is
-        now.
+    Args: home: client of this worker's own store from before it was found stalled; None: the
+    present one.
     """
     if handle.is_partial:
         return

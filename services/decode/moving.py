@@ -1,6 +1,5 @@
-"""From a request that was taken out of the engine's steps to a handle on its KV, with which another
-worker goes on: full blocks and the unfilled last one go into our store, under a lease that the
-handle hands over. What the store has already costs nothing.
+"""Migration of a request to another worker: stores the KV of a request that was taken out of the
+engine's steps, and makes a handle that names it.
 
 What cannot be stored makes the handle shorter, or leaves none: it is computed again elsewhere, and
 counted here by reason. Knows no stream and no request state. Belongs to the loop's thread.
@@ -29,12 +28,14 @@ from services.worker.provenance import Leg
 
 DRAINING = "draining"
 SEVERAL_SAMPLES = "several_samples"
-"""Beside the reasons of `kvstore.errors`: why a request moves, and why without its KV."""
+"""Metrics reasons, beside those of `kvstore.errors`: a request moves because its worker drains, or
+moves without its KV."""
 
 
 @dataclass(frozen=True)
 class Luggage:
-    """What a request takes along. `reason`: DRAINING, or why it is not all of its KV."""
+    """Result of a migration: the handle that the request takes along. `reason`: DRAINING, or why it
+    is not all of its KV."""
 
     handle: handles.Handle | None
     reason: str
@@ -43,8 +44,8 @@ class Luggage:
 async def take_out(
     core: WorkerCore, ask: DecodeAsk, engine_id: str, is_over: Callable[[], bool]
 ) -> DetachedRequest | None:
-    """Out of the engine's steps; behind it no more news comes. Returns: None where several samples
-    or beams cannot be taken along, or where it has just ended (`is_over`)."""
+    """Take a request out of the engine's steps; no events follow. Returns: None where several
+    samples or beams cannot be taken along, or where it has just ended (`is_over`)."""
     if ask.num_samples > 1 or ask.beam is not None:
         return None
     try:
@@ -65,12 +66,12 @@ async def pack(
     ttl_s: float,
     deadline: Deadline,
 ) -> Luggage:
-    """Store what is held, as far as it gets within the deadline; the leg is told.
+    """Store the held blocks as far as the deadline allows, and record that in the leg.
 
     Args:
-        ask: whose.
-        engine_id: a name that no other attempt of this request has.
-        ttl_s: how long the handle's lease lives.
+        ask: the request whose blocks they are.
+        engine_id: an id that no other attempt of this request has.
+        ttl_s: lease time of the handle in seconds.
     """
     client = core.connector.client
     num_full, num_rest = divmod(held.num_computed_tokens, core.model.block_size)

@@ -1,5 +1,5 @@
-"""A pull: blocks of one prompt from wherever they lie into their places here, run by run, up to the
-first that does not come. Belongs to the loop's thread."""
+"""Pull: copies blocks of one prompt from stores and lenders into their places here, run by run, up
+to the first that fails. Belongs to the loop's thread."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from services.worker.loaded import Loaded
 
 @dataclass(frozen=True)
 class Batch:
-    """Blocks and the places for them, all under one lease of one life of a store: the run says
-    which. num_unsealed, held_until_s: see KvStoreClient.get_blocks."""
+    """Blocks and their places, all under one lease of one store incarnation, given by the run.
+    num_unsealed, held_until_s: as in KvStoreClient.get_blocks."""
 
     run: handles.Run
     items: PackedItems
@@ -30,8 +30,8 @@ class Batch:
     held_until_s: float = 0.0
 
     def came(self, loaded: Loaded) -> PackedBlocks:
-        """The leading blocks that came; those that were not sealed with the checksums of the bytes
-        that lie here now."""
+        """Return the leading blocks that were loaded; unsealed ones with the checksums of the bytes
+        that are here now."""
         blocks = self.items.blocks[: loaded.num_usable]
         first = len(self.items) - self.num_unsealed
         if first >= len(blocks):
@@ -42,17 +42,17 @@ class Batch:
 
 @dataclass
 class Pulled:
-    """What came of one pull: blocks by the node that they came from, in order; those asked for that
-    did not come, by reason."""
+    """Result of one pull: loaded blocks by the node they came from, in order; missing ones by
+    reason."""
 
     loaded: list[tuple[str, PackedBlocks]] = field(default_factory=list)
     not_usable: Counter[str] = field(default_factory=Counter)
     num_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By the node that was read, and the transport."""
+    """Bytes by node that was read and transport."""
 
     @functools.cached_property
     def tiers(self) -> list[tuple[str, list[InTier]]]:
-        """Of `loaded`, which is complete: counted once, and early where there is time."""
+        """Return the number of blocks of each tier in `loaded`, computed once it is complete."""
         return [(node_id, blocks.tiers()) for node_id, blocks in self.loaded]
 
     @property
@@ -63,8 +63,8 @@ class Pulled:
 async def pull(
     core: WorkerCore, engine_id: str, wanted: Sequence[Batch], deadline: Deadline
 ) -> Pulled:
-    """Copy and verify, run by run; the first block that does not come ends it. What is not sealed
-    is only copied."""
+    """Copy and verify blocks, run by run, up to the first that fails. Unsealed blocks are copied
+    without verification."""
     pulled = Pulled()
     num_left = sum(len(batch.items) for batch in wanted)
     for batch in wanted:

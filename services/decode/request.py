@@ -1,4 +1,5 @@
-"""One request of a decode worker: one task, which ends by giving back all it took.
+"""DecodeRequest: one request of a decode worker: one task, which ends by releasing all its
+resources.
 
 Life of a request (a cancel, the deadline, the end of its stream or of its worker may come in any
 state):
@@ -65,12 +66,12 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeRequest:
-    """One request on one stream; `live` is its whole life.
+    """One decode request of a stream; `live` runs it from start to end.
 
     Args:
-        num_waiting: how many requests have no token yet, this one among them.
-        on_fewer_places: told when it holds, or needs, fewer places than before while it goes on.
-        on_over: told once, at the very end.
+        num_waiting: returns the number of requests without a token, this one included.
+        on_fewer_places: called when the running request holds or needs fewer places than before.
+        on_over: called once, at the end.
     """
 
     def __init__(
@@ -120,8 +121,8 @@ class DecodeRequest:
 
     @property
     def num_places(self) -> int:
-        """Places in the engine's steps that it has, or will need: one for each sample that goes on,
-        or for each beam; 0 once it is over."""
+        """Return the number of places in the engine's steps that it has or will need: one per
+        unfinished sample or per beam; 0 once it is over."""
         if self.state is DecodeState.FINISHED:
             return 0
         beam = self._ask.beam
@@ -129,23 +130,23 @@ class DecodeRequest:
 
     @property
     def has_begun(self) -> bool:
-        """Its client has seen a part of the answer."""
+        """Return whether the client has seen a part of the answer."""
         return self._ask.has_begun
 
     def take_places(self) -> None:
-        """The worker has given it all that it needs; once."""
+        """Record that the worker has granted all places that it needs; called once."""
         self._placed.set()
 
     @property
     def owner(self) -> tuple[str, str]:
-        """Request id and tenant."""
+        """Return the request id and the tenant."""
         return self._ask.request_id, self._ask.tenant
 
     # ---- what the stream says
 
     def hand_over(self, handover: Handover) -> None:
-        """The handle came. Raises: NotFound when it is over by now, FailedPrecondition when there
-        was one already."""
+        """Pass the handover to the request. Raises: NotFound when the request is over,
+        FailedPrecondition when it had a handover already."""
         if self._is_closed:
             raise NotFound(f"no request {self.key} on this stream any more")
         if self.arrival.is_over:
@@ -154,7 +155,8 @@ class DecodeRequest:
         self.arrival.hand_over(handover)
 
     def cancel(self, *, say_so: bool) -> None:
-        """End it, in whatever state; `say_so`: its stream is still there to be told."""
+        """Cancel the request in any state; `say_so`: whether its stream still exists and is sent
+        the event."""
         if self.task is None or self._done.done():
             return
         self._is_cancel_wanted = say_so
@@ -166,7 +168,7 @@ class DecodeRequest:
             self._is_cancelled_early = True
 
     def cancel_sample(self, sample_index: int) -> None:
-        """Nobody wants more of one sample; with the last one the request ends."""
+        """End one sample that is no longer wanted; with the last one the request ends."""
         if sample_index not in self._samples.open or self._done.done():
             return
         self._samples.open.discard(sample_index)
@@ -178,8 +180,8 @@ class DecodeRequest:
         self._on_fewer_places()
 
     def leave(self, by: Deadline) -> None:
-        """The worker goes. It ends here, with its KV on the way to another worker if that is done
-        by then. One that has no KV yet ends at once."""
+        """Leave the draining worker by the time `by`, with the KV moved to another worker if that
+        is done by then. A request that has no KV yet ends at once."""
         if self.task is None or self._done.done():
             return
         self._departure.tell(by if self.arrival.is_over else Deadline.after(0))
@@ -187,10 +189,8 @@ class DecodeRequest:
     # ---- the states
 
     async def live(self) -> None:
-        """From the reservation to the last event.
-
-        Raises nothing but a cancellation that nobody is to be told of.
-        """
+        """Run the request from the reservation to the last event. Raises only a cancellation that
+        need not be reported."""
         with self._span:  # the current one, of this task
             await self._live()
 
@@ -291,7 +291,7 @@ class DecodeRequest:
             await self._move_away()
 
     async def _fetch(self, intake: Intake, handover: Handover) -> int:
-        """Returns: tokens whose KV is there."""
+        """Load the handed-over KV. Returns: number of tokens whose KV is loaded."""
         with self._core.write_behind.standing_back():
             num_loaded = await intake.load(handover, self._deadline)
         self._clock.enter("decode_queue")  # until the first token: the wait and its first step
@@ -303,7 +303,7 @@ class DecodeRequest:
     async def _start(
         self, num_loaded: int, handover: Handover, outputs: tuple[tuple[int, ...], ...]
     ) -> None:
-        """FETCHING -> RUNNING."""
+        """Start the request in the engine: FETCHING -> RUNNING."""
         self._move(DecodeState.RUNNING)
         # Who is cancelled from here on is posted behind the start.
         over = self._samples.ended
@@ -325,7 +325,7 @@ class DecodeRequest:
         return await moving.take_out(self._core, self._ask, self.engine_id, self._done.done)
 
     async def _move_away(self) -> None:
-        """RUNNING -> MOVED."""
+        """Move the request to another worker: RUNNING -> MOVED."""
         if self._held is None:
             self._tell_moved(Luggage(None, moving.SEVERAL_SAMPLES))
             return
@@ -369,7 +369,7 @@ class DecodeRequest:
     # ---- what the engine says
 
     def on_event(self, event: RequestOutput) -> None:
-        """One step's news, for the sink; the worker flushes when all of the step is told."""
+        """Pass one step's event to the sink; the worker flushes after all events of the step."""
         if self._done.done():
             return
         if event.error is not None:
@@ -411,14 +411,13 @@ class DecodeRequest:
             self._clock.enter("decode")
 
     def fail(self, error: Internal) -> None:
-        """The engine is gone, by no fault of this request: another worker can go on with it."""
+        """Fail the request because the engine has failed; another worker can continue it."""
         if self.state is DecodeState.RUNNING and not self._done.done():
             self._done.set_exception(Unavailable(str(error)))
 
     def close(self) -> None:
-        """Give back what is left: the engine's blocks, the leases of a handle that was not taken
-        in.
-        """
+        """Release what is left: the engine's blocks, and the leases of a handle that was not
+        used."""
         self._is_closed = True
         if self._done.done() and not self._done.cancelled():
             self._done.exception()  # seen, even if nobody waited any more

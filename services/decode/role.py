@@ -1,4 +1,4 @@
-"""The decode role, as `services.worker.main` runs it."""
+"""DecodeRole: the decode role of a worker."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from services.worker.core import WorkerCore
 
 
 class DecodeRole:
-    """Worker and servicer of one core."""
+    """Decode worker and gRPC servicer of one core."""
 
     def __init__(self, core: WorkerCore) -> None:
         self.worker = DecodeWorker(core)
         self._servicer = DecodeServicer(core, self.worker)
 
     def start(self) -> None:
-        """Begin to run the engine."""
+        """Start the engine's thread."""
         self.worker.start()
 
     def add_service(self, server: grpc.aio.Server) -> None:
-        """Register with a server that is not started yet."""
+        """Register the Decode service with a gRPC server that has not been started yet."""
         decode_pb2_grpc.add_DecodeServicer_to_server(self._servicer, server)
 
     def leave(self, by: Deadline) -> None:
-        """Streams go on elsewhere."""
+        """Move all requests to other workers by the time `by`."""
         self.worker.leave(by)
 
     async def stop(self) -> None:
-        """Nothing waits outside of a stream, and streams end with the server."""
+        """Do nothing: requests belong to streams, which end with the server."""

@@ -1,6 +1,5 @@
-"""Samples: which of a decode request's are wanted and not over, and how many tokens each has by
-what was told. Values; one request, the loop's thread.
-"""
+"""Samples: which samples of a decode request are wanted and unfinished, and how many tokens of each
+were sent. Values; one request, the loop's thread."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from services.decode.intake import Handover
 
 
 class Samples:
-    """See the module."""
+    """Progress of one request's samples."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
@@ -18,12 +17,12 @@ class Samples:
 
     @property
     def ended(self) -> list[int]:
-        """Those that are over, or that nobody wants, in order."""
+        """Return the indices of samples that have ended or are no longer wanted, in order."""
         return sorted(set(range(self._num_samples)) - self.open)
 
     def begin(self, handover: Handover) -> tuple[tuple[int, ...], ...]:
-        """With what was drawn already, of each. Returns: that. Raises: InvalidArgument for another
-        number of samples, or when all have ended."""
+        """Start from the tokens that were drawn already, of each sample. Returns: these tokens.
+        Raises: InvalidArgument for another number of samples, or when all have ended."""
         if len(handover.outputs) != self._num_samples:
             raise InvalidArgument(
                 "outputs", f"of {len(handover.outputs)} samples, not {self._num_samples}"

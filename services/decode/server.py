@@ -1,5 +1,4 @@
-"""The Decode service: one multiplexed stream per router. Messages in, values to the session, one
-message out per step.
+"""DecodeServicer: the Decode gRPC service, with one multiplexed stream per router.
 
 The only module here that knows the stubs.
 """
@@ -42,8 +41,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Outbound:
-    """The `EventSink` of one stream. Law: a handle is the router's from the moment when its
-    `moved` was written; what one hands over that was not is given back."""
+    """`EventSink` of one stream, which collects events into messages. Invariant: a handle belongs
+    to the router once its `moved` event was written; leases of handles that were not written are
+    released."""
 
     def __init__(self, core: WorkerCore) -> None:
         self._core = core
@@ -114,7 +114,7 @@ class Outbound:
         self.outbox.flush()
 
     def told(self, events: Iterable[decode_pb2.DecodeEvent]) -> None:
-        """They were written: their handles are the router's."""
+        """Record that events were written, so that their handles belong to the router."""
         for event in events:
             if event.HasField("moved"):
                 self._untold.pop(event.key, None)
@@ -125,7 +125,7 @@ class Outbound:
             give_back(self._core, self._untold.popitem()[1])
 
     def message(self, events: list[decode_pb2.DecodeEvent]) -> decode_pb2.DecodeEvents:
-        """With the load as of the last flush."""
+        """Build one message of events, with the load as of the last flush."""
         load = self._load or Load.now(self._core.thread.stats)
         return decode_pb2.DecodeEvents(
             events=events,
@@ -138,7 +138,7 @@ class Outbound:
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    """See the module."""
+    """gRPC servicer of Decode."""
 
     def __init__(self, core: WorkerCore, worker: DecodeWorker) -> None:
         self._core = core
@@ -221,9 +221,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         )
 
     def _prefetch(self, key: int, message: common_pb2.KvHandle, session: StreamSession) -> None:
-        """A partial handle that cannot be believed or read is passed over: the final one is looked
-        at by itself. Raises: InvalidArgument for one that is not partial: it would hand over leases
-        that nobody gives back."""
+        """Handle a partial handle; one that is not valid is ignored, since the final one is checked
+        by itself. Raises: InvalidArgument for one that is not partial: it would hand over leases
+        that are never released."""
         try:
             handle = handles.from_proto(message, self._core.handle_keys)
         except handles.HandleRefused as refused:
@@ -234,10 +234,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         session.prefetch(key, handle)
 
     def _handover(self, message: decode_pb2.GenerateFromHandle) -> Handover:
-        """A handle that is forged, of another version, comes again or cannot be read is passed on
-        as refused, with its reason: the prompt is recomputed. Its leases are not ours to give back:
-        anybody may have written those of the first two.
-        """
+        """Convert a handover. A handle that is forged, of another version, replayed or malformed is
+        passed on as refused, with its reason, and the prompt is recomputed. Its leases are not
+        released: the first two kinds may come from anywhere."""
         handle: handles.Handle | None = None
         refusal: str | None = None
         if message.HasField("handle"):
@@ -255,7 +254,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
 
 def _fill(part: decode_pb2.DecodeTokens | decode_pb2.DecodeFinished, event: RequestOutput) -> None:
-    """One sample's news."""
+    """Fill a message with one sample's event."""
     part.sample_index = event.sample_index
     part.token_ids.extend(event.token_ids)
     part.logprobs.extend(logprobs_to_proto(event.logprobs or ()))

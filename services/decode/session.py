@@ -1,9 +1,8 @@
-"""One router's stream: its keys, the requests behind them, and the end of all of them when it
-breaks.
+"""StreamSession: one router's stream: its keys, the requests behind them, and their cancellation
+when it breaks.
 
-A handle's leases are given back by whom it was made for. One that comes for a request that is over
-by then was; what comes under a key that this stream never knew, or for another request, may be
-somebody else's, whose leases are left to lapse.
+A handle's leases are released only here if it was made for a request of this stream, which may be
+over by then; those of a handle under an unknown key or for another request are left to expire.
 
 Knows no stubs. Belongs to the loop's thread.
 """
@@ -23,12 +22,12 @@ from services.decode.worker import DecodeWorker
 from services.worker.handle import Handle
 
 _MAX_PAST = 256
-"""Requests whose end a router may not have heard of when it hands over; guessed, far above what it
-has under way at one worker."""
+"""Most finished requests that are remembered, of whose end a router may not have learned when it
+hands over. Guessed, far above what a router has in progress at one worker."""
 
 
 class StreamSession:
-    """See the module."""
+    """Requests of one stream, by the router's keys."""
 
     def __init__(self, worker: DecodeWorker, sink: EventSink) -> None:
         self._worker = worker
@@ -49,11 +48,8 @@ class StreamSession:
         request.task.add_done_callback(lambda _: self._over(request))
 
     def generate(self, key: int, handover: Handover) -> None:
-        """Hand the KV over.
-
-        An unknown key (refused, ended) is answered so; the handle's leases are given back if they
-        are of that key's request.
-        """
+        """Pass a handover to its request. For an unknown key (refused, ended) the failure is sent;
+        the handle's leases are released if they belong to that key's request."""
         request = self._requests.get(key)
         owner = request.owner if request is not None else self._past.get(key)
         try:
@@ -66,14 +62,14 @@ class StreamSession:
             self.refuse(key, error)
 
     def prefetch(self, key: int, handle: Handle) -> None:
-        """Pull what a partial handle names, early. Nothing happens when the request is over, or has
-        its final handle already."""
+        """Start to pull what a partial handle names; ignored when the request is over, or has its
+        final handle already."""
         request = self._requests.get(key)
         if request is not None:
             request.arrival.prefetch(handle)
 
     def cancel(self, key: int) -> None:
-        """End a request; nothing happens when it is over already."""
+        """Cancel a request; one that is over is ignored."""
         request = self._requests.get(key)
         if request is not None:
             request.cancel(say_so=True)
@@ -85,17 +81,17 @@ class StreamSession:
             request.cancel_sample(sample_index)
 
     def refuse(self, key: int, error: BaseException) -> None:
-        """A command was wrong: say so under its key."""
+        """Send the error of an invalid command under its key."""
         self._sink.failed(key, error, None)
         self._sink.flush(Load.now(self._worker.core.thread.stats))
 
     async def wait_idle(self) -> None:
-        """Until every request of the stream is over. Each has its own deadline."""
+        """Wait until every request of the stream is over. Each has its own deadline."""
         await self._idle.wait()
 
     def close(self) -> None:
-        """The stream is gone: cancel all of its requests, and take back what nobody heard of.
-        Idempotent."""
+        """Cancel all requests because the stream has ended, and release the handles that were not
+        delivered. Idempotent."""
         for request in list(self._requests.values()):
             request.cancel(say_so=False)
         self._sink.close()

@@ -1,5 +1,5 @@
-"""EventSink: a request's way to its router, as a Protocol, and the load that rides along. Values,
-no stubs."""
+"""EventSink: interface to send a request's events to its router, and the worker's load that each
+message carries. Values, no stubs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.worker.provenance import Leg
 
 @dataclass(frozen=True)
 class Load:
-    """The worker's load, as it rides with every message."""
+    """Load of the worker, which every message carries."""
 
     num_free_blocks: int
     num_running: int
@@ -37,22 +37,20 @@ class Load:
 
 
 class EventSink(Protocol):
-    """One stream's way out. Events wait for `flush`, which makes one message of them.
-
-    None of it blocks.
-    """
+    """Interface to send the events of one stream. Events wait for `flush`, which makes one message
+    of them; no method blocks."""
 
     def queued(self, key: int) -> None:
-        """It has its blocks, and waits for its places."""
+        """Send that the request has its blocks and waits for places in the engine's steps."""
 
     def reserved(self, key: int, num_tokens_local: int) -> None: ...
     def tokens(self, key: int, event: RequestOutput) -> None:
-        """News of one sample while the request goes on; they may be the sample's last."""
+        """Send one sample's event while the request continues; it may be the sample's last."""
 
     def finished(
         self, key: int, event: RequestOutput | None, leg: Leg, seconds: dict[str, float]
     ) -> None:
-        """`event` None: cancelled."""
+        """Send the end of a request; `event` None: it was cancelled."""
 
     def failed(self, key: int, error: BaseException, leg: Leg | None) -> None: ...
     def moved(
@@ -63,10 +61,10 @@ class EventSink(Protocol):
         leg: Leg | None,
         seconds: dict[str, float],
     ) -> None:
-        """The worker leaves it. num_output_tokens: of each sample, as far as it was told of here,
-        with those that the leg began with. leg: None: it computed nothing."""
+        """Send that the request leaves this worker. num_output_tokens: of each sample, as many as
+        were sent from here, plus those that the leg began with. leg: None: it computed nothing."""
 
     def flush(self, load: Load) -> None: ...
     def close(self) -> None:
-        """The stream is gone: what handles hand over that were not written is given back.
+        """Close because the stream has ended: leases of handles that were not written are released.
         Idempotent."""

@@ -1,6 +1,5 @@
-"""The states of a decode request, and which may follow which; what each means is in
-services/decode/request.py. Values.
-"""
+"""DecodeState: states of a decode request and their transitions; services/decode/request.py
+describes them. Values."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import enum
 
 
 class DecodeState(enum.Enum):
-    """Where a request is."""
+    """State of a decode request."""
 
     RESERVING = "reserving"
     RESERVED = "reserved"

@@ -1,7 +1,5 @@
-"""TracedDrafts: all calls of draft workers that guessed for one traced request as one span, as its
-steps are (traced_steps.py). Nothing for a request that is not traced. One request, the loop's
-thread.
-"""
+"""TracedDrafts: one span for all draft worker calls of one traced request; it does nothing for
+others. One request, the loop's thread."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from process.spans import Span
 
 
 class TracedDrafts:
-    """See the module.
+    """Span of the draft calls of one request.
 
     Args:
         request_id: the engine's name of the request.
@@ -24,7 +22,7 @@ class TracedDrafts:
             traces.watch(request_id)
 
     def tell(self) -> None:
-        """The request is over."""
+        """End the span: the request is over."""
         if not self._span.is_recording:
             return
         calls = self._traces.take(self._request_id)

@@ -1,6 +1,5 @@
-"""TracedSteps: all decode steps of one traced request as one span, with how many there were and the
-longest pause. Nothing for a request that is not traced. One request, the loop's thread.
-"""
+"""TracedSteps: one span for all decode steps of one traced request, with their number and the
+longest pause; it does nothing for others. One request, the loop's thread."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from process.spans import Span
 
 
 class TracedSteps:
-    """See the module."""
+    """Span of the decode steps of one request."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
@@ -21,7 +20,7 @@ class TracedSteps:
         self._longest_s = 0.0
 
     def add(self, num_tokens: int) -> None:
-        """A step drew tokens of one sample."""
+        """Count a step that drew tokens of one sample."""
         if not self._span.is_recording:
             return
         now = time.monotonic()
@@ -34,7 +33,7 @@ class TracedSteps:
         self._num_tokens += num_tokens
 
     def tell(self) -> None:
-        """The request is over."""
+        """End the span: the request is over."""
         if self._first_s is None:
             return
         self._span.add_child(

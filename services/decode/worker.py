@@ -1,4 +1,4 @@
-"""A decode worker's requests, and the engine's events on their way to them.
+"""DecodeWorker: a decode worker's requests, and the dispatch of the engine's events to them.
 
 A request holds places in the engine's steps, one for each sample, from its reservation on: by the
 time when its KV is there they are still free, so that a stream that has begun waits for no other.
@@ -25,7 +25,7 @@ from services.worker.core import WorkerCore
 
 
 class DecodeWorker:
-    """All decode requests of one engine, whatever stream they came over."""
+    """All decode requests of one engine, from all streams."""
 
     def __init__(self, core: WorkerCore) -> None:
         self.core = core
@@ -35,35 +35,34 @@ class DecodeWorker:
         self._line: list[DecodeRequest] = []
 
     def start(self) -> None:
-        """Begin to run the engine. Called once, on the loop."""
+        """Start the engine's thread; called once, on the event loop."""
         self.core.thread.start(self._on_step, self._on_failure)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not drawn their first token here."""
+        """Return the number of requests that have not drawn their first token here."""
         return sum(not request.is_decoding for request in self._requests.values())
 
     @property
     def num_free_places(self) -> int:
-        """Places for samples of further requests; those in line count as if they had theirs. No
-        reservation is refused for want of one, but routers hold requests back before it comes to a
-        line here.
-        """
+        """Return the number of places for samples of further requests, not counting those that
+        waiting requests need. No reservation is refused for lack of places; routers hold requests
+        back before a queue forms here."""
         num_taken = sum(request.num_places for request in self._requests.values())
         return max(0, self._num_places - num_taken)
 
     @property
     def num_in_line(self) -> int:
-        """Requests that wait for places."""
+        """Return the number of requests that wait for places."""
         return len(self._line)
 
     @property
     def states(self) -> dict[str, DecodeState]:
-        """Of the live requests, by their name in the engine."""
+        """Return the states of the live requests, by their engine request id."""
         return {engine_id: request.state for engine_id, request in self._requests.items()}
 
     def begin(self, sink: EventSink, key: int, ask: DecodeAsk, deadline: Deadline) -> DecodeRequest:
-        """Start a request's life; the sink hears of everything from here on."""
+        """Start a request; the sink gets all its events from here on."""
         request = DecodeRequest(
             self.core,
             sink,
@@ -83,13 +82,13 @@ class DecodeWorker:
         return request
 
     def leave(self, by: Deadline) -> None:
-        """The worker goes: every request moves, with its KV if that is stored by then. New ones are
-        refused by now (`WorkerCore.draining`)."""
+        """Move every request to another worker by the time `by`, with its KV if that is stored by
+        then. New requests are refused already (`WorkerCore.draining`)."""
         for request in list(self._requests.values()):
             request.leave(by)
 
     def forget(self, request: DecodeRequest) -> None:
-        """The end of a request's life; idempotent."""
+        """Remove a request at the end of its life; idempotent."""
         if self._requests.pop(request.engine_id, None) is not None:
             request.close()
             if request in self._line:
@@ -110,7 +109,7 @@ class DecodeWorker:
             sink.flush(load)
 
     def _grant(self) -> None:
-        """The next in line get their places, as far as these are free."""
+        """Grant places to the next waiting requests, as far as they are free."""
         if not self._line:
             return
         num_needed = [request.num_places for request in self._line]
@@ -127,12 +126,13 @@ class DecodeWorker:
 
 
 def num_granted(needed: Iterable[int], num_held: int, num_places: int) -> int:
-    """How many of those in line get their places now, from its head on: none passes another.
+    """Return how many waiting requests get their places now, from the head of the queue on, without
+    overtaking.
 
     Args:
-        needed: places that each in line needs.
-        num_held: places that are held.
-        num_places: places that there are.
+        needed: places that each waiting request needs.
+        num_held: places that are held now.
+        num_places: places in total.
     """
     num = 0
     for num_needed in needed:

@@ -1,1 +1,1 @@
-"""The prefill worker: one prompt in, its first token and a handle on its KV out."""
+"""Prefill worker: takes one prompt, and returns its first token and a handle to its KV."""

@@ -1,4 +1,5 @@
-"""`python -m services.prefill --config file.toml --set key=value`: one prefill worker process."""
+"""Command `python -m services.prefill --config file.toml --set key=value`: one prefill worker
+process."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from process import entrypoint
 from services.worker.config import WorkerSettings
 
 _IMPORTS = ("services.prefill.role", "services.worker.main")
-"""They import torch."""
+"""Modules of this role that import torch, for `entrypoint.run` to import."""
 
 
 async def _main(settings: WorkerSettings, stop: asyncio.Event) -> None:

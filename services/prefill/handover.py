@@ -1,5 +1,7 @@
-"""Handover: from the blocks of one request to the handle that decode gets. The direct way names
-this worker's own blocks, which it lends; the other one what lies in stores.
+"""Handover: makes the handle for decode from the blocks of one prefill request. On the direct path
+it names this worker's own blocks, which the worker lends; otherwise blocks in stores. Where the
+direct path is requested and not possible, stores are used, and the request's leg says which path it
+was.
 
 Where the direct way is asked for and cannot be, it is the other one, and the request's account says
 which it was. Knows no wire and no engine states. Belongs to the loop's thread.
@@ -26,26 +28,27 @@ from services.worker.provenance import HandoverPath, Leg
 
 
 class HandedOver(Protocol):
-    """Leases that go with a handle."""
+    """Leases that are handed over with a handle."""
 
     def release(self) -> None:
-        """Give them back: nobody has heard of the handle."""
+        """Release the leases because the handle was not delivered."""
 
 
 @dataclass(frozen=True)
 class PrefillAnswer:
-    """Where the prompt's KV lies, and what it took."""
+    """Result of a prefill request: the handle to the prompt's KV, and the leg."""
 
     handle: handles.Handle | None
     leg: Leg
     seconds: dict[str, float]
     leases: tuple[HandedOver, ...]
-    """What goes with the handle."""
+    """Leases that are handed over with the handle."""
     end_request: Callable[[], None] = lambda: None
-    """Ends what the request still holds; idempotent. Its puts behind need what the leases pin."""
+    """Callback that frees what the request still holds; idempotent. Background puts need what the
+    leases pin."""
 
     def take_back(self) -> None:
-        """The handle was not delivered: give back what it would have handed over."""
+        """Release the leases because the handle was not delivered."""
         try:
             self.end_request()
         finally:
@@ -54,18 +57,19 @@ class PrefillAnswer:
 
 
 class Handover:
-    """See the module."""
+    """Maker of the handles of one worker's requests, over the direct path or through stores."""
 
     def __init__(self, core: WorkerCore) -> None:
         self._core = core
 
     def ttl_s(self, deadline: Deadline) -> float:
-        """A lease lives as long as the request may, within our bound."""
+        """Return the lease time in seconds for a deadline: the request's remaining time, within the
+        configured bound."""
         return min(deadline.left_s(), self._core.limits.lease_ttl_s)
 
     def open_lent(self, job: PrefillJob, chain_hashes: Sequence[bytes]) -> LentPrompt | None:
-        """Where the direct way is asked for, and this worker lends. chain_hashes: of the full
-        blocks."""
+        """Prepare to lend the request's blocks, where the direct path is requested and this worker
+        lends. chain_hashes: of the full blocks."""
         lender, ask = self._core.lender, job.ask
         if lender is None or not ask.wants_handle or ask.handover is not HandoverPath.DIRECT:
             return None
@@ -81,8 +85,9 @@ class Handover:
         )
 
     async def partial(self, job: PrefillJob) -> handles.Handle | None:
-        """Of what is lent or stored by now; its leases stay ours. None: there is nothing to tell,
-        or the first tokens came meanwhile: they wait for nothing."""
+        """Return a partial handle of the blocks lent or stored by now; its leases stay the
+        producer's. None: there is nothing new, or the first tokens have come, which must not
+        wait."""
         parts = held(job)
         if job.writer is not None:
             parts.append(Part(job.writer.client, job.writer.lease_id, job.writer.refs))
@@ -100,7 +105,8 @@ class Handover:
     async def direct(
         self, job: PrefillJob, lent: LentPrompt, tail: TailSource | None
     ) -> PrefillAnswer | None:
-        """The answer, with a handle on our own blocks. None: they cannot be lent."""
+        """Return the answer with a handle to this worker's own blocks; None: they cannot be
+        lent."""
         ttl_s = self.ttl_s(job.deadline)
         await lent.lend(tail)
         handle = self._maker(job).whole([lent.part], lent.tail, ttl_s)
@@ -113,7 +119,7 @@ class Handover:
         return PrefillAnswer(handle, job.leg, job.clock.seconds, (lent,))
 
     def from_store(self, job: PrefillJob, writer: BlockWriter, written: Written) -> PrefillAnswer:
-        """The answer, with a handle on what lies in stores, which takes the leases along."""
+        """Return the answer with a handle to blocks in stores, which takes their leases along."""
         parts = [*held(job), Part(writer.client, written.lease_id, written.refs)]
         handle = self._maker(job).whole(parts, written.tail, self.ttl_s(job.deadline))
         if handle is None:
@@ -129,5 +135,5 @@ class Handover:
 
 
 def held(job: PrefillJob) -> list[Part]:
-    """What the request has pinned in stores beside its writer's lease."""
+    """Return the pins of the request in stores, besides its writer's lease."""
     return [Part(pin.client, pin.lease_id, pin.refs) for pin in job.pins.held]

@@ -1,4 +1,5 @@
-"""One prefill request as its worker keeps it: what was asked, where it stands, what it holds.
+"""PrefillAsk and PrefillJob: one prefill request's parameters, and its state and resources at the
+worker.
 
 Values and one record; no I/O. The states are explained in services/prefill/worker.py. Belongs to
 the loop's thread.
@@ -28,7 +29,7 @@ from services.worker.write_behind import WriteChain
 
 
 class PrefillState(enum.Enum):
-    """Where a request is; see the module of the worker."""
+    """State of a prefill request; services/prefill/worker.py describes the transitions."""
 
     QUEUED = "queued"
     FETCHING = "fetching"
@@ -40,7 +41,7 @@ class PrefillState(enum.Enum):
 
 
 BEFORE_FIRST = frozenset({PrefillState.QUEUED, PrefillState.FETCHING, PrefillState.COMPUTING})
-"""States in which the first tokens are not drawn."""
+"""States before the first tokens are drawn."""
 
 _OVER = frozenset({PrefillState.CANCELLED, PrefillState.FAILED})
 ALLOWED: dict[PrefillState, frozenset[PrefillState]] = {
@@ -56,7 +57,7 @@ ALLOWED: dict[PrefillState, frozenset[PrefillState]] = {
 
 @dataclass(frozen=True)
 class PrefixRun:
-    """Where part of the prefix lies by the router's index: a hint."""
+    """Location of part of the prefix according to the router's index: a hint."""
 
     node_id: str
     store_address: str
@@ -71,7 +72,7 @@ class PrefixRun:
 
 @dataclass(frozen=True)
 class PrefillAsk:
-    """One prompt to prefill, and how many samples of it shall draw their first token."""
+    """One prompt to prefill, and the number of samples of which to draw the first token."""
 
     request_id: str
     tenant: str
@@ -88,16 +89,17 @@ class PrefillAsk:
     wants_embedding: bool = False
     prompt_logprobs: int | None = None
     prefix_runs: tuple[PrefixRun, ...] = ()
-    """In order, without gaps from block 0."""
+    """Hints in order of blocks, without gaps from block 0."""
 
     @property
     def num_firsts(self) -> int:
-        """Events with a first token. A beam search has one, for all of its beams."""
+        """Return the number of events with a first token: one per sample, but one for all beams of
+        a beam search."""
         return 1 if self.beam is not None else self.num_samples
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All tokens that are known before the draw."""
+        """Return all tokens that are known before the draw: the prompt and earlier output."""
         return self.prompt_token_ids + self.output_token_ids
 
     @property
@@ -106,18 +108,19 @@ class PrefillAsk:
 
     @property
     def num_fetchable_tokens(self) -> int:
-        """Leading ones that need not be computed here: the last one's logits draw the next, and log
-        probabilities take those of all."""
+        """Return the number of leading tokens that need not be computed here: all but the last,
+        whose logits draw the next token; 0 where prompt log-probabilities are requested, which need
+        the logits of all."""
         return 0 if self.prompt_logprobs is not None else self.num_context_tokens - 1
 
 
 Firsts = Sequence[RequestOutput]
-"""The event with the first token of each sample, in their order."""
+"""Events with the first token of each sample, in order of samples."""
 
 
 @dataclass(eq=False)
 class PrefillJob:
-    """The record of one request."""
+    """State and resources of one prefill request."""
 
     ask: PrefillAsk
     engine_id: str
@@ -127,31 +130,31 @@ class PrefillJob:
     early: EarlyHandles
     first: asyncio.Future[Firsts]
     firsts: dict[int, RequestOutput] = field(default_factory=dict)
-    """Of the samples that have drawn, until all have."""
+    """First tokens of the samples that have drawn, until all have."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """That are not shown yet."""
+    """Prompt log-probabilities that are not sent yet."""
     last_filled: Sequence[FilledBlock] = ()
-    """Full blocks of the step that drew the first tokens: lent at once, stored behind that."""
+    """Full blocks of the step that drew the first tokens: lent at once, stored afterwards."""
     clock: StageClock = field(default_factory=StageClock)
     state: PrefillState = PrefillState.QUEUED
     chain_hashes: Sequence[bytes] = ()
-    """Of the context's full blocks."""
+    """Chain hashes of the context's full blocks."""
     place: Pin | None = None
-    """Where its new blocks go; None: no store takes them."""
+    """Place where new blocks are stored; None: no store takes them."""
     writer: BlockWriter | None = None
-    """Where the handle names what lies in the store."""
+    """Writer of the blocks, where the handle names the store."""
     behind: WriteChain | None = None
-    """Where no handle waits for the store."""
+    """Background chain of the blocks, where no handle waits for the store."""
     lent: LentPrompt | None = None
-    """Where the way to decode is the direct one."""
+    """Lent blocks, where the direct path is used."""
     span: Span = field(default_factory=spans.current_span)
     chunks: TracedChunks = field(init=False)
     handed_over: frozenset[str] = frozenset()
-    """Leases that are the handle's; it counts once the request is DONE."""
+    """Leases that belong to the handle; they count once the request is DONE."""
 
     def num_to_compute(self, block_size: int) -> int:
-        """Context tokens that neither this worker had nor a store should have; at least the last
-        one, whose logits are needed."""
+        """Return the number of context tokens that neither this worker nor a store should have; at
+        least the last one, whose logits are needed."""
         num_elsewhere = sum(run.num_blocks for run in self.ask.prefix_runs) * block_size
         num_known = max(num_elsewhere, self.leg.num_tokens_local)
         return max(1, self.ask.num_context_tokens - num_known)
@@ -160,7 +163,7 @@ class PrefillJob:
         self.chunks = TracedChunks(self.span, self.ask.num_context_tokens)
 
     def move(self, state: PrefillState) -> None:
-        """Raises: Internal for what is no transition."""
+        """Change the state. Raises: Internal for an invalid transition."""
         if state not in ALLOWED[self.state]:
             raise Internal(
                 f"{self.engine_id}: {self.state.value} -> {state.value} is no transition"

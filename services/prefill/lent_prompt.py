@@ -1,17 +1,17 @@
-"""LentPrompt: one prompt's blocks in this worker's own cache, lent to whoever decodes it.
+"""LentPrompt: one prompt's blocks in this worker's own cache, lent to the decode worker.
 
 Life: `hold` on the engine's thread, in the job that starts the request: all blocks of the prompt
-stay in place from then on -> `add` as they are filled -> `lend` what was added, any number of
-times: it can be read at once, and is named by handles (`refs`) when its checksums are known ->
-`hand_over`: the lease is the handle's; or `close`, which gives all back. After either, blocks that
-were never lent are given back.
+stay in place from then on -> `add` as they are filled -> `lend` the added blocks, any number of
+times: they can be read at once, and handles name them (`refs`) when their checksums are known ->
+`hand_over`: the lease belongs to the handle; or `close`, which returns all blocks. After either,
+blocks that were never lent are returned.
 
-Which blocks come next, and what will be in them, is known before they are computed. `look_ahead`
-enters them while a step computes them, so that when it is over it only has to be said; if the
-engine then says another thing of one of them, nothing of the prompt is lent any more.
+The next blocks and their contents' hashes are known before they are computed. `look_ahead` enters
+them while a step computes them, so that after the step they only have to be marked as computed; if
+the engine then reports other blocks, no block of the prompt is lent any more.
 
-The first trouble ends it (`problem`) and the lease with it: the request then hands over through the
-store. Belongs to the loop's thread but for `hold`.
+The first failure ends it (`problem`) and the lease with it: the request then hands over through the
+store. Belongs to the loop's thread, except `hold`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from services.worker.lender import WorkerLender
 from services.worker.parts import Part
 
 NOT_HELD = "not_held"
-"""A block that was filled is not the one that the request began with, or of other tokens."""
+"""Problem of a filled block that is not the expected one, or holds other tokens."""
 
 _TAIL_HASH = b""
 
 
 class LentPrompt:
-    """See the module."""
+    """Lending of one prompt's blocks under one lease."""
 
     def __init__(
         self,
@@ -51,8 +51,9 @@ class LentPrompt:
         chain_hashes: Sequence[bytes],
         num_ahead: int,
     ) -> None:
-        """num_blocks: of the prompt, an unfilled last one included. chain_hashes: of its full ones.
-        num_ahead: full blocks that a step fills at most."""
+        """Create; `hold` keeps the blocks. num_blocks: blocks of the prompt, including an unfilled
+        last one. chain_hashes: of its full blocks. num_ahead: most full blocks that a step
+        fills."""
         self.lender = lender
         self.problem: str | None = None
         self.lease_id = ""
@@ -77,48 +78,48 @@ class LentPrompt:
         lender.open_prompts.add(self)
 
     def hold(self, engine: WorkerEngine) -> None:
-        """On the engine's thread, right after the request's start. Raises: what
-        LLMEngine.quarantine raises; nothing is held then."""
+        """Quarantine the prompt's blocks, on the engine's thread right after the request's start.
+        Raises: the errors of LLMEngine.quarantine; no block is held then."""
         block_ids = engine.block_ids(self._engine_id)[: self._num_blocks]
         engine.quarantine(self._engine_id, block_ids)
         self._held.extend(block_ids)
 
     @property
     def num_filled(self) -> int:
-        """Leading full blocks that are lent, or can be."""
+        """Return the number of leading full blocks that are lent, or can be."""
         return len(self._filled) if self.problem is None else 0
 
     @property
     def filled(self) -> Sequence[FilledBlock]:
-        """Leading full blocks that were added, lent or not."""
+        """Return the leading full blocks that were added, lent or not."""
         return self._filled
 
     @property
     def refs(self) -> PackedBlocks:
-        """Full blocks from the first on, as they are lent."""
+        """Return the references of the lent full blocks, from the first on."""
         return self._refs
 
     @property
     def part(self) -> Part:
-        """For a handle."""
+        """Return the lent blocks as a part of a handle."""
         return Part(self.lender, self.lease_id, self.refs)
 
     def add(self, blocks: Iterable[FilledBlock]) -> None:
-        """Blocks that are filled, in the order of the prompt; others are passed over."""
+        """Add filled blocks in the order of the prompt; other blocks are ignored."""
         for block in blocks:
             if block.index == len(self._filled):
                 self._filled.append(block)
 
     def lend_later(self) -> asyncio.Task[None]:
-        """`lend` in the background, once at a time; `close` ends it."""
+        """Run `lend` in the background, one at a time; `close` ends it."""
         if self._lending is None or self._lending.done():
             self._lending = start_task(self.lend(), "lending")
         return self._lending
 
     async def lend(self, tail: TailSource | None = None) -> None:
-        """Lend what was added, and then the unfilled last block; whoever waits for them is told
-        before their checksums are begun. What keeps it from that is `problem`. Bounded by the
-        caller."""
+        """Lend the added blocks, and then the unfilled last block. Readers that wait for them are
+        notified before their checksums are computed. A failure is recorded in `problem`. The caller
+        bounds the wait."""
         self._tell()
         if tail is not None:
             self._lend_tail(tail)
@@ -126,13 +127,13 @@ class LentPrompt:
             await self._seal()
 
     def look_ahead(self) -> None:
-        """Enter the blocks that the next step fills. Any time; nothing happens where it is too
-        late, or too early."""
+        """Enter the blocks that the next step fills, so that they can be lent as soon as it ends.
+        Does nothing where it is too late or too early."""
         if self._held and not (self._is_handed_over or self._is_closed):
             self._enter(min(len(self._filled) + self._num_ahead, len(self._chain_hashes)))
 
     def _enter(self, end: int) -> None:
-        """Full blocks up to `end`, which nobody can read yet."""
+        """Enter full blocks up to `end` with the lender; they cannot be read yet."""
         first = self._num_entered
         if self.problem is not None or end <= first:
             return
@@ -150,7 +151,7 @@ class LentPrompt:
         self._lent.update(block_ids)
 
     def _tell(self) -> None:
-        """What was added can be read."""
+        """Make the added blocks readable."""
         first, end = self._num_told, len(self._filled)
         if self.problem is not None or end == first:
             return
@@ -200,13 +201,13 @@ class LentPrompt:
         self._refs += refs
 
     def _fail(self, problem: str) -> None:
-        """Whoever waits for more of the lease, or reads what nobody will vouch for, hears of it."""
+        """Record a problem and end the lease, so that readers and waiting callers fail."""
         self.problem = problem
         self.release()
 
     def hand_over(self, ttl_s: float) -> bool:
-        """What is lent belongs to whoever gets the handle now, for `ttl_s`. Returns: whether it
-        does; else see `problem`."""
+        """Hand the lease over to the holder of the handle for `ttl_s` seconds. Returns: whether
+        that worked; else `problem` says why not."""
         if self.problem is None:
             try:
                 self.lender.hand_over(self.lease_id, ttl_s)
@@ -221,7 +222,7 @@ class LentPrompt:
             self.lender.release(self.lease_id)
 
     def close(self, *, is_handed_over: bool) -> None:
-        """The request is over: give back what nobody can read. Idempotent."""
+        """End the request's part: return the blocks that no reader can read. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

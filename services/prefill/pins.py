@@ -1,11 +1,11 @@
-"""Pins: what one prefill request has pinned in stores, beside what its writer writes under.
+"""Pins: leases that one prefill request holds in stores, besides its writer's.
 
-Life of a pin: `add` when a store has answered a match -> `take` by the writer that goes on under
-its lease, or `keep`, which gives up all others -> `hand_over` (the handle names it) or `release`
-(the request ended otherwise). After `start_renewing` those that are held do not lapse meanwhile.
+Life of a pin: `add` when a store has answered a match -> `take` by the writer that continues under
+its lease, or `keep`, which releases all others -> `hand_over` (the handle names it) or `release`
+(the request ended otherwise). After `start_renewing` the held leases do not expire meanwhile.
 
-Invariant: a lease that was pinned is a pin here, or its writer's, or the handle's, or is being
-given back. Belongs to the loop's thread.
+Invariant: a lease that was pinned belongs to a pin here, to the writer or to the handle, or is
+being released. Belongs to the loop's thread.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from services.worker.block_writer import RENEWALS_PER_TTL, ReleaseLater
 from services.worker.connector import StoreConnector
 
 MIN_RENEWAL_S = 0.01
-"""Never more often, however little is left of the request's time."""
+"""Shortest time between renewals in seconds, however little of the request's time is left."""
 
 
 @dataclass(eq=False)
 class Pin:
-    """Blocks 0.. of one prompt in one store, held by one lease (empty: nothing is pinned)."""
+    """Leading blocks of a prompt in one store, held by one lease (empty: no block is pinned)."""
 
     client: KvStoreClient
     lease_id: str
     refs: tuple[Block, ...]
     release_later: ReleaseLater
-    """Of whoever keeps the client."""
+    """Function that releases leases of the client in the background."""
     num_hits: int = 0
-    """How often the last of `refs` was matched before."""
+    """Number of earlier matches of the last of `refs`."""
 
     def release(self) -> None:
-        """Give the lease back in the background."""
+        """Release the lease in the background."""
         self.release_later(self.client, [self.lease_id])
 
 
 class Pins:
-    """See the module."""
+    """Leases of one request, renewed together and released or handed over at its end."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Pins:
         renew_budget_s: float,
         deadline: Deadline,
     ) -> None:
-        """ttl_s: how long a lease shall live from now on."""
+        """Create without pins. ttl_s: lease time in seconds from each renewal on."""
         self._connector = connector
         self._ttl_s = ttl_s
         self._renew_budget_s = renew_budget_s
@@ -64,45 +64,43 @@ class Pins:
 
     @property
     def held(self) -> tuple[Pin, ...]:
-        """In the order in which they were added."""
+        """Return the held pins in the order in which they were added."""
         return tuple(self._pins)
 
     def add(self, pin: Pin) -> None:
-        """A store has pinned something for this request."""
+        """Add a pin that a store has granted for this request."""
         self._pins.append(pin)
 
     def anew(self, pin: Pin) -> Pin | None:
-        """For one that is held no more: the same store, with nothing pinned yet. None: it is
-        gone."""
+        """Return an empty pin at the same store, for a pin that is held no longer; None: the store
+        is gone."""
         if pin.client.broken is not None:
             return None
         self.add(Pin(pin.client, "", (), pin.release_later))
         return self._pins[-1]
 
     def take(self, pin: Pin) -> Pin:
-        """From here on its lease is the caller's."""
+        """Remove a pin, whose lease is the caller's from here on."""
         self._pins.remove(pin)
         return pin
 
     def keep(self, pins: Collection[Pin]) -> None:
-        """Give up all others, at once."""
+        """Release all pins but these, at once."""
         for pin in [pin for pin in self._pins if pin not in pins]:
             self._give_up(pin)
 
     def start_renewing(self) -> None:
-        """From now on what is held is renewed in time. Idempotent."""
+        """Start to renew the held leases in time. Idempotent."""
         if self._renewing is None:
             self._renewing = start_task(self._renew_often(), "prefix leases")
 
     async def renew(self) -> None:
-        """Renew all, now, at once. One that cannot be renewed is held no more."""
+        """Renew all leases now, concurrently. One that cannot be renewed is no longer held."""
         await asyncio.gather(*(self._renew(pin) for pin in self.held))
 
     def hand_over(self, lease_ids: Collection[str]) -> tuple[Pin, ...]:
-        """The end: these leases are a handle's now, and the others are given back.
-
-        Returns: the pins handed over.
-        """
+        """Hand these leases over to a handle and release the others. Returns: the pins handed
+        over."""
         handed_over = tuple(pin for pin in self._pins if pin.lease_id in lease_ids)
         for pin in handed_over:
             self._pins.remove(pin)
@@ -110,7 +108,7 @@ class Pins:
         return handed_over
 
     def release(self) -> None:
-        """The end: give back what is held. Idempotent."""
+        """Release all held leases at the end. Idempotent."""
         pins, self._pins = self._pins, []
         task, self._renewing = self._renewing, None
         if task is None:
@@ -146,7 +144,7 @@ class Pins:
             self._lose(pin)
 
     def _lose(self, pin: Pin) -> None:
-        """Nobody may be told of it any more; it lapses, or is gone already."""
+        """Remove a pin that can no longer be used; its lease expires or is gone already."""
         if pin in self._pins:
             self._give_up(pin)
 

@@ -1,5 +1,5 @@
-"""PrefixFetch: brings a prompt's KV into the blocks reserved for it: what this device has, then
-what the home store has, then what the router's hints say of other nodes' stores.
+"""PrefixFetch: loads a prompt's cached KV into the blocks reserved for it: from this device, then
+the home store, then other nodes' stores that the router's hints name.
 
 A hint is no more than that: each store is asked, pins what it really has, and what it sends is
 verified. What does not come is left to the engine to compute, and counted by reason; the next store
@@ -42,21 +42,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FetchAsk:
-    """Whose prefix, and where to."""
+    """Prompt and destination of a prefix fetch."""
 
     engine_id: str
     reservation: Reservation
     chain_hashes: Sequence[bytes]
-    """Of the full blocks."""
+    """Chain hashes of the full blocks."""
     num_wanted_tokens: int
-    """Leading tokens that can be used."""
+    """Number of leading tokens that can be used."""
     prefix_runs: tuple[PrefixRun, ...]
     ttl_s: float
     deadline: Deadline
 
 
 class PrefixFetch:
-    """One fetch. `num_blocks`: how many leading blocks are there by now."""
+    """One prefix fetch. `num_blocks`: number of leading blocks that are loaded by now."""
 
     def __init__(self, core: WorkerCore, ask: FetchAsk, leg: Leg, pins: Pins) -> None:
         self._core = core
@@ -72,29 +72,28 @@ class PrefixFetch:
 
     @property
     def num_tokens(self) -> int:
-        """Leading tokens whose KV is there."""
+        """Return the number of leading tokens whose KV is loaded."""
         return self.num_blocks * self._size
 
     async def run(self) -> Pin | None:
-        """Fetch.
-
-        Returns: where new blocks go, and under which lease: the caller's from here on. None: no
-            store takes them. What else must stay pinned is left in the pins, to be kept.
-        """
+        """Load the prefix. Returns: the pin under which new blocks are stored, which is the
+        caller's from here on; None: no store takes them. Other pins that a handle needs stay in
+        `Pins`."""
         home = await self._from_home()
         pulled = await self._from_elsewhere()
         self._count_lost()
         return self._choose_place(home, pulled)
 
     def here(self) -> list[FilledBlock]:
-        """The leading blocks that are here."""
+        """Return the leading blocks that are loaded."""
         block_ids, hashes = self._ask.reservation.block_ids, self._ask.chain_hashes
         return [
             FilledBlock(index, block_ids[index], hashes[index]) for index in range(self.num_blocks)
         ]
 
     def missing_at(self, place: Pin) -> list[FilledBlock]:
-        """Blocks that are here and not where the next ones go: to be stored before them."""
+        """Return the loaded blocks that are missing at `place`, which have to be stored before new
+        ones."""
         return self.here()[len(place.refs) :]
 
     # ---- from one store
@@ -113,7 +112,8 @@ class PrefixFetch:
         return pin
 
     async def _from_elsewhere(self) -> list[Pin]:
-        """Pins of stores that gave something, in the order in which they did."""
+        """Load blocks from other nodes' stores. Returns: the pins of stores that had some, in
+        order."""
         # One budget for all: a peer that is slow must not cost it once per run.
         deadline = self._ask.deadline.sooner(self._core.limits.transfer_budget_s)
         pulled: list[Pin] = []
@@ -129,7 +129,7 @@ class PrefixFetch:
         return pulled
 
     async def _pull(self, run: PrefixRun, deadline: Deadline) -> Pin | None:
-        """From one other node's store. Returns: None if nothing came."""
+        """Load blocks from one other node's store. Returns: None if none came."""
         stores = self._core.remote_stores
         self._pins.start_renewing()  # what others have pinned for us must outlive a slow one
         try:
@@ -149,8 +149,8 @@ class PrefixFetch:
     async def _match(
         self, client: KvStoreClient, release_later: ReleaseLater, deadline: Deadline, end_block: int
     ) -> Pin | None:
-        """Pin what a store has of the prompt. Where it does not answer, blocks up to `end_block`
-        are lost."""
+        """Look up and pin a store's blocks of the prompt. Where it does not answer, blocks up to
+        `end_block` count as lost."""
         hashes = self._ask.chain_hashes
         had_s = deadline.left_s()
         try:
@@ -171,8 +171,8 @@ class PrefixFetch:
         return pin
 
     async def _load(self, pin: Pin, deadline: Deadline) -> None:
-        """Copy what `pin` has beyond the blocks that are there, batch by batch: what came before
-        the time ran out is used. What cannot be used is pinned no more."""
+        """Copy the blocks of `pin` beyond those that are loaded, batch by batch; those that came
+        before a timeout are used. What cannot be used is unpinned."""
         end = min(len(pin.refs), self._num_wanted)
         batch_blocks = max(1, self._core.limits.fetch_batch_bytes // self._core.layout.block_bytes)
         while self.num_blocks < end:
@@ -214,7 +214,7 @@ class PrefixFetch:
     # ---- parts
 
     def _runs_elsewhere(self) -> Iterator[PrefixRun]:
-        """Hints of other nodes, if this worker pulls from them."""
+        """Return the hints of other nodes, if this worker pulls from them."""
         if not self._core.settings.remote_transport:
             return
         for run in self._ask.prefix_runs:
@@ -227,12 +227,13 @@ class PrefixFetch:
         return self._home is not None and run.node_id == self._home.node_id
 
     def _lose(self, end_block: int, reason: str) -> None:
-        """Blocks up to `end_block` did not come from where they should be."""
+        """Record that blocks up to `end_block` did not come from where they should be, with the
+        reason."""
         for index in range(self.num_blocks, min(end_block, self._num_wanted)):
             self._reasons.setdefault(index, reason)
 
     def _count_lost(self) -> None:
-        """Of what has to be computed: what should have been in a store, by reason."""
+        """Count the tokens to compute that should have been in a store, by reason."""
         ends = [run.end_block for run in self._runs_elsewhere()]
         if self._home is not None:
             ends += [run.end_block for run in self._ask.prefix_runs if self._is_home(run)]
@@ -250,7 +251,7 @@ class PrefixFetch:
             )
 
     def _choose_place(self, home: Pin | None, pulled: Sequence[Pin]) -> Pin | None:
-        """Where new blocks go. The pins that a handle needs beside it are kept."""
+        """Choose where new blocks are stored. The other pins that a handle needs are kept."""
         kept: list[Pin] = []
         held = self._pins.held  # without those whose lease could not be renewed meanwhile
         pulled = [pin for pin in pulled if pin in held]
@@ -273,7 +274,8 @@ class PrefixFetch:
 def _as_far_as_ours(
     refs: Sequence[Block], chain_hashes: Sequence[bytes], block_size: int
 ) -> tuple[Block, ...]:
-    """The leading blocks that are full ones of our prompt: a store's word is checked, too."""
+    """Return the leading blocks that are full blocks of this prompt: a store's answer is checked,
+    too."""
     num_ours = 0
     for ref, chain_hash in zip(refs, chain_hashes, strict=False):
         if ref.chain_hash != chain_hash or ref.num_tokens != block_size:

@@ -1,4 +1,4 @@
-"""The prefill role, as `services.worker.main` runs it."""
+"""PrefillRole: the prefill role of a worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.worker.core import WorkerCore
 
 
 class PrefillRole:
-    """Worker and servicer of one core."""
+    """Prefill worker and gRPC servicer of one core."""
 
     def __init__(self, core: WorkerCore) -> None:
         self.worker = PrefillWorker(core)
@@ -20,20 +20,22 @@ class PrefillRole:
         self._lender = core.lender
 
     def start(self) -> None:
-        """Begin to run the engine, and to end what was lent when its time is over."""
+        """Start the engine's thread and the expiry of leases."""
         self.worker.start()
         if self._lender is not None:
             self._lender.start()
 
     def add_service(self, server: grpc.aio.Server) -> None:
-        """Register with a server that is not started yet."""
+        """Register the Prefill service with a gRPC server that has not been started yet."""
         prefill_pb2_grpc.add_PrefillServicer_to_server(self._servicer, server)
         if self._lender is not None:
             self._lender.add_service(server)
 
     def leave(self, by: Deadline) -> None:
-        """Nothing: what was taken in is answered, and lent prompts are waited for."""
+        """Do nothing: accepted requests are answered, and readers of lent prompts are waited
+        for."""
 
     async def stop(self) -> None:
-        """Refuse who still waits for room; puts behind end, or their time does."""
+        """Refuse requests that wait for room; wait for background puts, within their time
+        budget."""
         await self.worker.stop()

@@ -1,5 +1,4 @@
-"""The Prefill service: one multiplexed stream per router. Messages in, values to the session, one
-message out for all that came since the last.
+"""PrefillServicer: the Prefill gRPC service, with one multiplexed stream per router.
 
 The only module here that knows the stubs.
 """
@@ -40,7 +39,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
-    """A broken stream cancels its prompts; each has its own deadline besides."""
+    """gRPC servicer of Prefill. A broken stream cancels its prompts; each also has its own
+    deadline."""
 
     def __init__(self, core: WorkerCore, worker: PrefillWorker) -> None:
         self._core = core
@@ -108,7 +108,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             raise InvalidArgument("command", "is absent")
 
     def _span(self, traceparent: str) -> Span:
-        """Of one prompt, where the router traces the request."""
+        """Start the span of one prompt, where the router traces the request."""
         core = self._core
         if not (core.tracing.is_on and traceparent):
             return NOOP_SPAN
@@ -143,10 +143,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
 
 class _Caller:
-    """The router at the other end, as one prompt speaks to it.
+    """Sender of one prompt's events to its router.
 
-    Of partial handles that wait to be written only the newest is kept: a router that does not read
-    has one of each prompt waiting here, however much is computed meanwhile.
+    Of partial handles that wait to be written only the newest is kept: for a router that does not
+    read, at most one per prompt waits here, however much is computed meanwhile.
     """
 
     def __init__(
@@ -203,20 +203,22 @@ def _last_message(answer: PrefillAnswer, core: WorkerCore) -> prefill_pb2.Prefil
 
 
 def _handover(number: int) -> HandoverPath:
-    """A way that this version does not know is none that was asked for."""
+    """Convert a handover path; one that this version does not know counts as not requested."""
     known = number in {int(path) for path in HandoverPath}
     return HandoverPath(number) if known else HandoverPath.UNSPECIFIED
 
 
 def _wants_embedding(request: prefill_pb2.PrefillRequest) -> bool:
-    """Raises: InvalidArgument for one that would go on after its first token."""
+    """Return whether the request is for an embedding. Raises: InvalidArgument if it would continue
+    after its first token."""
     if request.wants_embedding and (request.wants_handle or request.sampling.max_tokens != 1):
         raise InvalidArgument("wants_embedding", "goes with one token and without a handle")
     return request.wants_embedding
 
 
 def _prefix_runs(hints: Iterable[common_pb2.PrefixRun]) -> tuple[PrefixRun, ...]:
-    """Raises: InvalidArgument for runs with a gap, without blocks, or without a store's life."""
+    """Convert the router's hints. Raises: InvalidArgument for runs with a gap, without blocks, or
+    without a store's incarnation."""
     runs: list[PrefixRun] = []
     for hint in hints:
         if hint.first_block != (runs[-1].end_block if runs else 0) or not hint.num_blocks:

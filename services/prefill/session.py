@@ -1,9 +1,9 @@
-"""One router's stream: its keys, the prompts behind them, and the end of all of them when it
-breaks.
+"""PrefillSession: one router's stream: its keys, the prompts behind them, and their cancellation
+when it breaks.
 
-States of a key: RUNNING -> its account | its failure, each the last word; a cancel leads from
-RUNNING to the failure CANCELLED and is nothing afterwards. Law: a handle is the router's from the
-moment when its account was written; one whose account was not is taken back.
+States of a key: RUNNING -> its answer | its failure, each the last message; a cancel leads from
+RUNNING to the failure CANCELLED and has no effect afterwards. Invariant: a handle belongs to the
+router once its answer was written; an answer that was not written is taken back.
 
 Knows no stubs. Belongs to the loop's thread.
 """
@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 
 
 class EventSink(Audience, Protocol):
-    """One key's way out. None of it blocks."""
+    """Interface to send the events of one key; its methods do not block."""
 
     def answered(self, answer: PrefillAnswer) -> None:
-        """The account. Raises: when it cannot be told."""
+        """Send the answer. Raises: when it cannot be sent."""
 
     def failed(self, error: BaseException) -> None: ...
 
 
 class PrefillSession:
-    """See the module."""
+    """Prompts of one stream, by the router's keys."""
 
     def __init__(self, worker: PrefillWorker) -> None:
         self._worker = worker
@@ -49,7 +49,8 @@ class PrefillSession:
     def begin(
         self, key: int, ask: PrefillAsk, deadline: Deadline, sink: EventSink, span: Span
     ) -> None:
-        """Begin a prompt; `span` ends with it. Raises: AlreadyExists when the key is in use."""
+        """Start to prefill a prompt; `span` ends with it. Raises: AlreadyExists when the key is in
+        use."""
         if key in self._tasks:
             raise AlreadyExists(f"key {key} is in use on this stream")
         self._idle.clear()
@@ -58,22 +59,22 @@ class PrefillSession:
         self._tasks[key].add_done_callback(lambda _: self._over(key))
 
     def cancel(self, key: int) -> None:
-        """End a prompt; nothing happens when it is over already."""
+        """Cancel a prompt; one that is over is ignored."""
         task = self._tasks.get(key)
         if task is not None:
             task.cancel()
 
     def told(self, key: int) -> None:
-        """The key's account was written: its handle is the router's."""
+        """Record that the key's answer was written, so that its handle belongs to the router."""
         self._untold.pop(key, None)
 
     async def wait_idle(self) -> None:
-        """Until every prompt of the stream is over. Each has its own deadline."""
+        """Wait until every prompt of the stream is over. Each has its own deadline."""
         await self._idle.wait()
 
     def close(self) -> None:
-        """The stream is gone: cancel all of its prompts, and take back what nobody heard of.
-        Idempotent. Raises: what taking one back has raised, when all of them were."""
+        """Cancel all prompts because the stream has ended, and take back the answers that were not
+        delivered. Idempotent. Raises: the error of taking one back, after all of them were."""
         self._is_closed = True
         for task in list(self._tasks.values()):
             task.cancel()
@@ -99,7 +100,7 @@ class PrefillSession:
             sink.failed(error)
 
     def _tell(self, key: int, answer: PrefillAnswer, sink: EventSink) -> None:
-        """Raises: when it cannot be told; whoever made the answer takes it back then."""
+        """Send an answer. Raises: when it cannot be sent; the caller then takes the answer back."""
         if self._is_closed:
             raise Cancelled("the stream is gone")
         sink.answered(answer)

@@ -1,4 +1,5 @@
-"""A prefill worker's requests. Each is one coroutine; each ends by giving back all it took.
+"""PrefillWorker: runs prefill requests, each as one coroutine that ends by releasing all its
+resources.
 
 Life of a request (a cancel or the deadline may end it in any state):
 
@@ -52,20 +53,23 @@ from services.worker.write_behind import WriteChain
 
 
 class Audience(Protocol):
-    """Whoever asked. Each returns when it is on its way; one at a time."""
+    """Interface to send a request's events; each method returns when the event is queued. One call
+    at a time."""
 
     async def show_firsts(self, firsts: Firsts) -> None:
-        """The first token of each sample; once."""
+        """Send the first token of each sample; called once."""
 
     async def show_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Of the prompt's next tokens; all before the first tokens."""
+        """Send log-probabilities of the prompt's next tokens; all are sent before the first
+        tokens."""
 
     async def show_partial(self, handle: handles.Handle) -> None:
-        """What can be fetched while prefill still runs; before the first tokens."""
+        """Send a partial handle to what can be fetched while prefill still runs; before the first
+        tokens."""
 
 
 class PrefillWorker:
-    """See the module."""
+    """Prefill requests of one worker."""
 
     def __init__(self, core: WorkerCore) -> None:
         self._core = core
@@ -80,18 +84,17 @@ class PrefillWorker:
         core.num_queued_tokens = self._num_queued_tokens
 
     def start(self) -> None:
-        """Begin to run the engine. Called once, on the loop."""
+        """Start the engine's thread; called once, on the event loop."""
         self._core.thread.start(self._on_step, self._on_failure)
 
     async def stop(self) -> None:
-        """Refuse the requests that still wait for room; write behind what is left, for a bounded
-        time."""
+        """Refuse the requests that wait for room; store remaining blocks, for a bounded time."""
         await self._admission.stop()
         await self._core.write_behind.stop()
 
     @property
     def states(self) -> dict[str, PrefillState]:
-        """Of the live requests, by their name in the engine."""
+        """Return the states of the live requests, by their engine request id."""
         return {engine_id: job.state for engine_id, job in self._jobs.items()}
 
     async def prefill(
@@ -102,7 +105,7 @@ class PrefillWorker:
         tell: Callable[[PrefillAnswer], None] = lambda answer: None,
     ) -> PrefillAnswer:
         """Prefill one prompt and draw the next token of each sample, which `audience` gets at once;
-        then store the KV.
+        then store or lend the KV.
 
         Cancelling this coroutine is cancelling the request.
         Args: tell: called with the answer as soon as it is there; what the request still holds is
@@ -165,8 +168,8 @@ class PrefillWorker:
         )
 
     def _num_queued_tokens(self) -> int:
-        """Prompt tokens that its requests have yet to compute, by what was known when they began:
-        what routers reckon with."""
+        """Return the number of prompt tokens that live requests have yet to compute, as estimated
+        at their start; routers balance by it."""
         size = self._core.model.block_size
         return sum(
             job.num_to_compute(size) for job in self._jobs.values() if job.state in BEFORE_FIRST
@@ -213,10 +216,8 @@ class PrefillWorker:
         return answer
 
     async def _fetch(self, job: PrefillJob, reservation: Reservation) -> int:
-        """Bring what the stores have beyond the local prefix, and open the way for what comes next.
-
-        Returns: tokens whose KV is there now.
-        """
+        """Load what the stores have beyond the local prefix, and prepare to store new blocks.
+        Returns: number of tokens whose KV is loaded."""
         job.chain_hashes = self._hashes(job, reservation)
         ask = FetchAsk(
             engine_id=job.engine_id,
@@ -242,8 +243,8 @@ class PrefillWorker:
         return fetch.num_tokens
 
     async def _wait_for_firsts(self, job: PrefillJob, audience: Audience) -> Firsts:
-        """Until the first tokens are drawn. Meanwhile say what can be fetched already, and tell the
-        prompt's log probabilities."""
+        """Wait until the first tokens are drawn. Meanwhile send partial handles and the prompt's
+        log-probabilities."""
         job.first.add_done_callback(lambda _: job.early.news.set())
         while not job.first.done():
             await job.early.news.wait()
@@ -257,7 +258,7 @@ class PrefillWorker:
         return await job.first
 
     async def _show_prompt_logprobs(self, job: PrefillJob, audience: Audience) -> None:
-        """Those that have come since the last time."""
+        """Send the prompt log-probabilities that have come since the last call."""
         if job.prompt_logprobs:
             logprobs, job.prompt_logprobs = job.prompt_logprobs, []
             await audience.show_prompt_logprobs(logprobs)
@@ -265,10 +266,8 @@ class PrefillWorker:
     async def _store(
         self, job: PrefillJob, firsts: Firsts, reservation: Reservation
     ) -> PrefillAnswer:
-        """Lend the prompt, or wait for the puts that the handle names; the tail goes last.
-
-        Returns: with the handle, if one is wanted and there is something to hand.
-        """
+        """Lend the prompt, or wait for the puts that the handle names; the tail goes last. Returns:
+        the answer, with a handle if one is wanted and there are blocks to hand over."""
         goes_on = any(event.finish_reason is None for event in firsts)
         wants_handle = job.ask.wants_handle and goes_on
         num_full_blocks, num_rest = divmod(job.ask.num_context_tokens, self._core.model.block_size)
@@ -306,7 +305,7 @@ class PrefillWorker:
         return self._handover.from_store(job, job.writer, written)
 
     def _account_behind(self, job: PrefillJob) -> None:
-        """What of the prompt is in the store when its answer goes out."""
+        """Count the prompt's blocks that are in the store when its answer is sent."""
         chain, place = job.behind, job.place
         if chain is None or place is None:
             return
@@ -328,7 +327,7 @@ class PrefillWorker:
         )
 
     def _close(self, job: PrefillJob) -> None:
-        """Give back what the request holds, once; after DONE some leases are the handle's."""
+        """Release what the request holds, once; after DONE some leases belong to the handle."""
         if self._jobs.pop(job.engine_id, None) is None:
             return
         handed_over = job.handed_over if job.state is PrefillState.DONE else frozenset()
@@ -403,7 +402,7 @@ class PrefillWorker:
         )
 
     def _on_more(self, job: PrefillJob) -> None:
-        """More of the prompt may be fetched than before."""
+        """Note that more of the prompt can be fetched than before."""
         num_blocks = [len(pin.refs) for pin in job.pins.held]
         if job.lent is not None:
             num_blocks.append(job.lent.num_filled)
@@ -427,8 +426,8 @@ class PrefillWorker:
     def _begin_behind(
         self, job: PrefillJob, place: Pin, num_filled: int, num_stored: int
     ) -> WriteChain:
-        """The prompt's chain into the store of `place`, which has its leading `num_stored`
-        blocks. num_filled: leading blocks that are computed or loaded."""
+        """Begin the background chain of the prompt at the store of `place`, which has its leading
+        `num_stored` blocks. num_filled: leading blocks that are computed or loaded."""
         is_home = place.release_later == self._core.connector.release_later
         return self._core.write_behind.begin(
             job.ask.tenant,
@@ -439,7 +438,7 @@ class PrefillWorker:
         )
 
     def _end_behind(self, job: PrefillJob, chain: WriteChain) -> None:
-        """The request is over."""
+        """End the background chain of a finished request."""
         behind, lent = self._core.write_behind, job.lent
         if job.state is not PrefillState.DONE or chain.problem:
             behind.drop(chain)
@@ -453,7 +452,7 @@ class PrefillWorker:
             )
 
     def _go_through_store(self, job: PrefillJob) -> None:
-        """Its blocks cannot be lent: the handle will name what lies in the store."""
+        """Switch to a handover through the store, because the request's blocks cannot be lent."""
         place, chain, lent = job.place, job.behind, job.lent
         if place is None or chain is None or lent is None or job.writer is not None:
             return
@@ -464,7 +463,8 @@ class PrefillWorker:
 
 
 def _start(engine: WorkerEngine, job: PrefillJob, num_loaded_tokens: int) -> None:
-    """On the engine's thread. What shall be lent is kept in place from the start."""
+    """Start the request, on the engine's thread; blocks that will be lent are quarantined from the
+    start."""
     engine.start(
         job.engine_id,
         num_loaded_tokens=num_loaded_tokens,

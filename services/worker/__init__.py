@@ -1,3 +1,2 @@
-"""What the prefill and the decode worker share: the engine's thread, the store connector, the
-handle, the heartbeat.
-"""
+"""Code shared by prefill and decode workers: the engine's thread, the store connector, KV handles
+and the registry heartbeat."""

@@ -1,20 +1,20 @@
-"""The LoRA adapters of one worker: loaded at start, by call, and as the cluster wishes; known by
-name and content.
+"""The LoRA adapters of one worker: loaded at start, by RPC, or by the cluster's desired state;
+identified by name and content.
 
-Of one name several contents can be here at once: requests that began with the old one end on it
-while new ones get the new. The engine knows them by content alone: its name for an adapter is the
-digest. It runs in a thread of its own, so what is known here is as of the last change. A request is
-checked twice: here, when it comes, and on the engine's thread in the moment its blocks are reserved
-(`check_digest`), because from then on the engine keeps the adapter in place. Files are read by a
-thread of their own, for a file system may hang: the engine's thread only puts in place what was
-read. Belongs to the loop's thread, but for `check_digest`.
+Several contents of one name can be loaded at once: requests that began with the old one end on it
+while new ones get the new. The engine identifies them by content alone: its name for an adapter is
+the digest. The engine runs in a thread of its own, so the table here is as of the last change. A
+request is checked twice: here, when it arrives, and on the engine's thread when its blocks are
+reserved (`check_digest`); from then on the engine keeps the adapter in place. Files are read by a
+thread of their own, since a file system may hang: the engine's thread only puts the weights in
+place. Belongs to the loop's thread, except `check_digest`.
 
-Life of a content: loaded -> held (for a load of the whole cluster, until a time) -> wished ->
-dropped, when a wish of its name leaves it out and no request uses it. One that was loaded at start,
-or by a call without a time, stays as long as nothing is wished of its name.
+Life of a content: loaded -> held (for a load across the whole cluster, until a time) -> wanted ->
+unloaded, when the desired state of its name leaves it out and no request uses it. One that was
+loaded at start, or by an RPC without a hold time, stays as long as the desired state does not
+contain its name.
 
-Invariant: what is known here follows the engine, whatever becomes of the caller that asked for the
-change.
+Invariant: the table follows the engine, even when the caller of a change is cancelled.
 """
 
 from __future__ import annotations
@@ -53,42 +53,45 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Key = tuple[str, str]
-"""Name and digest (hex)."""
+"""Adapter name and content digest (hex)."""
 
 READ_TIMEOUT_S = 120.0
-"""For all of an adapter's files. Guessed: a gigabyte from a slow disk."""
+"""Seconds to read all of an adapter's files. Guessed: a gigabyte from a slow disk."""
 
 MAX_NUM_READING = 4
-"""Adapters read at a time, those whose file system hangs counted. Guessed."""
+"""Most adapters that are read at a time, including those whose file system hangs. Guessed."""
 
 RETRY_S = 10.0
-"""Between two attempts to load what the cluster wishes and this worker could not load. Guessed."""
+"""Seconds between attempts to load an adapter that the cluster wants and this worker could not
+load. Guessed."""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """A content is kept although nothing says yet that the cluster wishes it."""
+    """A temporary hold on a loaded adapter that the cluster's desired state does not name yet."""
 
     until_s: float
     version: int
-    """Of the wish that is to be changed: a later one says what has become of that."""
+    """Version of the desired state that is about to be changed: a later one decides about the
+    adapter."""
 
 
 @dataclass
 class Known:
-    """What a worker knows of its adapters beside what its engine does."""
+    """State of a worker's adapters that is kept beside the engine's own."""
 
     keys: set[Key] = field(default_factory=set)
-    """What is loaded."""
+    """Adapters that are loaded."""
 
     holds: dict[Key, Hold] = field(default_factory=dict)
-    """Of that, what is held for a load of the whole cluster."""
+    """Adapters among them that are held for a load across the whole cluster."""
 
     wishes: Wishes = field(default_factory=dict)
 
 
 class WorkerAdapters:
-    """See the module. `on_change` is called when routers should hear of a change."""
+    """LoRA adapters of one worker, and the loading and unloading of them. `on_change` is called
+    when routers should learn of a change."""
 
     def __init__(
         self,
@@ -100,8 +103,11 @@ class WorkerAdapters:
         read_timeout_s: float = READ_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """model_names: of the model that adapters are of: requests name both in one field.
-        known: to the life before, over the same engine."""
+        """Create the adapter table of one worker life.
+
+        model_names: names of the base model, which share one request field with adapter names.
+        known: adapters of the previous life over the same engine.
+        """
         self._thread = thread
         self._model_names = frozenset(model_names)
         self._read_timeout_s = read_timeout_s
@@ -114,8 +120,8 @@ class WorkerAdapters:
         self.on_change: Callable[[], None] = _nobody
 
     def check(self, name: str, digest: str) -> None:
-        """Raises: FailedPrecondition when this content of the adapter is not loaded (any more):
-        another worker may have it."""
+        """Check that an adapter with this name and content is loaded. Raises: FailedPrecondition
+        otherwise; another worker may have it."""
         if name and (name, digest) not in self.known.keys:
             has_other = any(known == name for known, _ in self.known.keys)
             what = f"has other content under {name!r}" if has_other else f"{name!r} is not loaded"
@@ -125,10 +131,10 @@ class WorkerAdapters:
         self, name: str, folder: Path, *, hold_s: float = 0.0, version: int = 0
     ) -> AdapterInfo:
         """Read and load an adapter beside other contents of its name; the engine's steps wait only
-        while it is put in place.
+        while its weights are put in place.
 
-        Args: hold_s: it is dropped after so long unless the cluster wishes it; 0: it stays.
-            version: of the wish that is to be changed.
+        Args: hold_s: seconds after which it is dropped unless the cluster wants it; 0: it stays.
+            version: version of the desired state that is about to be changed.
         Raises: InvalidArgument naming what is wrong with its name or files; NoCapacity; Unavailable
             when the files cannot be read in time. Nothing changed then.
         """
@@ -141,7 +147,7 @@ class WorkerAdapters:
     async def _load(
         self, name: str, folder: Path, *, hold_s: float = 0.0, version: int = 0, digest: str = ""
     ) -> AdapterInfo:
-        """digest: that the content must have; empty: any."""
+        """Read and load an adapter. digest: digest that the content must have; empty: any."""
         limits = await self._thread.call(lambda engine: engine.adapter_limits())
         adapter = await self._read(folder, limits)
         key = (name, adapter.digest)
@@ -167,8 +173,8 @@ class WorkerAdapters:
         return info
 
     async def unload(self, name: str, digest: str = "") -> None:
-        """One content of the name if it is held only, or all (digest empty); never what the cluster
-        wishes.
+        """Unload one content of an adapter if it is only held, or all contents (digest empty);
+        never one that the cluster wants.
 
         Raises: NotFound; FailedPrecondition while requests use it.
         """
@@ -184,8 +190,8 @@ class WorkerAdapters:
                 await self._drop(key)
 
     def follow(self, raw: Mapping[bytes, bytes]) -> None:
-        """What the cluster wishes, as Redis has it now: load what is missing, drop what is not
-        wished any more."""
+        """Apply the cluster's desired adapters, as read from Redis: load those that are missing,
+        unload those that are no longer wanted."""
         problems: list[str] = []
         read = adapter_wishes.parse(raw, problems)
         for problem in problems:
@@ -198,7 +204,7 @@ class WorkerAdapters:
             self._following = start_task(self._follow_wishes(), "adapter-wishes")
 
     async def stop(self) -> None:
-        """Follow no wishes any more."""
+        """Stop following the desired state."""
         await end_tasks([self._following])
         self._following = None
 
@@ -239,7 +245,7 @@ class WorkerAdapters:
                 )
 
     async def _drop(self, key: Key) -> None:
-        """Raises: FailedPrecondition while requests use it."""
+        """Unload one adapter from the engine. Raises: FailedPrecondition while requests use it."""
         name, digest = key
         is_shared = any(other != name and d == digest for other, d in self.known.keys)
 
@@ -258,7 +264,8 @@ class WorkerAdapters:
         logs.event(logger, "adapter_dropped", adapter=name, digest=digest)
 
     async def _change(self, change: Callable[[WorkerEngine], T], then: Callable[[], object]) -> T:
-        """Run a change between two steps; what is known here is told of it before the caller."""
+        """Run a change of the engine's adapters between two steps, and record it here before the
+        caller continues."""
         loop = asyncio.get_running_loop()
 
         def changed(engine: WorkerEngine) -> T:
@@ -278,7 +285,8 @@ class WorkerAdapters:
         return ", ".join(sorted({name for name, _ in self.known.keys})) or "none"
 
     async def _read(self, folder: Path, limits: LoraLimits) -> Adapter:
-        """On a daemon thread: one that hangs is given up, and counts until it comes back."""
+        """Read an adapter's files on a daemon thread: one that hangs is abandoned, and counts until
+        it returns."""
         self._readers = [reader for reader in self._readers if reader.is_alive()]
         if len(self._readers) >= MAX_NUM_READING:
             raise NoCapacity(f"adapter: {MAX_NUM_READING} are being read already")
@@ -315,7 +323,7 @@ class WorkerAdapters:
             ) from error
 
     def to_proto(self) -> list[common_pb2.AdapterStatus]:
-        """Those that are loaded, by name and content."""
+        """Return the loaded adapters as protobuf messages, by name and content."""
         return [
             info_to_proto(name, self._infos[digest]) for name, digest in sorted(self.known.keys)
         ]
@@ -324,8 +332,8 @@ class WorkerAdapters:
 def unwanted(
     loaded: Iterable[Key], wishes: Wishes, holds: Mapping[Key, Hold], now_s: float
 ) -> list[Key]:
-    """What is loaded and should not be: neither wished nor held, of a name of which something is
-    wished; or held for longer than was asked, or until another change of the name came."""
+    """Return the adapters to unload: those neither wanted nor held whose name the desired state
+    contains, and those whose hold has expired or was overtaken by a later change of the name."""
     keys = []
     for name, digest in sorted(loaded):
         wish = wishes.get(name)
@@ -344,7 +352,7 @@ def unwanted(
 def missing(
     loaded: Collection[Key], wishes: Iterable[common_pb2.AdapterWish]
 ) -> list[tuple[Key, str]]:
-    """What is wished and not loaded, with its folder where that is known."""
+    """Return the adapters that are wanted and not loaded, with their folder where it is known."""
     return [
         ((wish.name, version.digest), version.folder)
         for wish in wishes
@@ -354,18 +362,18 @@ def missing(
 
 
 def info_to_proto(name: str, info: AdapterInfo) -> common_pb2.AdapterStatus:
-    """One adapter on the wire."""
+    """Convert one adapter to its protobuf message."""
     return common_pb2.AdapterStatus(
         name=name, digest=info.digest, rank=info.rank, num_bytes=info.num_bytes
     )
 
 
 def check_digest(engine: WorkerEngine, digest: str) -> None:
-    """On the engine's thread, with the reservation: the content that the request's chain hashes are
-    keyed with is loaded still. Raises: FailedPrecondition."""
+    """Check, in the engine job that reserves a request's blocks, that the adapter content its chain
+    hashes are keyed with is still loaded. Raises: FailedPrecondition."""
     if digest and all(info.digest != digest for info in engine.adapters()):
         raise FailedPrecondition(f"adapter: {digest[:16]} was unloaded meanwhile")
 
 
 def _nobody() -> None:
-    """Nobody wants to hear of changes."""
+    """Ignore a change; the default for `on_change`."""

@@ -1,9 +1,8 @@
-"""First come, first served wait for blocks of the engine.
+"""Admission queue for blocks of the engine, first come, first served.
 
-Invariant: a request never takes blocks while one that came earlier still waits. All who wait are
-tried by one engine call (arrivals of one step join the same next step), in order, up to the first
-that finds no room; they are tried again when somebody says that room may have come. Belongs to the
-loop's thread.
+Invariant: a request never takes blocks while one that came earlier still waits. One engine call
+tries all waiting requests (arrivals of one step join the same next step), in order, up to the first
+that finds no room; they are tried again after `room_may_have_come`. Belongs to the loop's thread.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class _Waiter:
 
 
 class Admission:
-    """The queue in front of `engine.reserve`, at most `max_waiting` long."""
+    """FIFO queue in front of `engine.reserve`, at most `max_waiting` requests long."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class Admission:
         max_waiting: int,
         on_full: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_full: called when a request has found no room."""
+        """Create an empty queue. on_full: called when a request has found no room."""
         self._thread = thread
         self._max_waiting = max_waiting
         self._on_full = on_full
@@ -54,9 +53,9 @@ class Admission:
         return len(self._waiting)
 
     async def reserve(self, request: Request, deadline: Deadline) -> Reservation:
-        """Wait for room and take it, if the request's adapter is still loaded.
+        """Wait for room and reserve it, if the request's adapter is still loaded.
 
-        Whoever calls posts an `abort` of the request's id if this ends in any other way than by
+        The caller posts an `abort` of the request's id if this ends in any other way than by
         returning: a cancelled wait may still have been granted.
         Raises: NoCapacity when the queue is full; DeadlineExceeded; RequestTooLong and what else
         `reserve` refuses.
@@ -81,12 +80,12 @@ class Admission:
                 self._wake.set()
 
     def room_may_have_come(self) -> None:
-        """Blocks were given back: try those who wait again."""
+        """Retry the waiting requests; called when blocks have been freed."""
         if self._waiting:
             self._wake.set()
 
     async def stop(self) -> None:
-        """End; whoever still waits is refused."""
+        """Stop the queue; requests that still wait are refused."""
         await end_tasks([self._pump])
         for waiter in self._waiting:
             if not waiter.future.done():
@@ -123,7 +122,8 @@ class Admission:
 
 
 def _reserve_in_order(engine: WorkerEngine, asked: list[Request]) -> list[Reservation | BatonError]:
-    """One outcome for each request up to the first without room."""
+    """Reserve blocks in order. Returns: one outcome for each request up to the first without
+    room."""
     outcomes: list[Reservation | BatonError] = []
     for request in asked:
         try:

@@ -1,5 +1,5 @@
-"""Puts one request's full blocks into the store, parent first, while the engine computes the next
-ones.
+"""BlockWriter: puts one request's full blocks into the KV store, parent first, while the engine
+computes the next ones.
 
 Life: `add` as blocks are filled (any number of times) -> `finish` with the tail -> done; or
 `cancel` at any time. Blocks that come while a put is under way go together with the next, at most
@@ -31,18 +31,19 @@ from services.worker.connector import StoreConnector, reason_of
 NO_ROOM = "no_room"
 
 RENEWALS_PER_TTL = 3
-"""A lease that is waited under is renewed so often: two may fail before it lapses."""
+"""Renewals per lease time, of a lease held during a wait: two may fail before it expires."""
 
 BATCH_BYTES = 64 * 1024 * 1024
-"""Most that one put moves: its budget is the batch's. Guessed: far above what a call costs."""
+"""Most bytes of one put, which bounds a batch's time. Guessed: far above what a call costs."""
 
 ReleaseLater = Callable[[KvStoreClient, Iterable[str]], None]
-"""Gives leases back in the background."""
+"""Function that releases leases of a store in the background."""
 
 
 @dataclass(frozen=True)
 class TailSource:
-    """The unfilled last block: private name in the store, where it lies here, filled slots."""
+    """The unfilled last block of a prompt: its private name in the store, its place in the cache,
+    and its number of filled slots."""
 
     name: str
     block_id: int
@@ -51,18 +52,18 @@ class TailSource:
 
 @dataclass(frozen=True)
 class Written:
-    """Where the prompt lies in the store now."""
+    """Location of a prompt's blocks in the store."""
 
     refs: tuple[Block, ...]
     tail: Block | None
     lease_id: str
     num_bytes: int
     problem: str | None
-    """Why it is not all of it."""
+    """Reason why the store does not hold the whole prompt; empty if it does."""
 
 
 class BlockWriter:
-    """See the module."""
+    """Writer of one request's full blocks to one store."""
 
     def __init__(
         self,
@@ -80,14 +81,15 @@ class BlockWriter:
         release_later: ReleaseLater | None = None,
         batch_bytes: int = BATCH_BYTES,
     ) -> None:
-        """
+        """Create a writer; it puts nothing before `add`.
+
         Args:
-            refs: blocks 0.. of the prompt that lie in the store already, pinned by `lease_id`
+            refs: leading blocks of the prompt that the store has already, pinned by `lease_id`
                 (empty: none).
-            tenant: whose share of the store the blocks are charged to.
+            tenant: tenant whose share of the store the blocks are charged to.
             on_stored: called whenever `refs` has grown.
-            release_later: of whoever keeps `client`; None: the connector's.
-            batch_bytes: of one put at most, or one block.
+            release_later: releases leases of `client`; None: the connector's function.
+            batch_bytes: most bytes of one put, or one block.
         """
         self.client = client
         self.lease_id = lease_id
@@ -114,26 +116,27 @@ class BlockWriter:
 
     @property
     def refs(self) -> tuple[Block, ...]:
-        """Where the prompt's blocks from the first on lie by now."""
+        """Return the store references of the prompt's leading blocks that are stored by now."""
         return tuple(self._refs)
 
     @property
     def num_stored(self) -> int:
-        """Of `refs`, without a copy."""
+        """Return the length of `refs` without copying it."""
         return len(self._refs)
 
     @property
     def num_bytes(self) -> int:
-        """Written by now."""
+        """Return the number of bytes written by now."""
         return self._num_bytes
 
     @property
     def problem(self) -> str | None:
-        """What has ended it by now; nothing comes behind that."""
+        """Return the reason why the writer has stopped; no further block is stored."""
         return self._problem
 
     def add(self, blocks: Iterable[FilledBlock]) -> None:
-        """Take blocks in the order of the prompt; those that are stored already are passed over."""
+        """Add filled blocks in the order of the prompt; blocks that are stored already are
+        skipped."""
         for block in blocks:
             if block.index == self._next_index:
                 self._pending.append(block)
@@ -141,10 +144,8 @@ class BlockWriter:
         self._wake.set()
 
     async def finish(self, tail: TailSource | None) -> Written:
-        """Wait until everything taken is stored, the tail last.
-
-        Bounded by the deadline and the put budget.
-        """
+        """Wait until every added block is stored, the tail last. Bounded by the deadline and the
+        put budget."""
         self._tail = tail
         self._finishing = True
         self._wake.set()
@@ -154,7 +155,7 @@ class BlockWriter:
         )
 
     def cancel(self) -> None:
-        """End now; then the lease is released, so that nothing stays. Idempotent."""
+        """Cancel the puts and release the lease, so that nothing stays pinned. Idempotent."""
         if not self._task.done():
             self._task.cancel()
         self._connector.spawn(self._release_after_end())
@@ -180,9 +181,8 @@ class BlockWriter:
                 return
 
     async def _wait(self) -> None:
-        """Until there is something to do. A prompt that queues long in the engine keeps its lease
-        meanwhile: what it found in the store stays there.
-        """
+        """Wait until there is work. A prompt that queues long in the engine keeps its lease
+        meanwhile, so that the blocks that were found in the store stay there."""
         while self._problem is None:
             try:
                 async with asyncio.timeout(self._ttl_s / RENEWALS_PER_TTL):

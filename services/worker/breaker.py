@@ -1,5 +1,4 @@
-"""Breaker: when a peer that failed may be tried again. A value and pure functions; the clock and
-the randomness are the caller's.
+"""Breaker: a circuit breaker with exponential back-off for calls to a peer.
 
 A failure opens it for BACKOFF_MIN_S, doubled by each further failure up to BACKOFF_MAX_S: never for
 ever. When that time is over it is half-open: its owner lets one caller try. A success closes it,
@@ -18,9 +17,9 @@ FORGIVE_S = 60.0
 
 @dataclass(frozen=True)
 class Breaker:
-    """num_failures: in a row, none of them FORGIVE_S after the one before. retry_at_s: on the
-    caller's clock; before it nobody tries. is_closed: the last attempt succeeded, or there was
-    none."""
+    """State of a circuit breaker. num_failures: number of consecutive failures, each within
+    FORGIVE_S of the one before. retry_at_s: time on the caller's clock before which no attempt is
+    made. is_closed: the last attempt succeeded, or there was none."""
 
     num_failures: int = 0
     failed_at_s: float = 0.0
@@ -28,20 +27,20 @@ class Breaker:
     is_closed: bool = True
 
     def refuses(self, now_s: float) -> bool:
-        """Nobody may try now."""
+        """Return whether attempts are refused at `now_s`."""
         return not self.is_closed and now_s < self.retry_at_s
 
     def is_half_open(self, now_s: float) -> bool:
-        """One may try, and no other until it is known what came of it."""
+        """Return whether one trial attempt is allowed, and no other until its outcome is known."""
         return not self.is_closed and now_s >= self.retry_at_s
 
     def succeeded(self) -> Breaker:
-        """After an attempt that worked."""
+        """Return the state after a successful attempt."""
         return Breaker(self.num_failures, self.failed_at_s, 0.0, True)
 
     def failed(self, now_s: float, jitter: float) -> Breaker:
-        """After one that did not. jitter: in [0.5, 1], so that many workers do not come at once;
-        the first wait is not shortened."""
+        """Return the state after a failed attempt. jitter: factor in [0.5, 1] that spreads the
+        retries of many workers; the first wait is not shortened."""
         forgiven = now_s - self.failed_at_s > FORGIVE_S
         num_failures = 1 if forgiven else self.num_failures + 1
         doubled_s = BACKOFF_MIN_S * 2 ** min(num_failures - 1, 16)

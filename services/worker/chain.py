@@ -12,7 +12,8 @@ from kvstore.block_hash import HashTurns
 
 @dataclass(frozen=True)
 class Chain:
-    """See the module."""
+    """Chain-hash namespace of one tenant, model and adapter: blocks match only within one
+    namespace."""
 
     root: bytes
     block_size: int
@@ -20,13 +21,13 @@ class Chain:
 
     @property
     def hasher(self) -> BlockHasher:
-        """What the engine is given."""
+        """Return the hash function that an engine request is created with."""
         return partial(block_hash.extend, self.root)
 
     def hashes(self, token_ids: tuple[int, ...]) -> list[bytes]:
-        """Of the full blocks of `token_ids`."""
+        """Return the chain hashes of the full blocks of `token_ids`."""
         return block_hash.chain(self.root, token_ids, self.block_size)
 
     async def hashes_in_turns(self, token_ids: tuple[int, ...], turns: HashTurns) -> list[bytes]:
-        """`hashes`, with turns for whatever else the loop has to do."""
+        """Return `hashes(token_ids)`, yielding to the event loop between pieces of work."""
         return await turns.chain(self.root, token_ids, self.block_size)

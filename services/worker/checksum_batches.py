@@ -1,7 +1,7 @@
-"""ChecksumBatches: batches of blocks whose checksums a device computes, in order, each in a slot of
-a fixed few. Where all slots are taken, whoever wants one takes the numbers out of the oldest, which
-is the first to be over: so callers may begin as much as they like before they ask for a result,
-also several at once, and nobody waits for a slot that he holds himself.
+"""ChecksumBatches: batches of blocks whose checksums a device computes, in order, in a fixed number
+of slots. Where all slots are in use, `begin` first reads the results of the oldest one, which ends
+first: so callers may begin any number of batches before they ask for a result, and no caller waits
+for a slot that it holds itself.
 
 Knows no CUDA: how a slot is filled and asked is its own matter. Any thread. Invariant: a slot is
 free, or of one batch whose numbers were not taken out.
@@ -20,23 +20,25 @@ from kvstore.errors import TransferFailed
 from kvstore.transport.device import Mark
 
 STALL_S = 10.0
-"""A device that has not computed one batch after that long has failed."""
+"""Seconds after which a device that has not computed one batch counts as failed."""
 
 _SPINS = 30
 _NAP_S = 20e-6
 
 
 class Slot(Protocol):
-    """What one batch brings to the device and back. Raises: RuntimeError when the device failed."""
+    """A buffer pair that carries one batch to the device and its checksums back. Raises:
+    RuntimeError when the device failed."""
 
     def start(self, block_ids: Sequence[int], after: Mark | None) -> None:
-        """Give the device the work, behind all that was started before in any slot, and `after`."""
+        """Start the computation on the device, after all work that was started before in any slot,
+        and after `after`."""
 
     def is_over(self) -> bool:
-        """Whether what was started last is."""
+        """Return whether the last started batch has finished."""
 
     def values(self, count: int) -> list[int]:
-        """Its first numbers, once it is over."""
+        """Return the first `count` checksums of the finished batch."""
 
 
 S = TypeVar("S", bound=Slot)
@@ -44,7 +46,7 @@ S = TypeVar("S", bound=Slot)
 
 @dataclass(eq=False)
 class _Part(Generic[S]):
-    """A batch. `values` once its slot was given up."""
+    """One batch of a `Pending`; `values` is set once its slot was given up."""
 
     slot: S | None
     count: int
@@ -52,11 +54,11 @@ class _Part(Generic[S]):
 
 
 class ChecksumBatches(Generic[S]):
-    """See the module.
+    """Scheduler of checksum batches over a fixed number of slots.
 
     Args:
         batch_size: blocks that a slot holds.
-        name: of the device, for errors.
+        name: name of the device, for error messages.
     """
 
     def __init__(
@@ -71,8 +73,8 @@ class ChecksumBatches(Generic[S]):
         self._failed = False
 
     def begin(self, block_ids: Sequence[int], after: Mark | None = None) -> Pending[S]:
-        """Start with blocks as they lie on the device now, or behind `after`; all that others begin
-        later waits for that, too. Raises: TransferFailed."""
+        """Begin to checksum blocks as they lie on the device now, or after `after`; all batches
+        that begin later wait for that, too. Raises: TransferFailed."""
         parts: list[_Part[S]] = []
         for start in range(0, len(block_ids), self._batch_size):
             with self._turn:
@@ -80,7 +82,7 @@ class ChecksumBatches(Generic[S]):
         return Pending(self, parts)
 
     def take(self, part: _Part[S]) -> Sequence[int]:
-        """The numbers of a batch, when it is over. Raises: TransferFailed."""
+        """Wait for a batch and return its checksums. Raises: TransferFailed."""
         self._wait(part)  # without the lock: others begin meanwhile
         with self._turn:
             if part.slot is not None:
@@ -103,7 +105,7 @@ class ChecksumBatches(Generic[S]):
         return part
 
     def _land(self, part: _Part[S]) -> S:
-        """Take the numbers out of a slot, which is the caller's then. `_turn` is held."""
+        """Read the checksums out of a batch's slot, which becomes the caller's. `_turn` is held."""
         self._wait(part)
         slot = part.slot
         if slot is None:
@@ -114,7 +116,8 @@ class ChecksumBatches(Generic[S]):
         return slot
 
     def _wait(self, part: _Part[S]) -> None:
-        """Until it is over, or somebody took its numbers out. Raises: TransferFailed."""
+        """Wait until a batch has finished or another thread has read its checksums. Raises:
+        TransferFailed."""
         num_spins, ends_s = 0, 0.0
         try:
             while (slot := part.slot) is not None and not slot.is_over():
@@ -135,12 +138,14 @@ class ChecksumBatches(Generic[S]):
 
 
 class Pending(Generic[S]):
-    """Checksums that the device computes; whoever does not want them any more just forgets it."""
+    """Checksums that the device is computing; one that is no longer needed can simply be
+    dropped."""
 
     def __init__(self, owner: ChecksumBatches[S], parts: list[_Part[S]]) -> None:
         self._owner = owner
         self._parts = parts
 
     def result(self) -> list[int]:
-        """Of each block, in order; blocks its thread. Raises: TransferFailed."""
+        """Return the checksum of each block, in order; blocks the thread until they are computed.
+        Raises: TransferFailed."""
         return [value for part in self._parts for value in self._owner.take(part)]

@@ -1,12 +1,12 @@
-"""The KV connector: one engine's way to one KV store, which may be away, come back, or come back
-empty.
+"""StoreConnector: one engine's connection to one KV store, which may fail, return, or return empty.
 
-Life: a keeper task attaches, watches, and attaches again when the store's connection or incarnation
-is gone; requests use whatever client is there at the moment, or none. The store's absence is never
-a request's error: the request goes on and its blocks are counted as recomputed, by reason.
+Life: a background task attaches, watches, and attaches again when the store's connection or
+incarnation is lost; requests use the client that is attached at the moment, or none. The store's
+absence never fails a request: the request continues and its blocks are counted as recomputed, by
+reason.
 
-Invariant: a block that a transfer may still write into is quarantined at the engine before the
-engine hears anything else about its request, and until the transfer is over.
+Invariant: a block that a transfer may still write into is quarantined at the engine before any
+further call about its request, until the transfer is over.
 
 Knows no request life and no gRPC service. Belongs to the loop's thread.
 """
@@ -51,39 +51,40 @@ from services.worker.stores import StoreUnusable
 logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0
-"""How often a silent client is looked at. Guessed: well under a beat's life."""
+"""Seconds between checks of an idle client. Guessed: well under the life of a heartbeat."""
 
 RELEASE_BUDGET_S = 5.0
-"""Time for giving a lease back; after it the lease lapses by itself."""
+"""Seconds to release a lease; after that it expires by itself."""
 
 DOUBT_S = 0.05
-"""A store that has not answered a lookup for so long is looked at. Guessed; a lookup takes 1 ms on
-a quiet machine."""
+"""Seconds after which a store that has not answered a lookup is checked with a ping. Guessed; a
+lookup takes 1 ms on a quiet machine."""
 
 MAX_DOUBTING = 4
-"""Lookups that wait longer than DOUBT_S for a store to answer or to be found stalled. Where it does
-not answer a ping at once either, the others are given up: many that wait would leave the engine
+"""Most lookups that wait longer than DOUBT_S for a store that may have stalled. If it does not
+answer a ping at once either, the others are given up: many waiting lookups would leave the engine
 without prompts. Guessed."""
 
 FAIR_PART = 0.5
-"""Of the operator's budgets, where they are shorter: the whole of one is never left when a call
-begins."""
+"""Share of a call's configured budget that counts as a fair time to answer, where that is shorter
+than the ping budget: a call rarely has the whole budget left when it begins."""
 
 MIN_BACKOFF_S = 0.1
 
 MAX_BACKOFF_S = 2.0
 
 STEADY_S = 5.0
-"""A client that was of use for so long is no part of a row of failures. Guessed."""
+"""Seconds of use after which a client's failure starts a new back-off. Guessed."""
 
 
 def reason_of(error: BatonError) -> str:
-    """The word under which blocks are counted that `error` kept away."""
+    """Return the metrics reason under which blocks that were lost to `error` are counted."""
     return error.reason if isinstance(error, StoreUnusable) else errors.reason_of(error)
 
 
 class StoreConnector:
-    """See the module. `target` None: this worker has no store."""
+    """Connection of one engine to its KV store, with reconnection in the background. `target` None:
+    this worker has no store."""
 
     def __init__(
         self,
@@ -97,8 +98,9 @@ class StoreConnector:
         clock: Clock = time.monotonic,
         attach: Attach = attach,
     ) -> None:
-        """on_room: told when quarantined blocks may be used again. on_attached: of every new
-        client. min_backoff_s: before the second try of a row to attach. attach: makes a client."""
+        """Create a connector; `start` attaches it. on_room: called when quarantined blocks may be
+        used again. on_attached: called with every new client. min_backoff_s: seconds before the
+        second attempt to attach. attach: creates a client."""
         self._target = target
         self._thread = thread
         self._limits = limits
@@ -128,10 +130,10 @@ class StoreConnector:
     # ---- life
 
     async def start(self, *, wait_s: float) -> bool:
-        """Attach, waiting at most `wait_s` for it; the keeper goes on trying.
+        """Attach to the store, waiting at most `wait_s` seconds; a background task continues to
+        try. Returns: whether the store is attached.
 
-        Returns: whether the store is there.
-        Raises: FailedPrecondition when the store says that this worker does not fit it.
+        Raises: FailedPrecondition when the store rejects this worker's configuration.
         """
         if self._target is None:
             return False
@@ -148,7 +150,7 @@ class StoreConnector:
         return self._client is not None
 
     async def stop(self, *, timeout_s: float) -> None:
-        """End: pending releases first, then the attachment."""
+        """Stop: finish pending releases, then detach."""
         await end_tasks([self._keeper])
         await self.finish(Deadline.after(timeout_s))
         await end_tasks(self._background)
@@ -158,7 +160,7 @@ class StoreConnector:
 
     @property
     def client(self) -> KvStoreClient | None:
-        """The store as it is attached now; None while it is away or does not answer."""
+        """Return the attached client; None while the store is away or does not answer."""
         if self._client is not None and self._client.broken is not None:
             self._suspect.set()
             return None
@@ -173,7 +175,7 @@ class StoreConnector:
         return self._target.address if self._target is not None else ""
 
     async def wait_attached(self, deadline: Deadline) -> None:
-        """Wait until the store is there. Raises: DeadlineExceeded."""
+        """Wait until the store is attached. Raises: DeadlineExceeded."""
         async with deadline.timeout("attaching to the store"):
             while self.client is None:
                 self._attached.clear()
@@ -193,8 +195,9 @@ class StoreConnector:
         num_unsealed: int = 0,
         held_until_s: float = 0.0,
     ) -> Loaded:
-        """Copy committed blocks into blocks that `engine_id` reserved and did not start; verified
-        by checksum.
+        """Copy committed blocks from the store into blocks that `engine_id` has reserved and not
+        started, verified by checksum. Never raises because of the store. A cancelled load
+        quarantines the blocks that may still be written into.
 
         Never raises for the store's sake. A cancelled load quarantines what may still be written
         into.
@@ -237,9 +240,10 @@ class StoreConnector:
         ttl_s: float,
         deadline: Deadline,
     ) -> MatchResult:
-        """`KvStoreClient.match`, given up as soon as this node's store counts as stalled. One that
-        does not answer within DOUBT_S is sent a ping. Until it answers the ping, MAX_DOUBTING
-        lookups wait for it, and the others are given up after another DOUBT_S.
+        """Look up and pin a prompt's blocks with `KvStoreClient.match`, giving up as soon as this
+        node's store counts as stalled. A store that does not answer within DOUBT_S is pinged. Until
+        it answers the ping, at most MAX_DOUBTING lookups wait for it, and the others are given up
+        after another DOUBT_S.
 
         Raises: as `KvStoreClient.match`.
         """
@@ -269,8 +273,8 @@ class StoreConnector:
             await end_tasks([call, stalled])
 
     async def _may_wait_on(self) -> bool:
-        """Whether a lookup that the store has not answered waits on: few do, unless the store
-        answers the ping (a lookup that brings blocks in from files takes long)."""
+        """Return whether an unanswered lookup may continue to wait: only few may, unless the store
+        answers a ping (a lookup that reads blocks from files takes long)."""
         if self.num_doubting < MAX_DOUBTING:
             return True
         with contextlib.suppress(TimeoutError):
@@ -279,10 +283,10 @@ class StoreConnector:
         return self._answered.is_set()
 
     def suspect(self, client: KvStoreClient, error: BatonError, *, had_s: float = math.inf) -> None:
-        """A call failed: look at the attachment now rather than at the next tick.
+        """Check the attachment now instead of at the next tick, after a call has failed.
 
-        After a call that was not answered in time, nobody else waits for this store until it
-        answers a ping. A request that had hardly any time left takes the store from nobody.
+        After a call that timed out, other requests do not wait for this store until it answers a
+        ping. A timeout of a request that had hardly any time left has no such effect.
 
         Args: had_s: time that the call had when it began, where a request's own may be short.
         """
@@ -318,27 +322,26 @@ class StoreConnector:
     # ---- leases
 
     def release_later(self, client: KvStoreClient | None, lease_ids: Iterable[str]) -> None:
-        """Give leases back in the background. One that cannot be given back lapses by itself."""
+        """Release leases in the background. A lease that cannot be released expires by itself."""
         lease_ids = [lease_id for lease_id in lease_ids if lease_id]
         if client is not None and lease_ids and client.broken is None:
             self.spawn(self._release(client, lease_ids))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run bounded work that nobody waits for; `stop` does."""
+        """Run a bounded coroutine in the background; `stop` waits for it."""
         task = start_task(work, "store background", is_for_many=True)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
     async def settle(self) -> None:
-        """Wait for the background work, and for what it makes more of (bounded: each piece has its
-        own deadline).
-        """
+        """Wait for the background work and for the work that it starts (each piece has its own
+        deadline)."""
         while self._background:
             await asyncio.wait(set(self._background))
 
     async def finish(self, deadline: Deadline) -> None:
-        """`settle`, for so long at most."""
+        """Wait for the background work as `settle` does, until `deadline` at most."""
         while self._background and not deadline.expired:
             await asyncio.wait(set(self._background), timeout=deadline.left_s())
 
@@ -370,7 +373,7 @@ class StoreConnector:
             backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
 
     async def _use(self, client: KvStoreClient) -> None:
-        """Everybody's from here on, until it is of no use any more."""
+        """Use a newly attached client for all requests until it fails."""
         self._client, self._last_problem = client, ""
         self._stalled.clear()
         self.num_attached += 1
@@ -403,7 +406,7 @@ class StoreConnector:
             return None
 
     async def _watch(self, client: KvStoreClient) -> str:
-        """Wait until the client is of no use any more; returns why."""
+        """Wait until the client fails. Returns: the reason."""
         while True:
             try:
                 async with asyncio.timeout(WATCH_S):
@@ -416,7 +419,8 @@ class StoreConnector:
                 return why
 
     async def _ping(self, client: KvStoreClient) -> str | None:
-        """Ask the store who it is. Returns: why the client is of no use any more, if it is not."""
+        """Ping the store and compare its incarnation. Returns: why the client is unusable; None if
+        it is not."""
         try:
             status = await client.status(deadline=Deadline.after(self._limits.ping_budget_s))
         except DeadlineExceeded:
@@ -440,4 +444,4 @@ class StoreConnector:
 
 
 def _nobody(client: KvStoreClient, error: BatonError) -> None:
-    """No other store's client is anybody's here."""
+    """Ignore a failed call of a client that is not this connector's."""

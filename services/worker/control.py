@@ -1,7 +1,8 @@
-"""The WorkerControl service: what those who run a cluster say to a worker of either role.
+"""WorkerControlServicer: the WorkerControl gRPC service, by which operators change a worker of
+either role. The only module here that imports its stub.
 
-The only module here that knows the stub. A change of role that was begun goes on when its caller is
-gone: half of one is no role.
+The only module here that knows the stub. A change of role that has begun continues when its caller
+disconnects.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ SetRole = Callable[[str], Awaitable[worker_control_pb2.SetRoleReply]]
 
 
 class WorkerControlServicer(worker_control_pb2_grpc.WorkerControlServicer):
-    """See the proto."""
+    """gRPC servicer of WorkerControl: changes the role of one worker."""
 
     def __init__(self, set_role: SetRole) -> None:
         self._set_role = set_role
         self._changes: set[asyncio.Future[worker_control_pb2.SetRoleReply]] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register with a server that is not started yet."""
+        """Register the service with a gRPC server that has not been started yet."""
         worker_control_pb2_grpc.add_WorkerControlServicer_to_server(self, server)
 
     @rpc.unary

@@ -1,5 +1,5 @@
-"""What one worker is, whatever its role: identity, engine thread, store connector, limits, counts,
-and its own account.
+"""WorkerCore: the part of a worker that does not depend on its role: identity, engine thread, store
+connector, limits, counters and status.
 
 Life: `start` -> serving -> `drain` (no new requests, the old ones may finish) -> `stop`. When the
 engine fails, `failed` is set: the worker refuses everything and its process should end.
@@ -60,11 +60,11 @@ INTEGRITY_BUDGET_S = 5.0
 LOOK_S = 0.005
 
 RETRY_AFTER_S = 1.0
-"""Guessed: about what one prompt takes."""
+"""Seconds after which a refused client should try again. Guessed: about one prompt's time."""
 
 
 class WorkerCore:
-    """See the module."""
+    """Engine thread, store connections, limits and counters of one worker life."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class WorkerCore:
         draft_traces: DraftTraces | None = None,
         before: WorkerCore | None = None,
     ) -> None:
-        """
+        """Create the core of one worker life; `attach` connects it to the store.
+
         Args:
-            draft_traces: noted by those who ask draft workers; None: nobody does.
-            before: of this worker's life in another role, over the same engine, which is over; its
-                traces go on.
+            draft_traces: spans of draft worker calls; None: there are no draft workers.
+            before: core of this worker's previous life, over the same engine; its traces continue.
         """
         self.settings = settings
         self.limits = settings.limits
@@ -202,23 +202,21 @@ class WorkerCore:
         self._numbers = itertools.count(1)
 
     def _attached(self, client: KvStoreClient, *, is_home: bool) -> None:
-        """A new way to a store or lender."""
+        """Start metrics and link measurement of a new client of a store or lender."""
         self.transfers.watch(client, is_home=is_home)
         self.links.measure_later(client)
 
     @property
     def about(self) -> dict[str, Value]:
-        """What a span says of this worker."""
+        """Return the span attributes that describe this worker."""
         return {"baton.worker_id": self.identity.worker_id, "baton.role": self.identity.role}
 
     # ---- requests
 
     @contextmanager
     def admit(self) -> Iterator[None]:
-        """Count a request as live while the body runs.
-
-        Raises: Unavailable when the worker takes none.
-        """
+        """Count a request as live while the body runs. Raises: Unavailable when the worker accepts
+        none."""
         if self.draining:
             raise Unavailable(f"{self.identity.worker_id} is draining", retry_after_s=0.0)
         if self.thread.failure is not None:
@@ -233,12 +231,12 @@ class WorkerCore:
                 self._idle.set()
 
     def engine_id(self, request_id: str) -> str:
-        """A name in the engine that no other attempt of this request has."""
+        """Return an engine request id that no other attempt of this request has."""
         return f"{request_id}#{next(self._numbers)}"
 
     def check_model(self, model_fingerprint: str, adapter: str, adapter_digest: str) -> None:
-        """Raises: FailedPrecondition for another model, or an adapter that is not here in this
-        content: another worker may fit."""
+        """Check the model and the adapter of a request. Raises: FailedPrecondition for another
+        model, or an adapter content that is not loaded; another worker may have it."""
         if model_fingerprint.lower() != self.model.fingerprint.lower():
             raise FailedPrecondition(
                 f"model_fingerprint: {self.identity.worker_id} serves "
@@ -249,10 +247,10 @@ class WorkerCore:
         self.adapters.check(adapter, adapter_digest)
 
     def chain(self, tenant_salt: bytes, digest: str) -> Chain:
-        """The chain-hash namespace of one tenant and adapter, by the adapter's content: a reload
-        under the same name never meets old KV.
+        """Return the chain-hash namespace of one tenant and adapter content: a reload under the
+        same name never matches old KV.
 
-        Raises: InvalidArgument without a salt: tenants would share.
+        Raises: InvalidArgument without a salt, since tenants would share blocks.
         """
         if not tenant_salt:
             raise InvalidArgument("tenant_salt", "is empty; the router sets it")
@@ -260,7 +258,7 @@ class WorkerCore:
         return Chain(root, self.model.block_size, digest)
 
     def refuse_when_full(self, num_waiting: int) -> None:
-        """Raises: NoCapacity when as many wait as may."""
+        """Refuse a request when the queue is full. Raises: NoCapacity."""
         if num_waiting >= self.limits.max_waiting_requests:
             raise NoCapacity(
                 f"{num_waiting} requests wait at {self.identity.worker_id}",
@@ -268,21 +266,23 @@ class WorkerCore:
             )
 
     def deadline(self, budget_s: float | None) -> Deadline:
-        """The request's own budget, within our bound; our default if it has none."""
+        """Return the deadline for a request's own time budget, within the worker's limit; the
+        default budget if it has none."""
         if budget_s is None:
             budget_s = self.limits.default_budget_s
         return Deadline.after(min(budget_s, self.limits.max_budget_s))
 
     def drop(self, engine_id: str) -> None:
-        """Give back all that the engine holds for a request, in whatever state it is."""
+        """Abort a request in any state and free all that the engine holds for it."""
         self.thread.post(lambda engine: engine.abort(engine_id), lambda: self.on_room())
 
     def finish(self, engine_id: str) -> None:
-        """As `drop`, for a request that has drawn all it was to draw: it counts as finished."""
+        """Free all that the engine holds for a request that has drawn its last token; it counts as
+        finished."""
         self.thread.post(lambda engine: _finish(engine, engine_id), lambda: self.on_room())
 
     def leg_to_proto(self, leg: Leg) -> common_pb2.KvLeg:
-        """A leg of this worker on the wire."""
+        """Convert a leg of this worker to its protobuf message."""
         return status.leg_to_proto(
             leg,
             role=self.identity.role,
@@ -294,17 +294,17 @@ class WorkerCore:
     # ---- life
 
     async def attach(self, wait_s: float) -> None:
-        """Attach to the store, for whatever needs it, waiting at most `wait_s`; then measure the
-        way to it, for a bounded time.
+        """Attach to the store, waiting at most `wait_s` seconds, then measure the link to it for a
+        bounded time.
 
-        Raises: FailedPrecondition when the store says that this worker does not fit it.
+        Raises: FailedPrecondition when the store rejects this worker's configuration.
         """
         await asyncio.gather(self.connector.start(wait_s=wait_s), self._side_ways.attach(wait_s))
         await self.links.settle()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no new request and wait for the live ones, and then for whoever reads what they
-        lent. Returns: whether all ended in time."""
+        """Refuse new requests, wait for the live ones, then for readers of lent blocks. Returns:
+        whether all ended in time."""
         self.draining = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -316,15 +316,16 @@ class WorkerCore:
         return True
 
     async def say_last_words(self, timeout_s: float) -> None:
-        """Wait until routers were sent all that they are to be told; one may not read."""
+        """Wait until pending messages were written to routers, for at most `timeout_s` seconds,
+        since a router may not read."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while any(outbox.num_unwritten for outbox in self.outboxes):
                     await asyncio.sleep(LOOK_S)
 
     async def stop(self, timeout_s: float = 5.0, *, closes_engine: bool = True) -> None:
-        """Let the store and the engine's thread go, and the engine with it, unless another life is
-        to have it.
+        """Stop the store connections and the engine's thread; close the engine unless another life
+        takes it over.
 
         Requests must have ended or been cancelled before.
         """
@@ -346,8 +347,8 @@ class WorkerCore:
         await asyncio.to_thread(self.tracing.stop)
 
     async def _have_blocks_back(self, deadline: Deadline) -> None:
-        """What is still copied into comes back through this life's thread: behind its end nobody
-        would give it to the engine."""
+        """Wait until blocks that are still being copied into are back at the engine; after this
+        life's thread has ended they could not be freed."""
         while not deadline.expired:
             stats = self.thread.stats
             if not stats.num_quarantined_blocks and not stats.num_referenced_blocks:
@@ -357,7 +358,7 @@ class WorkerCore:
     # ---- our own account
 
     def status(self) -> common_pb2.WorkerStatus:
-        """As of the engine's last step or job; never waits."""
+        """Return the worker's status as of the engine's last step or job; never waits."""
         client, failure = self.connector.client, self.thread.failure
         remote = self.settings.remote_transport if self.settings.store_address else ""
         reply = common_pb2.WorkerStatus(
@@ -389,7 +390,7 @@ class WorkerCore:
         return reply
 
     async def _check_laws(self) -> float:
-        """Recompute them all. Returns: the seconds that the engine was held."""
+        """Check all invariants of the worker. Returns: seconds for which the engine was held."""
 
         def checked(engine: WorkerEngine) -> float:
             begun_s = time.perf_counter()
@@ -405,8 +406,8 @@ class WorkerCore:
         return held_s
 
     async def checked_status(self) -> common_pb2.WorkerStatus:
-        """`status` with what the conservation laws came to: recomputed, but while the engine works
-        only as often as `LawCheck` lets."""
+        """Return `status` with the result of the invariant checks, which run while the engine works
+        only as often as `LawCheck` allows."""
         metrics: MetricsSnapshot | None = None
         stats: EngineStats = self.thread.stats
         problem = await self.laws.problem(is_busy=stats.num_running > 0)

@@ -1,7 +1,7 @@
-"""Checksums of blocks in a GPU's memory, computed there: what kvstore's transports compare, without
-a copy to the host. On a stream of its own, beside the engine's kernels and whatever is copied.
+"""Checksums of blocks computed in a GPU's memory, for kvstore's transports to compare without a
+copy to the host.
 
-`begin` gives the device its work and returns; the `Pending` that it gives waits for it. A batch is
+`begin` starts the device's work and returns a `Pending` that waits for the result. A batch is
 one launch, captured as a CUDA graph for some sizes: four launches from Python take as long as the
 work itself, with the interpreter's lock held, while others wait for both. Any thread. Knows no
 store.
@@ -25,20 +25,19 @@ from process.errors import FailedPrecondition
 from services.worker.checksum_batches import ChecksumBatches, Pending
 
 MAX_ROOM_BYTES = 64 * 1024 * 1024
-"""Device memory for the sums of one batch: blocks of 2 MiB take 128 KiB each."""
+"""Most bytes of device memory for the sums of one batch; a block of 2 MiB takes 128 KiB."""
 
 NUM_SLOTS = 8
-"""Batches that may be under way at once; who wants one more waits for the oldest."""
+"""Number of batches that may run at once; another one waits for the oldest."""
 
 
 _STEP, _GROWTH = 16, 1.25
-"""Between two sizes that are captured: what a batch lacks to the next one is computed for nothing.
-"""
+"""Largest distance between two captured batch sizes; a batch is padded to the next captured
+size."""
 
 
 def captured_sizes(batch_size: int) -> list[int]:
-    """Blocks of a batch as graphs have it, the largest last: `batch_size`, and smaller ones by at
-    most so much apart."""
+    """Return the batch sizes to capture as CUDA graphs, ascending up to `batch_size`."""
     sizes: list[int] = []
     size = _STEP
     while size < batch_size:
@@ -49,7 +48,7 @@ def captured_sizes(batch_size: int) -> list[int]:
 
 
 class DeviceChecksums:
-    """See the module. Compiles the kernels, and compares what they say with the host.
+    """Checksums of a KV cache's blocks on CUDA, compared with the host's at creation.
 
     Args:
         cache: [num_blocks, ...] on CUDA.
@@ -79,17 +78,14 @@ class DeviceChecksums:
         self.begin([0]).result()
 
     def begin(self, block_ids: Sequence[int], after: Mark | None = None) -> Pending[_Slot]:
-        """Start with blocks as they lie on the device now, or behind `after`. Raises:
+        """Begin to checksum blocks as they lie on the device now, or after `after`. Raises:
         TransferFailed."""
         return self._batches.begin(block_ids, after)
 
 
 def check_kernels(num_bytes: int, device: torch.device) -> None:
-    """Two blocks of random bytes: the device must say of them what the host says, or every block
-    that crosses between them would be called spoiled.
-
-    Raises: FailedPrecondition.
-    """
+    """Compare the checksums of two blocks of random bytes on device and host: if they differed,
+    every block transferred between them would be rejected. Raises: FailedPrecondition."""
     blocks = torch.randint(0, 256, (2, num_bytes), dtype=torch.uint8, device=device)
     ids = torch.tensor([1, 0], dtype=torch.int32, device=device)
     # Kernels are launched on the current device, not on that of their tensors.
@@ -104,8 +100,8 @@ def check_kernels(num_bytes: int, device: torch.device) -> None:
 
 
 class _Slot:
-    """What one batch brings to the device and back, pinned and there. `sums` and the stream are all
-    slots': the stream's order keeps them apart."""
+    """Pinned and device buffers of one batch. `sums` and the stream are shared by all slots; the
+    order of the stream keeps them apart."""
 
     def __init__(
         self,
@@ -115,7 +111,7 @@ class _Slot:
         stream: torch.cuda.Stream,
         sizes: Sequence[int],
     ) -> None:
-        """sizes: of batches, the largest last."""
+        """Capture CUDA graphs of the batch sizes `sizes`, the largest last."""
         self.number = number
         self._blocks, self._sums, self._stream, self._sizes = blocks, sums, stream, sizes
         size = sizes[-1]
@@ -129,7 +125,7 @@ class _Slot:
         """Of all slots; given before the first start."""
 
     def start(self, block_ids: Sequence[int], after: Mark | None) -> None:
-        """See Slot."""
+        """Copy the block ids to the device and start the computation, after `after`."""
         if after is not None:
             after.before(self._stream.cuda_stream)
         count = len(block_ids)
@@ -141,25 +137,25 @@ class _Slot:
             self._done.record()
 
     def compute(self, size: int) -> None:
-        """On the current stream: the first `size` of what is wanted."""
+        """Enqueue the checksums of the first `size` block ids on the current stream."""
         ids, out = self._device_ids[:size], self._device_out[:size]
         ids.copy_(self._ids[:size], non_blocking=True)
         block_checksums(self._blocks, ids, out=out, sums=self._sums)
         self._out[:size].copy_(out, non_blocking=True)
 
     def is_over(self) -> bool:
-        """See Slot."""
+        """Return whether the last started batch has finished."""
         return bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def values(self, count: int) -> list[int]:
-        """See Slot."""
+        """Return the first `count` checksums of the finished batch."""
         found: list[int] = self._found[:count].tolist()
         return found
 
 
 def _graphs_of(slots: Sequence[_Slot]) -> GraphSet[tuple[int, int]]:
-    """By number of a slot and size. They keep no slot: both go when the cache's life ends, and not
-    when the collector comes, and with them their memory on the device."""
+    """Return the CUDA graphs by slot number and size. They hold no reference to the slot, so that
+    both are freed when the cache's life ends, not at the next garbage collection."""
     known = [weakref.ref(slot) for slot in slots]
 
     def compute(shape: tuple[int, int]) -> None:

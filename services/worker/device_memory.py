@@ -1,5 +1,4 @@
-"""The engine's KV cache as kvstore's transports see it, wherever it lies. A value made once, at
-start; knows no store."""
+"""KV cache memory of the engine as kvstore's transports address it, on one device or several."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from services.worker.sharded_device import BASE, Part, Run, ShardedDevice
 
 
 def block_memory(kv: KvMemoryPort) -> BlockMemory:
-    """Raises: FailedPrecondition for a device that nothing here can copy from or to, or without its
-    driver."""
+    """Return the transport's view of the KV cache. Raises: FailedPrecondition for a device that has
+    no transport, or whose driver is missing."""
     kind, _, number = kv.device.partition(":")
     if kind == "cpu":
         return BlockMemory.of(kv.host_view)
@@ -35,7 +34,8 @@ def block_memory(kv: KvMemoryPort) -> BlockMemory:
 
 
 def _spread(kv: KvMemoryPort) -> BlockMemory:
-    """Of an engine of several ranks, each with its part of every block on a device of its own."""
+    """Return a sharded view of the caches of several ranks, each with its part of every block on
+    its own device."""
     if not kv.parts:
         raise FailedPrecondition(
             "engine.tensor_parallel, engine.pipeline_parallel: the other ranks' KV cannot be "
@@ -56,8 +56,8 @@ def _spread(kv: KvMemoryPort) -> BlockMemory:
 
 
 def check_transports(kv: KvMemoryPort, *transports: str) -> None:
-    """Raises: FailedPrecondition for NIXL and CUDA IPC, where blocks are spread over devices: they
-    move what lies together; and for CUDA IPC without CUDA."""
+    """Check that the transport supports the cache. Raises: FailedPrecondition for NIXL and CUDA IPC
+    where blocks are spread over devices, and for CUDA IPC without CUDA."""
     for name in ("nixl", CUDA_IPC):
         if not kv.is_whole and name in transports:
             raise FailedPrecondition(
@@ -75,11 +75,11 @@ def check_transports(kv: KvMemoryPort, *transports: str) -> None:
 def kernel_wait(
     memory: BlockMemory | None, settle: Callable[[], None] = lambda: None
 ) -> Callable[[], None]:
-    """Returns: what waits until all kernels that the engine started are over; nothing, where no
-    transport copies beside them.
+    """Return a function that waits until all kernels that the engine started have finished; it does
+    nothing where no transport copies beside them.
 
     Args:
-        settle: the same for what the engine asked other processes for.
+        settle: waits likewise for the engine's other processes.
     """
     device = memory.device if memory is not None else None
     if device is None:

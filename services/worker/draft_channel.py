@@ -1,7 +1,7 @@
-"""GrpcDraftChannel: the connection to one draft worker over gRPC, for an engine's thread that knows
-no RPC (engine/speculation/draft_protocol.py); and all of them, as a worker's settings name them.
+"""GrpcDraftChannel: the gRPC connection to one draft worker, for the engine's thread
+(engine/speculation/draft_protocol.py); and DraftPeers: all draft workers in a worker's settings.
 
-Every call runs on the worker's loop; whoever made it holds a future. A connection is made anew with
+Every call runs on the worker's loop; the caller holds a future. A connection is made anew with
 the first question to a worker that was away, so that a certificate which has changed meanwhile is
 shown.
 """
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class GrpcDraftChannel:
-    """A DraftChannel over gRPC. Made on the loop's thread, and closed there."""
+    """DraftChannel over gRPC to one draft worker. Created and closed on the event loop's thread."""
 
     def __init__(self, address: str, dial: Dialer) -> None:
         self.address = address
@@ -46,21 +46,21 @@ class GrpcDraftChannel:
         self._is_closed = False
 
     def describe(self, timeout_s: float) -> Future[DraftModelInfo]:
-        """See DraftChannel."""
+        """Ask which model the draft worker has; bounded by `timeout_s` seconds."""
         return self._begin(self._describe(timeout_s))
 
     def propose(
         self, verifier: bytes, requests: Sequence[DraftRequest], timeout_s: float
     ) -> Future[Sequence[DraftResponse]]:
-        """See DraftChannel."""
+        """Ask the draft worker for draft tokens; bounded by `timeout_s` seconds."""
         return self._begin(self._propose(_request(verifier, requests), timeout_s))
 
     def forget(self, verifier: bytes, sessions: Sequence[int]) -> None:
-        """See DraftChannel."""
+        """Tell the draft worker that these sessions have ended, without waiting for it."""
         self._begin(self._forget(draft_pb2.ForgetRequest(verifier=verifier, sessions=sessions)))
 
     async def close(self) -> None:
-        """Calls under way fail."""
+        """Close the connection; calls in progress fail."""
         self._is_closed = True
         for call in list(self._calls):
             call.cancel()
@@ -129,7 +129,7 @@ class GrpcDraftChannel:
 
 
 def _request(verifier: bytes, requests: Sequence[DraftRequest]) -> draft_pb2.ProposeRequest:
-    """Made on the caller's thread: the loop has other things to do."""
+    """Build the request message, on the caller's thread to spare the event loop."""
     return draft_pb2.ProposeRequest(
         verifier=verifier,
         tasks=[
@@ -152,8 +152,8 @@ def _request(verifier: bytes, requests: Sequence[DraftRequest]) -> draft_pb2.Pro
 
 
 class DraftPeers(Collector):
-    """The ways to a worker's draft workers, and what became of what they were asked. Made and
-    closed on the loop's thread."""
+    """Channels to all of a worker's draft workers, with counters of their calls. Created and closed
+    on the event loop's thread."""
 
     def __init__(self, addresses: Iterable[str], dial: Dialer) -> None:
         self._channels = [GrpcDraftChannel(address, dial) for address in addresses]
@@ -162,19 +162,19 @@ class DraftPeers(Collector):
         self._identity: Callable[[], Identity] | None = None
 
     def show(self, metrics: MetricsServer, identity: Callable[[], Identity]) -> None:
-        """Have the counts shown, as those of this worker in the role that it has then; nothing
-        where there are no draft workers."""
+        """Export the counters as those of this worker in its present role; does nothing without
+        draft workers."""
         if self.peers:
             self._identity = identity
             metrics.add(self)
 
     async def close(self) -> None:
-        """Nobody is asked any more."""
+        """Close all channels."""
         for channel in self._channels:
             await channel.close()
 
     def collect(self) -> Iterable[Metric]:
-        """For /metrics; any thread."""
+        """Return the metrics of all channels; any thread."""
         if self._identity is None:
             return
         identity = self._identity()

@@ -1,4 +1,5 @@
-"""What a worker needs of an engine, as a Protocol that `engine.engine.LLMEngine` fits.
+"""WorkerEngine: the engine interface that a worker needs, a Protocol that `engine.engine.LLMEngine`
+implements.
 
 Knows no asyncio. Every method is called from the one thread of `EngineThread`; `kv` and
 `model_info` are values that any thread may read.
@@ -24,7 +25,7 @@ from engine.request import DetachedRequest, ModelInfo, Request, Reservation
 
 
 class KvPart(Protocol):
-    """As engine.kv.memory.Part."""
+    """Memory of one device's part of the cache, like engine.kv.memory.Part."""
 
     @property
     def device_id(self) -> int: ...
@@ -37,7 +38,7 @@ class KvPart(Protocol):
 
 
 class KvMemoryPort(Protocol):
-    """The device cache as the connector sees it."""
+    """KV cache memory as the store connector uses it."""
 
     @property
     def layout(self) -> KvLayout: ...
@@ -45,11 +46,11 @@ class KvMemoryPort(Protocol):
     def num_blocks(self) -> int: ...
     @property
     def device(self) -> str:
-        """cpu, cuda or cuda:N."""
+        """Return the device: cpu, cuda or cuda:N."""
 
     @property
     def cache(self) -> torch.Tensor:
-        """[num_blocks, ...], the memory itself."""
+        """Return the cache's own memory as a tensor [num_blocks, ...]."""
 
     @property
     def address(self) -> int: ...
@@ -63,7 +64,7 @@ class KvMemoryPort(Protocol):
 
 
 class WorkerEngine(Protocol):
-    """Each method means what it means in `engine.engine.LLMEngine`."""
+    """Engine interface of a worker; each method is that of `engine.engine.LLMEngine`."""
 
     @property
     def kv(self) -> KvMemoryPort: ...

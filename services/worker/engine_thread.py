@@ -1,26 +1,26 @@
-"""The one thread that owns an engine, and the way to it from asyncio.
+"""EngineThread: the only thread that calls an engine, and the calls to it from asyncio.
 
-Life: `start` -> jobs and steps alternate until `stop`. Between two steps waiting jobs run, in the
-order they came, one at least and then for a share of a step's time: the others wait for one step
-more, since whoever decodes waits for that step. The results of the jobs between two steps go to the
-loop by one `call_soon_threadsafe`, and each step's output by another. With neither jobs nor work
-the thread blocks on its queue; after `idle_check_s` of that it checks the engine's conservation
-laws once.
+Life: `start` -> jobs and steps alternate until `stop`. Between two steps waiting jobs run in the
+order they came, at least one and then for a share of a step's time; the others wait for one more
+step, since decoding requests wait for that step. The results of the jobs between two steps go to
+the loop by one `call_soon_threadsafe`, and each step's output by another. With neither jobs nor
+work the thread blocks on its queue; after `idle_check_s` of that it checks the engine's invariants
+once.
 
-On a GPU a step may return before its kernels are over. Blocks are copied beside them (kvstore's
-transports), so with a store nobody hears of a step or a job until those are over which write into
-blocks that may be copied: `wait_for_kernels`. Not before a launch for the next step is over, which
-is the point of it (`LLMEngine.is_device_behind`).
+On a GPU a step may return before its kernels have finished. Transports copy blocks concurrently, so
+with a store the results of a step or job are delivered only after the kernels that write into such
+blocks have finished: `wait_for_kernels`. That wait comes after the launch of the next step
+(`LLMEngine.is_device_behind`).
 
-A step or job that takes longer than `step_timeout_s` waits for a device that will not answer:
-nothing can end it, so the thread `is_stuck`, and its process must end.
+A step or job that takes longer than `step_timeout_s` waits for a device that does not answer:
+nothing can end it, so the thread `is_stuck`, and its process must exit.
 
-The engine is closed when the thread ends, unless `stop` was told to leave it to a next thread.
+The engine is closed when the thread ends, unless `stop` leaves it to a later thread.
 
-An exception out of `step` is the engine's own mistake: `on_failure` hears of it (the worker fails
-its requests), the laws are checked for the log, and the thread is unhealthy for good: it takes no
-step and refuses `call`, but still runs what was `post`ed, so that aborts give blocks back. So it is
-where `on_step` raises: whom it did not tell would go on without that step's tokens.
+An exception of `step` is a failure of the engine: `on_failure` is called (the worker fails its
+requests), the invariants are checked for the log, and the thread stays unhealthy: it runs no step
+and refuses `call`, but still runs posted jobs, so that aborts free blocks. An exception of
+`on_step` has the same effect: requests that were not notified would miss that step's tokens.
 
 Knows no request and no RPC. `start`, `call`, `post` and `stop` belong to the loop's thread; `stats`
 may be read anywhere.
@@ -54,7 +54,8 @@ T = TypeVar("T")
 
 JOBS_S = 0.001
 JOBS_SHARE = 0.2
-"""A device that computes a step ahead loses nothing by jobs for so long between two steps."""
+"""Share of a step's time that jobs may take before the next one, where the device computes a step
+ahead and loses nothing by them."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class _JobResult:
 
 
 class EngineThread:
-    """Runs `engine` on a thread of its own. Not restartable."""
+    """Thread that runs `engine`: steps, and jobs between them. Not restartable."""
 
     def __init__(
         self,
@@ -86,14 +87,15 @@ class EngineThread:
         log: StepLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Create the thread; `start` runs it.
+
         Args:
-            jobs_s, jobs_share: between two steps no job begins later: after this share of the step
-                before, and at least after so many seconds.
-            step_timeout_s: 0: a step or job may take as long as it likes.
-            wait_for_kernels: returns when the device has done all that the engine gave it.
-            log: is told of every job and step.
-            clock: that steps are timed by.
+            jobs_s, jobs_share: time between two steps in which jobs may begin: this share of the
+                previous step's time, and at least so many seconds.
+            step_timeout_s: most seconds of a step or job; 0: no limit.
+            wait_for_kernels: waits until the device has finished all kernels of the engine.
+            log: records every job and step.
+            clock: clock in seconds for the times of steps.
         """
         self._engine = engine
         self._wait_for_kernels = wait_for_kernels
@@ -121,7 +123,8 @@ class EngineThread:
         on_step: Callable[[StepOutput], None],
         on_failure: Callable[[Internal], None],
     ) -> None:
-        """Begin. Both callbacks run on the calling loop; `on_failure` may not raise."""
+        """Start the thread. Both callbacks run on the calling event loop; `on_failure` must not
+        raise."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._on_step = on_step
@@ -133,31 +136,32 @@ class EngineThread:
 
     @property
     def stats(self) -> EngineStats:
-        """As they were after the last step, or the jobs behind it; never waits for the engine."""
+        """Return the engine's statistics as of its last step or job; never waits for the engine."""
         return self._stats
 
     @property
     def failure(self) -> Internal | None:
-        """Why this thread is unhealthy; None while it is not."""
+        """Return the error because of which the thread is unhealthy; None while it is healthy."""
         return self._failure
 
     @property
     def step_age_s(self) -> float:
-        """Seconds that the step or job under way has taken; 0: there is none."""
+        """Return the seconds since the running step or job began; 0: none runs."""
         return self._watch.age_s
 
     @property
     def is_stuck(self) -> bool:
-        """It failed because a step or job does not end; as long as that is so."""
+        """Return whether the thread has failed because a step or job does not end, and that still
+        runs."""
         return self._failure is not None and self._watch.is_late
 
     async def call(self, run: Callable[[WorkerEngine], T]) -> T:
-        """Run `run(engine)` between two steps and return what it returns.
+        """Run `run(engine)` between two steps and return its result.
 
         A caller that is cancelled does not undo it: the job may still run, later than the
-        cancellation. What it took must be given back by a job posted afterwards. The wait is
-        bounded by the caller.
-        Raises: what `run` raises; Unavailable when the thread is unhealthy or stopped.
+        cancellation. Resources that it acquired must be released by a job posted afterwards. The
+        wait is bounded by the caller.
+        Raises: the errors of `run`; Unavailable when the thread is unhealthy or stopped.
         """
         self._refuse_if_down()
         future: asyncio.Future[T] = self._loop.create_future()
@@ -167,20 +171,18 @@ class EngineThread:
     def post(
         self, run: Callable[[WorkerEngine], object], then: Callable[[], None] | None = None
     ) -> None:
-        """Run `run(engine)` between two steps, after everything asked for before; `then` on the
-        loop afterwards.
+        """Run `run(engine)` between two steps, after everything posted before, then `then` on the
+        event loop.
 
-        It must not raise: that is a failure of the engine. Works on an unhealthy thread; ignored on
-        a stopped one.
+        `run` must not raise: that counts as a failure of the engine. Works on an unhealthy thread;
+        ignored on a stopped one.
         """
         if not self._closed:
             self._jobs.put(_Job(run, None, then))
 
     async def stop(self, timeout_s: float, *, closes_engine: bool = True) -> None:
-        """End after the step in progress; jobs that did not run are refused.
-
-        Raises: Unavailable if it does not end.
-        """
+        """Stop after the step in progress; pending jobs are refused. Raises: Unavailable if the
+        step does not end."""
         await end_tasks([self._watching])
         if not self._closed:
             self._closes_engine = closes_engine
@@ -205,8 +207,7 @@ class EngineThread:
             self._on_failure(failure)
 
     def _wake(self) -> None:
-        """A process of the engine's has ended: look, also when there is nothing else to do. Any
-        thread."""
+        """Wake the engine's thread because one of its processes has ended. Any thread."""
         self._jobs.put(_Job(lambda engine: engine.check_alive(), None))
 
     # ---- the engine's thread
@@ -239,7 +240,7 @@ class EngineThread:
         self._deliver(self._end)
 
     def _jobs_before_step(self) -> Iterator[_Job | None]:
-        """Those that waited when asked for the first, as long as there is time; blocks when there
+        """Return the jobs to run before the next step, as long as there is time; waits when there
         is nothing else to do."""
         if not self._late and (self._failure is not None or not self._engine.has_work()):
             self._late.append(self._wait_for_job())
@@ -285,8 +286,8 @@ class EngineThread:
         self._job_results.append(_JobResult(job, result, problem))
 
     def _deliver_job_results(self) -> None:
-        """Those of all jobs between two steps at once: the loop, woken for each of them, would take
-        the interpreter's lock from the next one."""
+        """Deliver the results of all jobs between two steps at once: waking the loop for each would
+        take the interpreter's lock from the next one."""
         results, self._job_results = self._job_results, []
         try:
             self._wait_if_behind()

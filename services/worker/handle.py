@@ -1,13 +1,15 @@
-"""The handle: what travels instead of KV, as a value, built by prefill and checked by decode.
+"""Handle: a signed reference to one prompt's KV, built by a prefill worker and checked by a decode
+worker.
 
-A handle is a claim of another process. `from_proto` believes none that is not signed by one of our
-keys, before it looks at anything but the version, which says how it is signed; `check` refuses one
-that is not for exactly this tenant, model, layout and prompt, or is too old; `handle_ledger` one
-that comes twice. What it names is verified again, block by block, when it is fetched.
+A handle comes from another process. `from_proto` rejects one that is not signed by one of this
+worker's keys, before it reads anything but the version, which says how it is signed; `check`
+rejects one that is not for exactly this tenant, model, layout and prompt, or is too old;
+`handle_ledger` one that is replayed. The blocks that it names are verified again, one by one, when
+they are fetched.
 
-What is signed is an encoding of our own over every field of the message, each of fixed size or
-behind its length, lists behind their number, so that no two messages have the same bytes; never
-protobuf's, which may differ between versions. Pure; wall-clock time comes in as an argument.
+The signature is over an encoding of every field of the message, each of fixed size or preceded by
+its length, lists preceded by their number, so that no two messages have the same bytes; protobuf's
+own encoding may differ between versions. Pure; wall-clock time comes in as an argument.
 """
 
 from __future__ import annotations
@@ -26,16 +28,17 @@ from services.worker.handle_keys import HandleKeys
 from services.worker.provenance import FINGERPRINT
 
 VERSION = 3
-"""1 was not signed; 2 had a message for each block."""
+"""Version of the handle format: 1 was not signed; 2 had a message for each block."""
 
 SIGNATURE = "signature"
 REPLAYED = "replayed"
 OTHER_VERSION = "version"
-"""Beside those of `kvstore.errors` and `provenance`: forged, used before, and of a worker of
-another version, whose signature cannot be checked here."""
+"""Metrics reasons beside those of `kvstore.errors` and `provenance`: forged, replayed, and from a
+worker of another version, whose signature cannot be checked here."""
 
 CLOCK_SLACK_S = 2.0
-"""Guessed: how far the clocks of two machines may differ before a handle seems too old."""
+"""Largest clock difference between two machines in seconds before a handle counts as expired.
+Guessed."""
 
 INCARNATION_BYTES = 16
 NONCE_BYTES = 16
@@ -45,7 +48,8 @@ WallClock = Callable[[], float]
 
 
 class HandleRefused(BatonError):
-    """The handle is not used; `reason` is the word that provenance counts its blocks under."""
+    """Error of a handle that is not used; `reason` is the metrics reason under which its blocks are
+    counted."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -62,12 +66,13 @@ class Run:
     lease_id: str
     first_block: int
     blocks: Sequence[Block]
-    """`PackedBlocks` of one that came: decode has most blocks of most handles already."""
+    """Block references; `PackedBlocks` in a received handle, of which decode mostly has the blocks
+    already."""
 
 
 @dataclass(frozen=True)
 class Handle:
-    """One prompt's KV: full blocks 0.. in `runs`, then the tail."""
+    """KV of one prompt: full blocks from block 0 on in `runs`, then the tail."""
 
     request_id: str
     tenant: str
@@ -81,29 +86,31 @@ class Handle:
     tail: Run | None
     deadline_unix_ms: int
     nonce: bytes
-    """16 random bytes of this handle alone; see `new_nonce`."""
+    """Nonce of this handle alone, 16 random bytes from `new_nonce`."""
     is_partial: bool = False
-    """Prefill still runs: more will follow under the same leases, which stay the producer's."""
+    """Whether prefill is still running: further handles will follow under the same leases, which
+    stay the producer's."""
 
     @property
     def lease_ids(self) -> tuple[str, ...]:
-        """Each once, in order."""
+        """Return the distinct lease ids, in order."""
         runs = (*self.runs, *((self.tail,) if self.tail else ()))
         return tuple(dict.fromkeys(run.lease_id for run in runs if run.lease_id))
 
 
 def new_nonce() -> bytes:
-    """For one handle."""
+    """Return 16 random bytes for one handle."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def deadline_unix_ms(left_s: float, now: WallClock = time.time) -> int:
-    """The wall-clock moment `left_s` from now."""
+    """Return the wall-clock time `left_s` seconds from now, in Unix milliseconds."""
     return int((now() + left_s) * 1000)
 
 
 def to_proto(handle: Handle, keys: HandleKeys) -> common_pb2.KvHandle:
-    """The handle on the wire, signed. Raises: Internal when there is no key."""
+    """Convert a handle to a signed protobuf message. Raises: Internal when there is no signing
+    key."""
     message = common_pb2.KvHandle(
         version=VERSION,
         request_id=handle.request_id,
@@ -126,16 +133,16 @@ def to_proto(handle: Handle, keys: HandleKeys) -> common_pb2.KvHandle:
 
 
 def sign(message: common_pb2.KvHandle, keys: HandleKeys) -> None:
-    """Set key id and signature. Raises: Internal when there is no key."""
+    """Set the key id and signature of a message. Raises: Internal when there is no signing key."""
     message.key_id = keys.signing_key_id()
     message.signature = keys.mac(message.key_id, signed_bytes(message))
 
 
 def from_proto(message: common_pb2.KvHandle, keys: HandleKeys) -> Handle:
-    """Verify, then parse.
+    """Verify a handle message, then parse it.
 
-    Raises: HandleRefused with "version" for one of another version, "signature" for one that none
-    of our keys signed as it is, or with the reason for a shape that no producer makes.
+    Raises: HandleRefused with "version" for another version, "signature" for one that is not signed
+    by one of our keys, or with the reason of an invalid shape.
     """
     # Before the signature, which another version makes of other fields: it does nothing but refuse.
     if message.version != VERSION:
@@ -173,10 +180,7 @@ def check(
     block_size: int,
     now: WallClock = time.time,
 ) -> None:
-    """Refuse a handle that is not for this request.
-
-    Raises: HandleRefused with the reason to count.
-    """
+    """Check that a handle is for this request. Raises: HandleRefused with the reason to count."""
     expected = (
         ("request id", handle.request_id, request_id),
         ("tenant", handle.tenant, tenant),
@@ -193,14 +197,14 @@ def check(
 
 @dataclass(frozen=True)
 class Stretch:
-    """Blocks [first, end) of the prompt, as one run names them."""
+    """Blocks [first, end) of the prompt within one run."""
 
     run: Run
     first: int
     end: int
 
     def blocks(self, first: int, end: int) -> Sequence[Block]:
-        """Those of [first, end) that are of it."""
+        """Return the references of those blocks of [first, end) that are in this stretch."""
         offset = self.run.first_block
         return self.run.blocks[
             max(first, self.first) - offset : max(0, min(end, self.end) - offset)
@@ -208,10 +212,12 @@ class Stretch:
 
 
 def stretches(handle: Handle, chain_hashes: Sequence[bytes]) -> tuple[list[Stretch], str | None]:
-    """The handle's full blocks from block 0, as far as each is the one that the prompt asks for.
+    """Match the handle's full blocks with the prompt's, from block 0 up to the first mismatch.
 
-    Args: chain_hashes: of the prompt's full blocks, computed here with our own tenant key.
-    Returns: them, without a gap, and why they end before the handle does (None: they do not).
+    Args: chain_hashes: chain hashes of the prompt's full blocks, computed with this worker's tenant
+    key.
+    Returns: the matching stretches without a gap, and the reason why they end before the handle
+    does (None: they do not).
     """
     found: list[Stretch] = []
     first = 0
@@ -229,7 +235,7 @@ def stretches(handle: Handle, chain_hashes: Sequence[bytes]) -> tuple[list[Stret
 
 
 def tail_stretch(handle: Handle, num_full_blocks: int) -> Stretch | None:
-    """The tail behind `num_full_blocks` full blocks; None if there is none that fits."""
+    """Return the tail after `num_full_blocks` full blocks; None if there is none that fits."""
     tail = handle.tail
     if tail is None or tail.first_block != num_full_blocks or len(tail.blocks) != 1:
         return None
@@ -248,7 +254,8 @@ _LENGTH = struct.Struct("<Q")
 
 
 def signed_bytes(message: common_pb2.KvHandle) -> bytes:
-    """What the signature is over: every field of the message but itself. Source: ours."""
+    """Return the bytes that are signed: an encoding of every field of the message except the
+    signature."""
     parts = [
         _HEAD.pack(
             message.version,

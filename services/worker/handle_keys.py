@@ -1,12 +1,12 @@
-"""The keys under which handles are signed and verified, as one worker holds them.
+"""HandleKeys: the keys with which a worker signs and verifies handles.
 
 A MAC is keyed BLAKE2b with 32 bytes of key and of output, personalised so that one made for
 anything else is none for a handle (RFC 7693, sections 2.5 and 2.8). Which bytes are signed is
 `handle`'s business.
 
-A file of them is watched (`process.secret_files`), before each signature and each check of
-one, so that a rotated secret is taken up, and a dropped one is of no use any more, without a
-restart. Belongs to the loop's thread; a look is one `stat`.
+The key file is checked for changes (`process.secret_files`, one `stat`) before each signature and
+each verification, so that rotated keys take effect, and removed ones stop being valid, without a
+restart. Belongs to the loop's thread.
 """
 
 from __future__ import annotations
@@ -31,24 +31,21 @@ _Secrets = Mapping[str, bytes]
 
 
 class HandleKeys:
-    """See the module."""
+    """Valid handle keys of one worker, reloaded when their file changes."""
 
     def __init__(
         self, keys: Sequence[SigningKey], file: WatchedFile[_Secrets] | None = None
     ) -> None:
-        """Keys, the one that signs first; `file`: where changes of them are looked for.
-
-        Without any (`HandleKeys(())`) nothing can be signed and nothing verifies: a worker without
-        a store.
-        """
+        """Create from keys, the signing key first. `file` is watched for changes. Without keys
+        (`HandleKeys(())`), nothing can be signed and nothing verifies: a worker without a store."""
         self._file = file
         # As they were looked at last: a signature is made by the keys that were asked about.
         self._secrets = file.get() if file is not None else _secrets_of(keys)
 
     @classmethod
     def load(cls, path: Path, clock: Clock = time.monotonic) -> Self:
-        """clock: seconds, for reading a changed file again that could not be read. Raises:
-        SettingsError naming the file and the fix."""
+        """Read the keys from a file and watch it. clock: seconds, for retries of a changed file
+        that could not be read. Raises: SettingsError naming the file and the fix."""
         return cls(
             (),
             WatchedFile(
@@ -58,33 +55,35 @@ class HandleKeys:
 
     @classmethod
     def of(cls, handle_keys_file: str) -> Self:
-        """Those of a setting; an empty one has none. Raises: SettingsError as `load`."""
+        """Create from the setting `handle_keys_file`; an empty one gives no keys. Raises:
+        SettingsError as `load`."""
         return cls.load(Path(handle_keys_file)) if handle_keys_file else cls(())
 
     @property
     def num_reloads(self) -> int:
-        """How often they have changed since the start."""
+        """Return the number of changes since the start."""
         return self._file.num_reloads if self._file is not None else 0
 
     @property
     def key_ids(self) -> tuple[str, ...]:
-        """Of the valid keys, the one that signs first."""
+        """Return the ids of the valid keys, the signing key first."""
         return tuple(self._secrets)
 
     def signing_key_id(self) -> str:
-        """The key that signs now. Raises: Internal when there is none."""
+        """Return the id of the key that signs now. Raises: Internal when there is none."""
         self._look()
         if not self._secrets:
             raise Internal("a handle without keys: handle_keys_file is not set")
         return next(iter(self._secrets))
 
     def mac(self, key_id: str, content: bytes) -> bytes:
-        """32 bytes. Raises: KeyError for a key that is not valid (any more)."""
+        """Compute the 32-byte MAC of `content`. Raises: KeyError for a key that is not valid."""
         secret = self._secrets[key_id]
         return hashlib.blake2b(content, digest_size=MAC_BYTES, key=secret, person=PERSON).digest()
 
     def is_signed(self, key_id: str, content: bytes, signature: bytes) -> bool:
-        """Whether `signature` is of `content` under a valid key; compared in constant time."""
+        """Return whether `signature` is that of `content` under a valid key; compared in constant
+        time."""
         if len(signature) != MAC_BYTES:
             return False
         self._look()

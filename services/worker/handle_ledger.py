@@ -1,4 +1,4 @@
-"""Which handles were taken in already: a signed handle is good for one use at one worker.
+"""HandleLedger: replay protection: a signed handle can be used once per worker.
 
 A nonce is kept until its handle's deadline (and the slack of the clocks) has passed; from then on
 the handle is refused as too old. So memory is bounded by the handles of one deadline's time, and by
@@ -20,11 +20,12 @@ from services.worker.handle import CLOCK_SLACK_S, REPLAYED, Handle, HandleRefuse
 LEDGER_FULL = "ledger_full"
 
 MAX_ENTRIES = 65536
-"""Some 10 MiB; at a lease time of 30 s that is 2,000 handles a second."""
+"""Most nonces that are kept: some 10 MiB; at a lease time of 30 s that is 2,000 handles per
+second."""
 
 
 class HandleLedger:
-    """See the module."""
+    """Nonces of the handles that were used and have not expired."""
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self._max_entries = max_entries
@@ -39,7 +40,7 @@ class HandleLedger:
     def take(self, handle: Handle, now_s: float) -> None:
         """Use a verified handle, once. `now_s`: wall clock, seconds.
 
-        Raises: HandleRefused with "replayed" for one that was taken before, "deadline" for one that
+        Raises: HandleRefused with "replayed" for one that was used before, "deadline" for one that
         is too old, "ledger_full" when no more can be remembered.
         """
         # Never back: a clock that is set back must not let in again what was forgotten.
@@ -56,7 +57,8 @@ class HandleLedger:
         heapq.heappush(self._ends, (handle.deadline_unix_ms, handle.nonce))
 
     def check_integrity(self) -> None:
-        """Raises: Internal when the two halves differ or the bound does not hold."""
+        """Check the ledger's invariants. Raises: Internal when its two halves differ or the bound
+        does not hold."""
         if {nonce for _, nonce in self._ends} != self._nonces or len(self._ends) != len(
             self._nonces
         ):

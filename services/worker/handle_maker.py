@@ -1,4 +1,4 @@
-"""From what lies where to the handle that says so: runs over one or several stores, without a gap.
+"""HandleMaker: builds a handle without gaps from runs of blocks in one or several stores.
 
 Pure but for the nonce and the wall clock that a handle needs. Knows no request state and no wire.
 """
@@ -15,7 +15,7 @@ from services.worker.parts import Part, runs_of
 
 
 class Asked(Protocol):
-    """Whose KV a handle is on."""
+    """Request fields that a handle names."""
 
     @property
     def request_id(self) -> str: ...
@@ -26,9 +26,9 @@ class Asked(Protocol):
 
 
 class HandleMaker:
-    """Makes the handles of one request.
+    """Builder of the handles of one request.
 
-    Args: num_tokens: whose KV there is to hand over, once all of it is kept.
+    Args: num_tokens: number of tokens whose KV is handed over once all of it is stored or lent.
     """
 
     def __init__(self, core: WorkerCore, ask: Asked, num_tokens: int) -> None:
@@ -37,15 +37,16 @@ class HandleMaker:
         self._num_tokens = num_tokens
 
     def partial(self, parts: Iterable[Part], ttl_s: float) -> handles.Handle | None:
-        """Of the full blocks kept so far; None if there are none. Its leases stay ours."""
+        """Build a partial handle of the full blocks kept so far; None if there are none. Its leases
+        stay the producer's."""
         return self._make(runs_of(parts), None, ttl_s, is_partial=True)
 
     def whole(
         self, parts: Sequence[Part], tail: Block | None, ttl_s: float
     ) -> handles.Handle | None:
-        """Of all that is kept; None if nothing is.
+        """Build the final handle of all blocks that are kept; None if there are none.
 
-        Args: parts: the last is where the tail lies.
+        Args: parts: runs of blocks; the last one's store also has the tail.
         tail: the unfilled block behind all full ones there. It is left out where full
             blocks are missing.
         """

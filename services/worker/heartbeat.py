@@ -1,6 +1,5 @@
-"""A worker's entry in the registry: `process.registry` with a WorkerStatus, and its role and
-place in it. Knows nothing of the engine but the status it is given.
-"""
+"""Heartbeat: a worker's registry entry in Redis, with its WorkerStatus and role. It takes the
+engine's state from the status only."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ WORKERS_KEY = registry.entries_key(KIND)
 
 
 def beat_key(worker_id: str) -> str:
-    """The key whose presence says that the worker lives."""
+    """Return the Redis key whose presence shows that the worker is alive."""
     return registry.beat_key(KIND, worker_id)
 
 
 class Heartbeat(RegistryHeartbeat):
-    """Registers `status()` until stopped."""
+    """Publisher of `status()` to the registry until stopped."""
 
     def __init__(
         self,
@@ -38,7 +37,8 @@ class Heartbeat(RegistryHeartbeat):
         access: RedisAccess = registry.NO_ACCESS,
         on_wishes: Callable[[Mapping[bytes, bytes]], None] | None = None,
     ) -> None:
-        """`on_wishes`: told what the cluster wishes of adapters, with each beat."""
+        """Create a heartbeat. `on_wishes`: called with the cluster's desired adapters at each
+        beat."""
 
         def beside(pipe: Pipeline) -> Callable[[list[Any]], None]:
             pipe.hgetall(adapter_wishes.KEY)

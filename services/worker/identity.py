@@ -1,4 +1,4 @@
-"""Identity: who a worker is, in one life. A frozen value; any thread."""
+"""Identity: role, id and incarnation of a worker during one life. Immutable; any thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from process import entrypoint
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this worker is, in this life."""
+    """Role, worker id and incarnation of one worker life."""
 
     role: str
     worker_id: str
@@ -18,7 +18,8 @@ class Identity:
 
     @classmethod
     def new(cls, role: str, worker_id: str) -> Identity:
-        """A new life. An empty `worker_id` becomes the role and a random part."""
+        """Create the identity of a new life. An empty `worker_id` becomes the role and a random
+        part."""
         return cls(
             role, worker_id or f"{role}-{secrets.token_hex(4)}", entrypoint.new_incarnation()
         )

@@ -1,14 +1,14 @@
-"""The laws of one worker as they were found last, and when they are worth looking at again.
+"""LawCheck: the last result of a worker's invariant checks, and when to repeat them.
 
-Looking costs the engine's thread time that the answers under way wait for: tens of milliseconds
-with tens of thousands of blocks. So while the engine works it gets at most SHARE of its time for
-looking, however many ask, and whether they wait for the answer or not; who asks in between is told
-what was found last. An idle worker looks whenever it is asked: once for all those who came before
-the look began. Knows no law: those who have them are asked. One asyncio loop.
+A check takes time of the engine's thread that running requests wait for: tens of milliseconds with
+tens of thousands of blocks. So while the engine works, checks get at most SHARE of its time,
+however many callers ask; callers in between get the last result. An idle worker runs a check at
+each request for one, once for all that came before it began. The checks themselves belong to the
+caller. One asyncio loop.
 
-An engine has one of these for its whole life, and hands it from role to role (`hand_over`).
+An engine has one LawCheck for its whole life, which passes from role to role (`hand_over`).
 
-Law: at most one look is under way, and it ends whatever becomes of those who asked.
+Invariant: at most one check runs at a time, and it ends even if its callers are cancelled.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from collections.abc import Awaitable, Callable
 from process.errors import BatonError
 
 SHARE = 0.02
-"""Of the engine's time."""
+"""Share of the engine's time that checks may take while it works."""
 
 Look = Callable[[], Awaitable[float]]
-"""Recomputes everything; seconds for which the engine was held. Raises: BatonError naming a law;
-bounds its own time."""
+"""Function that checks all invariants and returns the seconds for which it held the engine. Raises:
+BatonError naming the broken one; bounds its own time."""
 
 
 class LawCheck:
-    """See the module."""
+    """Rate-limited invariant checks of one engine, shared by all callers."""
 
     def __init__(
         self,
@@ -45,18 +45,18 @@ class LawCheck:
         self._looking: asyncio.Task[None] | None = None
 
     def hand_over(self, look: Look) -> LawCheck:
-        """From now on `look` knows the laws: the engine has another role. What was spent counts on,
-        a look under way, too; what was found was of the role before."""
+        """Replace the check function because the engine has a new role. Time spent and a running
+        check still count; the last result belongs to the previous role and is dropped."""
         self._look, self._problem = look, ""
         return self
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait for the look that is under way, if there is one, at most so long."""
+        """Wait at most `timeout_s` seconds for the check that is running, if there is one."""
         if self._looking is not None:
             await asyncio.wait({self._looking}, timeout=timeout_s)
 
     async def problem(self, *, is_busy: bool) -> str:
-        """What is broken; empty: nothing. Never raises."""
+        """Return the broken invariant; empty: none. Never raises."""
         num_before = self.num_looks
         while not (is_busy and self._clock() < self.due_s):
             if self._looking is None:

@@ -1,9 +1,9 @@
-"""WorkerLender: a worker's blocks, lent to others: the `BlockLender` on the engine's
-side.
+"""WorkerLender: lends a worker's own KV blocks to other workers, as the engine's side of
+`BlockLender`.
 
-What is lent is kept in place at the engine: a request's blocks are quarantined before they are
-lent (whoever lends sees to that), those for measuring are the engine's own loans. Each is given
-back in its own way when nobody reads it any more.
+Lent blocks are kept in place at the engine: the caller quarantines a request's blocks before they
+are lent; those for link measurements are the engine's own loans. Each is returned in its own way
+when no reader is left.
 
 Knows no requests and no handles. Belongs to the loop's thread.
 """
@@ -26,7 +26,7 @@ from services.worker.store_target import StoreTarget
 
 
 class WorkerLender:
-    """See the module. `lender` is what readers meet."""
+    """Lender of one worker's blocks; `lender` is the BlockLender that readers connect to."""
 
     def __init__(
         self,
@@ -38,13 +38,14 @@ class WorkerLender:
         address: Callable[[], str],
         on_room: Callable[[], None],
     ) -> None:
-        """
+        """Create a lender; `start` runs it.
+
         Args:
-            target: as whom, of which memory.
-            max_ttl_s: longest lease.
-            lets_map: readers of this host may map the whole cache.
-            address: where readers find it, once the worker listens.
-            on_room: told when the engine has blocks back.
+            target: identity and memory of this worker.
+            max_ttl_s: longest lease time.
+            lets_map: whether readers on this host may map the whole cache.
+            address: returns the address for readers, once the worker listens.
+            on_room: called when the engine has got blocks back.
         """
         self.node_id = lender_node_id(target.worker_id)
         self.incarnation = target.worker_incarnation
@@ -77,7 +78,7 @@ class WorkerLender:
         return self.loans.num_lent
 
     def add_service(self, server: grpc.aio.Server) -> None:
-        """Register with a server that is not started yet."""
+        """Register the service with a gRPC server that has not been started yet."""
         KvStoreServicer(self.lender).add_to(server)
 
     # -- lending
@@ -85,45 +86,46 @@ class WorkerLender:
     def enter(
         self, offers: Sequence[ExportOffer], lease_id: str, *, is_computed: bool = True
     ) -> str:
-        """Lend blocks that are quarantined once for it, or, where not `is_computed`, keep them
-        entered until `computed`; see BlockLender.enter."""
+        """Lend blocks that the caller has quarantined for it; where not `is_computed`, they are
+        entered but unreadable until `computed`."""
         return self.lender.enter(offers, lease_id, is_computed=is_computed)
 
     def computed(self, lease_id: str, block_ids: Sequence[int]) -> None:
-        """See ExportedBlocks.computed."""
+        """Mark entered blocks as computed, so that readers may copy them."""
         self.loans.computed(lease_id, block_ids)
 
     async def seal(self, lease_id: str) -> PackedBlocks:
-        """See BlockLender.seal."""
+        """Seal the lease's blocks: compute their checksums, so that handles can name them."""
         return await self.lender.seal(lease_id)
 
     def hand_over(self, lease_id: str, ttl_s: float) -> None:
-        """The lease is the handle's from here on. Raises: LeaseLapsed."""
+        """Hand the lease over to a handle for `ttl_s` seconds. Raises: LeaseLapsed."""
         self.loans.hand_over(lease_id, ttl_s, self.lender.now_s())
 
     def release(self, lease_id: str) -> None:
-        """Give back what was lent under it; readers under way end first. Idempotent."""
+        """End a lease and return its blocks; readers in progress finish first. Idempotent."""
         self.loans.release([lease_id], self.lender.now_s())
 
     # -- life
 
     def start(self) -> None:
-        """Called once, on the loop."""
+        """Start the lender; called once, on the event loop."""
         self.lender.start()
 
     async def quiet(self) -> None:
-        """Lend nothing to measure with any more, and wait until all is back; the caller bounds
-        it."""
+        """Stop lending blocks for link measurements, and wait until all are back; the caller bounds
+        the wait."""
         self.is_draining = True
         await self.lender.quiet()
 
     async def stop(self, *, timeout_s: float) -> None:
-        """All leases end now; the engine has its blocks back when nothing moves any more."""
+        """End all leases; the engine gets its blocks back when no transfer touches them any
+        more."""
         self.is_draining = True
         await self.lender.stop(timeout_s)
 
     def check_integrity(self) -> None:
-        """Raises: Internal when a law does not hold."""
+        """Check the invariants. Raises: Internal when one does not hold."""
         problem = self.lender.check_integrity()
         if problem:
             raise Internal(problem)

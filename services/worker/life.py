@@ -1,9 +1,9 @@
 """Life: one life of a worker in one role, from its core to its entry in the registry. A worker that
 changes its role ends one and begins the next over the same engine, under a new incarnation.
 
-Life of one: `begin` (core, role, adapters, store) -> `announce` (registered) -> `drain` (nothing
-new; what can move goes on elsewhere) -> `leave_registry` -> `end`. Knows no server. The loop's
-thread.
+Life of one: `begin` (core, role, adapters, store) -> `announce` (registered) -> `drain` (no new
+requests; those that can move continue on other workers) -> `leave_registry` -> `end`. Knows no
+server. The loop's thread.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from services.worker.roles import MakeRole, Role
 logger = logging.getLogger(__name__)
 
 MOVE_SHARE = 0.8
-"""Of the drain time: by then what has not moved with its KV moves without."""
+"""Share of the drain time after which requests that have not moved with their KV move without
+it."""
 
 LAST_WORDS_S = 1.0
-"""For messages that are on their way to routers."""
+"""Seconds for messages that are still being sent to routers."""
 
 
 @dataclass
 class Life:
-    """See the module."""
+    """One life of a worker in one role: its core, role, adapters and registry entry."""
 
     core: WorkerCore
     role: Role
     heartbeat: Heartbeat | None = None
 
     def announce(self, address: str, metrics_address: str) -> None:
-        """It serves at `address`: routers may know."""
+        """Register the worker in the registry as serving at `address`."""
         core, settings = self.core, self.core.settings
         core.address = settings.advertised or address
         core.metrics_address = metrics_address
@@ -58,8 +59,9 @@ class Life:
         self.heartbeat.start()
 
     async def drain(self) -> None:
-        """Take nothing new, have what can move go on elsewhere, and wait for the rest and for who
-        reads our blocks; at most `drain_s`, and not at all with an engine that failed."""
+        """Refuse new requests, move those that can continue elsewhere, and wait for the rest and
+        for readers of lent blocks: at most `drain_s` seconds, and not at all with a failed
+        engine."""
         core = self.core
         drain_s = core.limits.drain_s if core.thread.failure is None else 0.0
         core.draining = True
@@ -71,13 +73,16 @@ class Life:
         await core.say_last_words(LAST_WORDS_S)
 
     async def leave_registry(self) -> None:
-        """Bounded by Redis' timeouts."""
+        """Remove the registry entry, within Redis' timeouts."""
         if self.heartbeat is not None:
             await self.heartbeat.stop()
 
     async def end(self, *, closes_engine: bool = True) -> None:
-        """Nobody calls any more: let everything go. Raises: Internal for an engine that is to be
-        kept, and is not as it was before the first request."""
+        """End the life after the last call and free its resources.
+
+        Raises: Internal for an engine that is to be kept, and is not as it was before the first
+        request.
+        """
         await self.role.stop()
         await self.core.stop(closes_engine=closes_engine)
         stats = self.core.thread.stats
@@ -99,11 +104,11 @@ async def begin(
     draft_traces: DraftTraces | None = None,
     before: WorkerCore | None = None,
 ) -> Life:
-    """A life that is not announced yet.
+    """Create a life that is not registered yet.
 
     Args:
         draft_traces: see WorkerCore.
-        before: the core of the life before, over the same engine.
+        before: core of the previous life, over the same engine.
     Raises: FailedPrecondition from the store; InvalidArgument for an adapter that does not fit.
     """
     worker_id = settings.worker_id if before is None else before.identity.worker_id

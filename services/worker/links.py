@@ -1,9 +1,9 @@
-"""Links: what this worker measured of its ways to stores, and says of them.
+"""Links: measured speeds of a worker's links to KV stores.
 
 Each client is measured in the background, right after it attached, and again every AGAIN_S while
-its link is degraded: a bad moment shall not mark it for good. What says nothing of the link (no
-free blocks just now, here or there; the client's end) changes nothing of what is known. One at a
-time, so that measurements do not slow one another. The engine lends free blocks for it, and gets
+its link is degraded: one bad measurement must not mark it for good. What says nothing of the link
+(no free blocks just now, here or there; the client's end) changes nothing of what is known. One at
+a time, so that measurements do not slow one another. The engine lends free blocks for it, and gets
 each back when nothing can touch it any more, whatever became of the measurement.
 
 Knows no requests. Belongs to the loop's thread.
@@ -28,19 +28,19 @@ from services.worker.engine_thread import EngineThread
 logger = logging.getLogger(__name__)
 
 BUDGET_S = 0.5
-"""Time of the first measurement."""
+"""Seconds for the first measurement of a link."""
 
 LEND_BUDGET_S = 5.0
-"""For the engine to lend blocks: longer than a step should take."""
+"""Seconds for the engine to lend blocks: longer than a step should take."""
 
 AGAIN_S = 60.0
 
 MAX_LINKS = 64
-"""Remembered; the one measured longest ago is forgotten first."""
+"""Most links that are remembered; the one measured longest ago is dropped first."""
 
 
 class Links:
-    """See the module."""
+    """Measurements of the links to stores, in the background, one at a time."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Links:
         again_s: float = AGAIN_S,
         max_links: int = MAX_LINKS,
     ) -> None:
-        """floor_bytes_per_s: the operator's, 0: none. second_budget_s: time of a measurement after
-        a first that was late. on_room: told when the engine has its blocks
-        back."""
+        """Create without any measurement. floor_bytes_per_s: the configured speed below which a
+        link counts as degraded, 0: none. second_budget_s: seconds for a repeated measurement after
+        a first one that timed out. on_room: called when the engine has its blocks back."""
         self._thread = thread
         self._num_blocks = num_blocks_wanted(block_bytes)
         self._floor_bytes_per_s = floor_bytes_per_s
@@ -70,7 +70,7 @@ class Links:
         self._again: dict[tuple[str, str], asyncio.TimerHandle] = {}
 
     def measure_later(self, client: KvStoreClient) -> None:
-        """In the background, after those that wait already."""
+        """Queue a measurement of the client's link, after those already queued."""
         if self._is_stopped:
             return
         task = start_task(self._measure(client), "link measurement", is_for_many=True)
@@ -79,21 +79,21 @@ class Links:
 
     @property
     def links(self) -> list[tuple[Link, Verdict]]:
-        """As last measured, oldest first."""
+        """Return the links as last measured, oldest first."""
         return [(link, judge(link, self._floor_bytes_per_s)) for link in self._links.values()]
 
     @property
     def num_repeated(self) -> int:
-        """Degraded links that are measured again after a while."""
+        """Return the number of degraded links that are measured again periodically."""
         return len(self._again)
 
     async def settle(self) -> None:
-        """Wait for the measurements that there are now (each bounded)."""
+        """Wait for the measurements that are queued now (each has its own bound)."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
 
     async def stop(self) -> None:
-        """End those under way, and begin no more."""
+        """Stop running measurements and start no more."""
         self._is_stopped = True
         for timer in self._again.values():
             timer.cancel()
@@ -163,7 +163,7 @@ class Links:
         self._thread.post(lambda engine: engine.return_blocks(lent), self._on_room)
 
     def _note(self, link: Link) -> bool:
-        """Remember and tell. Returns: whether it is degraded."""
+        """Record a measured link and report it. Returns: whether it is degraded."""
         key = (link.node_id, link.transport)
         timer = self._again.pop(key, None)
         if timer is not None:
@@ -191,7 +191,8 @@ class Links:
 
 
 def _newest_known(before: Link | None, link: Link) -> Link:
-    """Whichever says more of the way there."""
+    """Return the newer measurement, unless it says nothing about the link and the earlier one of
+    the same address does."""
     says_nothing = link.rates is None and not link.is_fault
     if before is not None and before.address == link.address and says_nothing:
         is_known = before.rates is not None or before.is_fault

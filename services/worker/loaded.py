@@ -1,4 +1,4 @@
-"""Loaded: what came of a load of blocks, as far as it can be used. A value."""
+"""Loaded: the usable result of loading blocks from a store. Immutable."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvstore.transport.base import GetResult
 
 @dataclass(frozen=True)
 class Loaded:
-    """The leading items that may be used, and the others by reason. checksums: of what came, by
-    index, of items that are not sealed: the caller compares them."""
+    """Leading blocks of a load that may be used, and the others by reason. checksums: checksum by
+    index of each loaded block that was not sealed, for the caller to compare."""
 
     num_usable: int
     num_bytes: int
@@ -21,8 +21,8 @@ class Loaded:
 
     @classmethod
     def of(cls, result: GetResult, num_items: int) -> Loaded:
-        """What lies behind a failed block cannot be used without it: the same reason, unless it has
-        its own."""
+        """Create from a transfer's result: blocks after a failed one cannot be used without it and
+        get its reason, unless they have their own."""
         first_failed = min(result.failed, default=num_items)
         not_usable = Counter(
             result.failed.get(index, result.failed[first_failed])

@@ -1,4 +1,4 @@
-"""How a worker of either role starts, serves and ends.
+"""Start, serving and shutdown of a worker process of either role.
 
 Start: an entry in the registry that says so, for routers whose requests wait -> load the engine on
 a thread (progress as log lines) -> a worker (services/worker/worker.py) -> ready line. End, on a
@@ -38,7 +38,7 @@ from services.worker.worker import Worker, start
 logger = logging.getLogger(__name__)
 
 PROGRESS_EVERY = 0.02
-"""Loading is logged when it moved by this share; each line costs a write."""
+"""Share of progress after which loading is logged again; each line costs a write."""
 
 
 async def run(
@@ -47,9 +47,9 @@ async def run(
     role_name: str,
     make_role: MakeRole,
 ) -> None:
-    """A worker process's whole life.
+    """Run a worker process from start to end.
 
-    Raises: what keeps it from starting (one line: what and how to fix it); Internal when the engine
+    Raises: the error that keeps it from starting (one line with the fix); Internal when the engine
     failed.
     """
     # What is wrong with these files is told before a model is loaded.
@@ -84,7 +84,7 @@ async def run(
 
 @contextlib.asynccontextmanager
 async def _said_to_start(settings: WorkerSettings, role_name: str) -> AsyncIterator[None]:
-    """Registered as starting while the body runs."""
+    """Register the worker as starting while the body runs."""
     if not settings.redis_url:
         yield
         return
@@ -105,7 +105,7 @@ async def _said_to_start(settings: WorkerSettings, role_name: str) -> AsyncItera
 
 
 async def _serve(worker: Worker, role_name: str, stop: asyncio.Event) -> None:
-    """From ready to the end, by `stop` or by the engine's failure, which is raised."""
+    """Serve until `stop` is set or the engine fails; the failure is raised."""
     core = worker.core
     entrypoint.begin_serving()
     logs.event(
@@ -138,8 +138,8 @@ async def _serve(worker: Worker, role_name: str, stop: asyncio.Event) -> None:
 
 @contextlib.asynccontextmanager
 async def _logging_steps(core: WorkerCore) -> AsyncIterator[None]:
-    """Where the settings ask for it: a log of what the engine did, written at the end. One that
-    cannot be written is said, and ends nothing."""
+    """Record a log of the engine's steps and jobs, if configured, and write it at the end. A log
+    that cannot be written is reported and does not end the worker."""
     log = core.step_log
     if log is None:
         yield
@@ -158,7 +158,7 @@ async def _logging_steps(core: WorkerCore) -> AsyncIterator[None]:
 
 
 async def _first(*events: asyncio.Event) -> None:
-    """Wait for whichever comes first."""
+    """Wait for whichever finishes first."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -170,7 +170,7 @@ async def _first(*events: asyncio.Event) -> None:
 async def _load(
     settings: WorkerSettings, stop: asyncio.Event, health: HealthProbes, peers: Sequence[DraftPeer]
 ) -> WorkerEngine | None:
-    """Load the engine on a thread that does not hold the process back when it is told to stop.
+    """Load the engine on a thread that does not delay the process when it is stopped.
 
     Returns: None when `stop` came first.
     """
@@ -214,7 +214,7 @@ async def _load(
 
 
 class _Progress:
-    """Progress of loading, for probes and as log lines: not more than anybody can look at."""
+    """Loading progress, for probes and as log lines at a limited rate."""
 
     def __init__(self, health: HealthProbes) -> None:
         self._health = health

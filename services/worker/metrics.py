@@ -1,7 +1,6 @@
-"""What a worker's /metrics shows: its engine's snapshot and the worker's own counts, in Prometheus'
-words.
+"""Prometheus metrics of a worker: its engine's snapshot and the worker's own counters.
 
-The engine is asked on its own thread, by whoever scrapes, within a short bound; when it does not
+The engine is asked on its own thread, at each scrape, within a short bound; when it does not
 answer in time, `baton_up` is 0 and the engine's numbers are left out rather than shown old. Called
 from the metrics server's thread.
 """
@@ -33,19 +32,19 @@ from services.worker.parking import StoreParking
 
 
 class WorkerCollector(Collector):
-    """See the module."""
+    """Prometheus collector of one worker."""
 
     def __init__(self, core: WorkerCore, loop: asyncio.AbstractEventLoop) -> None:
-        """`loop`: the one that `core` belongs to."""
+        """Create a collector. `loop`: the event loop that `core` belongs to."""
         self._core = core
         self._loop = loop
 
     def follow(self, core: WorkerCore) -> None:
-        """The worker's next life, on the same loop."""
+        """Replace the core by that of the worker's next life on the same event loop."""
         self._core = core
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics, now."""
+        """Return all metrics as of now; blocks for the engine's answer within a short bound."""
         core = self._core
         labels = {"worker_id": core.identity.worker_id, "role": core.identity.role}
         snapshot = self._snapshot()
@@ -72,7 +71,7 @@ class WorkerCollector(Collector):
 
 
 def _of_worker(core: WorkerCore, labels: Labels) -> Iterator[Metric]:
-    """The worker's own counts; they need no engine."""
+    """Return the worker's own counters, which need no engine."""
     stats, counts = core.thread.stats, core.counts
     sources = {
         "computed": counts.num_prompt_tokens_computed,
@@ -174,7 +173,7 @@ def _of_worker(core: WorkerCore, labels: Labels) -> Iterator[Metric]:
 
 
 def _of_links(core: WorkerCore, labels: Labels) -> Iterator[Metric]:
-    """The ways to stores, as measured when each was attached to."""
+    """Return the measured links to stores."""
     values = tuple(labels.values())
     names = (*labels, "peer", "transport")
     speeds = GaugeMetricFamily(
@@ -206,7 +205,7 @@ def _of_links(core: WorkerCore, labels: Labels) -> Iterator[Metric]:
 
 
 def _of_parking(parking: StoreParking, labels: Labels) -> Iterator[Metric]:
-    """Preempted requests' blocks on their way to the store and back."""
+    """Return the counters of parked blocks: preempted requests' KV moved to and from the store."""
     yield counters(
         "baton_parked_bytes",
         "Moved between this worker and its store for preempted requests.",
@@ -231,7 +230,7 @@ def _of_parking(parking: StoreParking, labels: Labels) -> Iterator[Metric]:
 
 
 def _of_engine(snapshot: MetricsSnapshot, labels: Labels) -> Iterator[Metric]:
-    """What the engine measured."""
+    """Return the metrics that the engine measured."""
     histograms = (
         ("baton_time_to_first_token_seconds", "From reserve to first token.", snapshot.ttft_s),
         ("baton_time_per_output_token_seconds", "Mean per ended sample.", snapshot.tpot_s),

@@ -1,5 +1,5 @@
-"""A multiplexed stream at the worker's end, whatever its role: commands of one router come down,
-and what has come since the last write goes up as one message.
+"""Worker side of a multiplexed gRPC stream, for either role: commands of one router arrive, and all
+events since the last write are sent as one message.
 
 While the reader keeps up that is one message per engine step; behind a slow one steps share a
 message, up to MAX_EVENTS, so that what waits here is bounded by the requests' own lengths. The
@@ -20,22 +20,22 @@ CommandT = TypeVar("CommandT")
 
 
 MAX_EVENTS = 256
-"""Of one message: the largest, log probabilities of prompts, then take 48 MB of the 64 MiB that a
-message may have."""
+"""Most events in one message: at the largest size of an event (prompt log-probabilities) they take
+48 MB of the 64 MiB limit."""
 
 
 class Session(Protocol):
-    """The requests of one stream."""
+    """Interface of the requests of one stream."""
 
     async def wait_idle(self) -> None:
-        """Until every request is over. Each has its own deadline."""
+        """Wait until every request is over. Each has its own deadline."""
 
     def close(self) -> None:
-        """The stream is gone: cancel all of them."""
+        """Cancel all requests because the stream has ended."""
 
 
 class Outbox(Generic[EventT]):
-    """Events in their order, until they are written."""
+    """Queue of events that wait to be written, in order."""
 
     def __init__(self) -> None:
         self._events: list[EventT] = []
@@ -47,21 +47,21 @@ class Outbox(Generic[EventT]):
         """So many were taken to be written: what was put before the last one cannot be changed."""
 
     def put(self, event: EventT) -> None:
-        """It waits for `flush`."""
+        """Queue an event until `flush`."""
         self.num_unwritten += 1
         self._events.append(event)
 
     def flush(self) -> None:
-        """Have what waits written; never blocks."""
+        """Make the queued events available for writing; never blocks."""
         self._wake.set()
 
     def end(self) -> None:
-        """No event comes any more."""
+        """End the queue; no event may be added afterwards."""
         self._is_ended = True
         self._wake.set()
 
     async def batches(self) -> AsyncIterator[list[EventT]]:
-        """What is to be written together, until `end`."""
+        """Yield the events to be written together, until `end`."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -82,9 +82,9 @@ async def serve(
     write: Callable[[list[EventT]], Awaitable[None]],
     open_ones: set[Outbox[Any]],
 ) -> None:
-    """One stream, until it ends. `obey` answers a wrong command by itself.
+    """Serve one stream until it ends. `obey` answers an invalid command itself.
 
-    Args: open_ones: has the outbox in it while somebody reads it.
+    Args: open_ones: contains the outbox while the stream is served.
     """
 
     async def read() -> None:

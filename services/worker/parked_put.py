@@ -1,7 +1,6 @@
-"""One put of a StoreParking: what was put under a key, where its bytes are now, and what the engine
-holds while they come back. Values only: who changes them, and under which lock, is
-services/worker/parking.py's.
-"""
+"""Put: state of one parked put of a StoreParking: its key, where its bytes are, and the engine's
+side while they are fetched back. Values only: services/worker/parking.py changes them under its
+lock."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from kvstore.transport.base import BlockMemory
 
 
 class Stage(enum.Enum):
-    """Where parked bytes are; see services/worker/parking.py."""
+    """Stages of parked bytes; services/worker/parking.py describes the transitions."""
 
     STAGED = "staged"
     STORED = "stored"
@@ -28,7 +27,8 @@ OVER = frozenset({Stage.HERE, Stage.LOST})
 
 
 class Put:
-    """What was put under one key, once. `stage`, `rows` and the two flags: under the lock."""
+    """Blocks that were put under one key, once. `stage`, `rows` and the two flags change under the
+    lock."""
 
     def __init__(
         self, key: str, chain_hashes: tuple[bytes, ...], rows: tuple[int, ...], tenant: str
@@ -49,7 +49,7 @@ class Put:
 
 
 class Coming:
-    """A put's bytes on their way back; see engine/parking.py:Parked."""
+    """A put whose bytes are being fetched back: a Parked of engine/parking.py."""
 
     def __init__(self, put: Put, memory: BlockMemory) -> None:
         self._put = put
@@ -60,14 +60,15 @@ class Coming:
         return self._put.stage in OVER
 
     def result(self) -> Blocks | None:
-        """Rows are the put's own from HERE on, until it is dropped on this same thread."""
+        """Return the fetched blocks; None where they are not here, in transit or lost. Their rows
+        stay the put's own until it is dropped on the engine's thread."""
         if self._put.stage is not Stage.HERE:
             return None
         return self._memory.view[list(self._put.rows)]
 
 
 class Unknown:
-    """Nothing was put under that key."""
+    """Result of `get` for a key under which nothing was put."""
 
     is_done = True
 
@@ -76,7 +77,8 @@ class Unknown:
 
 
 def refs_of(result: PutResult, put: Put) -> tuple[Block, ...] | None:
-    """Where all of it lies; None where some does not, or another block was named for it."""
+    """Return the store references of all blocks; None where one is missing, or the store holds
+    another block in its place."""
     refs = result.refs if result.tail is None else (*result.refs, result.tail)
     hashes = [ref.chain_hash for ref in refs]
     asked = [*put.chain_hashes, b""][: put.num_blocks]

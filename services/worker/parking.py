@@ -1,4 +1,4 @@
-"""StoreParking: an engine's Parking that keeps a preempted request's blocks in the KV store.
+"""StoreParking: keeps the KV blocks of preempted requests in the KV store, as the engine's Parking.
 
 Life of what is put under a key; the engine's thread asks, one task on the loop does:
 
@@ -60,8 +60,8 @@ STOPPED = "stopped"
 
 
 class StoreParking:
-    """See the module. `put`, `get`, `drop` and `check_integrity` belong to the engine's thread,
-    the rest to the loop's.
+    """Parking of preempted requests' blocks in the KV store. `put`, `get`, `drop` and
+    `check_integrity` are called on the engine's thread, the rest on the event loop's.
 
     Attributes:
         num_bytes_stored, num_bytes_fetched: moved since start (blocks that were there cost none).
@@ -78,11 +78,12 @@ class StoreParking:
         make_connector: Callable[[BlockMemory], StoreConnector],
         renewals_per_ttl: float = RENEWALS_PER_TTL,
     ) -> None:
-        """
+        """Create a parking with its own store connection.
+
         Args:
-            max_bytes: of this process' memory for blocks on their way.
-            make_connector: the way to the store, given the memory that it moves bytes of.
-            renewals_per_ttl: how often a lease is renewed within its time.
+            max_bytes: host memory for blocks in transit, in bytes.
+            make_connector: creates the store connector for the given memory.
+            renewals_per_ttl: number of renewals of a lease per lease time.
         Raises: SettingsError where `max_bytes` holds no block.
         """
         if max_bytes < layout.block_bytes:
@@ -108,12 +109,14 @@ class StoreParking:
     # ---- life, on the loop
 
     async def start(self, *, wait_s: float) -> bool:
-        """Attach, waiting at most `wait_s`. Returns and raises as StoreConnector.start."""
+        """Attach to the store, waiting at most `wait_s` seconds. Returns and raises as
+        StoreConnector.start."""
         self.staging.open()
         return await self.connector.start(wait_s=wait_s)
 
     async def stop(self, *, timeout_s: float) -> None:
-        """Refuse what comes, end what moves, let the store go. What is still asked for is lost."""
+        """Refuse new puts, cancel transfers and detach from the store. Puts that are still needed
+        are lost."""
         self.staging.close()
         await end_tasks(self._tasks)
         await self.connector.stop(timeout_s=timeout_s)
@@ -123,8 +126,9 @@ class StoreParking:
     def put(
         self, key: str, chain_hashes: Sequence[bytes], blocks: Blocks, *, owner: str = ""
     ) -> None:
-        """See Parking; the owner is the tenant whose share of the store is charged. Also refused
-        before `start` and after `stop`."""
+        """Park a copy of these blocks under a key, charged to the tenant `owner`. Raises:
+        ParkingRefused without free rows, before `start` and after `stop`; IntegrityError for a key
+        in use."""
         num_unfilled = len(blocks) - len(chain_hashes)
         if num_unfilled not in (0, 1):
             raise IntegrityError(f"{key}: {len(blocks)} blocks, {len(chain_hashes)} of them full")
@@ -149,7 +153,8 @@ class StoreParking:
             self._end(put)
 
     def get(self, key: str) -> Parked:
-        """See Parking."""
+        """Begin to fetch the blocks of a key back. Returns: an object whose `is_done` and `result`
+        the engine polls."""
         with self.staging.lock:
             put = self._kept.get(key)
             if put is None:
@@ -163,7 +168,7 @@ class StoreParking:
         return Coming(put, self._rows.memory)
 
     def drop(self, key: str) -> None:
-        """See Parking. Rows that a transfer still uses come free when it is over."""
+        """Drop the blocks of a key. Rows that a transfer still uses are freed when it is over."""
         with self.staging.lock:
             put = self._kept.pop(key, None)
             if put is None:
@@ -177,7 +182,8 @@ class StoreParking:
         self.staging.tell(put.wake.set)
 
     def check_integrity(self, keys: Collection[str]) -> None:
-        """See Parking, and the module."""
+        """Check that the keys are those of kept puts, and that every row is accounted for. Raises:
+        IntegrityError."""
         with self.staging.lock:
             if set(self._kept) != set(keys):
                 raise IntegrityError(f"parked are {sorted(self._kept)}, not {sorted(keys)}")
@@ -194,7 +200,7 @@ class StoreParking:
     # ---- both, under the lock or taking it
 
     def _lose(self, put: Put, reason: str) -> None:
-        """Unless nobody wants its bytes, or they are here."""
+        """Mark a put as lost, unless its bytes are no longer needed or already here."""
         with self.staging.lock:
             if put.is_dropped or put.stage in OVER:
                 return
@@ -203,7 +209,7 @@ class StoreParking:
         logs.event(logger, "parked_lost", level=logging.WARNING, key=put.key, reason=reason)
 
     def _end(self, put: Put) -> None:
-        """Nothing moves for it any more. The first call counts."""
+        """Mark the end of a put's transfers; only the first call has an effect."""
         self._lose(put, STOPPED)
         with self.staging.lock:
             put.is_ended = True
@@ -237,7 +243,7 @@ class StoreParking:
         self._end(put)  # in the turn in which it is done: who sees that may want its rows
 
     async def _store(self, put: Put) -> None:
-        """STAGED -> STORED, or LOST."""
+        """Store a put's bytes: STAGED -> STORED, or LOST."""
         client = self.connector.client
         if client is None:
             self._lose(put, STORE_UNAVAILABLE)
@@ -277,7 +283,7 @@ class StoreParking:
         self._has_room.set()
 
     async def _wait(self, put: Put) -> None:
-        """Until it is asked for or dropped; its lease lives meanwhile."""
+        """Renew a put's lease until its bytes are requested or dropped."""
         try:
             async with asyncio.timeout(self._renewal_s):
                 await put.wake.wait()
@@ -298,7 +304,7 @@ class StoreParking:
             self.connector.suspect(client, error)
 
     async def _fetch(self, put: Put) -> None:
-        """COMING -> HERE, or LOST."""
+        """Fetch a put's bytes: COMING -> HERE, or LOST."""
         deadline = Deadline.after(self._limits.transfer_budget_s)
         client = self.connector.client
         if client is None:
@@ -324,7 +330,8 @@ class StoreParking:
                 put.stage = Stage.HERE
 
     async def _take_rows(self, put: Put, deadline: Deadline) -> None:
-        """Raises: DeadlineExceeded when others have them all that long."""
+        """Wait for free rows for a put. Raises: DeadlineExceeded when other puts keep them too
+        long."""
         async with deadline.timeout("rows to bring parked blocks back"):
             while True:
                 with self.staging.lock:
@@ -336,7 +343,8 @@ class StoreParking:
                 await self._has_room.wait()
 
     async def _get(self, put: Put, client: KvStoreClient, deadline: Deadline) -> str:
-        """Returns: why the bytes are of no use; empty: they are."""
+        """Fetch a put's bytes from the store. Returns: why they are unusable; empty: they are
+        usable."""
         result = await client.get_blocks(
             put.lease_id,
             list(zip(put.refs, put.rows, strict=True)),

@@ -1,6 +1,5 @@
-"""Parts: which leading blocks of one prompt somebody keeps, and the runs without a gap that several
-of them make. Values and one pure function.
-"""
+"""Parts of a prompt's KV by the store or lender that keeps them, and the runs without gaps that
+they form. Values and one pure function."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from services.worker import handle as handles
 
 
 class Keeper(Protocol):
-    """Who keeps the blocks: a store, as its client knows it, or a lender."""
+    """Store or lender that keeps blocks, as its client identifies it."""
 
     @property
     def node_id(self) -> str: ...
@@ -25,14 +24,14 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """Blocks 0.. of the prompt at one keeper, pinned by one lease."""
+    """Leading blocks of a prompt at one keeper, pinned by one lease."""
 
     keeper: Keeper
     lease_id: str
     refs: Sequence[Block]
 
     def run(self, first_block: int, blocks: Sequence[Block]) -> handles.Run:
-        """Some blocks of this keeper, as a handle names them."""
+        """Return a handle's run of some blocks at this keeper."""
         keeper = self.keeper
         return handles.Run(
             keeper.node_id,
@@ -45,9 +44,8 @@ class Part:
 
 
 def runs_of(parts: Iterable[Part]) -> tuple[handles.Run, ...]:
-    """Runs without a gap from block 0 on. Of two stores that have a block the first one gives it;
-    one that adds nothing is not named.
-    """
+    """Combine parts into runs without gaps from block 0 on. Of two keepers with the same block the
+    first is named; a keeper that adds no block is left out."""
     runs: list[handles.Run] = []
     num_covered = 0
     for part in parts:

@@ -1,5 +1,5 @@
-"""Where one worker's share of a request's KV came from, and where its time went. Values; no I/O, no
-wire.
+"""Provenance of one worker's share of a request's KV, and the time spent per stage. Values only; no
+I/O.
 
 Law of a leg that ran: num_tokens_computed + num_tokens_local + sum of from_store tokens == prompt
 tokens; of one that ended inside its prompt: == the tokens that it reached.
@@ -19,11 +19,12 @@ from kvstore.node_ids import is_lender
 from process.deadline import Clock
 
 FINGERPRINT = "fingerprint"
-"""Beside those of `kvstore.errors`: the handle is of another model, tenant or prompt."""
+"""Metrics reason, beside those of `kvstore.errors`, of a handle for another model, tenant or
+prompt."""
 
 
 class HandoverPath(enum.IntEnum):
-    """How decode gets a prompt's KV. Numbers are those of the wire."""
+    """Path of a prompt's KV to decode; the numbers are those of the protobuf enum."""
 
     UNSPECIFIED = 0
     STORE = 1
@@ -31,7 +32,7 @@ class HandoverPath(enum.IntEnum):
 
 
 class Place(NamedTuple):
-    """A tier of one node's store, or of a worker that lends its blocks."""
+    """Tier of one node's store, or of a worker that lends its blocks."""
 
     node_id: str
     tier: Tier
@@ -39,37 +40,39 @@ class Place(NamedTuple):
 
 @dataclass
 class Leg:
-    """One worker's leg, filled in as the request lives. Prompt tokens only."""
+    """Provenance of the KV of one worker's leg of a request, in prompt tokens."""
 
     num_prompt_tokens: int
     num_reached: int | None = None
-    """Tokens, counted from the first, whose KV it has had; None: all of the prompt."""
+    """Number of leading tokens whose KV the leg has had; None: all of the prompt."""
     num_tokens_local: int = 0
     store_node_id: str = ""
-    """Of the store that blocks come from where `count_loaded` is told no other."""
+    """Node id of the store that blocks come from where `count_loaded` is given no other."""
     tokens_by_place: Counter[Place] = field(default_factory=Counter)
     bytes_by_place: Counter[Place] = field(default_factory=Counter)
     num_tokens_early: int = 0
-    """Of those from stores: fetched while prefill still ran."""
+    """Number of the tokens from stores that were fetched while prefill still ran."""
     bytes_read: Counter[str] = field(default_factory=Counter)
-    """From stores and lenders, by the transport that was used."""
+    """Bytes read from stores and lenders, by transport."""
     bytes_written: Counter[str] = field(default_factory=Counter)
-    """Into stores, likewise; of decode without the blocks of the answer."""
+    """Bytes written to stores, by transport; for decode without the answer's blocks."""
     transport_by_node: dict[str, str] = field(default_factory=dict)
-    """By which each store or lender was read."""
+    """Transport over which each store or lender was read, by node id."""
     recomputed: Counter[str] = field(default_factory=Counter)
-    """Blocks that were or should have been in the store and had to be computed, by reason."""
+    """Number of blocks that were or should have been in the store and had to be computed, by
+    reason."""
     not_stored: Counter[str] = field(default_factory=Counter)
-    """Blocks of a handover that did not get into the store, by reason."""
+    """Number of blocks of a handover that were not stored, by reason."""
     num_blocks_written_back: int = 0
-    """Full blocks that no handle names and that were stored when the request ended."""
+    """Number of full blocks that no handle names and that were stored when the request ended."""
     handover: HandoverPath = HandoverPath.UNSPECIFIED
-    """Prefill: which way its handle went."""
+    """Path of the handle; set by prefill."""
     num_tokens_direct: int = 0
-    """Decode, of those from stores: read out of a prefill worker's own cache, which lent them."""
+    """Number of the tokens from stores that decode read out of a prefill worker's own cache, which
+    lent them."""
     num_blocks_behind: int = 0
-    """Prefill: full blocks that were not in the store yet when the answer went out, where no handle
-    names the store."""
+    """Number of full blocks that prefill had not stored yet when the answer was sent, where no
+    handle names the store."""
 
     @property
     def num_bytes_read(self) -> int:
@@ -81,7 +84,7 @@ class Leg:
 
     @property
     def transports(self) -> list[str]:
-        """All that moved bytes, sorted."""
+        """Return the transports that moved bytes, sorted."""
         return sorted(name for name, num in (self.bytes_read + self.bytes_written).items() if num)
 
     @property
@@ -97,7 +100,7 @@ class Leg:
         return max(0, end - self.num_tokens_local - self.num_tokens_from_store)
 
     def count_read(self, node_id: str, transport: str, num_bytes: int) -> None:
-        """Bytes came from a store, or from a worker that lends, over `transport`."""
+        """Count bytes read from a store or lender over `transport`."""
         self.bytes_read[transport] += num_bytes
         self.transport_by_node[node_id] = transport
 
@@ -111,9 +114,8 @@ class Leg:
         node_id: str | None = None,
         is_early: bool = False,
     ) -> None:
-        """These blocks came out of the store of `node_id`, or from who lends as that, and were
-        verified; of theirs, prompt tokens [first, end) are used.
-        """
+        """Count verified blocks from the store or lender `node_id`, of which prompt tokens [first,
+        end) are used."""
         self.count_tiers(
             first_token,
             end_token,
@@ -133,7 +135,7 @@ class Leg:
         node_id: str,
         is_early: bool,
     ) -> None:
-        """`count_loaded`, of blocks that were counted."""
+        """Count loaded blocks as `count_loaded` does, given their number per tier."""
         end_token = min(end_token, self.num_prompt_tokens)
         for tier, num_blocks, num_there in tiers:
             num_tokens = max(0, min(num_there, end_token - first_token))
@@ -146,7 +148,8 @@ class Leg:
 
 
 class StageClock:
-    """Seconds per stage of one request. Stages follow one another; `enter` ends the one before."""
+    """Clock of the seconds per stage of one request. Stages do not overlap: `enter` ends the
+    previous one."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -157,7 +160,7 @@ class StageClock:
         """(stage, from, to) on the clock, in order."""
 
     def enter(self, stage: str | None) -> None:
-        """Time from now on belongs to `stage`; None: to nobody."""
+        """Start a stage; None: the time from now on belongs to no stage."""
         now = self._clock()
         if self._stage is not None:
             self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
@@ -176,22 +179,22 @@ class WorkerCounts:
     num_prompt_tokens_early: int = 0
     num_prompt_tokens_direct: int = 0
     handovers: Counter[HandoverPath] = field(default_factory=Counter)
-    """Handles that went out, by their way."""
+    """Number of handles that were sent, by path."""
     num_blocks_written_back: int = 0
-    """Also those that were stored after their request's end."""
+    """Number of blocks written back, including those stored after their request's end."""
     not_written_back: Counter[str] = field(default_factory=Counter)
-    """Blocks that no handle names and that could not be stored, by reason."""
+    """Number of blocks that no handle names and that could not be stored, by reason."""
     early_pulls_failed: Counter[str] = field(default_factory=Counter)
-    """Partial handles that could not be used, pulls while prefill still ran that did not bring all
-    they were for, and questions that a lender did not answer, by reason; the final handle tried
-    again. A question whose lease has ended is none of them."""
+    """Number of early pulls that failed, by reason: unusable partial handles, incomplete pulls
+    while prefill still ran, and lenders that did not answer; the final handle tries again. A
+    question whose lease has ended is not counted."""
     recomputed: Counter[str] = field(default_factory=Counter)
     moved: Counter[str] = field(default_factory=Counter)
-    """Requests that left a draining decode worker: "draining" with their KV, else by the reason why
-    it is not all of it."""
+    """Number of requests that left a draining decode worker: "draining" with all of their KV, else
+    by the reason why not."""
 
     def add(self, leg: Leg) -> None:
-        """Count a leg that ran."""
+        """Add the counts of a leg that ran."""
         self.num_prompt_tokens_computed += leg.num_tokens_computed
         self.num_prompt_tokens_local += leg.num_tokens_local
         self.num_prompt_tokens_from_store += leg.num_tokens_from_store

@@ -1,11 +1,11 @@
-"""RemotePeer: one worker's way to one store of another node: attached when asked for, looked at
-when in doubt, given up when it fails, tried again by one.
+"""RemotePeer: one worker's connection to one store of another node: attached on demand, checked
+when in doubt, dropped when it fails, and tried again by one caller.
 
-Life: unknown -> attaching (one attempt, for all who ask) -> attached -> dropped, or failed. While a
-failure's back-off lasts everybody is refused at once; then ONE caller tries (half-open), and the
-others are refused until it is known what came of that. Nothing is refused for ever.
+Life: unknown -> attaching (one attempt for all callers) -> attached -> dropped, or failed. During a
+failure's back-off all callers are refused at once; then ONE caller tries (half-open), and the
+others are refused until that attempt has ended.
 
-Knows nothing of other peers, of rooms or of leases. Belongs to the loop's thread.
+Knows nothing of other peers, the limit of stores, or leases. Belongs to the loop's thread.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class StoreUnusable(Unavailable):
-    """A store that cannot be used for this request. `reason` is one of the words under which blocks
-    are counted that were computed instead."""
+    """Error of a store that cannot be used for this request; `reason` is the metrics reason under
+    which its blocks are counted as computed."""
 
     def __init__(self, message: str, reason: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
@@ -44,19 +44,18 @@ class StoreUnusable(Unavailable):
 
 
 class RemotePeer:
-    """See the module.
+    """Connection to one remote store, with its circuit breaker.
 
     Attributes:
-        client: the attached one; nobody else's while `attaching` is set.
-        is_stalled: a call was not answered in time; nobody is given the client until it answers a
-            ping.
+        client: the attached client.
+        is_stalled: a call timed out; the client is not given out until it answers a ping.
     """
 
     def __init__(
         self, node_id: str, address: str, clock: Clock, spawn: Spawn, ping_budget_s: float
     ) -> None:
-        """clock: seconds, for the back-off. spawn: runs bounded work that nobody waits for.
-        ping_budget_s: see WorkerLimits."""
+        """Create without a connection. clock: seconds, for the back-off. spawn: runs a bounded
+        coroutine in the background. ping_budget_s: see WorkerLimits."""
         self.node_id = node_id
         self.address = address
         self.client: KvStoreClient | None = None
@@ -74,16 +73,17 @@ class RemotePeer:
 
     @property
     def is_open(self) -> bool:
-        """Attached or attaching: it takes a place."""
+        """Return whether the peer is attached or attaching, and so counts towards the limit of
+        stores."""
         return self.client is not None or self.attaching is not None
 
     def touch(self) -> None:
-        """Somebody asks for it now."""
+        """Record that a caller asks for the peer now."""
         self._used_at_s = self._clock()
 
     def idle_s(self) -> float:
-        """Seconds since somebody asked for it or, as seen by this call, used its client: who holds
-        a lease renews it with the client in hand."""
+        """Return the seconds since a caller asked for the peer or, as seen by this call, used its
+        client (a lease is renewed through the client)."""
         client = self.client
         if client is not None and (client.is_busy or client.num_uses != self._num_uses):
             self._num_uses = client.num_uses
@@ -91,9 +91,10 @@ class RemotePeer:
         return self._clock() - self._used_at_s
 
     def may_begin(self) -> bool:
-        """Whether who asks now is to begin an attachment; else there is one, made or in the making.
+        """Return whether the caller should begin an attachment; else there is one, complete or in
+        progress.
 
-        Raises: StoreUnusable: refused, or somebody else tries.
+        Raises: StoreUnusable: the back-off lasts, or another caller tries.
         """
         now_s = self._clock()
         self.drop_if_gone()
@@ -106,11 +107,11 @@ class RemotePeer:
         return False
 
     def begin(self, attach: Attach, on_attached: Callable[[KvStoreClient], None]) -> None:
-        """Attach for all who ask; it goes on when they leave. `attach` must be bounded."""
+        """Attach for all callers; continues when they are cancelled. `attach` must be bounded."""
         self.attaching = start_task(self._attach(attach, on_attached), f"attach {self.address}")
 
     async def attached(self) -> KvStoreClient:
-        """Wait for what was begun; the caller bounds it. Raises: StoreUnusable."""
+        """Wait for the attachment in progress; the caller bounds it. Raises: StoreUnusable."""
         if self.attaching is not None:
             await asyncio.wait([self.attaching])
         if self.client is None:
@@ -118,14 +119,15 @@ class RemotePeer:
         return self.client
 
     async def look(self) -> None:
-        """Ask the store who it is. A client whose store is another life, or does not answer, is
-        over then. Who is cancelled only stops waiting."""
+        """Ping the store. The client is dropped if the store has restarted or does not answer. A
+        cancelled caller only stops waiting."""
         self._begin_look()
         if self.looking is not None:
             await asyncio.wait([self.looking])
 
     def suspect(self, error: BatonError) -> None:
-        """A call of the client failed. See RemoteStores.suspect."""
+        """Record the failure of a call: a transfer that timed out or a broken connection drops the
+        client."""
         is_broken = self.client is not None and self.client.broken is not None
         if is_broken or isinstance(error, TransferTimeout | Unavailable):
             self._lose(str(error))
@@ -134,18 +136,19 @@ class RemotePeer:
             self._begin_look()
 
     def drop(self) -> None:
-        """Close the client, if there is one. No failure."""
+        """Close the client, if there is one; this does not count as a failure."""
         client, self.client = self.client, None
         if client is not None:
             self._spawn(close(client))
 
     def drop_if_gone(self) -> None:
-        """Drop a client that broke while nobody asked; its store may be met again at once."""
+        """Drop a client whose connection broke while idle; the store may be attached again at
+        once."""
         if self.client is not None and self.client.broken is not None:
             self.drop()
 
     def refusal(self) -> StoreUnusable:
-        """What to tell who cannot be served."""
+        """Return the error for callers that cannot be served."""
         return StoreUnusable(
             f"store {self.address} of node {self.node_id}: {self._problem or 'being tried'}",
             self._reason,
@@ -153,7 +156,7 @@ class RemotePeer:
         )
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError."""
+        """Check the peer's invariants. Raises: IntegrityError."""
         if self.client is not None and self.attaching is not None:
             raise IntegrityError(f"{self.node_id} is attached and attaching")
         if self.client is not None and not self._breaker.is_closed:
@@ -202,7 +205,7 @@ class RemotePeer:
             self.drop()  # no failure: the new life may be met at once
 
     def _lose(self, problem: str) -> None:
-        """The client is of no use any more, and that is the store's failure."""
+        """Drop the client and count a failure of the store."""
         self.drop()
         self.is_stalled = False
         self._fail(problem, STORE_UNAVAILABLE)
@@ -223,14 +226,14 @@ class RemotePeer:
 
 
 def _why_not(error: BatonError | OSError) -> str:
-    """The word for why a store could not be attached to."""
+    """Return the metrics reason for a store that could not be attached to."""
     if isinstance(error, FailedPrecondition):
         return TRANSPORT if str(error).startswith("transport") else FINGERPRINT
     return STORE_UNAVAILABLE
 
 
 async def close(client: KvStoreClient) -> None:
-    """Say goodbye to the store; bounded."""
+    """Detach from the store, within a bound."""
     try:
         async with asyncio.timeout(CLOSE_BUDGET_S):
             await client.close()

@@ -1,5 +1,5 @@
-"""What a worker's span says of its leg of one request: the stages, the chunks of its prompt, and
-where the KV came from. Nothing for a request that is not traced. Values in, spans out."""
+"""Trace attributes of a worker's leg of one request: its stages, the chunks of its prompt, and the
+provenance of its KV. They do nothing for a request that is not traced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.worker.provenance import Leg, StageClock
 
 
 def tell(span: Span, clock: StageClock, leg: Leg) -> None:
-    """The leg is over, however it ended."""
+    """Record the stages and provenance of a finished leg on its span."""
     if not span.is_recording:
         return
     clock.enter(None)
@@ -34,20 +34,21 @@ def tell(span: Span, clock: StageClock, leg: Leg) -> None:
 
 
 class TracedChunks:
-    """The steps that compute one prompt, each as a span."""
+    """Spans of the engine steps that compute one prompt."""
 
     def __init__(self, span: Span, num_prompt_tokens: int) -> None:
-        """num_prompt_tokens: with those that an earlier leg drew."""
+        """Create for a request's span. num_prompt_tokens: prompt tokens, including those that an
+        earlier leg drew."""
         self._span = span
         self._num_prompt_tokens = num_prompt_tokens
         self._num_known = 0
 
     def start(self, num_loaded_tokens: int) -> None:
-        """The first tokens' KV is there already."""
+        """Start with the number of leading tokens whose KV was loaded."""
         self._num_known = num_loaded_tokens
 
     def add(self, event: RequestOutput, output: StepOutput) -> None:
-        """A step's news of the request."""
+        """Add a step's event of the request."""
         if not self._span.is_recording:
             return
         num_tokens = min(event.num_computed_tokens, self._num_prompt_tokens) - self._num_known

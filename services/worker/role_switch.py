@@ -1,10 +1,10 @@
-"""RoleSwitch: the gRPC methods of every role at one server, of which those of the present role are
-served; whoever calls another is told which role this worker has now.
+"""RoleSwitch: gRPC methods of every role at one server, of which those of the present role are
+served; calls of other methods fail with the name of the present role.
 
-gRPC takes methods before a server starts, and for good: so all of them are registered, and each
-call goes to whoever serves the method at that moment. Calls under way belong to the role that they
-began with: `end` ends them. Who may call at all is decided before, by `rules`. Knows no request.
-One asyncio loop.
+A gRPC server accepts methods only before it starts: so those of all roles are registered, and each
+call goes to the servicer of the method at that moment. Calls in progress belong to the role that
+they began with: `end` cancels them. `rules` decide beforehand which callers are allowed. Knows no
+request. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _SHAPES: tuple[AddService, ...] = (
         kvstore_pb2_grpc.KvStoreServicer(), server
     ),
 )
-"""Every service that some role has, as generated: what its methods are like."""
+"""Generated gRPC services of all roles, which define the kinds of their methods."""
 
 
 class _Collector:
-    """Stands for a server while a role says what it serves."""
+    """Stand-in for a server that records the handlers that a role registers."""
 
     def __init__(self) -> None:
         self.handlers: dict[str, dict[str, Any]] = {}
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """The same methods, as older gRPC has them."""
+        """Record the handlers, as older gRPC versions pass them."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         self.handlers[service] = dict(handlers)
@@ -60,7 +60,7 @@ class _Collector:
 
 
 class RoleSwitch:
-    """See the module."""
+    """gRPC handlers of all roles, dispatching to the present role."""
 
     def __init__(self, worker_id: str) -> None:
         self.rules: dict[str, frozenset[PeerRole]] = {}
@@ -73,7 +73,7 @@ class RoleSwitch:
         self._ended: set[asyncio.Task[Any]] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register every role's methods with a server that is not started yet."""
+        """Register every role's methods with a gRPC server that has not been started yet."""
         for shape in _SHAPES:
             for service, handlers in _Collector.of(shape).items():
                 switched = {
@@ -83,7 +83,7 @@ class RoleSwitch:
                 server.add_registered_method_handlers(service, switched)
 
     def serve(self, role_name: str, add_service: AddService) -> None:
-        """From now on calls are that role's."""
+        """Serve a role's methods from now on."""
         self.rules.update(RULES[PeerRole(role_name)])
         self._says = f"has the role {role_name} now"
         self._behaviours = {
@@ -93,7 +93,7 @@ class RoleSwitch:
         }
 
     async def end(self, next_role: str) -> None:
-        """The present role serves no longer: its calls end, and nobody takes new ones."""
+        """Stop serving the present role: its calls are cancelled and new ones refused."""
         self._says = f"is taking the role {next_role}"
         self._behaviours = {}
         calls = set(self._calls)
@@ -131,6 +131,6 @@ class RoleSwitch:
 
 
 def _behaviour(handler: Any) -> tuple[str, Any]:
-    """Which kind of method it is, and what serves it."""
+    """Return the kind of a method and the function that serves it."""
     (kind,) = [kind for kind in _KINDS if getattr(handler, kind) is not None]
     return kind, getattr(handler, kind)

@@ -1,7 +1,7 @@
-"""The roles that a worker can have, by name, and what each adds to the core.
+"""Role: a worker role (prefill or decode) by name, and what it adds to the worker's core.
 
-A role's code is imported when it is taken: services know of one another by these names alone, and a
-worker that never changes its role loads no other's. Values and one import.
+A role's code is imported when a worker begins that role: services refer to one another by these
+names alone, and a worker that never changes its role loads no other's. Values and one import.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ROLES = tuple(_CLASSES)
 
 
 class Role(Protocol):
-    """What a prefill or a decode worker adds to the core."""
+    """Interface of what a prefill or decode worker adds to the core."""
 
     def start(self) -> None: ...
     def add_service(self, server: grpc.aio.Server) -> None: ...
     def leave(self, by: Deadline) -> None:
-        """The worker drains: let go of what can go on elsewhere, by then. New requests are refused
-        already."""
+        """Move requests that can continue on another worker, by the time `by`, because this one
+        drains. New requests are refused already."""
 
     async def stop(self) -> None: ...
 
@@ -39,7 +39,7 @@ MakeRole = Callable[[WorkerCore], Role]
 
 
 def role_class(name: str) -> MakeRole:
-    """Raises: InvalidArgument naming the roles there are."""
+    """Return the class of a role by name. Raises: InvalidArgument naming the existing roles."""
     if name not in _CLASSES:
         raise InvalidArgument("role", f"{name!r} is none of {', '.join(ROLES)}")
     module, attribute = _CLASSES[name]

@@ -1,8 +1,8 @@
-"""SamplingParams of the wire to the engine's values: how tokens are drawn, how many samples, by
-which search.
+"""Translation of protobuf SamplingParams to the engine's values: sampling, number of samples,
+grammar and beam search.
 
-Stop strings, tool calls and words are the router's (text is made there): a worker that is sent one
-of them refuses, since nobody else would look at it. Ranges are checked by the engine at `reserve`.
+Stop strings, tool calls and words are the router's (text is made there): a worker that receives one
+of them refuses, since it would be ignored otherwise. Ranges are checked by the engine at `reserve`.
 Pure.
 """
 
@@ -23,7 +23,7 @@ _WIRE_NAMES = {
     "bad_words": "sampling.bad_word_ids",
     "wants_embedding": "embed",
 }
-"""What the engine calls otherwise than the wire."""
+"""Protobuf names of fields that the engine names differently."""
 _GRAMMARS = {
     "json_schema": GrammarKind.JSON_SCHEMA,
     "regex": GrammarKind.REGEX,
@@ -32,7 +32,8 @@ _GRAMMARS = {
 
 
 def sampling_from_proto(params: common_pb2.SamplingParams, sample_index: int) -> Sampling:
-    """Translate. Raises: InvalidArgument naming the field that is absent or not a worker's."""
+    """Translate sampling parameters. Raises: InvalidArgument naming the field that is missing or
+    belongs to the router."""
     for name in _REQUIRED:
         if not params.HasField(name):
             raise InvalidArgument(f"sampling.{name}", "is absent; the router sets it")
@@ -64,7 +65,7 @@ def sampling_from_proto(params: common_pb2.SamplingParams, sample_index: int) ->
 
 
 def grammar_from_proto(params: common_pb2.SamplingParams) -> GrammarSpec | None:
-    """What the output must look like; None: anything."""
+    """Return the grammar that the output must follow; None: unconstrained."""
     kind = params.WhichOneof("grammar")
     if kind is None:
         return None
@@ -74,7 +75,7 @@ def grammar_from_proto(params: common_pb2.SamplingParams) -> GrammarSpec | None:
 
 
 def beam_from_proto(params: common_pb2.SamplingParams) -> Beam | None:
-    """The beam search asked for; None: draws."""
+    """Return the requested beam search; None: sampling."""
     if not params.HasField("beam"):
         return None
     beam = params.beam
@@ -83,15 +84,15 @@ def beam_from_proto(params: common_pb2.SamplingParams) -> Beam | None:
 
 
 def num_samples_of(params: common_pb2.SamplingParams) -> int:
-    """Samples of the prompt; 0 on the wire is 1. Raises: InvalidArgument for more than an engine
-    takes: the number sizes what is kept of a request before an engine sees it."""
+    """Return the number of samples; 0 in the message means 1. Raises: InvalidArgument for more than
+    an engine accepts, since the number sizes per-request state before the engine checks it."""
     if params.n > MAX_SAMPLES:
         raise InvalidArgument("sampling.n", f"{params.n} is above {MAX_SAMPLES}")
     return params.n or 1
 
 
 def named_on_wire(error: Exception, sampling: Sampling) -> Exception:
-    """`error` with its field named as the client wrote it: the engine knows no messages."""
+    """Return `error` with its field named as in the client's message."""
     if not isinstance(error, InvalidArgument):
         return error
     name = _WIRE_NAMES.get(error.field)

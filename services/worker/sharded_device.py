@@ -1,5 +1,6 @@
-"""ShardedDevice: blocks whose bytes are dealt out over several devices, as one device that holds
-them whole: for engines of several ranks, each of which keeps its heads and layers of every block.
+"""ShardedDevice: blocks whose bytes are spread over several devices, presented as one device that
+holds them whole: for engines of several ranks, each of which keeps its heads and layers of every
+block.
 
 Whole blocks have addresses of no memory, [BASE, BASE + num_blocks * block_bytes); a copy from or to
 them becomes copies from or to the devices that have the bytes, on a queue for each. Knows no ranks
@@ -20,7 +21,7 @@ from kvstore.transport.device import PEER_COPIES, Copies, CopyQueue, Device, Mar
 from process.errors import FailedPrecondition
 
 BASE = 1 << 52
-"""Beyond what any device maps."""
+"""First virtual address, beyond what any device maps."""
 
 _NOT_SHARED = (
     "blocks of several ranks lie on several devices: no other process can map them, nor they map "
@@ -28,11 +29,11 @@ _NOT_SHARED = (
 )
 
 NOWHERE = ""
-"""What NIXL would call such memory: it has no name, since NIXL cannot reach it."""
+"""NIXL memory type of such memory: none, since NIXL cannot address it."""
 
 
 class Run(NamedTuple):
-    """Bytes that lie together in a whole block and in a part's record of it."""
+    """Bytes that are contiguous in a whole block and in a part's record of it."""
 
     block_offset: int
     record_offset: int
@@ -41,7 +42,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """What one device has of every block: block b's record begins at address + b * record_bytes."""
+    """One device's share of every block: block b's record begins at address + b * record_bytes."""
 
     device: Device
     address: int
@@ -55,11 +56,12 @@ class _Piece(NamedTuple):
 
 
 class ShardedDevice:
-    """See the module. `kvstore.transport.device.Device`.
+    """Virtual device of whole blocks over several real ones; implements
+    `kvstore.transport.device.Device`.
 
     Args:
-        parts: the engine's own device first: its kernels are those that are waited for, and host
-            memory is locked through it, for all.
+        parts: the engine's own device first: it provides the marks to wait for, and registers host
+            memory for all.
     Raises: ValueError where parts do not make up a block.
     """
 
@@ -84,39 +86,39 @@ class ShardedDevice:
             raise ValueError(f"parts: {end} bytes of blocks of {block_bytes}")
 
     def register(self, address: int, num_bytes: int) -> None:
-        """See Device."""
+        """Register host memory through the engine's own device, for copies by all devices."""
         self.parts[0].device.register(address, num_bytes)
 
     def unregister(self, address: int) -> None:
-        """See Device."""
+        """Unregister host memory that was registered."""
         self.parts[0].device.unregister(address)
 
     def compute_mark(self) -> Mark:
-        """See Device. Other ranks' kernels are over when the engine's own are: it needs what they
-        compute."""
+        """Return a mark of the kernels in progress on the engine's own device; those of other ranks
+        have finished by then, since it needs their results."""
         return self.parts[0].device.compute_mark()
 
     def new_queue(self) -> CopyQueue:
-        """See Device."""
+        """Create a copy queue over all devices."""
         return _SpreadQueue(self)
 
     def use_in_this_thread(self) -> None:
-        """See Device."""
+        """Make the engine's own device current in this thread."""
         self.parts[0].device.use_in_this_thread()
 
     def share(self, address: int) -> Shared:
-        """See Device: nobody is let in, for no block lies in one place."""
+        """Refuse to share memory with other processes, since no block is contiguous."""
         raise FailedPrecondition(_NOT_SHARED)
 
     def map_shared(self, shared: Shared) -> int:
-        """See Device."""
+        """Refuse to map shared memory."""
         raise FailedPrecondition(_NOT_SHARED)
 
     def unmap_shared(self, shared: Shared, address: int) -> None:
-        """See Device: nothing is ever mapped."""
+        """Unmap shared memory; never called, since none is ever mapped."""
 
     def deal(self, copies: Copies) -> list[Copies]:
-        """The same copies by part, between host memory and the part's device."""
+        """Split copies of whole blocks into copies between host memory and each part's device."""
         dealt: list[list[tuple[int, int, int]]] = [[] for _ in self.parts]
         for address, host, num_bytes in copies.tolist():
             at, end = address - BASE, address - BASE + num_bytes
@@ -133,54 +135,54 @@ class ShardedDevice:
 
 
 class _SpreadQueue:
-    """A queue on each device."""
+    """Copy queue that has one queue on each device."""
 
     def __init__(self, device: ShardedDevice) -> None:
         self._device = device
         self._queues = [part.device.new_queue() for part in device.parts]
 
     def to_host(self, copies: Copies) -> None:
-        """See CopyQueue."""
+        """Enqueue copies from blocks to host memory, on the device of each part."""
         for queue, own in zip(self._queues, self._device.deal(copies), strict=True):
             if len(own):
                 queue.to_host(own)
 
     def to_device(self, copies: Copies) -> None:
-        """See CopyQueue."""
+        """Enqueue copies from host memory to blocks, on the device of each part."""
         for queue, own in zip(self._queues, self._device.deal(copies), strict=True):
             if len(own):
                 queue.to_device(own)
 
     def between(self, copies: Copies) -> None:
-        """See CopyQueue: never asked for, as nothing is mapped."""
+        """Refuse copies between devices; never called, since no memory is mapped."""
         raise TransferFailed(_NOT_SHARED)
 
     def mark(self) -> Mark:
-        """See CopyQueue."""
+        """Return a mark that is over when all copies enqueued so far are."""
         return _AllMarks([queue.mark() for queue in self._queues])
 
     def close(self) -> None:
-        """See CopyQueue."""
+        """Close the queues of all devices."""
         for queue in self._queues:
             queue.close()
 
 
 class _AllMarks:
-    """Over when all are."""
+    """Mark that is over when the marks of all devices are."""
 
     def __init__(self, marks: Sequence[Mark]) -> None:
         self._marks = marks
 
     def is_over(self) -> bool:
-        """See Mark."""
+        """Return whether all marks are over."""
         return all(mark.is_over() for mark in self._marks)
 
     def wait(self) -> None:
-        """See Mark."""
+        """Wait until all marks are over."""
         for mark in self._marks:
             mark.wait()
 
     def before(self, stream: int) -> None:
-        """See Mark."""
+        """Make a stream wait for all marks."""
         for mark in self._marks:
             mark.before(stream)

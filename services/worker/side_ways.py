@@ -1,6 +1,6 @@
-"""SideWays: what one life of a worker has beside its connection to the store: the lender of its
-blocks, and the parking of preempted requests' blocks, which is an attachment of its own. Each is
-there only where role, settings and engine ask for it.
+"""SideWays: a worker life's lender of its blocks and parking of preempted requests' blocks, which
+are separate from its store connection. Each exists only where role, settings and engine call for
+it. Belongs to the loop's thread.
 
 Belongs to the loop's thread.
 """
@@ -22,12 +22,12 @@ from services.worker.store_target import StoreTarget
 
 @dataclass(frozen=True)
 class SideWays:
-    """See the module."""
+    """Lender and parking of one worker life, each where role, settings and engine call for it."""
 
     lender: WorkerLender | None = None
-    """Who lends this worker's blocks to others; None: it lends none."""
+    """Lender of this worker's blocks; None: it lends none."""
     parking: StoreParking | None = None
-    """Where preempted requests' blocks go, with a store; None: where the engine says."""
+    """Parking of preempted requests' blocks in the store; None: the engine's own."""
 
     @classmethod
     def make(
@@ -41,12 +41,12 @@ class SideWays:
         address: Callable[[], str],
         on_room: Callable[[], None],
     ) -> SideWays:
-        """For a role that begins: the engine gets its parking.
+        """Create the lender and the parking of a role that begins; the engine gets the parking.
 
         Args:
-            target: the store, as this life; None: it has none.
-            address: where this worker's lender is found, once it listens.
-            on_room: told when the engine has blocks back.
+            target: the store of this worker life; None: it has none.
+            address: returns the address of this worker's lender, once it listens.
+            on_room: called when the engine has got blocks back.
         Raises: SettingsError for a bound without room for a block.
         """
         if target is None:
@@ -78,19 +78,20 @@ class SideWays:
         return cls(lender, parking)
 
     async def attach(self, wait_s: float) -> None:
-        """Attach to the store, waiting at most `wait_s`. Raises: as StoreConnector.start."""
+        """Attach the parking to the store, waiting at most `wait_s` seconds. Raises: as
+        StoreConnector.start."""
         if self.parking is not None:
             await self.parking.start(wait_s=wait_s)
 
     async def detach(self, timeout_s: float) -> None:
-        """Move nothing more; what is lent stays lent."""
+        """Stop the parking's transfers; lent blocks stay lent."""
         if self.parking is not None:
             await self.parking.stop(timeout_s=timeout_s)
 
 
 def _lends(engine: WorkerEngine, settings: WorkerSettings, role: str) -> bool:
-    """Only prefill workers lend, and only where the engine takes no blocks away: those of a
-    preempted request, kept in place for readers, might be what it waits for. Nor where blocks are
-    spread over several devices, which readers cannot be let into."""
+    """Return whether the worker lends blocks. Only prefill workers do, and only where the engine
+    never preempts: it might wait for the blocks of a preempted request that readers keep in place.
+    Blocks spread over several devices cannot be lent."""
     is_wanted = settings.limits.lend_blocks and role == "prefill"
     return is_wanted and engine.kv.is_whole and settings.engine.preemption == "never"

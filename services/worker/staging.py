@@ -1,8 +1,8 @@
-"""Staging: one owner's staging rows, the lock that they and its account of them are under, and the
-loop whose tasks move their bytes.
+"""Staging: rows of host memory for blocks in transit, their lock, and the event loop whose tasks
+move their bytes.
 
-The engine's thread takes rows and tells the loop; tasks on the loop move bytes and give rows back.
-Who has which rows is the owner's to know. Knows no store.
+The engine's thread allocates rows and runs callbacks on the loop; tasks on the loop move bytes and
+free rows. The owner records which rows belong to which transfer. Knows no store.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from services.worker.staging_rows import StagingRows
 
 
 class RowHolder(Protocol):
-    """What rows were taken for; they change under the lock."""
+    """Owner of rows; its fields change under the lock."""
 
     rows: tuple[int, ...]
 
 
 class Staging:
-    """See the module. Closed until `open`.
+    """Staging rows shared by the engine's thread and the event loop. Closed until `open`.
 
     Attributes:
-        rows: called under `lock`.
+        rows: allocator of the rows; used under `lock`.
     """
 
     def __init__(self, num_rows: int, row_bytes: int) -> None:
@@ -35,20 +35,20 @@ class Staging:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
-        """From here on the calling loop is told."""
+        """Open the staging rows; callbacks run on the calling event loop from here on."""
         self._loop = asyncio.get_running_loop()
 
     def close(self) -> None:
-        """Nobody is told any more."""
+        """Close the staging rows; callbacks are refused from here on."""
         self._loop = None
 
     @property
     def is_open(self) -> bool:
-        """Any thread."""
+        """Return whether staging is open; any thread."""
         return self._loop is not None
 
     def tell(self, callback: Callable[..., object], *arguments: object) -> bool:
-        """Run it on the loop; any thread. Returns: False where there is none any more."""
+        """Run a callback on the event loop; any thread. Returns: False when staging is closed."""
         loop = self._loop
         if loop is None:
             return False
@@ -60,22 +60,23 @@ class Staging:
 
     @property
     def num_rows(self) -> dict[str, int]:
-        """By class, now; any thread."""
+        """Return the number of rows by state; any thread."""
         with self.lock:
             free, quarantined = self.rows.num_free, self.rows.num_quarantined
             taken = self.rows.num_rows - free - quarantined
         return {"free": free, "taken": taken, "quarantined": quarantined}
 
     def give_back(self, holder: RowHolder) -> None:
-        """Its rows, which are neither read nor written any more; under the lock."""
+        """Free the holder's rows, which are neither read nor written any more; called under the
+        lock."""
         rows, holder.rows = holder.rows, ()
         self.rows.give_back(rows)
 
     def quarantine(
         self, holder: RowHolder, quarantine: Quarantine, then: Callable[[], object]
     ) -> None:
-        """Those of its rows that a transfer may still write into are out of use until it is over;
-        `then` on the loop."""
+        """Quarantine those of the holder's rows that a transfer may still write into, until it is
+        over, then run `then` on the loop."""
         held = quarantine.block_ids
         with self.lock:
             self.rows.quarantine(held)

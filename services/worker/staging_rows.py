@@ -1,7 +1,6 @@
-"""StagingRows: host memory for parked blocks on their way to the KV store and back, and who has
-which row of it.
+"""StagingRows: allocator of host memory rows for parked blocks in transit to and from the KV store.
 
-A row is free, taken by whoever asked, or quarantined: a transfer may still write into it. Knows no
+A row is free, taken by its owner, or quarantined: a transfer may still write into it. Knows no
 request and no store. No lock of its own: its owner calls it under one.
 
 Conservation: free + taken + quarantined == all (`check_integrity`).
@@ -19,7 +18,7 @@ from kvstore.transport.base import BlockMemory
 
 
 class StagingRows:
-    """`num_rows` rows of one block each; their memory is committed when they are first written."""
+    """Host memory for `num_rows` rows of one block each, committed when first written."""
 
     def __init__(self, num_rows: int, block_bytes: int) -> None:
         self.memory = BlockMemory.of(np.zeros((num_rows, block_bytes), dtype=np.uint8))
@@ -39,28 +38,29 @@ class StagingRows:
         return len(self._quarantined)
 
     def take(self, num_rows: int) -> tuple[int, ...] | None:
-        """So many rows; None, and nothing was taken, where there are fewer."""
+        """Allocate rows; None, and none is allocated, where fewer are free."""
         if num_rows > len(self._free):
             return None
         return tuple(heapq.heappop(self._free) for _ in range(num_rows))
 
     def give_back(self, rows: Iterable[int]) -> None:
-        """Taken rows that nobody reads or writes any more."""
+        """Free allocated rows that are no longer read or written."""
         for row in rows:
             heapq.heappush(self._free, row)
 
     def quarantine(self, rows: Collection[int]) -> None:
-        """Taken rows that a transfer may still write into: out of use until `settle`."""
+        """Quarantine allocated rows that a transfer may still write into, until `settle`."""
         self._quarantined.update(rows)
 
     def settle(self, rows: Iterable[int]) -> None:
-        """The transfer is over."""
+        """Free quarantined rows; their transfer is over."""
         for row in rows:
             self._quarantined.remove(row)
             heapq.heappush(self._free, row)
 
     def check_integrity(self, taken: Iterable[int]) -> None:
-        """`taken` is what has been taken and is not quarantined. Raises: IntegrityError."""
+        """Check that `taken` are exactly the rows that are allocated and not quarantined. Raises:
+        IntegrityError."""
         rows = sorted([*self._free, *self._quarantined, *taken])
         if rows != list(range(self.num_rows)):
             raise IntegrityError(

@@ -1,6 +1,6 @@
-"""WorkerStatus and KvLeg: a worker's values as wire messages.
+"""Conversion of a worker's values to protobuf: WorkerStatus and KvLeg.
 
-Pure; the door between values and stubs for both roles.
+Pure; shared by both roles.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FINISH_REASONS: dict[FinishReason, common_pb2.FinishReason] = {
 
 
 def model_to_proto(model: ModelInfo) -> common_pb2.WorkerStatus:
-    """What a worker's status says of its model."""
+    """Convert the model's description."""
     return common_pb2.WorkerStatus(
         model=model.model,
         model_fingerprint=model.fingerprint,
@@ -41,7 +41,7 @@ def model_to_proto(model: ModelInfo) -> common_pb2.WorkerStatus:
 
 
 def stats_to_proto(stats: EngineStats) -> common_pb2.WorkerStatus:
-    """What it says of its engine."""
+    """Convert the engine's statistics."""
     return common_pb2.WorkerStatus(
         num_blocks=stats.num_blocks,
         num_free_blocks=stats.num_free_blocks,
@@ -58,7 +58,7 @@ def stats_to_proto(stats: EngineStats) -> common_pb2.WorkerStatus:
 
 
 def counts_to_proto(counts: WorkerCounts) -> common_pb2.WorkerStatus:
-    """What it says of this life's legs."""
+    """Convert the counters of this worker life."""
     return common_pb2.WorkerStatus(
         num_prompt_tokens_computed=counts.num_prompt_tokens_computed,
         num_prompt_tokens_local=counts.num_prompt_tokens_local,
@@ -69,12 +69,12 @@ def counts_to_proto(counts: WorkerCounts) -> common_pb2.WorkerStatus:
 
 
 def status_to_json(status: common_pb2.WorkerStatus) -> str:
-    """One line of protobuf JSON, as the registry holds it."""
+    """Convert a status to one line of protobuf JSON, as the registry stores it."""
     return json_format.MessageToJson(status, indent=None)
 
 
 def recomputed_to_proto(recomputed: Counter[str]) -> list[common_pb2.RecomputeCount]:
-    """Counts by reason, in the order of the reasons' names."""
+    """Convert counts by reason, sorted by the reasons' names."""
     return [
         common_pb2.RecomputeCount(reason=reason, num_blocks=num_blocks)
         for reason, num_blocks in sorted(recomputed.items())
@@ -83,7 +83,7 @@ def recomputed_to_proto(recomputed: Counter[str]) -> list[common_pb2.RecomputeCo
 
 
 def links_to_proto(links: Iterable[tuple[Link, Verdict]]) -> list[common_pb2.LinkStatus]:
-    """What a worker measured of its ways to stores."""
+    """Convert the measured links to stores."""
     messages = []
     for link, verdict in links:
         message = common_pb2.LinkStatus(
@@ -106,7 +106,7 @@ def links_to_proto(links: Iterable[tuple[Link, Verdict]]) -> list[common_pb2.Lin
 def leg_to_proto(
     leg: Leg, *, role: str, worker_id: str, incarnation: str, dtype: str
 ) -> common_pb2.KvLeg:
-    """One worker's leg on the wire."""
+    """Convert one worker's leg of a request."""
     return common_pb2.KvLeg(
         role=role,
         worker_id=worker_id,
@@ -146,12 +146,12 @@ def leg_to_proto(
 
 
 def times_to_proto(seconds: Mapping[str, float]) -> list[common_pb2.StageTime]:
-    """Seconds per stage, in the order the stages were entered."""
+    """Convert seconds per stage, in the order in which the stages were entered."""
     return [common_pb2.StageTime(stage=stage, seconds=value) for stage, value in seconds.items()]
 
 
 def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[common_pb2.TokenLogprobs]:
-    """One message per token."""
+    """Convert log-probabilities, one message per token."""
     return [
         common_pb2.TokenLogprobs(
             chosen=common_pb2.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob),
@@ -165,7 +165,8 @@ def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[common_pb2.Toke
 
 
 def traces_to_proto(traces: Iterable[SampleTrace]) -> list[common_pb2.StepTrace]:
-    """One message per token. The RNG key, signed in the engine, is its 64 bits here."""
+    """Convert sampling traces, one message per token. The RNG key, signed in the engine, is sent as
+    its 64 bits."""
     return [
         common_pb2.StepTrace(
             position=trace.position,

@@ -1,6 +1,5 @@
-"""StepLog: when this worker's engine did what, for finding out why a step was late: steps, jobs
-between them, transfers of blocks beside them, collections of garbage, and moments in which the loop
-was held up.
+"""StepLog: timestamps of the engine's steps, jobs, block transfers, garbage collections and event
+loop stalls, to find out why a step was late.
 
 Kept in memory, the newest MAX_ENTRIES of them, and written when the worker ends: a file in the
 folder of the setting `step_log`, one JSON array per line behind one object that says what they are.
@@ -20,11 +19,11 @@ from collections import deque
 from pathlib import Path
 
 MAX_ENTRIES = 1 << 18
-"""Some 40 MB; 10 minutes of 5 ms steps with a few jobs each."""
+"""Most entries that are kept: some 40 MB; 10 minutes of 5 ms steps with a few jobs each."""
 
 LOOP_EVERY_S = 0.005
 LOOP_LATE_S = 0.001
-"""How often the loop is asked for a turn, and how late it must be to be noted."""
+"""Seconds between checks of the event loop's delay, and the delay from which on it is logged."""
 
 FIELDS = {
     "step": ["begun_s", "took_s", "num_tokens", "num_running"],
@@ -38,7 +37,7 @@ Entry = tuple[str | float | int, ...]
 
 
 class StepLog:
-    """See the module."""
+    """Log of the newest `max_entries` events of one worker, in memory."""
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self._entries: deque[Entry] = deque(maxlen=max_entries)
@@ -48,21 +47,21 @@ class StepLog:
         return len(self._entries)
 
     def step(self, begun_s: float, num_tokens: int, num_running: int) -> None:
-        """One has ended now."""
+        """Log a step that has just ended."""
         took_s = time.monotonic() - begun_s
         self._entries.append(("step", begun_s, took_s, num_tokens, num_running))
 
     def job(self, begun_s: float, name: str) -> None:
-        """One has ended now."""
+        """Log a job that has just ended."""
         self._entries.append(("job", begun_s, time.monotonic() - begun_s, name))
 
     def transfer(self, begun_s: float, num_blocks: int) -> None:
-        """Blocks that were fetched and verified by now."""
+        """Log a transfer that has just ended, with the number of blocks fetched and verified."""
         took_s = time.monotonic() - begun_s
         self._entries.append(("transfer", begun_s, took_s, num_blocks))
 
     async def run(self) -> None:
-        """Watch the loop and the collector until cancelled."""
+        """Log event loop stalls and garbage collections until cancelled."""
         gc.callbacks.append(self._on_collection)
         try:
             while True:
@@ -75,7 +74,7 @@ class StepLog:
             gc.callbacks.remove(self._on_collection)
 
     def write(self, folder: Path, worker_id: str) -> Path:
-        """Returns: the file. Raises: OSError."""
+        """Write the log to a file in `folder`. Returns: its path. Raises: OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{worker_id}.steps.jsonl"
         with path.open("w", encoding="utf-8") as file:
@@ -94,7 +93,8 @@ class StepLog:
 
 
 def read(path: Path) -> dict[str, list[Entry]]:
-    """The entries of a file by kind, in order. Raises: OSError; ValueError for another file."""
+    """Read the entries of a log file by kind, in order. Raises: OSError; ValueError for another
+    file."""
     found: dict[str, list[Entry]] = {kind: [] for kind in FIELDS}
     with path.open(encoding="utf-8") as file:
         if json.loads(file.readline()).get("fields") != FIELDS:

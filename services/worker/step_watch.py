@@ -1,5 +1,5 @@
-"""StepWatch: finds a step that takes longer than it may, since its device does not answer. Nothing
-can end such a step: its process must end (process/entrypoint.py:end_now).
+"""StepWatch: watchdog that detects a step that exceeds its time limit because its device does not
+answer.
 
 The engine's thread says when a step begins and ends; the event loop looks.
 """
@@ -13,15 +13,15 @@ from collections.abc import Callable
 from process.errors import Internal
 
 WATCH_S = 1.0
-"""Seconds between two looks; a quarter of `timeout_s` where that is less."""
+"""Seconds between two checks; a quarter of `timeout_s` where that is less."""
 
 
 class StepWatch:
-    """Times the step under way.
+    """Timer of the running step.
 
     Args:
-        timeout_s: 0: no bound.
-        what: what did not end, for the error's message.
+        timeout_s: most seconds of a step; 0: no limit.
+        what: name of the step, for the error's message.
     """
 
     def __init__(
@@ -34,26 +34,26 @@ class StepWatch:
         self._since_s: float | None = None
 
     def begin(self) -> None:
-        """A step begins; the one before has ended."""
+        """Start the timer of a step; the previous one has ended."""
         self._since_s = self._clock()
 
     def end(self) -> None:
-        """The step is over, and there is none."""
+        """Stop the timer at the end of the step."""
         self._since_s = None
 
     @property
     def age_s(self) -> float:
-        """Seconds since the step under way began; 0: there is none. Any thread."""
+        """Return the seconds since the running step began; 0: none runs. Any thread."""
         since_s = self._since_s
         return 0.0 if since_s is None else self._clock() - since_s
 
     @property
     def is_late(self) -> bool:
-        """Any thread."""
+        """Return whether the running step has exceeded its limit. Any thread."""
         return self.is_on and self.age_s > self._timeout_s
 
     async def run(self, on_late: Callable[[Internal], None]) -> None:
-        """Look until a step is late, and say so once."""
+        """Check until a step is late, then call `on_late` once."""
         while not self.is_late:
             await asyncio.sleep(min(WATCH_S, self._timeout_s / 4))
         on_late(

@@ -1,6 +1,5 @@
-"""StoreTarget: which store a worker wants, as whom, of which memory, over which transport. A value,
-made of the settings by `target_of`; `attach` is the one place where it becomes a client.
-"""
+"""StoreTarget: address, identity, memory and transport with which a worker attaches to a store.
+Immutable; `target_of` makes it from the settings, and `attach` makes it a client."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from services.worker.engine_port import WorkerEngine
 
 @dataclass(frozen=True)
 class StoreTarget:
-    """Which store, as whom, over which transport."""
+    """Connection parameters of one store."""
 
     address: str
     worker_id: str
@@ -29,9 +28,9 @@ class StoreTarget:
     transport: str
     nixl_net_devices: str = "lo"
     dial: Dialer = rpc.PLAIN
-    """How the worker connects to its peers."""
+    """How the worker opens gRPC connections to its peers."""
     role: PeerRole = PeerRole.KVSTORE
-    """Of who answers at `address`: a store, or a prefill worker that lends."""
+    """Role of the peer at `address`: a store, or a prefill worker that lends."""
 
 
 def target_of(
@@ -42,10 +41,10 @@ def target_of(
     dial: Dialer,
     memory: BlockMemory | None = None,
 ) -> StoreTarget | None:
-    """This life of the worker and its home store; None without one.
+    """Return the target for the home store of this worker life; None without a store.
 
     Args:
-        memory: of the life before, over the same engine; None: there was none.
+        memory: block memory of the previous life, over the same engine; None: there was none.
     Raises: FailedPrecondition for a device or transport by which the engine's KV cannot be moved.
     """
     if not settings.store_address:
@@ -66,7 +65,7 @@ def target_of(
 
 
 async def attach(target: StoreTarget, timeout_s: float) -> KvStoreClient:
-    """Introduce this life of the worker to the store. Raises: what KvStoreClient.attach raises."""
+    """Attach this worker life to a store. Raises: the errors of KvStoreClient.attach."""
     return await KvStoreClient.attach(
         target.address,
         worker_id=target.worker_id,
@@ -82,4 +81,4 @@ async def attach(target: StoreTarget, timeout_s: float) -> KvStoreClient:
 
 
 Attach = Callable[[StoreTarget, float], Awaitable[KvStoreClient]]
-"""`attach`, of a target and seconds."""
+"""Function like `attach`, called with a target and a timeout in seconds."""

@@ -1,15 +1,16 @@
-"""RemoteStores: a worker's ways to the stores of other nodes, made when they are first needed.
+"""RemoteStores: a worker's connections to the stores of other nodes, made on demand.
 
-Each store is a RemotePeer (services/worker/remote_peer.py): attached once for all who ask, refused
-for a back-off when it failed, then tried by one. Here: who gets one of the few places, and which
-life of a store is meant.
+Each store is a RemotePeer (services/worker/remote_peer.py): attached once for all callers, refused
+during a back-off after a failure, then tried by one caller. This module limits the number of stores
+and checks which incarnation of a store is meant.
 
-Fencing: who asks names the life of the store that it means. A client of another life is looked at:
-if its store really is that other life, the asker is refused with the reason `incarnation`; if the
-store has restarted, the client is closed and the new life attached. No bytes move before that.
+Fencing: the caller names the incarnation of the store that it means. A client of another
+incarnation is checked: if the store really has that other incarnation, the caller is refused with
+the reason `incarnation`; if the store has restarted, the client is closed and the new incarnation
+attached. No bytes move before that.
 
 Invariant: at most `max_stores` peers are attached or attaching (`check_integrity`), and a client
-that moves bytes is not closed to make room. Clients that are closing are no peers' any more.
+that moves bytes is not closed to make room. Clients that are being closed do not count.
 
 Knows no handles, no requests, no engine. Belongs to the loop's thread.
 """
@@ -41,24 +42,25 @@ from services.worker.store_target import Attach, StoreTarget, attach
 logger = logging.getLogger(__name__)
 
 IDLE_S = 60.0
-"""A client that nobody used for so long is closed. Guessed: a conversation's pause."""
+"""Seconds without use after which a client is closed. Guessed: a pause in a conversation."""
 
 MIN_IDLE_S = 15.0
-"""A client that was used so lately is not closed to make room: somebody has it in hand."""
+"""Seconds since its last use within which a client is not closed to make room: a request may be
+using it."""
 
 LEASE_SHARE = 1 / 2
-"""Of a lease's time: nor is one before that is over, for whoever holds a lease renews it thrice a
-time with the client in hand."""
+"""Share of a lease's time within which a client is not closed to make room either: the holder of a
+lease renews it through the client three times per lease time."""
 
 SWEEP_S = 5.0
 
 RELEASE_BUDGET_S = 5.0
-"""Time for giving a lease back; after it the lease lapses by itself."""
+"""Seconds to release a lease; after that it expires by itself."""
 
 
 class RemoteStores:
-    """See the module. `target` None: this worker has no store, and so no others either; its
-    `address` is not used."""
+    """Connections to remote stores, at most `max_stores`. `target` None: this worker has no store,
+    and uses no remote ones either; its `address` is not used."""
 
     def __init__(
         self,
@@ -73,14 +75,15 @@ class RemoteStores:
         clock: Clock = time.monotonic,
         attach: Attach = attach,
     ) -> None:
-        """
+        """Create without connections.
+
         Args:
-            target: as whom, over which transport; an empty transport: blocks are never pulled from
-                other nodes.
-            direct_transport: to workers that lend; empty: the target's.
-            lease_ttl_s: of the leases that are held at those stores.
-            ping_budget_s: see WorkerLimits.
-            on_attached: told of every new client; must not raise.
+            target: identity and transport of this worker; an empty transport: blocks are never
+                pulled from other nodes.
+            direct_transport: transport to workers that lend; empty: the target's.
+            lease_ttl_s: lease time at those stores.
+            ping_budget_s: seconds for a ping.
+            on_attached: called with every new client; must not raise.
             clock: seconds, for back-off and idleness.
             attach: makes a client.
         """
@@ -107,7 +110,7 @@ class RemoteStores:
     async def client(
         self, node_id: str, address: str, incarnation: bytes, deadline: Deadline
     ) -> KvStoreClient:
-        """The way to that life of that store, attached if need be.
+        """Return a client of that incarnation of that store, attaching if necessary.
 
         Raises: StoreUnusable (its `reason` says how to count it); DeadlineExceeded.
         """
@@ -121,13 +124,15 @@ class RemoteStores:
             raise
 
     def release_later(self, client: KvStoreClient | None, lease_ids: Iterable[str]) -> None:
-        """Give leases back in the background. One that cannot be given back lapses by itself."""
+        """Release leases in the background. A lease that cannot be released expires by itself."""
         lease_ids = [lease_id for lease_id in lease_ids if lease_id]
         if client is not None and lease_ids and client.broken is None:
             self._spawn(self._release(client, lease_ids))
 
     def suspect(self, client: KvStoreClient, error: BatonError) -> None:
-        """A call of this client failed.
+        """Record the failure of a client's call. A transfer that timed out or a broken connection
+        closes the client, and the next one is made after the back-off. After a call that timed out,
+        the peer is refused until it answers a ping.
 
         A transfer that was not over in time, or a connection that is gone, ends the client: the
         next one is made afresh, after the back-off. After a call that was not answered in time the
@@ -141,12 +146,12 @@ class RemoteStores:
     # ---- life
 
     async def settle(self) -> None:
-        """Wait for the background work that there is now (each piece has its own bound)."""
+        """Wait for the current background work (each piece has its own bound)."""
         if self._background:
             await asyncio.wait(set(self._background))
 
     async def stop(self, *, timeout_s: float) -> None:
-        """End: pending releases first, then every attachment."""
+        """Stop: finish pending releases, then detach from all stores."""
         self._is_stopped = True
         await end_tasks([self._sweeper])
         patience = Deadline.after(timeout_s)
@@ -160,11 +165,11 @@ class RemoteStores:
 
     @property
     def clients(self) -> list[KvStoreClient]:
-        """Those that are attached now."""
+        """Return the attached clients."""
         return [peer.client for peer in self._peers.values() if peer.client is not None]
 
     def check_integrity(self) -> None:
-        """Raises: IntegrityError when a law of the module does not hold."""
+        """Check the invariants of the connections. Raises: IntegrityError."""
         num_open = sum(peer.is_open for peer in self._peers.values())
         if num_open > self._max_stores:
             raise IntegrityError(f"{num_open} remote stores are open, {self._max_stores} may be")
@@ -205,7 +210,7 @@ class RemoteStores:
         return client
 
     async def _attached(self, peer: RemotePeer, target: StoreTarget) -> KvStoreClient:
-        """A client of whatever life is there. The caller bounds the wait."""
+        """Return a client of whatever incarnation is running. The caller bounds the wait."""
         if peer.may_begin():
             if self._is_stopped:
                 raise peer.refusal()
@@ -220,7 +225,7 @@ class RemoteStores:
         self._on_attached(client)
 
     def _make_room(self) -> None:
-        """Raises: StoreUnusable when all are in use."""
+        """Close an idle client to make room. Raises: StoreUnusable when all are in use."""
         for peer in self._peers.values():
             peer.drop_if_gone()
         peers = [peer for peer in self._peers.values() if peer.is_open]
@@ -240,8 +245,8 @@ class RemoteStores:
             self.sweep()
 
     def sweep(self) -> None:
-        """Close what is gone, for a client may keep a dead worker's memory alive, and what nobody
-        asks for; forget the peers that nobody asks for."""
+        """Close broken clients, which may keep a dead worker's memory alive, and idle ones; forget
+        idle peers."""
         for key, peer in list(self._peers.items()):
             peer.drop_if_gone()
             idle_s = peer.idle_s()

@@ -1,4 +1,4 @@
-"""Token ids of a message as values. Pure; any thread."""
+"""Conversion of a message's token ids to Python values. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import numpy as np
 
 
 def token_ids_of(field: Sequence[int]) -> tuple[int, ...]:
-    """Of a repeated uint32. As one column and then as values: asked for one by one, those of a long
-    prompt took twice as long, with the interpreter's lock held all the while."""
+    """Return the values of a repeated uint32 field. They are read as one column: one by one, those
+    of a long prompt took twice as long, with the interpreter's lock held all the while."""
     return tuple(np.array(field, dtype=np.uint32).tolist())

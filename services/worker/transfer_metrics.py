@@ -1,7 +1,7 @@
-"""How long this worker's transfers take and how much they move: histograms by direction, transport
-and place, the blocks that failed, by reason, and those that are put again.
+"""TransferMetrics: durations and sizes of a worker's KV transfers: histograms by direction,
+transport and place, failed blocks by reason, and blocks that are put again.
 
-`watch` is told of every client of a store or lender that the worker attaches to. Transfers that
+`watch` is called with every client of a store or lender that the worker attaches to. Transfers that
 measure a link are none of these. Loop's thread; read from the metrics server's thread at any time
 (prometheus_client's values are made for that).
 """
@@ -21,16 +21,17 @@ _BOUNDS_S = (
     *(0.000_25, 0.000_5, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
     *(0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
-"""From one small block over shared memory to a long prompt over a slow network. Guessed."""
+"""Histogram buckets in seconds: from one small block over shared memory to a long prompt over a
+slow network. Guessed."""
 
 _BOUNDS_BYTES = tuple(float(1 << power) for power in range(12, 34, 2))
-"""4 KiB to 4 GiB, by fours."""
+"""Histogram buckets in bytes: 4 KiB to 4 GiB, by factors of four."""
 
 HOME, ELSEWHERE, LENDER = "home", "elsewhere", "lender"
 
 
 class TransferMetrics:
-    """See the module."""
+    """Prometheus histograms and counters of one worker's transfers."""
 
     def __init__(self, worker_id: str, role: str) -> None:
         self._who = (worker_id, role)
@@ -66,7 +67,7 @@ class TransferMetrics:
         )
 
     def watch(self, client: KvStoreClient, *, is_home: bool) -> None:
-        """Count what this client moves. is_home: of the worker's own store."""
+        """Count the transfers of a client. is_home: it is of the worker's own store."""
         place = HOME if is_home else LENDER if is_lender(client.node_id) else ELSEWHERE
 
         for reason in REASONS:  # from 0 on: the first failure is an increase, too
@@ -88,5 +89,5 @@ class TransferMetrics:
         client.on_transfer = on_transfer
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics, now."""
+        """Return all metrics as of now."""
         return self._registry.collect()

@@ -1,11 +1,11 @@
-"""Worker: a process's engine, its gRPC server and its life in the role that it has now.
+"""Worker: a process's engine, its gRPC server, and its life in the present role.
 
 Start: a life (services/worker/life.py) -> gRPC server -> registry. A change of role drains that
-life and begins another over the same engine; the server stays, and sends calls to whoever has the
+life and begins another over the same engine; the server stays and dispatches calls to the present
 role (services/worker/role_switch.py). End: drain (bounded; the registry says so) -> out of the
 registry -> server -> store -> engine thread.
 
-Invariant: it has one life at a time, and changes it by nobody but `set_role`; while it does, it is
+Invariant: it has one life at a time, and only `set_role` changes it; while it does, it is
 draining. Belongs to the loop's thread.
 """
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """A started worker; `stop` ends it. Tests and `run` use the same one."""
+    """A started worker; `stop` ends it. Tests and `run` use the same class."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class Worker:
         return self.core.address
 
     def why_not_ready(self) -> str:
-        """For probes, any thread: one line; empty: this worker serves."""
+        """Return why the worker is not ready, in one line for probes; empty: it serves. Any
+        thread."""
         core, heartbeat = self.core, self.heartbeat
         if core.draining:
             return "draining"
@@ -92,11 +93,11 @@ class Worker:
 
     @property
     def failure(self) -> BatonError | None:
-        """Why it ends by itself."""
+        """Return the error because of which the worker ends by itself; None while it serves."""
         return self.core.thread.failure or self._broken
 
     async def listen(self) -> None:
-        """Serve the present role. Raises: Unavailable when the port is taken."""
+        """Serve the present role. Raises: Unavailable when the port is in use."""
         core = self.core
         role_name = core.identity.role
         if core.tls is not None:
@@ -111,8 +112,8 @@ class Worker:
         self._life.announce(self._listens_at, self.metrics.address)
 
     async def set_role(self, role_name: str) -> worker_control_pb2.SetRoleReply:
-        """Drain, then serve as another role: the same engine, a new incarnation. One change at a
-        time.
+        """Drain, then serve another role with the same engine, under a new incarnation. One change
+        at a time.
 
         Raises: InvalidArgument for no role, FailedPrecondition where the certificate does not name
         it (as it is on disk now), Unavailable while the worker stops or when it is told to
@@ -174,7 +175,7 @@ class Worker:
         logs.event(logger, "role_changed", role=role_name, incarnation=incarnation)
 
     async def stop(self) -> None:
-        """Drain, leave the registry, then end. A change of role under way ends its old life first,
+        """Drain, leave the registry, then end. A change of role in progress ends its old life first
         and begins no other."""
         self._is_stopping = True
         async with self._turn:
@@ -198,10 +199,11 @@ async def start(
     *,
     draft_traces: DraftTraces | None = None,
 ) -> Worker:
-    """Serve with a loaded engine. Returns when the worker answers.
+    """Start a worker with a loaded engine; returns when it serves.
 
     Args:
-        metrics: that was started before; None: one is made, and started where the settings say.
+        metrics: metrics server that was started before; None: one is created, and started where
+            configured.
         draft_traces: see WorkerCore.
     Raises: Unavailable when the port is taken; InvalidArgument for an adapter that does not fit.
     """

@@ -1,4 +1,5 @@
-"""WriteBehind: stores full blocks that no handle waits for, behind the requests that filled them.
+"""WriteBehind: stores full blocks that no handle names, in the background of the requests that
+filled them.
 
 Decode workers store the blocks of their answers, so that the next turn of a conversation finds
 them. Prefill workers store the blocks of a prompt whose handle names their own cache, or that
@@ -59,57 +60,58 @@ from services.worker.engine_thread import EngineThread
 from services.worker.provenance import Leg, WorkerCounts
 
 HELD_STEPS = 2
-"""Blocks of so many full steps may be held at once: those of one step, and as many that a late turn
+"""Number of full steps whose blocks may be held at once: one step's, and as many that a late turn
 has left. Guessed."""
 
 BATCH_BLOCKS = 4
-"""A running request's blocks are stored so many at a time: each put is two calls. Guessed."""
+"""Number of blocks of a running request that are stored together: each put costs two calls.
+Guessed."""
 
 MIN_PUT_BYTES = 64 * 1024 * 1024
-"""Of the first put to a store. Guessed: far above what a call costs."""
+"""Bytes of the first put to a store. Guessed: far above what a call costs."""
 
 MAX_PUT_BYTES = 512 * 1024 * 1024
-"""Of any put. Guessed: a step of 8 prompts of 1,024 tokens, which fills 1 GiB of a model of 8 B
-parameters, takes two."""
+"""Most bytes of any put. Guessed: a step of 8 prompts of 1,024 tokens, which fills 1 GiB of a model
+of 8 B parameters, takes two."""
 
 PUT_SHARE = 0.05
-"""Of `put_budget_s`: a put that takes less is followed by one twice as large, one that takes four
-times as long by one of half the size. Guessed."""
+"""Share of `put_budget_s`: a put that takes less is followed by one twice as large, one that takes
+four times as long by one of half the size. Guessed."""
 
 MAX_CHAINS = 1024
-"""Chains that wait for their turn; more are given up."""
+"""Most chains that wait for their turn; the others are given up."""
 
 DROPPED = "dropped"
-"""The problem of a chain that `drop` has ended; its blocks do not count as lost."""
+"""Problem of a chain that `drop` has ended; its blocks do not count as lost."""
 
 MAX_RESTARTS = 2
-"""How often a chain is put from its beginning: the store evicted what it follows."""
+"""Most times that a chain is put from its beginning after the store evicted what it follows."""
 
 
 @dataclass(eq=False)
 class WriteChain:
-    """The full blocks of one sample, or of one prompt."""
+    """Full blocks of one sample or of one prompt that are to be stored."""
 
     tenant: str
     hashes: list[bytes]
-    """Of its full blocks so far, from block 0."""
+    """Chain hashes of its full blocks so far, from block 0."""
     leg: Leg
     num_stored: int
-    """Leading blocks that are in the store, or are taken to be."""
+    """Number of leading blocks that are in the store, or are assumed to be."""
     num_reached: int
-    """The most that `num_stored` ever was; blocks before it do not count as lost."""
+    """Highest value of `num_stored`; blocks before it do not count as lost."""
     num_prompt_blocks: int = 0
-    """Decode: full blocks of the prompt, which do not count as written."""
+    """Number of full blocks of the prompt, which do not count as written; set by decode."""
     client: KvStoreClient | None = None
-    """Another node's store that the chain's beginning lies in; None: this node's."""
+    """Client of another node's store that holds the chain's beginning; None: this node's store."""
     num_bytes: int = 0
-    """Written by now."""
+    """Number of bytes written by now."""
     num_restarts: int = 0
     problem: str = ""
     ends_by: Deadline | None = None
-    """Set when no further block will come."""
+    """Time by which the chain must be stored; set when no further block will come."""
     span: Span = field(default_factory=spans.current_span)
-    """Of the request."""
+    """Trace span of the request."""
 
     @property
     def num_left(self) -> int:
@@ -117,7 +119,7 @@ class WriteChain:
 
     @property
     def is_due(self) -> bool:
-        """A put would be worth its price."""
+        """Return whether a put is worth its cost now."""
         if self.problem:
             return False
         return self.num_left >= (BATCH_BLOCKS if self.ends_by is None else 1)
@@ -125,29 +127,30 @@ class WriteChain:
 
 @dataclass(eq=False)
 class _Turn:
-    """What of one chain is put in this turn."""
+    """Blocks of one chain that are put in this turn."""
 
     chain: WriteChain
     first: int
-    """The first block of it."""
+    """Index of the first block of the turn."""
     hashes: tuple[bytes, ...]
-    """From block 0 to the last of it."""
+    """Chain hashes from block 0 to the turn's last block."""
     held: list[int] = field(default_factory=list)
-    """Ids of the blocks from `first`, which are quarantined until the turn ends; filled on the
-    engine's thread."""
+    """Ids of the blocks from `first`, quarantined until the turn ends; filled on the engine's
+    thread."""
     num_over: int = 0
-    """Of `held`, blocks whose put is over."""
+    """Number of held blocks whose put is over."""
     is_stuck: bool = False
-    """The last put stored nothing of it: the rest would lack its parent."""
+    """Whether the last put stored none of the turn's blocks, so that the rest would lack its
+    parent."""
 
     @property
     def num_left(self) -> int:
-        """Held blocks that are still to be put."""
+        """Return the number of held blocks that are still to be put."""
         return 0 if self.is_stuck or self.chain.problem else len(self.held) - self.num_over
 
 
 class _Piece(NamedTuple):
-    """What of one turn goes into one put."""
+    """Blocks of one turn that go into one put."""
 
     turn: _Turn
     hashes: tuple[bytes, ...]
@@ -160,11 +163,11 @@ def _num_blocks(piece: _Piece) -> int:
 
 
 def next_put_bytes(num_bytes: int, share: float, *, is_whole: bool, least: int, most: int) -> int:
-    """How much the put after one of `num_bytes` carries.
+    """Return the number of bytes of the next put, after one of `num_bytes`.
 
     Args:
-        share: of `put_budget_s` that the put took; 1 for one that gave way.
-        is_whole: it carried as much as it could, and did not fail.
+        share: share of `put_budget_s` that the put took; 1 for one that gave way.
+        is_whole: whether the put carried as much as it could, and did not fail.
     """
     if share > 4 * PUT_SHARE:
         return max(least, num_bytes // 2)
@@ -172,7 +175,7 @@ def next_put_bytes(num_bytes: int, share: float, *, is_whole: bool, least: int, 
 
 
 class WriteBehind:
-    """The chains of one worker, and what of them is being put."""
+    """Background writer of the chains of one worker."""
 
     def __init__(
         self,
@@ -187,10 +190,11 @@ class WriteBehind:
         max_put_bytes: int = MAX_PUT_BYTES,
         max_chains: int = MAX_CHAINS,
     ) -> None:
-        """
+        """Create a writer; nothing is stored before `begin`.
+
         Args:
-            max_held_blocks: of one turn; more than an engine step fills.
-            on_room: called when blocks have been given back.
+            max_held_blocks: most blocks of one turn; more than an engine step fills.
+            on_room: called when blocks have been freed.
         """
         self._connector = connector
         self._thread = thread
@@ -231,13 +235,13 @@ class WriteBehind:
         num_prompt_blocks: int = 0,
         client: KvStoreClient | None = None,
     ) -> WriteChain:
-        """A sample, or a prompt, begins to fill blocks.
+        """Begin a chain for a sample or a prompt that fills blocks.
 
         Args:
-            hashes: of the leading full blocks that are there already.
+            hashes: chain hashes of the leading full blocks that are filled already.
             num_stored: those of them that are taken to be in the store, counted from the first.
             num_reached: leading blocks that do not count as lost; None: those that are stored.
-            client: of another store that the chain goes to, instead of this node's.
+            client: client of another store that the chain goes to, instead of this node's.
         """
         return WriteChain(
             tenant,
@@ -250,7 +254,7 @@ class WriteBehind:
         )
 
     def add(self, chain: WriteChain, blocks: Iterable[FilledBlock]) -> None:
-        """Blocks were filled, in order."""
+        """Add filled blocks to a chain, in order."""
         for block in blocks:
             if block.index != len(chain.hashes):
                 continue  # in the chain already, or after a block that was not added
@@ -260,7 +264,7 @@ class WriteBehind:
         self._put_in_line(chain)
 
     def end(self, chain: WriteChain) -> None:
-        """No block comes any more. Idempotent."""
+        """End a chain: no further block will come. Idempotent."""
         if chain.ends_by is None:
             chain.ends_by = Deadline.after(self._limits.put_budget_s)
             self._put_in_line(chain)
@@ -271,9 +275,9 @@ class WriteBehind:
         last: Sequence[FilledBlock],
         when_read: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Add the last blocks and end the chain once their reader has them, at most `put_yield_s`
-        from now: a put beside the copy would slow the reader's request down. `when_read` calls
-        what it is given at that time."""
+        """Add the last blocks and end the chain once their reader has copied them, at most
+        `put_yield_s` seconds from now: a put beside the copy would slow the reader's request down.
+        `when_read` runs its argument at that time."""
 
         def end() -> None:
             if self._deferred.pop(chain, None) is not None:
@@ -287,31 +291,33 @@ class WriteBehind:
         when_read(end)
 
     def drop(self, chain: WriteChain) -> None:
-        """Put nothing more of it: its request failed, or hands over through the store."""
+        """Drop a chain, whose remaining blocks are not stored: its request failed, or hands over
+        through the store."""
         chain.problem = chain.problem or DROPPED
         self._queues.get(chain.client, {}).pop(chain, None)
 
     @property
     def num_chains(self) -> int:
-        """Chains that wait for their reader or for their turn, or are being put."""
+        """Return the number of chains that wait for their reader or their turn, or are being
+        put."""
         return len({*self._deferred, *itertools.chain(*self._queues.values()), *self._current})
 
     async def stop(self) -> None:
-        """Store what has been added, for at most `put_budget_s`."""
+        """Store what has been added, for at most `put_budget_s` seconds, then stop."""
         for end in list(self._deferred.values()):
             end()
         if self._tasks:
             await asyncio.wait(set(self._tasks.values()), timeout=self._limits.put_budget_s)
 
     def give_way(self) -> None:
-        """A request has found no free blocks: give back what is held, put or not."""
+        """Free all held blocks, stored or not, because a request has found no free blocks."""
         self._num_asked_for += 1
         for put in self._puts:
             put.cancel()
 
     @contextmanager
     def standing_back(self) -> Iterator[None]:
-        """A request's load is under way."""
+        """Pause new puts while the body runs, in favour of a request's load."""
         self._num_loads += 1
         self._quiet.clear()
         try:
@@ -354,7 +360,7 @@ class WriteBehind:
         del self._queues[to], self._tasks[to]
 
     def _take(self, queue: dict[WriteChain, None]) -> list[_Turn]:
-        """Out of the queue, as much as may be held at once."""
+        """Take chains off the queue, as many as may be held at once."""
         turns, room = [], self._max_held_blocks
         while queue and room > 0:
             chain = next(iter(queue))
@@ -367,7 +373,7 @@ class WriteBehind:
         return turns
 
     async def _wait_for_quiet(self) -> None:
-        """Let loads go first, for a while: they might never end."""
+        """Wait for loads in progress, for a limited time since they might never end."""
         try:
             async with asyncio.timeout(self._limits.put_yield_s):
                 await self._quiet.wait()
@@ -375,7 +381,7 @@ class WriteBehind:
             return
 
     async def _hold(self, turns: Sequence[_Turn]) -> None:
-        """Quarantine what the engine has of them."""
+        """Quarantine those blocks of the turns that the engine still caches."""
 
         def hold(engine: WorkerEngine) -> None:
             for turn in turns:
@@ -389,8 +395,8 @@ class WriteBehind:
                 self._give_up(turn.chain, reason_of(error))
 
     def _give_back(self, turns: Sequence[_Turn]) -> None:
-        """End the holds, behind `_hold`, even where that has not run yet: it fills `held` on its
-        own thread."""
+        """End the quarantines, after `_hold`, even where that has not run yet: it fills `held` on
+        its own thread."""
         self._thread.post(
             lambda engine: engine.unquarantine([each for turn in turns for each in turn.held]),
             self._on_room,
@@ -399,7 +405,7 @@ class WriteBehind:
     async def _put_next(
         self, to: KvStoreClient | None, turns: Sequence[_Turn], num_asked_for: int
     ) -> None:
-        """One put, of what is held of the first turns, unless a request has asked for it."""
+        """Put held blocks of the first turns once, unless a request has asked for blocks."""
         await self._wait_for_quiet()
         if num_asked_for != self._num_asked_for:
             return
@@ -442,7 +448,7 @@ class WriteBehind:
             self._book(piece, put, client.frame_bytes)
 
     def _cut(self, turns: Sequence[_Turn], max_blocks: int) -> list[_Piece]:
-        """The next blocks of the first turns, at most so many."""
+        """Return the next blocks of the first turns, at most `max_blocks`."""
         pieces = []
         for turn in turns:
             num_blocks = min(turn.num_left, max_blocks)
@@ -463,7 +469,8 @@ class WriteBehind:
         return pieces
 
     async def _put(self, client: KvStoreClient, pieces: Sequence[_Piece]) -> list[PutResult]:
-        """Returns: one result for each piece; none when the put failed, and so did its chains."""
+        """Put pieces into the store. Returns: one result for each piece; none when the put, and so
+        every chain in it, failed."""
         deadline = Deadline.after(self._limits.put_budget_s)
         try:
             with ExitStack() as spans_of_requests:
@@ -483,7 +490,7 @@ class WriteBehind:
             return []
 
     def _book(self, piece: _Piece, put: PutResult, frame_bytes: int) -> None:
-        """Count what is stored now of a chain."""
+        """Count a chain's blocks that are stored now."""
         turn, chain = piece.turn, piece.turn.chain
         if put.lacks_parent:
             turn.is_stuck = True
@@ -506,7 +513,7 @@ class WriteBehind:
             self._give_up(chain, NO_ROOM)
 
     def _go_on(self, turns: Sequence[_Turn]) -> None:
-        """A chain waits for its next turn, if there is more of it."""
+        """Queue the chains of these turns again where they have more blocks."""
         for turn in turns:
             chain = turn.chain
             if turn.held:

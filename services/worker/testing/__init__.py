@@ -1,1 +1,1 @@
-"""What stands in for hardware in whole workers: for tests, benchmarks and demonstrations."""
+"""Substitutes for hardware in complete workers, for tests, benchmarks and demonstrations."""

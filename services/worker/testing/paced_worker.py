@@ -1,6 +1,6 @@
 """A prefill or decode worker whose device takes a set time for a step
-(engine/testing/paced_model.py), so that on few cores more workers serve more. All but the pace is
-that worker's own.
+(engine/testing/paced_model.py), so that on few cores more workers serve more. Everything else is a
+normal worker.
 
     python -m services.worker.testing.paced_worker ROLE STEP_S TOKEN_S [ARGUMENTS OF services.ROLE]
 """
@@ -24,7 +24,7 @@ _ROLES: dict[str, Any] = {"prefill": PrefillRole, "decode": DecodeRole}
 
 
 def pace_models(pace: DevicePace) -> None:
-    """Models that engines of this process load from now on take `pace` for a step."""
+    """Give the models that engines of this process load from now on a fixed time per step."""
     module: Any = loader
     load_model = module.load_model
 
@@ -36,7 +36,7 @@ def pace_models(pace: DevicePace) -> None:
 
 
 def main(role: str, step_s: str, token_s: str, *arguments: str) -> int:
-    """One worker's whole life. Returns: the exit code."""
+    """Run one paced worker from start to end. Returns: the exit code."""
     pace_models(DevicePace(float(step_s), float(token_s)))
 
     async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
