@@ -135,7 +135,8 @@ class OutputProcessor:
     def _sample_again(self, sequence: Sequence, num_tokens: int) -> RequestOutput:
         """The grammar's mask was not ready in time, so nothing was sampled: the next step computes
         the sequence's last token again."""
-        sequence.num_computed_tokens += num_tokens - 1
+        num_computed = self._cache_manager.num_computed_before_last(sequence, num_tokens)
+        sequence.num_computed_tokens = num_computed
         return make_output(sequence, filled=self._cache_manager.cache_full_blocks(sequence))
 
     def decode_tree(

@@ -342,6 +342,19 @@ class KVCacheManager:
             return num_tokens
         return num_tokens // self.block_size * self.block_size
 
+    def num_computed_before_last(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many tokens stay computed if the last one of a step is to be computed again:
+        those before it. In a quantized cache a step that fills a block leaves the unquantized
+        values of its tokens nowhere, so all of its tokens in that block are computed again.
+
+        Args:
+            num_tokens: of the sequence in the step, which is not counted as computed yet.
+        """
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+        if self.kv.tails is None or end % self.block_size:
+            return end - 1
+        return max(start, end - self.block_size)
+
     def copy_out(self, sequence: Sequence) -> Blocks:
         """Copy the KV blocks of the sequence's computed tokens, up to `num_resumable`, to other
         host memory. CPU cache only."""

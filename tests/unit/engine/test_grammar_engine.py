@@ -19,6 +19,7 @@ from engine.errors import EmptySupport
 from engine.grammar.compiler import CompileProcess
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarTooCostly, refuse
+from engine.grammar.fill import MaskFiller
 from engine.grammar.service import GrammarService
 from engine.grammar.vocabulary import GrammarTokenizer, Vocabulary
 from engine.models.interface import LoadedModel
@@ -26,6 +27,7 @@ from engine.outputs import RequestOutput
 from engine.request import FinishReason, GrammarSpec, Request
 from engine.testing.fake_model import FakeModel
 from tests.harness.compile_process import SharedProcess
+from tests.harness.quantized_fake import QuantizedFake
 from tests.unit.engine.grammar.driver import (
     BUNDLED,
     VOCAB_SIZE,
@@ -59,13 +61,14 @@ def bundled() -> LoadedModel:
 
 @pytest.fixture
 def make(process: SharedProcess, bundled: LoadedModel) -> Iterator[Make]:
-    """`make(limits={...}, is_fake=False, vocabulary=None, <config>)`."""
+    """`make(limits={...}, is_fake=False, kv_scale="", vocabulary=None, <config>)`."""
     made: list[LLMEngine] = []
 
     def new(
         *,
         limits: dict[str, float] | None = None,
         is_fake: bool = False,
+        kv_scale: str = "",
         vocabulary: Vocabulary | None = None,
         **config: Any,
     ) -> LLMEngine:
@@ -74,6 +77,8 @@ def make(process: SharedProcess, bundled: LoadedModel) -> Iterator[Make]:
         model = bundled
         if is_fake:
             model = FakeModel(vocab_size=VOCAB_SIZE, context_window=512, eos_token_ids=(1,))
+        if kv_scale:
+            model = QuantizedFake(kv_scale, context_window=512, block_size=4, vocab_size=VOCAB_SIZE)
         engine = LLMEngine(
             EngineConfig(**({"num_blocks": 256, "device": "cpu"} | config)),
             model,
@@ -128,6 +133,38 @@ def ask(
     )
     engine.reserve(dataclasses.replace(request, num_samples=num_samples))
     engine.start(name)
+
+
+@pytest.mark.parametrize("kv_scale", ["", "tensor", "block"])
+def test_late_masks_change_no_token(
+    make: Make,
+    make_request: Callable[..., Request],
+    monkeypatch: pytest.MonkeyPatch,
+    kv_scale: str,
+) -> None:
+    """Also where a step has filled a block of a quantized cache with several tokens (a prompt, or
+    forced ones), so that their unquantized values lie nowhere."""
+    wait, num_waits = MaskFiller.wait, 0
+    spec = schema_spec({"type": "array", "items": {"enum": ["a", "bc"]}})
+
+    def answers(*, are_late: bool) -> dict[tuple[str, int], Outcome]:
+        def late(filler: MaskFiller, states: Any, timeout_s: float | None) -> set[int]:
+            nonlocal num_waits
+            found = wait(filler, states, None)
+            num_waits += 1
+            return set(range(len(states))) if are_late and num_waits % 2 and timeout_s else found
+
+        monkeypatch.setattr(MaskFiller, "wait", late)
+        engine = make(is_fake=True, kv_scale=kv_scale)
+        ask(engine, "plain", None, make_request, max_tokens=200, temperature=0.0, ignore_eos=True)
+        for number in range(6):  # prompts that end at each place of a block
+            prompt = "<|user|>" + "Hello" * number
+            asked = {"prompt": prompt, "max_tokens": 24, "temperature": 0.0, "num_samples": 2}
+            ask(engine, f"r{number}", spec, make_request, **asked)
+        return {key: outcome(events) for key, events in finish(engine).items()}
+
+    assert answers(are_late=True) == answers(are_late=False)
+    assert num_waits > 10
 
 
 def text_of(token_ids: list[int]) -> str:
