@@ -450,7 +450,7 @@ class StoreNode:
         return ReservedChain([*answers, *([NO_ROOM] * num_left)], tail)
 
     def _undo_reserve(self, call: _ReserveCall, *, owns_lease: bool) -> None:
-        """Free what a Reserve has taken that does not come to its end. The worker was not told of
+        """Free what an unfinished Reserve has taken. The worker got no answer that names
         these frames, so nothing is written into them: a worker has one Reserve under way for each
         lease. owns_lease: the call made its lease."""
         store, now_s = self.store, self.now_s()

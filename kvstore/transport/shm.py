@@ -306,7 +306,7 @@ class DeviceShmTransport:
     A copy goes in pieces (copy_pipeline.py). Checksums of blocks that are put are computed on the
     device, where it can: threads that hash beside the engine take the interpreter's lock from it,
     and steps of 2,048 tokens that took 53 ms on an H200 took up to 86. So the checksum is that of
-    the bytes before the bus, and whoever reads the frame finds what the bus has changed. Otherwise,
+    the bytes before the bus, and a reader of the frame finds what the bus has changed. Otherwise,
     and for blocks that are read, they are computed over the slab's bytes, while the lease holds, on
     threads beside the copy: no bytes are copied back from the device to verify them. Generations
     are looked at before the first copy, and after the last copy and checksum.
