@@ -40,7 +40,7 @@ _OF_ONE_RUN = ("request_id", "budget_ms")
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordedRequest:
     """A recorded request and its samples, which `baton replay` runs again."""
 
     model: str
@@ -62,14 +62,16 @@ class Difference:
     replayed: Mapping[str, Any] | None = None
 
 
-def record_of(request: inference_pb2.GenerateRequest, completions: Sequence[Completion]) -> Record:
+def record_of(
+    request: inference_pb2.GenerateRequest, completions: Sequence[Completion]
+) -> RecordedRequest:
     """Make the record of a run that had `sampling.trace`."""
     first = completions[0]
     asked = inference_pb2.GenerateRequest()
     asked.CopyFrom(request)
     for name in _OF_ONE_RUN:
         asked.ClearField(name)
-    return Record(
+    return RecordedRequest(
         model=first.provenance.model,
         model_fingerprint=first.provenance.model_fingerprint,
         adapter_digest=first.provenance.adapter_digest,
@@ -82,7 +84,7 @@ def record_of(request: inference_pb2.GenerateRequest, completions: Sequence[Comp
 
 
 def request_of(
-    record: Record, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    record: RecordedRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> inference_pb2.GenerateRequest:
     """Make the recorded request again, with the defaults of then filled in, so that it must give
     the same tokens.
@@ -101,14 +103,14 @@ def request_of(
     return request
 
 
-def write(record: Record, file: Path) -> None:
+def write(record: RecordedRequest, file: Path) -> None:
     """Write a record into a file as one JSON object. Raises: OSError."""
     value = {"schema": SCHEMA, "version": VERSION, **dataclasses.asdict(record)}
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     replace_file(file, text + "\n", mode=0o666)
 
 
-def read(file: Path) -> Record:
+def read(file: Path) -> RecordedRequest:
     """Read a record from a file. Raises: InvalidArgument for a damaged one; OSError."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -121,7 +123,7 @@ def read(file: Path) -> Record:
             "record", f"{file} has version {value.get('version')}, this baton reads {VERSION}"
         )
     try:
-        return Record(
+        return RecordedRequest(
             model=str(value["model"]),
             model_fingerprint=str(value["model_fingerprint"]),
             adapter_digest=str(value["adapter_digest"]),
@@ -135,7 +137,7 @@ def read(file: Path) -> Record:
         raise InvalidArgument("record", f"{file} is damaged: {error!r}") from error
 
 
-def difference(record: Record, completions: Sequence[Completion]) -> Difference | None:
+def difference(record: RecordedRequest, completions: Sequence[Completion]) -> Difference | None:
     """Find the first difference of a second run from a record; None: they are equal."""
     first = completions[0]
     if first.provenance.model_fingerprint != record.model_fingerprint:

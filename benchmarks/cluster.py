@@ -33,7 +33,7 @@ from rich.progress import track
 
 import checkpoints
 from baton import ClusterConfig, LocalCluster
-from baton.answers import Chunk, End, completions_from
+from baton.answers import Chunk, SampleEnd, completions_from
 from baton.cli import plots
 from baton.client import SyncClient
 from baton.cluster import plan as cluster_plan
@@ -77,10 +77,12 @@ def with_window(model: str, num_tokens: int) -> Iterator[str]:
         yield folder
 
 
-def ask(client: SyncClient, prompt: Sequence[int], num_tokens: int) -> tuple[list[float], End]:
+def ask(
+    client: SyncClient, prompt: Sequence[int], num_tokens: int
+) -> tuple[list[float], SampleEnd]:
     """Send one request. Returns: when it began and each token came, and its end."""
     times = [time.perf_counter()]
-    end: End | None = None
+    end: SampleEnd | None = None
     for chunk in client.generate(
         list(prompt), max_tokens=num_tokens, ignore_eos=True, temperature=0.0, timeout_s=600.0
     ):

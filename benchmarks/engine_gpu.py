@@ -28,7 +28,7 @@ from checkpoints.resolve import resolve
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.kv.layout import DTYPE_BYTES
-from engine.lora.adapter import Adapter, Factors, PeftConfig
+from engine.lora.adapter import Factors, LoraAdapter, PeftConfig
 from engine.lora.limits import LoraLimits
 from engine.models import weights
 from engine.models.loader import load_model
@@ -457,7 +457,7 @@ TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vo
 TINY |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 
 
-def random_adapter(shape: dict[str, Any], rank: int, index: int, device: str) -> Adapter:
+def random_adapter(shape: dict[str, Any], rank: int, index: int, device: str) -> LoraAdapter:
     """Make a random LoRA adapter on every projection."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     query = shape["num_attention_heads"] * shape["head_dim"]
@@ -483,7 +483,7 @@ def random_adapter(shape: dict[str, Any], rank: int, index: int, device: str) ->
     }
     targets = tuple(name.rpartition(".")[2] for name in sizes)
     config = PeftConfig(rank, float(rank), False, targets, (), None, (), {}, {})
-    return Adapter(config, factors, f"{index + 1:064x}")
+    return LoraAdapter(config, factors, f"{index + 1:064x}")
 
 
 def _lora_step_ms(engine: LLMEngine, first: int, num_rows: int, adapters: tuple[int, ...]) -> float:

@@ -24,7 +24,7 @@ from engine.errors import InvalidRequest
 from engine.group import Group
 from engine.kv.cache_manager import KVCacheManager
 from engine.outputs import FilledBlock, RequestOutput
-from engine.request import FinishReason, Request, Sampling, State
+from engine.request import FinishReason, Request, RequestState, Sampling
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence as Sample
 
@@ -62,7 +62,7 @@ class Beams:
         scheduler: Scheduler,
         *,
         eos_token_ids: frozenset[int],
-        end: Callable[[Group, State, str], None],
+        end: Callable[[Group, RequestState, str], None],
         count_output: Callable[[RequestOutput], None],
     ) -> None:
         self._cache_manager = cache_manager
@@ -114,7 +114,7 @@ class Beams:
             return self._follow(group, beam_search.begin(state, candidates), filled)
         sample = group.prompt
         self._scheduler.remove(sample)
-        sample.move(State.HOLDING)
+        sample.move(RequestState.HOLDING)
         return [_event(sample, (), filled, beam_start=candidates, is_request_over=True)]
 
     def _new_state(self, group: Group) -> BeamState:
@@ -146,8 +146,8 @@ class Beams:
         for index, (sample, token_id) in enumerate(zip(new, step.token_ids, strict=True)):
             sample.sample_index, sample.key = index, (group.request.request_id, index)
             sample.add_token(token_id)
-            if sample.state is State.PREFILLING:
-                sample.move(State.RUNNING)
+            if sample.state is RequestState.PREFILLING:
+                sample.move(RequestState.RUNNING)
             group.samples[index] = sample
         group.is_forked = True
         for sample in new:
@@ -173,7 +173,7 @@ class Beams:
         ]
         for event in events:
             self._count_output(event)
-        self._end(group, State.FINISHED, "finished")
+        self._end(group, RequestState.FINISHED, "finished")
         return events
 
     def _reason(self, group: Group, token_id: int) -> FinishReason:

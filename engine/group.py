@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.beam_search import BeamState, Candidates
-from engine.request import Request, State
+from engine.request import Request, RequestState
 from engine.sampling.token_history import needs_history
 from engine.sequence import Sequence
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from engine.grammar.service import Compilation
 
 _BY_PROGRESS = (
-    State.RESERVED,
-    State.QUEUED,
-    State.WAITING_FOR_GRAMMAR,
-    State.RUNNING,
-    State.PREFILLING,
-    State.WAITING,
-    State.SWAPPING,
-    State.PARKED,
-    State.PREEMPTED,
-    State.HOLDING,
+    RequestState.RESERVED,
+    RequestState.QUEUED,
+    RequestState.WAITING_FOR_GRAMMAR,
+    RequestState.RUNNING,
+    RequestState.PREFILLING,
+    RequestState.WAITING,
+    RequestState.SWAPPING,
+    RequestState.PARKED,
+    RequestState.PREEMPTED,
+    RequestState.HOLDING,
 )
 
 
@@ -70,7 +70,7 @@ class Group:
     """
 
     def __init__(
-        self, request: Request, state: State, *, max_output_tokens: int, is_whole: bool
+        self, request: Request, state: RequestState, *, max_output_tokens: int, is_whole: bool
     ) -> None:
         self.request = request
         self.max_output_tokens = max_output_tokens  # max_tokens, or less where the window ends
@@ -109,10 +109,10 @@ class Group:
         return 1 if self.is_forked else self.num_rows
 
     @property
-    def state(self) -> State:
+    def state(self) -> RequestState:
         """The state of the request: that of the sample with the most work left."""
         if len(self.samples) == 1:
             for sequence in self.samples.values():
                 return sequence.state
         states = {sequence.state for sequence in self.samples.values()}
-        return next((state for state in _BY_PROGRESS if state in states), State.FINISHED)
+        return next((state for state in _BY_PROGRESS if state in states), RequestState.FINISHED)

@@ -20,7 +20,7 @@ from engine.errors import ParkingRefused
 from engine.kv.cache_manager import KVCacheManager
 from engine.metrics import EngineMetrics
 from engine.parking import Parking
-from engine.request import State
+from engine.request import RequestState
 from engine.sequence import Sequence
 
 CAUSES = ("recompute", "swap", "refused", "lost")
@@ -54,7 +54,7 @@ class Preemptor:
         self._cache_manager.free(sequence)
         sequence.num_computed_tokens = sequence.num_local_tokens = 0
         sequence.num_cached_blocks = 0
-        sequence.move(State.PARKED if cause == "swap" else State.PREEMPTED)
+        sequence.move(RequestState.PARKED if cause == "swap" else RequestState.PREEMPTED)
         return cause
 
     def _park(self, sequence: Sequence) -> str:
@@ -79,7 +79,7 @@ class Preemptor:
         if self._parking is None:
             raise AssertionError("a parked sequence, but no parking")
         if sequence.parked is None:
-            sequence.move(State.SWAPPING)
+            sequence.move(RequestState.SWAPPING)
             sequence.parked = self._parking.get(parking_key(sequence))
         if not sequence.parked.is_done:
             return False
@@ -90,7 +90,7 @@ class Preemptor:
             self._cache_manager.copy_in(sequence, blocks, sequence.num_parked_tokens)
         self.forget(sequence)
         self._cache_manager.cache_full_blocks(sequence)
-        sequence.move(State.WAITING)
+        sequence.move(RequestState.WAITING)
         return True
 
     def _count(self, cause: str) -> None:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from engine.metrics import EngineStats, MetricsSnapshot
-from engine.outputs import SampleTrace, TokenLogprobs
+from engine.outputs import PositionLogprobs, SampleTrace
 from engine.request import Beam, FinishReason, ModelInfo, Sampling
 from engine_client.failure import Failure
 
@@ -53,7 +53,7 @@ class News:
     request_id: str
     sample_index: int = 0
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None
     traces: tuple[SampleTrace, ...] | None = None
     finish_reason: FinishReason | None = None
     """Finish reason; set in the last news of a sample that the engine ended."""
@@ -67,7 +67,7 @@ class News:
     failure: Failure | None = None
     """Error that ended the request before all its samples; then `is_over` is set and there are no
     tokens."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     """Log-probabilities of the prompt's next tokens; all of them have come by the first output
     token."""
 

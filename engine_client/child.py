@@ -27,7 +27,6 @@ from engine_client.base import News
 from engine_client.failure import Failure
 from engine_client.messages import (
     VERSION,
-    Batch,
     Call,
     Cancel,
     EndSample,
@@ -38,6 +37,7 @@ from engine_client.messages import (
     Refused,
     Reply,
     Start,
+    StepNews,
     Stop,
     Submit,
     ToEngine,
@@ -207,7 +207,7 @@ class _Child:
         life."""
         if not news and time.monotonic() - self._wrote_s < SIGN_OF_LIFE_S:
             return
-        frame = encode(Batch(news))
+        frame = encode(StepNews(news))
         if len(frame) <= MAX_FRAME_BYTES:
             self._send(frame)
         elif len(news) > 1:
@@ -218,7 +218,7 @@ class _Child:
             core.cancel(news[0].request_id)
             error = Internal(f"news of {len(frame)} bytes are too long to be sent")
             failed = News(news[0].request_id, is_over=True, failure=Failure.of(error))
-            self._write(Batch((failed,)))
+            self._write(StepNews((failed,)))
 
     def _write(self, message: FromEngine) -> None:
         self._send(encode(message))

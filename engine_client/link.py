@@ -39,7 +39,6 @@ from engine_client.config import ClientLimits
 from engine_client.failure import Failure
 from engine_client.messages import (
     VERSION,
-    Batch,
     Call,
     Cancel,
     EndSample,
@@ -50,6 +49,7 @@ from engine_client.messages import (
     Refused,
     Reply,
     Start,
+    StepNews,
     Stop,
     Submit,
     What,
@@ -273,7 +273,7 @@ class ChildLink:
 
     def _hear(self, message: FromEngine) -> None:
         match message:
-            case Batch(news):
+            case StepNews(news):
                 with self._state.lock:
                     self._state.live -= {each.request_id for each in news if each.is_over}
                 if news:

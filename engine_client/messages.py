@@ -97,7 +97,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
-class Batch(msgspec.Struct, frozen=True, tag=True):
+class StepNews(msgspec.Struct, frozen=True, tag=True):
     """All news of one step."""
 
     news: tuple[News, ...]
@@ -118,7 +118,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Start | Submit | Cancel | EndSample | Call | Stop
-FromEngine = Loading | Hello | Refused | Batch | Reply | Failed
+FromEngine = Loading | Hello | Refused | StepNews | Reply | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

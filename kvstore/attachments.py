@@ -19,7 +19,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvstore.errors import IntegrityError, UnknownAttachment
+from kvstore.errors import StoreIntegrityError, UnknownAttachment
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +125,7 @@ class QuarantineList:
         grace period after the attachment is gone. Raises: IntegrityError for a frame that is
         quarantined already."""
         if frame in self._frames:
-            raise IntegrityError(f"frame {frame} is quarantined already")
+            raise StoreIntegrityError(f"frame {frame} is quarantined already")
         self._frames[frame] = _Quarantined(attachment_id, generation, math.inf)
 
     def take(self, frame: int, generation: int, attachment_id: str) -> bool:

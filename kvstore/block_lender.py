@@ -42,7 +42,7 @@ from kvstore.block_source import (
     own_host_id,
     read_pieces,
 )
-from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, IntegrityError, LeaseLapsed
+from kvstore.errors import CHECKSUM, GENERATION, LEASE_LAPSED, LeaseLapsed, StoreIntegrityError
 from kvstore.exported_blocks import ExportedBlocks, ExportOffer, LeaseUpdate
 from kvstore.links import num_blocks_wanted
 from kvstore.nixl_push import BlockPusher, Frames, PushOutcome, Target
@@ -575,8 +575,8 @@ class BlockLender:
             self.loans.check_integrity()
             num_watchers = self.loans.num_watchers
             if num_watchers > self.num_waiting:  # fewer: of leases that have just ended
-                raise IntegrityError(f"{num_watchers} watch leases, {self.num_waiting} wait")
-        except IntegrityError as error:
+                raise StoreIntegrityError(f"{num_watchers} watch leases, {self.num_waiting} wait")
+        except StoreIntegrityError as error:
             logs.event(logger, "integrity_error", level=logging.ERROR, error=str(error))
             return str(error)
         return ""

@@ -29,7 +29,7 @@ from kvstore.attachments import Attachment, AttachmentTable, QuarantineList
 from kvstore.block_hash import CHAIN_HASH_BYTES
 from kvstore.block_refs import Block, Tier
 from kvstore.change_log import ChangeLog
-from kvstore.errors import CHECKSUM, IntegrityError, LeaseLapsed
+from kvstore.errors import CHECKSUM, LeaseLapsed, StoreIntegrityError
 from kvstore.frame_table import FrameTable
 from kvstore.history import DAMAGED, VERIFIED, WRITTEN, BlockHistory
 from kvstore.leases import FrameReservation, Lease, LeaseTable
@@ -583,7 +583,7 @@ class BlockStore:
         if not lease.is_probe:
             self.counters.num_bytes_written += self.frame_bytes
         if node.block is None:
-            raise IntegrityError(f"frame {written.frame}: committed and empty")
+            raise StoreIntegrityError(f"frame {written.frame}: committed and empty")
         return node.block
 
     def _end_reservation(self, reservation: FrameReservation) -> None:

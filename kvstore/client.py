@@ -51,7 +51,7 @@ from kvstore.errors import (
     reason_of,
 )
 from kvstore.exported_blocks import LeaseUpdate
-from kvstore.links import Rates
+from kvstore.links import LinkRates
 from kvstore.slab import Slab
 from kvstore.transport.base import (
     CUDA_IPC,
@@ -462,7 +462,7 @@ class KvStoreClient:
             record.num_bytes, record.failed = got.num_bytes, Counter(got.failed.values())
             return got
 
-    async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> Rates:
+    async def measure(self, block_ids: Sequence[int], deadline: Deadline) -> LinkRates:
         """Measure how fast this client's transport is, with worker blocks that the caller gives for
         it (`links.num_blocks_wanted` says how many) and that are written into.
 

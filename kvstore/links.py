@@ -40,7 +40,7 @@ memory 1/2 is usual and 1/10 a bad day (measured), between GPUs ten times as muc
 
 
 @dataclass(frozen=True)
-class Rates:
+class LinkRates:
     """The measured speed of a link in bytes/s, for one transfer of `num_bytes`, best of a few.
 
     latency_s: of reading one block, checksum included, best of a few. copy_bytes_per_s: of a plain
@@ -65,7 +65,7 @@ class Link:
     address: str
     transport: str
     measured_unix_ms: int
-    rates: Rates | None = None
+    rates: LinkRates | None = None
     problem: str = ""
     is_fault: bool = False
 
@@ -114,7 +114,7 @@ def num_blocks_wanted(block_bytes: int) -> int:
     return 2 * max(1, min(MAX_BLOCKS, MAX_BYTES // (2 * MAX_ROUNDS * block_bytes)))
 
 
-async def measure(client: KvStoreClient, block_ids: Sequence[int], deadline: Deadline) -> Rates:
+async def measure(client: KvStoreClient, block_ids: Sequence[int], deadline: Deadline) -> LinkRates:
     """Measure the client's link with worker blocks that are given for it. Raises: as
     KvStoreClient.measure."""
     if is_lender(client.node_id):
@@ -138,12 +138,14 @@ async def measure(client: KvStoreClient, block_ids: Sequence[int], deadline: Dea
     await asyncio.wait([releasing])
     num_bytes = half * client.memory.block_bytes
     copy_s = await _copy(num_bytes, deadline)
-    return Rates(num_bytes, num_bytes / write_s, num_bytes / read_s, latency_s, num_bytes / copy_s)
+    return LinkRates(
+        num_bytes, num_bytes / write_s, num_bytes / read_s, latency_s, num_bytes / copy_s
+    )
 
 
 async def _measure_lender(
     client: KvStoreClient, block_ids: Sequence[int], deadline: Deadline
-) -> Rates:
+) -> LinkRates:
     """Measure reads only, of blocks that the lender lends for it."""
     if not block_ids:
         raise NoCapacity("the engine has no free blocks to measure with")
@@ -163,7 +165,7 @@ async def _measure_lender(
     await asyncio.wait([releasing])
     num_bytes = num_blocks * client.memory.block_bytes
     copy_s = await _copy(num_bytes, deadline)
-    return Rates(num_bytes, 0.0, num_bytes / read_s, latency_s, num_bytes / copy_s)
+    return LinkRates(num_bytes, 0.0, num_bytes / read_s, latency_s, num_bytes / copy_s)
 
 
 async def _store_one(

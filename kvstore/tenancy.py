@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.errors import IntegrityError
+from kvstore.errors import StoreIntegrityError
 
 POOL = ""
 """The group of all tenants without a share of their own."""
@@ -132,7 +132,7 @@ class SlotAccount:
     def take(self, slot: int, tenant: str) -> None:
         """Charge a taken slot to a tenant. Raises: IntegrityError where it is charged already."""
         if self.tenants[slot] is not None:
-            raise IntegrityError(f"slot {slot} is charged already")
+            raise StoreIntegrityError(f"slot {slot} is charged already")
         self.tenants[slot] = tenant
         self._count(tenant, 1)
 
@@ -151,7 +151,7 @@ class SlotAccount:
         """The tenant charged for a slot. Raises: IntegrityError where it is free."""
         tenant = self.tenants[slot]
         if tenant is None:
-            raise IntegrityError(f"slot {slot} is charged to no tenant")
+            raise StoreIntegrityError(f"slot {slot} is charged to no tenant")
         return tenant
 
     def groups_to_evict(self, tenant: str) -> list[str]:

@@ -21,7 +21,7 @@ from baton.cli.options import FILE, RouterTarget, flag, value
 from baton.client import SyncClient
 from baton.cluster.config import ClusterConfig
 from baton.errors import BatonError, FailedPrecondition, InvalidArgument, Unavailable
-from baton.record import Difference, Record
+from baton.record import Difference, RecordedRequest
 from baton.request import Prompt, build_request
 from checkpoints.resolve import bundled_names
 from protos import inference_pb2
@@ -220,7 +220,7 @@ def replay(file: Path, target: RouterTarget, start: bool, config: ClusterConfig)
 
 @contextlib.contextmanager
 def _replayer(
-    recorded: Record, target: RouterTarget, start: bool, config: ClusterConfig
+    recorded: RecordedRequest, target: RouterTarget, start: bool, config: ClusterConfig
 ) -> Iterator[SyncClient]:
     """A client of the cluster that runs the request again. Raises: Unavailable, ClusterError."""
     if start:
@@ -239,7 +239,7 @@ def _replayer(
         yield client
 
 
-def _own_model(recorded: Record) -> str:
+def _own_model(recorded: RecordedRequest) -> str:
     """The record's model, if it is bundled. A record may come from anywhere, so it must not choose
     a model to fetch and run. Raises: FailedPrecondition."""
     if recorded.model not in bundled_names():
@@ -250,7 +250,7 @@ def _own_model(recorded: Record) -> str:
     return recorded.model
 
 
-def _check_model(recorded: Record, served: list[inference_pb2.ModelInfo]) -> None:
+def _check_model(recorded: RecordedRequest, served: list[inference_pb2.ModelInfo]) -> None:
     fingerprints = {model.model_fingerprint for model in served}
     if recorded.model_fingerprint not in fingerprints:
         there = ", ".join(f"{model.model} ({model.model_fingerprint[:16]})" for model in served)

@@ -35,13 +35,13 @@ from baton.cluster.config import ClusterConfig
 from baton.cluster.plan import OPEN, ProcessSpec, Secured, WorkerSpec, take_password
 from baton.cluster.scale_service import ScaleService
 from baton.cluster.state import RunFolder
-from baton.cluster.supervisor import ClusterEvent, OnEvent, ProcessInfo, State, Supervisor
+from baton.cluster.supervisor import ClusterEvent, OnEvent, ProcessInfo, ProcessState, Supervisor
 from baton.errors import BatonError, ClusterError
 from process import api_keys, signing_keys
 from process.authorization import PeerRole
 from process.secret_files import replace_file
 
-__all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "State"]
+__all__ = ["ClusterConfig", "ClusterEvent", "LocalCluster", "ProcessInfo", "ProcessState"]
 
 START_TIMEOUT_S = 300.0
 """Time limit of a cluster's start, in which workers read and digest a checkpoint of some GB."""
@@ -64,7 +64,7 @@ _STOP_ORDER = (
 _WORKERS = ("prefill", "decode")
 _RETIRE_S = 15.0
 """Time from SIGTERM to SIGKILL of a worker that the autoscaler stops: its streams move first."""
-_SCALE_STATES = {State.READY: "ready", State.RETIRING: "leaving"}
+_SCALE_STATES = {ProcessState.READY: "ready", ProcessState.RETIRING: "leaving"}
 """The names of states in the scale service; other states are "starting"."""
 
 
@@ -354,7 +354,7 @@ class LocalCluster:
 
 
 def _is_wanted(info: ProcessInfo) -> bool:
-    return info.state is not State.RETIRING
+    return info.state is not ProcessState.RETIRING
 
 
 def _make_run_folder(file_tier_dir: str) -> RunFolder:

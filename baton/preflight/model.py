@@ -25,7 +25,7 @@ from typing import Any
 import huggingface_hub
 
 from baton.preflight.checks import Finding, Status
-from baton.preflight.cluster import Cluster
+from baton.preflight.cluster import KubernetesFacts
 from baton.preflight.needs import Needs, PodNeed, parse_quantity
 from checkpoints import CheckpointError, bundled_names, resolve
 from checkpoints.files import read_config, weight_files
@@ -201,7 +201,9 @@ def sizes_of(model: str) -> Sizes | str:
     return Sizes(config, float(sum(sizes)))
 
 
-def check(needs: Needs, cluster: Cluster, sizes: Mapping[str, Sizes | str]) -> Iterator[Finding]:
+def check(
+    needs: Needs, cluster: KubernetesFacts, sizes: Mapping[str, Sizes | str]
+) -> Iterator[Finding]:
     """Check whether the model fits into a worker's memory: one finding for each role.
 
     Args: sizes: what `sizes_of` gave for each model that `engines` names.
@@ -225,7 +227,7 @@ def check(needs: Needs, cluster: Cluster, sizes: Mapping[str, Sizes | str]) -> I
 
 
 def _drafts(
-    engine: Mapping[str, Any], memory: ModelMemory, pod: PodNeed, cluster: Cluster
+    engine: Mapping[str, Any], memory: ModelMemory, pod: PodNeed, cluster: KubernetesFacts
 ) -> Finding:
     """A draft worker takes all its KV at the start, up to `draft_kv_bytes`."""
     speculation = engine.get("speculation") or {}
@@ -249,7 +251,11 @@ def _drafts(
 
 
 def _fits(
-    role: str, engine: Mapping[str, Any], memory: ModelMemory, pod: PodNeed, cluster: Cluster
+    role: str,
+    engine: Mapping[str, Any],
+    memory: ModelMemory,
+    pod: PodNeed,
+    cluster: KubernetesFacts,
 ) -> Finding:
     num_gpus = max((amount for name, amount in pod.requests.items() if "gpu" in name), default=0.0)
     if not _is_own(engine, has_gpu=num_gpus > 0):
@@ -306,7 +312,7 @@ def _is_own(engine: Mapping[str, Any], *, has_gpu: bool) -> bool:
     return is_whole and (decoder == "own" or (decoder == "auto" and has_gpu))
 
 
-def _gpu_bytes(cluster: Cluster) -> float | None:
+def _gpu_bytes(cluster: KubernetesFacts) -> float | None:
     mebibytes = [
         float(node.labels[_GPU_MEMORY])
         for node in cluster.nodes or ()

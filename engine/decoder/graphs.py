@@ -187,7 +187,7 @@ def width_buckets(
     return [*buckets, table_width]
 
 
-class Bucket(NamedTuple):
+class GraphShape(NamedTuple):
     """The shape that one graph is captured for."""
 
     num_rows: int
@@ -220,10 +220,10 @@ class DecodeGraphs:
         self._graphs = GraphSet(self._compute, uses_graphs=uses_graphs)
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[GraphShape]:
         """Return all shapes, from large to small."""
         return [
-            Bucket(num_rows, width, needs, has_adapters)
+            GraphShape(num_rows, width, needs, has_adapters)
             for width in reversed(self._width_buckets)
             for num_rows in reversed(self._row_buckets)
             for needs in _NEEDS
@@ -235,7 +235,7 @@ class DecodeGraphs:
         """Number of graphs that `capture` makes."""
         return len(self.buckets)
 
-    def _compute(self, bucket: Bucket) -> None:
+    def _compute(self, bucket: GraphShape) -> None:
         self._step.compute(*bucket)
 
     @torch.inference_mode()
@@ -256,7 +256,7 @@ class DecodeGraphs:
         """Compute the step on the current stream, with the smallest shape for these numbers of rows
         and blocks."""
         self._graphs.run(
-            Bucket(
+            GraphShape(
                 next(size for size in self._row_buckets if size >= num_rows),
                 next(width for width in self._width_buckets if width >= num_blocks),
                 "greedy" if needs == "greedy" else "truncated",

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from baton_kernels import reference
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.errors import IntegrityError
 from engine.kv.memory import TORCH_DTYPES, HeadRows, KvMemory, LayerView
 
@@ -196,7 +196,7 @@ class _Group:
     """Short spans with about the same number of blocks and of tokens, padded to the largest: B
     spans of n rows each."""
 
-    spans: list[Span]
+    spans: list[TokenSpan]
     num_rows: int  # n
     places: torch.Tensor  # [B * n] of each row in the batch; of padding, the span's last token's
     own_rows: torch.Tensor | None  # which of the B * n are no padding; None: all
@@ -216,7 +216,7 @@ class _Chunk:
     """A span of many tokens, or one without blocks."""
 
     first: int
-    span: Span
+    span: TokenSpan
     table: torch.Tensor | None  # [1, n] block ids; None: all it attends to is in the batch
     gather_ids: Rows = field(default_factory=dict)  # [1, K, n]
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
@@ -250,7 +250,7 @@ class TorchPagedAttention:
         self._place(batch)
 
     def _place(self, batch: Batch) -> None:
-        short: dict[tuple[int, int], list[tuple[int, Span]]] = {}
+        short: dict[tuple[int, int], list[tuple[int, TokenSpan]]] = {}
         block_ids: list[int] = []
         slots: list[int] = []
         first = 0
@@ -274,7 +274,7 @@ class TorchPagedAttention:
             self._new_blocks = torch.tensor(block_ids, device=self._device)
             self._new_slots = torch.tensor(slots, device=self._device)
 
-    def _group(self, members: list[tuple[int, Span]]) -> _Group:
+    def _group(self, members: list[tuple[int, TokenSpan]]) -> _Group:
         """Build a group of spans, each given with its index in the batch."""
         spans = [span for _, span in members]
         counts = np.array([span.num_tokens for span in spans])
@@ -428,7 +428,7 @@ class TorchPagedAttention:
 
 
 def group_mask(
-    spans: Sequence[Span],
+    spans: Sequence[TokenSpan],
     num_positions: int,
     window: int | None,
     dtype: torch.dtype,
@@ -466,7 +466,7 @@ def group_mask(
     return reference.as_bias(torch.from_numpy(visible).to(device), dtype)[:, None]
 
 
-def _is_short(span: Span) -> bool:
+def _is_short(span: TokenSpan) -> bool:
     """Return whether a span is attended in a group."""
     if not span.block_ids:
         return False
@@ -474,19 +474,19 @@ def _is_short(span: Span) -> bool:
     return is_few or span.num_tokens == 1 or span.is_tree
 
 
-def _length_class(span: Span) -> int:
+def _length_class(span: TokenSpan) -> int:
     """Return the class of a span's number of tokens; spans of one class are padded to the same
     number."""
     return 0 if span.num_tokens == 1 else (max(_TOKENS_FLOOR, span.num_tokens) - 1).bit_length()
 
 
-def size_class(span: Span) -> int:
+def size_class(span: TokenSpan) -> int:
     """Return the class of a span's number of blocks; spans of one class are padded to the same
     number."""
     return max(_GROUP_FLOOR, len(span.block_ids) - 1).bit_length()
 
 
-def block_table(spans: list[Span], device: torch.device) -> torch.Tensor:
+def block_table(spans: list[TokenSpan], device: torch.device) -> torch.Tensor:
     """Build the block table [B, n], padded with each span's own last block, which the mask hides.
     Another sequence's block must not be used: masked scores are weighted with 0, and 0 times NaN
     is NaN."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.models.interface import LoadedModel
@@ -72,7 +72,7 @@ def _largest(config: EngineConfig, context_window: int, num_long: int) -> Batch:
         lengths.append(min(left, context_window))
         left -= lengths[-1]
     ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
-    spans = tuple(Span(0, length, ()) for length in lengths)
+    spans = tuple(TokenSpan(0, length, ()) for length in lengths)
     draws = [end - 1 for end in ends[: config.max_num_running]]
     if config.speculation.is_on:  # a row of logits for each guess, too
         most = config.max_num_running * (1 + config.speculation.max_num_nodes)

@@ -77,7 +77,7 @@ from engine.models.weights import (
     read_weights,
 )
 from engine.parallel import rank_model
-from engine.parallel.messages import Meet, Met, Start, Verify
+from engine.parallel.messages import Meet, Met, StartRank, Verify
 from engine.parallel.model import Others, ParallelModel
 from engine.parallel.place import Grid, check_degrees
 from engine.parallel.process_ranks import ProcessRanks
@@ -652,7 +652,7 @@ def _start(
     for rank in range(1, grid.num_ranks):
         device = f"{kind}:{int(first) + rank}" if first else kind
         own = dataclasses.replace(config, device=device)
-        starts.append(Start(own, str(folder), shape, rank))
+        starts.append(StartRank(own, str(folder), shape, rank))
     ranks = ProcessRanks(grid, 0, config.device, config.rank_timeout_s)
     meeting_file, cache_file = os.memfd_create("baton-ranks"), os.memfd_create("baton-kv")
     processes = RankProcesses(

@@ -33,20 +33,20 @@ from engine.parallel.messages import (
     Attach,
     Attached,
     Change,
+    ComputeBatch,
     Drain,
-    Failed,
     FromRank,
     LaunchWords,
-    Loading,
     Meet,
     Met,
+    RankFailure,
+    RankLoading,
+    RankRefused,
     Ready,
-    Refused,
     Settle,
     Settled,
-    Start,
-    Step,
-    Stop,
+    StartRank,
+    StopRank,
     ToRank,
     Verify,
     WarmUp,
@@ -98,8 +98,8 @@ class _Child:
     def run(self) -> int:
         try:
             start = self._read()
-            if not isinstance(start, Start):
-                raise FailedPrecondition("the first message is no Start")
+            if not isinstance(start, StartRank):
+                raise FailedPrecondition("the first message is no StartRank")
             loaded = self._load(start)
             return 2 if loaded is None else self._serve(start, *loaded)
         except EOFError:
@@ -115,12 +115,12 @@ class _Child:
 
     def _fail(self, reason: str, code: int) -> int:
         try:
-            self._write(Failed(reason))
+            self._write(RankFailure(reason))
         except EOFError:
             return 0
         return code
 
-    def _load(self, start: Start) -> tuple[RankModel, ProcessRanks] | None:
+    def _load(self, start: StartRank) -> tuple[RankModel, ProcessRanks] | None:
         config = start.config
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -131,12 +131,12 @@ class _Child:
         try:
             model = load_rank(config, Path(start.folder), start.shape, ranks, progress=self._show)
         except BatonError as error:
-            self._write(Refused(str(error)))
+            self._write(RankRefused(str(error)))
             return None
         self._write(Ready(model.weight_bytes))
         return model, ranks
 
-    def _serve(self, start: Start, model: RankModel, ranks: ProcessRanks) -> int:
+    def _serve(self, start: StartRank, model: RankModel, ranks: ProcessRanks) -> int:
         config = start.config
         layout = kv_layout(start.shape, block_size=config.block_size, dtype=config.dtype)
         memory: KvMemory | None = None
@@ -145,7 +145,7 @@ class _Child:
             match self._read():
                 case LaunchWords() as launch if ahead:
                     ahead.follow(launch)
-                case Step(batch) if memory:
+                case ComputeBatch(batch) if memory:
                     model.forward(batch)
                 case Change(block_id, source) if memory:
                     if source < 0:
@@ -178,7 +178,7 @@ class _Child:
                     )
                 case WarmUp() if ahead:
                     ahead.warm_up()
-                case Stop():
+                case StopRank():
                     return 0
                 case message:
                     raise FailedPrecondition(f"{type(message).__name__} does not belong here")
@@ -194,7 +194,7 @@ class _Child:
         now_s = time.monotonic()
         if now_s - self._told_s > _SIGN_OF_LIFE_S:
             self._told_s = now_s
-            self._write(Loading(what, done, total))
+            self._write(RankLoading(what, done, total))
 
     def _read(self) -> ToRank:
         timeout_s = _READ_S if self._told_s else _START_S

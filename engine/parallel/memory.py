@@ -14,18 +14,18 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.kv.layout import DTYPE_BYTES, KvLayout
-from engine.kv.memory import KvMemory, Part, Run
+from engine.kv.memory import ByteRun, KvMemory, RankPart
 from engine.parallel.cuda_ipc import SharedCache, close_cache, open_cache
 from engine.parallel.messages import Change
-from engine.parallel.place import Grid, Place
+from engine.parallel.place import Grid, RankPlace
 
 
-def runs(whole: KvLayout, place: Place) -> list[Run]:
+def runs(whole: KvLayout, place: RankPlace) -> list[ByteRun]:
     """Return the places of a rank's record in the whole block, ascending; adjacent runs are
     merged."""
     own = place.layout(whole)
     width = DTYPE_BYTES[whole.dtype]
-    found: list[Run] = []
+    found: list[ByteRun] = []
     first_layer = place.layers(whole.num_layers).start
     for section in own.sections:
         whole_section = whole.section(first_layer + section.layer, section.kv)
@@ -36,7 +36,7 @@ def runs(whole: KvLayout, place: Place) -> list[Run]:
             whole_start = (first_head + head) * whole_section.head_stride
             start = head * section.head_stride
             found.append(
-                Run(
+                ByteRun(
                     (whole_section.offset + whole_start) * width,
                     (section.offset + start) * width,
                     matrix * width,
@@ -44,7 +44,7 @@ def runs(whole: KvLayout, place: Place) -> list[Run]:
             )
             if scale:
                 found.append(
-                    Run(
+                    ByteRun(
                         whole_section.scale_offset + whole_start,
                         section.scale_offset + start,
                         scale,
@@ -53,8 +53,8 @@ def runs(whole: KvLayout, place: Place) -> list[Run]:
     return _joined(sorted(found))
 
 
-def _joined(parts: Iterable[Run]) -> list[Run]:
-    joined: list[Run] = []
+def _joined(parts: Iterable[ByteRun]) -> list[ByteRun]:
+    joined: list[ByteRun] = []
     for part in parts:
         last = joined[-1] if joined else None
         if last is not None and (
@@ -86,7 +86,7 @@ class RankMemory(KvMemory):
     def __init__(
         self,
         whole: KvLayout,
-        place: Place,
+        place: RankPlace,
         num_blocks: int,
         device: str,
         *,
@@ -109,9 +109,9 @@ class RankMemory(KvMemory):
             found.append(self._part(grid.place(rank), cache.device_id, address))
         self.parts = tuple(found)
 
-    def _part(self, place: Place, device_id: int, address: int) -> Part:
+    def _part(self, place: RankPlace, device_id: int, address: int) -> RankPart:
         record_bytes = place.layout(self.layout).block_bytes
-        return Part(device_id, address, record_bytes, tuple(runs(self.layout, place)))
+        return RankPart(device_id, address, record_bytes, tuple(runs(self.layout, place)))
 
     def clear(self, block_id: int) -> None:
         """Zero this rank's part of a block, and send the change to the other ranks."""

@@ -24,7 +24,7 @@ from engine.lora.manager import LoraManager
 from engine.models.interface import Ends, Guesses, Progress
 from engine.parallel.ahead import ParallelAhead, build
 from engine.parallel.memory import RankMemory, map_file
-from engine.parallel.messages import Attach, Attached, Settle, Settled, Step
+from engine.parallel.messages import Attach, Attached, ComputeBatch, Settle, Settled
 from engine.parallel.pieces import pieces
 from engine.parallel.place import Grid
 from engine.parallel.process_ranks import ProcessRanks
@@ -162,7 +162,7 @@ class ParallelModel:
         parts = pieces(batch, self._place.num_stages, MIN_PIECE_TOKENS[self._device.type])
         with self._processes.step():
             for piece in parts:
-                self._processes.tell(Step(piece))
+                self._processes.tell(ComputeBatch(piece))
             logits = [self._part.forward(piece) for piece in parts]
             if self._device.type == "cuda":
                 # Or a rank that died would show as numbers: its kernels end when it is given up.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 
 
 def pieces(batch: Batch, num_pieces: int, min_tokens: int) -> list[Batch]:
@@ -25,7 +25,7 @@ def pieces(batch: Batch, num_pieces: int, min_tokens: int) -> list[Batch]:
 
 
 def _cut(batch: Batch, first: int, end: int) -> Batch:
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     place = 0  # of the span's first token
     for span in batch.spans:
         skipped = max(0, first - place)

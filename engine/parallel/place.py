@@ -14,7 +14,7 @@ from engine.kv.layout import KvLayout, LayerKv
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The part of a model that one rank computes."""
 
     stage: int
@@ -60,7 +60,7 @@ class Place:
         return KvLayout(layers, whole.block_size, whole.dtype, whole.scale, whole.compute_dtype)
 
 
-SINGLE = Place(0, 1, 0, 1)
+SINGLE = RankPlace(0, 1, 0, 1)
 """The place of the only rank of a model that is not split."""
 
 
@@ -78,11 +78,11 @@ class Grid:
     def num_ranks(self) -> int:
         return self.num_shares * self.num_stages
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankPlace:
         """Return the place of a rank. Ranks count stages from the last to the first, and shares
         within a stage."""
         stage = self.num_stages - 1 - rank // self.num_shares
-        return Place(stage, self.num_stages, rank % self.num_shares, self.num_shares)
+        return RankPlace(stage, self.num_stages, rank % self.num_shares, self.num_shares)
 
     def rank(self, stage: int, share: int) -> int:
         """Return the rank of a stage and share, the inverse of `place`."""

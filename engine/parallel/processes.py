@@ -29,14 +29,14 @@ from engine.errors import LoadError, RankFailed
 from engine.parallel.framing import FrameReader, FrameWriter
 from engine.parallel.messages import (
     Attached,
-    Failed,
-    Loading,
     Met,
+    RankFailure,
+    RankLoading,
+    RankRefused,
     Ready,
-    Refused,
     Settled,
-    Start,
-    Stop,
+    StartRank,
+    StopRank,
     ToRank,
     encode,
     read_from_rank,
@@ -65,7 +65,7 @@ noticed before."""
 
 @dataclass
 class _Rank:
-    start: Start
+    start: StartRank
     name: str
     process: subprocess.Popen[bytes]
     reader: FrameReader
@@ -109,7 +109,7 @@ class RankProcesses:
     def __init__(
         self,
         grid: Grid,
-        starts: Sequence[Start],
+        starts: Sequence[StartRank],
         *,
         timeout_s: float,
         files: Sequence[int],
@@ -242,7 +242,7 @@ class RankProcesses:
         finally:
             self._reap()
 
-    def _begin(self, number: int, start: Start) -> _Rank:
+    def _begin(self, number: int, start: StartRank) -> _Rank:
         """Start one process: in its own session, so that Ctrl-C in the terminal reaches the engine
         only; with this process's import path."""
         environment = os.environ | {
@@ -291,12 +291,12 @@ class RankProcesses:
                             rank.is_ready = True
                             rank.answers[type(message)] = message
                             self._state.lock.notify_all()
-                    case Refused(reason):
+                    case RankRefused(reason):
                         self._state.refusal = f"{rank.name}: {reason}"
                         self._fail(self._state.refusal)
-                    case Failed(reason):
+                    case RankFailure(reason):
                         rank.last_words = reason
-                    case Loading():
+                    case RankLoading():
                         pass
         except EOFError:
             rank.is_over = True
@@ -354,7 +354,7 @@ class RankProcesses:
 
     def _reap(self) -> None:
         ends_s = time.monotonic() + (_STOP_S if self._state.is_closing else 0.0)
-        frame = encode(Stop())
+        frame = encode(StopRank())
         for rank in self._state.ranks:
             with contextlib.suppress(EOFError):
                 rank.writer.write(frame, _READ_S)

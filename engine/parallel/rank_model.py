@@ -31,7 +31,7 @@ from engine.models.llama import (
 from engine.models.self_check import NUM_VERIFY_TOKENS, verify_logits
 from engine.models.weights import read_weights
 from engine.parallel.memory import RankMemory
-from engine.parallel.place import Place
+from engine.parallel.place import RankPlace
 from engine.parallel.ranks import Ranks
 
 _BACKENDS: tuple[Backend, ...] = ("auto", "reference")
@@ -131,7 +131,7 @@ class RankModel:
         return computed.new_empty(0, self.vocab_size)
 
 
-def share_of(place: Place, shape: LlamaConfig) -> Share:
+def share_of(place: RankPlace, shape: LlamaConfig) -> Share:
     """Convert a Place to the Share that the decoder's weights use."""
     layers = place.layers(shape.num_layers)
     return Share(place.share, place.num_shares, layers.start, len(layers))

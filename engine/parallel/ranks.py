@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from engine.parallel.place import SINGLE, Place
+from engine.parallel.place import SINGLE, RankPlace
 
 
 class Ranks(Protocol):
@@ -21,7 +21,7 @@ class Ranks(Protocol):
     rank has ended or is too late."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """The part of the model that this rank computes."""
         ...
 
@@ -64,7 +64,7 @@ class OneRank:
     """The Ranks of a model that one rank computes: sums and copies are the identity."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         return SINGLE
 
     @property

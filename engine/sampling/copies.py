@@ -18,7 +18,7 @@ def bring(words: NDArray[Any], device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-class Mark:
+class StreamMark:
     """A point in a device's current stream, after all that was queued so far. On CPU it is always
     reached."""
 

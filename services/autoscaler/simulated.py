@@ -29,7 +29,7 @@ class Machines:
 
 
 @dataclass
-class Request:
+class SimulatedRequest:
     """One of the load, and what it met."""
 
     at_s: float
@@ -68,14 +68,14 @@ class SimulatedWorker:
     leaves_at_s: float | None = None
     """Not None: it is draining, and its device is free then at the earliest."""
     is_flipping: bool = False
-    prompts: deque[Request] = field(default_factory=deque)
+    prompts: deque[SimulatedRequest] = field(default_factory=deque)
     done_s: float = 0.0
     """Of the first prompt, seconds that were spent."""
     num_reserved: int = 0
     """Places kept for prompts that are not computed yet."""
     progress: float = 0.0
     """Tokens that a stream got that was there from the start."""
-    streams: list[tuple[float, int, Request]] = field(default_factory=list)
+    streams: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
     """By the progress at which they end."""
     work: Work = field(default_factory=Work)
 

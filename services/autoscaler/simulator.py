@@ -31,7 +31,7 @@ from services.autoscaler.signals import (
     Work,
     Worker,
 )
-from services.autoscaler.simulated import Machines, Request, SimulatedWorker
+from services.autoscaler.simulated import Machines, SimulatedRequest, SimulatedWorker
 
 STEP_S = 0.05
 """Of simulated time; what happens within one happens at its end, but for prompts, whose ends are
@@ -49,17 +49,17 @@ class Cluster:
         self.machines = machines
         self.now_s = 0.0
         self.num_arrived = 0
-        self.finished: list[Request] = []
+        self.finished: list[SimulatedRequest] = []
         self._names = itertools.count(1)
         self._tie = itertools.count()
         self._workers: list[SimulatedWorker] = []
         for role in Role:
             for _ in range(workers.of(role)):
                 self._start(role, 0.0)
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[SimulatedRequest] = deque()
         self._places: dict[int, SimulatedWorker] = {}
         """Of each request that is computed, where its stream will run."""
-        self._moving: deque[tuple[Request, float]] = deque()
+        self._moving: deque[tuple[SimulatedRequest, float]] = deque()
         """Streams without a worker, and what they have still to get."""
         self._seen = Traffic(1.0)
         self._seen_at_s = 0.0
@@ -67,7 +67,7 @@ class Cluster:
 
     # ---- what is done to it
 
-    def arrive(self, request: Request) -> None:
+    def arrive(self, request: SimulatedRequest) -> None:
         """A request, at its time."""
         self._waiting.append(request)
         self.num_arrived += 1
@@ -290,7 +290,7 @@ class Cluster:
             num_computed_tokens=work.num_computed_tokens + num_tokens,
         )
 
-    def _first_token(self, request: Request, at_s: float) -> None:
+    def _first_token(self, request: SimulatedRequest, at_s: float) -> None:
         request.first_s = at_s
         _count(self._ttft, at_s - request.at_s)
         place = self._places.pop(id(request))
@@ -327,7 +327,7 @@ class Cluster:
             _, _, request = heapq.heappop(worker.streams)
             self._end(request)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: SimulatedRequest) -> None:
         request.end_s = self.now_s
         self.finished.append(request)
         seen, tpot_s = self._seen, request.tpot_s

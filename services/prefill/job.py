@@ -12,7 +12,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.outputs import FilledBlock, RequestOutput, TokenLogprobs
+from engine.outputs import FilledBlock, PositionLogprobs, RequestOutput
 from engine.request import Beam, Sampling
 from process import spans
 from process.deadline import Deadline
@@ -131,7 +131,7 @@ class PrefillJob:
     first: asyncio.Future[Firsts]
     firsts: dict[int, RequestOutput] = field(default_factory=dict)
     """First tokens of the samples that have drawn, until all have."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     """Prompt log-probabilities that are not sent yet."""
     last_filled: Sequence[FilledBlock] = ()
     """Full blocks of the step that drew the first tokens: lent at once, stored afterwards."""

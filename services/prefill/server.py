@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 
-from engine.outputs import RequestOutput, TokenLogprobs
+from engine.outputs import PositionLogprobs, RequestOutput
 from engine.scheduler import MAX_PROMPT_ROWS
 from process import rpc, spans
 from process.errors import BatonError, InvalidArgument
@@ -161,7 +161,7 @@ class _Caller:
         for event in firsts:
             self._put(_first_message(event))
 
-    async def show_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+    async def show_prompt_logprobs(self, logprobs: Sequence[PositionLogprobs]) -> None:
         for first in range(0, len(logprobs), MAX_PROMPT_ROWS):  # of several steps, if we were late
             part = logprobs[first : first + MAX_PROMPT_ROWS]
             self._put(prefill_pb2.PrefillReply(prompt_logprobs=logprobs_to_proto(part)))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferFailed, TransferTimeout, quarantine_of
-from kvstore.links import Link, Rates, Verdict, judge, num_blocks_wanted
+from kvstore.links import Link, LinkRates, Verdict, judge, num_blocks_wanted
 from process import logs
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
@@ -134,7 +134,7 @@ class Links:
             )
             self._again[link.node_id, link.transport] = timer
 
-    async def _rates(self, client: KvStoreClient, budget_s: float) -> Rates:
+    async def _rates(self, client: KvStoreClient, budget_s: float) -> LinkRates:
         lent: list[int] = []
         held: Quarantine | None = None
         try:

@@ -14,7 +14,7 @@ from kvstore.errors import TransferFailed as TransferFailed
 from kvstore.errors import quarantine_of
 from kvstore.links import MAX_BLOCKS as MAX_BLOCKS
 from kvstore.links import MAX_SHARE as MAX_SHARE
-from kvstore.links import Rates
+from kvstore.links import LinkRates
 from kvstore.links import num_blocks_wanted as num_blocks_wanted
 from process.deadline import Deadline
 from tests.harness.store import Worker
@@ -38,7 +38,7 @@ async def assert_clean(worker: Worker) -> None:
 
 async def measure_and_settle(
     worker: Worker, block_ids: Sequence[int], deadline: Deadline
-) -> Rates | None:
+) -> LinkRates | None:
     """Whatever becomes of it, nothing writes into the blocks any more when this returns."""
     try:
         return await worker.client.measure(block_ids, deadline)

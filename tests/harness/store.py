@@ -25,7 +25,7 @@ from kvstore.block_source import MatchResult
 from kvstore.client import KvStoreClient, PutResult
 from kvstore.config import KvStoreSettings
 from kvstore.connection import HEARTBEAT_S
-from kvstore.errors import IntegrityError, TransferCancelled, TransferTimeout, reason_of
+from kvstore.errors import StoreIntegrityError, TransferCancelled, TransferTimeout, reason_of
 from kvstore.transport.base import BlockMemory, GetResult
 from kvstore.transport.device import PEER_COPIES, PeerCopies
 from kvstore.transport.shm import ShmTransport
@@ -92,7 +92,7 @@ class LocalStore(serve.RunningStore):
 
         def broken(now_s: float) -> None:
             store.lapse = real  # type: ignore[method-assign]
-            raise IntegrityError(words)
+            raise StoreIntegrityError(words)
 
         store.lapse = broken  # type: ignore[method-assign]
 

@@ -14,7 +14,7 @@ import pytest
 
 from baton.cluster.plan import ProcessSpec
 from baton.cluster.scale_service import ScaleService
-from baton.cluster.supervisor import State, Supervisor
+from baton.cluster.supervisor import ProcessState, Supervisor
 from baton.errors import ClusterError
 from services.autoscaler.fake_scaler import FakeScaler
 from services.autoscaler.kubernetes_api import KubernetesApi
@@ -67,7 +67,7 @@ class ManyProcesses:
         self.num_started = 0
 
     def list_workers(self) -> list[tuple[str, str, str]]:
-        states = {State.READY: "ready", State.RETIRING: "leaving"}
+        states = {ProcessState.READY: "ready", ProcessState.RETIRING: "leaving"}
         infos = self.supervisor.processes().values()
         return [(info.name, info.kind, states.get(info.state, "starting")) for info in infos]
 

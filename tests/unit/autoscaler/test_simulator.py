@@ -14,7 +14,7 @@ from services.autoscaler.decision import Decision, Direction, Flip
 from services.autoscaler.limits import Pace, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.plan import PlanState, plan
 from services.autoscaler.signals import ByRole, Role
-from services.autoscaler.simulated import Machines, Request
+from services.autoscaler.simulated import Machines, SimulatedRequest
 from services.autoscaler.simulator import Cluster
 
 LIMITS = ScaleLimits(PoolLimits(1, 8), PoolLimits(1, 8), budget_devices=12)
@@ -48,7 +48,7 @@ def served(
             prompt, output = lengths(next_s)
             num_prompt = 1 + int(rng.expovariate(1 / prompt))
             num_output = 2 + int(rng.expovariate(1 / output))
-            cluster.arrive(Request(next_s, num_prompt, 0, num_output))
+            cluster.arrive(SimulatedRequest(next_s, num_prompt, 0, num_output))
             next_s += rng.expovariate(rate(next_s) or 1.0)
         cluster.advance(end_s)
         cluster.check_integrity()
@@ -82,7 +82,7 @@ def test_one_request_alone_takes_what_the_machines_say() -> None:
     machines = Machines()
     cluster = Cluster(machines, ByRole(1, 1))
     cluster.advance(1.0)
-    cluster.arrive(Request(1.0, 2500, 0, 101))
+    cluster.arrive(SimulatedRequest(1.0, 2500, 0, 101))
     cluster.advance(10.0)
     (request,) = cluster.finished
     assert request.ttft_s == pytest.approx(2500 * machines.token_s, abs=0.06)
@@ -92,7 +92,7 @@ def test_one_request_alone_takes_what_the_machines_say() -> None:
 def test_a_worker_that_leaves_loses_nothing_and_its_device_is_free_later() -> None:
     cluster = Cluster(Machines(), ByRole(1, 2))
     for index in range(20):
-        cluster.arrive(Request(0.0, 100 + index, 0, 500))
+        cluster.arrive(SimulatedRequest(0.0, 100 + index, 0, 500))
     cluster.advance(1.0)
     cluster.set(ByRole(1, 1))
     assert cluster.serving() == ByRole(1, 1) and cluster.present() == ByRole(1, 2)
@@ -105,7 +105,7 @@ def test_a_worker_that_leaves_loses_nothing_and_its_device_is_free_later() -> No
 def test_requests_wait_for_the_first_workers() -> None:
     cluster = Cluster(Machines(start_s=30.0), ByRole(0, 0))
     cluster.advance(5.0)
-    cluster.arrive(Request(5.0, 100, 0, 10))
+    cluster.arrive(SimulatedRequest(5.0, 100, 0, 10))
     cluster.advance(10.0)
     seen = cluster.observe()
     assert seen.traffic is not None and seen.traffic.num_waiting == 1
@@ -118,7 +118,7 @@ def test_requests_wait_for_the_first_workers() -> None:
 def test_what_is_seen_is_told_once() -> None:
     cluster = Cluster(Machines(), ByRole(1, 1))
     cluster.advance(1.0)
-    cluster.arrive(Request(1.0, 1000, 200, 20))
+    cluster.arrive(SimulatedRequest(1.0, 1000, 200, 20))
     cluster.advance(5.0)
     first, second = cluster.observe(), cluster.observe()
     assert first.traffic is not None
@@ -140,7 +140,9 @@ def test_nothing_is_lost_whatever_is_ordered(seed: int, seed_of: int) -> None:
     cluster = Cluster(Machines(start_s=3.0, flip_s=1.0, drain_s=1.0), ByRole(2, 2))
     for _ in range(60):
         for _ in range(rng.randrange(20)):
-            cluster.arrive(Request(cluster.now_s, rng.randrange(1, 9000), 0, rng.randrange(1, 300)))
+            cluster.arrive(
+                SimulatedRequest(cluster.now_s, rng.randrange(1, 9000), 0, rng.randrange(1, 300))
+            )
         cluster.advance(cluster.now_s + rng.random() * 2)
         cluster.check_integrity()
         workers = [
@@ -163,7 +165,7 @@ def test_nothing_is_lost_whatever_is_ordered(seed: int, seed_of: int) -> None:
 
 def test_a_lost_request_is_noticed() -> None:
     cluster = Cluster(Machines(), ByRole(1, 1))
-    cluster.arrive(Request(0.0, 100, 0, 10))
+    cluster.arrive(SimulatedRequest(0.0, 100, 0, 10))
     cluster._waiting.clear()
     with pytest.raises(Internal, match="1 requests arrived"):
         cluster.check_integrity()

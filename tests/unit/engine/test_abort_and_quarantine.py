@@ -8,34 +8,42 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest, NoBlocks, UnknownRequest, WrongState
-from engine.request import State
+from engine.request import RequestState
 from engine.testing.fake_model import FakeModel
 
 Make = Callable[..., Any]
 PROMPT = tuple(range(1, 15))
 
 
-def _bring(engine: Any, request: Any, state: State) -> Any:
+def _bring(engine: Any, request: Any, state: RequestState) -> Any:
     """A request in `state`, on an engine with a budget of 8."""
     reservation = engine.reserve(request)
-    if state is not State.RESERVED:
+    if state is not RequestState.RESERVED:
         engine.start(request.request_id)
-    for _ in range({State.PREFILLING: 1, State.RUNNING: 2, State.HOLDING: 2}.get(state, 0)):
+    for _ in range(
+        {RequestState.PREFILLING: 1, RequestState.RUNNING: 2, RequestState.HOLDING: 2}.get(state, 0)
+    ):
         engine.step()
     assert engine._groups[request.request_id].state is state
     return reservation
 
 
-LIVE = [State.RESERVED, State.WAITING, State.PREFILLING, State.RUNNING, State.HOLDING]
+LIVE = [
+    RequestState.RESERVED,
+    RequestState.WAITING,
+    RequestState.PREFILLING,
+    RequestState.RUNNING,
+    RequestState.HOLDING,
+]
 
 
-def _request(make_request: Make, state: State) -> Any:
-    return make_request("a", PROMPT, hold_after=1 if state is State.HOLDING else None)
+def _request(make_request: Make, state: RequestState) -> Any:
+    return make_request("a", PROMPT, hold_after=1 if state is RequestState.HOLDING else None)
 
 
 @pytest.mark.parametrize("state", LIVE)
 def test_abort_gives_every_block_back(
-    state: State, make_engine: Make, make_request: Make, finish: Make, tokens: Make
+    state: RequestState, make_engine: Make, make_request: Make, finish: Make, tokens: Make
 ) -> None:
     engine = make_engine(budget=8)
     _bring(engine, _request(make_request, state), state)
@@ -55,7 +63,7 @@ def test_abort_gives_every_block_back(
 
 @pytest.mark.parametrize("state", LIVE)
 def test_abort_of_one_leaves_its_batch_mates_alone(
-    state: State, make_engine: Make, make_request: Make, finish: Make, tokens: Make
+    state: RequestState, make_engine: Make, make_request: Make, finish: Make, tokens: Make
 ) -> None:
     engine = make_engine(budget=8)
     _bring(engine, _request(make_request, state), state)
@@ -81,7 +89,7 @@ def test_abort_of_a_sharer_keeps_the_shared_blocks(
 
 @pytest.mark.parametrize("state", LIVE)
 def test_quarantined_blocks_stay_out_of_use_until_the_transfer_is_over(
-    state: State, make_engine: Make, make_request: Make
+    state: RequestState, make_engine: Make, make_request: Make
 ) -> None:
     engine = make_engine(budget=8)
     reservation = _bring(engine, _request(make_request, state), state)

@@ -25,7 +25,7 @@ from engine.grammar.service import Compilation, GrammarService
 from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import Vocabulary
 from engine.outputs import RequestOutput
-from engine.request import FinishReason, GrammarKind, GrammarSpec, Request, State
+from engine.request import FinishReason, GrammarKind, GrammarSpec, Request, RequestState
 from engine.testing.fake_model import FakeModel
 from tests.harness.workloads import outcomes
 from tokens.tokenizer import Tokenizer
@@ -140,7 +140,7 @@ def test_others_pass_a_request_that_waits_for_its_grammar(
     engine = make(policy="fcfs")
     spec = GrammarSpec(GrammarKind.REGEX, "waiting [a-z]{3} " + "(x|y)" * 20)
     engine.submit(_ask(make_request, "slow", spec))
-    assert engine._groups["slow"].state is State.WAITING_FOR_GRAMMAR
+    assert engine._groups["slow"].state is RequestState.WAITING_FOR_GRAMMAR
     engine.submit(make_request("quick", PROMPT, max_tokens=3))
     over: list[str] = []
     with monkeypatch.context() as patch:
@@ -172,7 +172,7 @@ def test_a_request_that_waits_can_be_taken_out_to_wait_elsewhere(
         patch.setattr(engine._constraints, "is_ready", lambda group: False)  # it takes its time
         engine.start("a")
         engine.step()
-        assert engine._groups["a"].state is State.WAITING_FOR_GRAMMAR
+        assert engine._groups["a"].state is RequestState.WAITING_FOR_GRAMMAR
         held = engine.detach("a")
     assert (held.token_ids, held.num_computed_tokens) == (PROMPT, 0)
     assert not engine.has_work() and engine.step().events == ()  # ready now, and nobody waits
@@ -318,7 +318,7 @@ def test_a_preempted_request_keeps_its_place_in_the_grammar(make: Make, make_req
         while engine.has_work():
             events += engine.step().events
             if preemption != "never" and "a" in engine._groups and len(events) % 2:
-                if engine._groups["a"].state in (State.PREFILLING, State.RUNNING):
+                if engine._groups["a"].state in (RequestState.PREFILLING, RequestState.RUNNING):
                     engine.preempt("a")
         results.append(outcomes(events))
     assert results[0] == results[1] == results[2]

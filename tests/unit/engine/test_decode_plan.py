@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.request import Request, Sampling, State
+from engine.request import Request, RequestState, Sampling
 from engine.scheduler import RunningSequence, plan_step
 from engine.testing.fake_model import FakeModel
 from tests.harness.engines import hasher
@@ -45,7 +45,7 @@ def test_the_short_way_is_the_same_plan(seed: int, scale: Callable[[int], int]) 
                 RunningSequence(
                     key,
                     one.num_pending_tokens,
-                    one.state is State.RUNNING,
+                    one.state is RequestState.RUNNING,
                     one.request.priority,
                     one.group.order,
                 )

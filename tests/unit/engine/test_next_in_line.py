@@ -10,12 +10,12 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import LLMEngine
-from engine.request import State
+from engine.request import RequestState
 from engine.scheduler import SchedulingPolicy, WaitingSequence, rank
 from engine.testing.fake_model import FakeModel
 
 
-def _sequence(number: int, order: int, priority: int, state: State) -> Any:
+def _sequence(number: int, order: int, priority: int, state: RequestState) -> Any:
     return SimpleNamespace(
         key=(str(number), 0),
         group=SimpleNamespace(order=order),
@@ -34,15 +34,22 @@ def test_it_is_that_of_rank(policy: SchedulingPolicy, seed: int) -> None:
         orders = rng.sample(range(100), 40)
         waiting = []
         for number, order in enumerate(orders):
-            kind = rng.choice([State.QUEUED, State.WAITING, State.PREEMPTED, State.PARKED])
+            kind = rng.choice(
+                [
+                    RequestState.QUEUED,
+                    RequestState.WAITING,
+                    RequestState.PREEMPTED,
+                    RequestState.PARKED,
+                ]
+            )
             one = _sequence(number, order, rng.randint(-1, 1), kind)
-            if kind is State.QUEUED:
+            if kind is RequestState.QUEUED:
                 scheduler.queued.add(one)
-            elif kind is State.WAITING:
+            elif kind is RequestState.WAITING:
                 scheduler.waiting[one.key] = one
             else:
                 scheduler.preempted[one.key] = one
-            is_preempted = kind in (State.PREEMPTED, State.PARKED)
+            is_preempted = kind in (RequestState.PREEMPTED, RequestState.PARKED)
             waiting.append(
                 WaitingSequence(one.key, one.request.priority, order, 1, is_preempted=is_preempted)
             )

@@ -15,7 +15,7 @@ from engine.engine import LLMEngine
 from engine.errors import IntegrityError, NoBlocks, ParkingRefused, WrongState
 from engine.outputs import RequestOutput
 from engine.parking import Blocks, HostParking, choose_parking
-from engine.request import Request, State
+from engine.request import Request, RequestState
 from engine.testing.fake_model import FakeModel
 from process.settings import SettingsError
 from tests.harness.workloads import BadParking, disturbed, maybe_ahead, states, workload
@@ -24,7 +24,7 @@ Make = Callable[..., Any]
 MODEL = FakeModel(context_window=256)
 
 
-def _state(engine: LLMEngine, name: str) -> State:
+def _state(engine: LLMEngine, name: str) -> RequestState:
     return engine._groups[name].state
 
 
@@ -61,7 +61,7 @@ def test_a_preempted_request_goes_on_to_the_same_tokens(
         if len(events) % 3 == 2 and "a" in engine._groups:
             num_computed = engine.stats().num_computed_tokens
             engine.preempt("a")
-            expected = State.PREEMPTED if preemption == "recompute" else State.PARKED
+            expected = RequestState.PREEMPTED if preemption == "recompute" else RequestState.PARKED
             assert _state(engine, "a") is expected and engine.block_ids("a") == ()
             stats = engine.stats()
             assert (stats.num_preempted, stats.num_waiting, stats.num_running) == (1, 1, 0)
@@ -86,7 +86,7 @@ def test_a_preempted_request_goes_before_new_ones(make_engine: Make, make_reques
         engine.reserve(make_request("b", [1, 2]))
     engine.submit(make_request("b", [1, 2]))
     engine.step()
-    assert _state(engine, "a") in (State.PREFILLING, State.RUNNING)
+    assert _state(engine, "a") in (RequestState.PREFILLING, RequestState.RUNNING)
 
 
 def test_who_matters_least_loses_its_blocks(make_engine: Make, make_request: Make) -> None:
@@ -98,7 +98,7 @@ def test_who_matters_least_loses_its_blocks(make_engine: Make, make_request: Mak
     while engine.has_work():
         engine.step()
         for name in engine._groups:
-            if _state(engine, name) is State.PREEMPTED and lost[-1:] != [name]:
+            if _state(engine, name) is RequestState.PREEMPTED and lost[-1:] != [name]:
                 lost.append(name)
     assert lost[0] == "low" and "a" not in lost
 
@@ -111,7 +111,7 @@ def test_all_blocks_of_others_are_no_work(make_engine: Make, make_request: Make)
     engine.reserve(make_request("b", range(50, 70)))
     while engine.has_work():
         engine.step()
-    assert states(engine) == {State.PREEMPTED, State.RESERVED}
+    assert states(engine) == {RequestState.PREEMPTED, RequestState.RESERVED}
     engine.abort("b")
     assert engine.has_work()
     while engine.has_work():

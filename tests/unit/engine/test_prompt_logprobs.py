@@ -15,7 +15,7 @@ import torch
 from engine.batch import Batch
 from engine.engine import LLMEngine
 from engine.errors import InvalidLogits, InvalidRequest
-from engine.outputs import RequestOutput, TokenLogprobs
+from engine.outputs import PositionLogprobs, RequestOutput
 from engine.request import Beam, Request
 from engine.scheduler import MAX_PROMPT_ROWS, RunningSequence, plan_step
 from engine.testing.fake_model import FakeModel
@@ -26,11 +26,11 @@ def _scored(request: Request, num_top: int = 2) -> Request:
     return replace(request, prompt_logprobs=num_top)
 
 
-def _told(events: Sequence[RequestOutput]) -> list[TokenLogprobs]:
+def _told(events: Sequence[RequestOutput]) -> list[PositionLogprobs]:
     return [one for event in events for one in event.prompt_logprobs or ()]
 
 
-def _check(model: FakeModel, prompt: Sequence[int], found: Sequence[TokenLogprobs]) -> None:
+def _check(model: FakeModel, prompt: Sequence[int], found: Sequence[PositionLogprobs]) -> None:
     assert [one.token_id for one in found] == list(prompt)
     assert math.isnan(found[0].logprob) and not found[0].top
     for end, one in enumerate(found[1:], 1):

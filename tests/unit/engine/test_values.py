@@ -14,16 +14,16 @@ import engine.config
 import engine.request
 from engine.config import EngineConfig
 from engine.models.loader import fingerprint, normalised_config
-from engine.request import ALLOWED, Request, Sampling, State
+from engine.request import ALLOWED, Request, RequestState, Sampling
 from process.settings import SettingsError
 
 
 def test_every_state_can_be_aborted_and_the_ends_are_ends() -> None:
-    ends = {State.FINISHED, State.ABORTED}
-    assert set(ALLOWED) == set(State)
+    ends = {RequestState.FINISHED, RequestState.ABORTED}
+    assert set(ALLOWED) == set(RequestState)
     for state, after in ALLOWED.items():
         assert (state in ends) == (after == frozenset())
-        assert state in ends or State.ABORTED in after
+        assert state in ends or RequestState.ABORTED in after
 
 
 def test_whoever_makes_a_request_knows_the_range_of_its_tokens() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from baton.preflight import checks, model, needs
 from baton.preflight.checks import Finding, Status
-from baton.preflight.cluster import Cluster, Node, Resource
+from baton.preflight.cluster import KubernetesFacts, Node, Resource
 from baton.preflight.model import Sizes
 from baton.preflight.needs import Kind
 from engine.config import EngineConfig
@@ -41,7 +41,7 @@ def _deployment(name: str = "x-decode", **spec: Any) -> dict[str, Any]:
 
 
 _DEPLOYMENT = Kind("apps/v1", "Deployment")
-_CLUSTER = Cluster(
+_CLUSTER = KubernetesFacts(
     version=(1, 33),
     namespace="ml",
     namespace_labels={"pod-security.kubernetes.io/enforce": "restricted"},

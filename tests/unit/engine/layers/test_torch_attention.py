@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
 from engine.layers.torch_attention import TorchPagedAttention
@@ -48,7 +48,7 @@ def test_any_mix_of_spans_equals_naive_attention(window: int | None, seed: int) 
     spans, parts = [], []
     for start, count in shapes:
         blocks = tuple(free.pop() for _ in range(-(-(start + count) // SIZE)))
-        spans.append(Span(start, count, blocks))
+        spans.append(TokenSpan(start, count, blocks))
         keys, values = torch.randn(2, LAYERS, KV_HEADS, start + count, DIM, generator=generator)
         parts.append((torch.randn(LAYERS, HEADS, count, DIM, generator=generator), keys, values))
         for position in range(start):  # what earlier steps wrote
@@ -84,7 +84,7 @@ def test_decodes_alone_equal_naive_attention(seed: int) -> None:
     memory.cache.copy_(torch.randn(memory.cache.shape, generator=generator))
     starts = [0, 3, 4, 18]
     spans = tuple(
-        Span(start, 1, tuple(range(5 * i, 5 * i + start // SIZE + 1)))
+        TokenSpan(start, 1, tuple(range(5 * i, 5 * i + start // SIZE + 1)))
         for i, start in enumerate(starts)
     )
     query = torch.randn(HEADS, 4, DIM, generator=generator)
@@ -116,13 +116,13 @@ def test_trees_of_a_step_see_their_own_paths(
     memory.cache.copy_(torch.randn(memory.cache.shape, generator=generator))
     free = torch.randperm(400, generator=generator).tolist()
     sinks = torch.randn(HEADS, generator=generator) if softcap is not None else None
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     for num_nodes in (0, 0, 1, 3, 7, 7, 12, 40):
         start, trunk = rng.randrange(60), rng.randint(1, 3)
         end = start + trunk + num_nodes
         blocks = tuple(free.pop() for _ in range(-(-end // SIZE)))
         branches = tuple(rng.randrange(-1, node) for node in range(num_nodes))
-        spans.append(Span(start, trunk + num_nodes, blocks, branches=branches))
+        spans.append(TokenSpan(start, trunk + num_nodes, blocks, branches=branches))
     num_tokens = sum(span.num_tokens for span in spans)
     query = torch.randn(HEADS, num_tokens, DIM, generator=generator)
     key, value = torch.randn(2, KV_HEADS, num_tokens, DIM, generator=generator)
@@ -164,7 +164,7 @@ def test_a_tokens_heads_lie_side_by_side(
     )
     memory = KvMemory(layout, 2 * num_spans)
     memory.cache.zero_()
-    spans = tuple(Span(4, num_tokens, (2 * one, 2 * one + 1)) for one in range(num_spans))
+    spans = tuple(TokenSpan(4, num_tokens, (2 * one, 2 * one + 1)) for one in range(num_spans))
     num_rows = num_spans * num_tokens
     step = TorchPagedAttention(Batch((0,) * num_rows, spans, ()), memory.layer_views(), SIZE)
     ones = torch.ones(KV_HEADS, num_rows, DIM)
@@ -179,7 +179,7 @@ def test_a_step_writes_its_own_slots_and_nothing_else(seed: int) -> None:
     )
     memory = KvMemory(layout, 6)
     memory.cache.fill_(7.0)
-    span = Span(3, 3, (4, 1))
+    span = TokenSpan(3, 3, (4, 1))
     step = TorchPagedAttention(Batch((0,) * 3, (span,), ()), memory.layer_views(), SIZE)
     key, value = torch.randn(2, KV_HEADS, 3, DIM, generator=generator)
     step.attend(1, torch.randn(HEADS, 3, DIM, generator=generator), key, value, 1.0, None)
@@ -193,7 +193,7 @@ def test_a_warm_up_touches_no_block() -> None:
         num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=SIZE, dtype="float32"
     )
     memory = KvMemory(layout, 2)
-    batch = Batch((0,) * 5, (Span(0, 5, ()),), (4,))
+    batch = Batch((0,) * 5, (TokenSpan(0, 5, ()),), (4,))
     step = TorchPagedAttention(batch, memory.layer_views(), SIZE)
     ones = torch.ones(KV_HEADS, 5, DIM)
     step.attend(0, torch.ones(HEADS, 5, DIM), ones, ones, 1.0, None)
@@ -215,13 +215,13 @@ def test_softcap_and_sinks_in_any_mix_of_spans(
     free = torch.randperm(40, generator=generator).tolist()
     sinks = torch.randn(HEADS, generator=generator) if has_sinks else None
     shapes = [(0, 1), (5, 1), (0, 7), (8, 4), (40, 1)]
-    past: list[Span] = []
-    now: list[Span] = []
+    past: list[TokenSpan] = []
+    now: list[TokenSpan] = []
     for start, count in shapes:
         blocks = tuple(free.pop() for _ in range(-(-(start + count) // SIZE)))
-        now.append(Span(start, count, blocks))
+        now.append(TokenSpan(start, count, blocks))
         if start:
-            past.append(Span(0, start, blocks[: -(-start // SIZE)]))
+            past.append(TokenSpan(0, start, blocks[: -(-start // SIZE)]))
     for layer, kv in enumerate(layers):
         everything = [
             (
@@ -271,7 +271,7 @@ def test_attention_over_latents_is_attention_over_what_they_expand_to(seed: int)
     latents = Latents(weight_k, weight_v)
     parts = []
     for start, end in ((0, 5), (5, 8), (8, 9)):
-        span = Span(start, end - start, (2, 0, 3)[: -(-end // SIZE)])
+        span = TokenSpan(start, end - start, (2, 0, 3)[: -(-end // SIZE)])
         step = TorchPagedAttention(
             Batch((0,) * (end - start), (span,), ()), memory.layer_views(), SIZE
         )

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.models import loader
@@ -103,7 +103,7 @@ def engine(tmp_path: Path, told: list[object], monkeypatch: pytest.MonkeyPatch) 
 
 def _decode(engine: LLMEngine, blocks: tuple[int, ...]) -> torch.Tensor:
     """Logits of a ninth token, whose predecessors are in the first two blocks."""
-    batch = Batch((17,), (Span(8, 1, blocks),), (0,))
+    batch = Batch((17,), (TokenSpan(8, 1, blocks),), (0,))
     return engine._model.forward(batch).clone()
 
 
@@ -111,7 +111,7 @@ def test_blocks_are_cleared_and_copied_at_every_rank(engine: LLMEngine, told: li
     kv = engine.kv
     assert not kv.is_whole and kv.parts == (), "nobody can reach the other rank's part"
     assert kv.cache.nbytes == 40 * kv.layout.block_bytes // 2
-    prompt = Batch(tuple(range(5, 13)), (Span(0, 8, (3, 4)),), (7,))
+    prompt = Batch(tuple(range(5, 13)), (TokenSpan(0, 8, (3, 4)),), (7,))
     engine._model.forward(prompt)
     expected = _decode(engine, (3, 4, 9))
 

@@ -26,7 +26,7 @@ from engine.errors import LoadError, RankFailed
 from engine.models.interface import DecodeRow
 from engine.models.llama import read_llama_config
 from engine.parallel.ahead import ParallelAhead
-from engine.parallel.messages import Start
+from engine.parallel.messages import StartRank
 from engine.parallel.model import ParallelModel
 from engine.request import Request, Sampling
 from process.settings import SettingsError
@@ -200,7 +200,7 @@ def test_ranks_end_with_a_parent_that_is_killed(folder: Path) -> None:
         CONFIG, pipeline_parallel=2, dtype="float32", context_window=256, model=str(folder)
     )
     shape = read_llama_config(transformers.AutoConfig.from_pretrained(folder))
-    start = msgspec.json.encode(Start(config, str(folder), shape, 1)).decode()
+    start = msgspec.json.encode(StartRank(config, str(folder), shape, 1)).decode()
     with subprocess.Popen(
         [sys.executable, "-c", _PARENT, start],
         stdin=subprocess.PIPE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from engine.batch import Batch, Span, warm_up
+from engine.batch import Batch, TokenSpan, warm_up
 from engine.parallel.pieces import pieces
 
 
@@ -23,7 +23,9 @@ def test_pieces_are_the_step(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(50):
         spans = tuple(
-            Span(rng.randrange(20), rng.choice([1, 1, rng.randrange(1, 40)]), (index, 50 + index))
+            TokenSpan(
+                rng.randrange(20), rng.choice([1, 1, rng.randrange(1, 40)]), (index, 50 + index)
+            )
             for index in range(rng.randrange(1, 8))
         )
         num_tokens = sum(span.num_tokens for span in spans)

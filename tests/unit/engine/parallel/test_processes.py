@@ -18,7 +18,7 @@ from engine.batch import warm_up
 from engine.config import EngineConfig
 from engine.errors import LoadError, RankFailed
 from engine.models.llama import read_llama_config
-from engine.parallel.messages import Meet, Met, Start, Step
+from engine.parallel.messages import ComputeBatch, Meet, Met, StartRank
 from engine.parallel.place import Grid
 from engine.parallel.processes import RankProcesses
 from tests.harness.waiting import block_until
@@ -37,7 +37,7 @@ def make() -> Iterator[Make]:
         config = EngineConfig(tensor_parallel=3)
         processes = RankProcesses(
             Grid(3, 1),
-            [Start(config, "/nowhere", shape, rank) for rank in (1, 2)],
+            [StartRank(config, "/nowhere", shape, rank) for rank in (1, 2)],
             timeout_s=timeout_s,
             files=(),
             on_failure=lambda: called.append(behaviour),
@@ -80,7 +80,7 @@ def test_ranks_load_meet_and_stop(make: Make) -> None:
     processes.tell(Meet())
     assert processes.answers(Met) == [Met(1000), Met(2000)]
     with processes.step():
-        processes.tell(Step(warm_up(3)))
+        processes.tell(ComputeBatch(warm_up(3)))
     processes.check()
     processes.close()
     processes.close()
@@ -102,7 +102,7 @@ def test_whoever_followed_is_not_blamed(make: Make) -> None:
     processes = make("fails")
     processes.wait_ready()
     with pytest.raises(RankFailed), processes.step():
-        processes.tell(Step(warm_up(3)))
+        processes.tell(ComputeBatch(warm_up(3)))
         raise RankFailed("another rank is gone or too late (as gloo says it)")
     message = _failure(processes)
     assert message.startswith("rank 1 ") and message.endswith("ValueError: all wrong")
@@ -111,7 +111,7 @@ def test_whoever_followed_is_not_blamed(make: Make) -> None:
 def test_ranks_that_all_followed_say_what_they_saw(make: Make) -> None:
     processes = make("follows")
     processes.wait_ready()
-    processes.tell(Step(warm_up(3)))
+    processes.tell(ComputeBatch(warm_up(3)))
     assert "another rank is gone or too late (socket closed)" in _failure(processes)
 
 
@@ -138,7 +138,7 @@ def test_a_step_that_takes_too_long_is_given_up(make: Make) -> None:
     processes = make("ready", 0.5)
     processes.wait_ready()
     with pytest.raises(RankFailed, match=r"a step took more than 0\.5 s"), processes.step():
-        processes.tell(Step(warm_up(3)))
+        processes.tell(ComputeBatch(warm_up(3)))
         block_until(lambda: bool(make.called))  # type: ignore[attr-defined]
 
 
@@ -147,7 +147,7 @@ def test_our_own_mistake_in_a_step_ends_the_others(make: Make) -> None:
     processes = make("ready")
     processes.wait_ready()
     with pytest.raises(ZeroDivisionError), processes.step():
-        processes.tell(Step(warm_up(3)))
+        processes.tell(ComputeBatch(warm_up(3)))
         _ = 1 // 0
     assert "rank 0 failed in a step" in _failure(processes)
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_told_to_a_rank_ends_the_start() -> None:
     shape = read_llama_config(transformers.LlamaConfig())
     processes = RankProcesses(
         Grid(2, 1),
-        [Start(EngineConfig(tensor_parallel=2), "/models/caf\udce9", shape, 1)],
+        [StartRank(EngineConfig(tensor_parallel=2), "/models/caf\udce9", shape, 1)],
         timeout_s=5.0,
         files=(),
         on_failure=lambda: None,

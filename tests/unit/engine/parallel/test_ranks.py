@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.errors import RankFailed
 from engine.kv.memory import KvMemory
 from engine.models.self_check import NUM_VERIFY_TOKENS, verify_logits
@@ -178,14 +178,14 @@ def test_exact_rows_do_not_depend_on_others_in_the_step(grid: Grid, seed: int) -
 def _prompt(model: Model, seed: int) -> tuple[Batch, tuple[int, ...]]:
     token_ids = torch.randint(104, (21,), generator=torch.Generator().manual_seed(seed)).tolist()
     blocks = (7, 2, 9, 0, 5, 4, 11)
-    return Batch(tuple(token_ids), (Span(0, 21, blocks[:6]),), (20,)), blocks
+    return Batch(tuple(token_ids), (TokenSpan(0, 21, blocks[:6]),), (20,)), blocks
 
 
 def _decode(part: Any, first_token: int, blocks: tuple[int, ...]) -> list[int]:
     """Four more greedy tokens after the prompt."""
     token_ids = [first_token]
     for position in range(21, 25):
-        span = Span(position, 1, blocks[: position // 4 + 1])
+        span = TokenSpan(position, 1, blocks[: position // 4 + 1])
         token_ids.append(int(part.forward(Batch((token_ids[-1],), (span,), (0,)))[0].argmax()))
     return token_ids
 
@@ -230,7 +230,7 @@ def test_blocks_of_a_prefill_by_several_ranks_are_read_by_one(grid: Grid, seed: 
         if ranks.place.is_last:
             return _decode(part, first, blocks)
         for token_id, position in zip(expected, range(21, 25), strict=False):
-            span = Span(position, 1, blocks[: position // 4 + 1])
+            span = TokenSpan(position, 1, blocks[: position // 4 + 1])
             part.forward(Batch((token_id,), (span,), (0,)))
         return expected
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.batch import Batch, Span
+from engine.batch import Batch, TokenSpan
 from engine.kv.layout import KvLayout
 from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.models.llama import kv_layout, read_llama_config
@@ -113,7 +113,7 @@ class Model:
             )
         ):
             spans = tuple(
-                Span(start, end - start, tables[request][: self.layout.num_blocks_for(end)])
+                TokenSpan(start, end - start, tables[request][: self.layout.num_blocks_for(end)])
                 for request, start, end in members
             )
             num_tokens = sum(span.num_tokens for span in spans)
