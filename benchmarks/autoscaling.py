@@ -24,7 +24,7 @@ import click
 import grpc.aio
 
 from baton import Client, ClusterConfig, LocalCluster
-from baton.cluster import plan as cluster_plan
+from baton.cluster import command_lines as cluster_plan
 from baton.load import workload
 from baton.load.report import Limits, report
 from baton.load.runner import RequestOutcome

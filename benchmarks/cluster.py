@@ -36,12 +36,12 @@ from baton import ClusterConfig, LocalCluster
 from baton.answers import Chunk, SampleEnd, completions_from
 from baton.cli import plots
 from baton.client import SyncClient
-from baton.cluster import plan as cluster_plan
+from baton.cluster import command_lines as cluster_plan
 from baton.cluster.supervisor import Supervisor
 from benchmarks import harness, random_checkpoint
 from benchmarks.harness import Several
 from benchmarks.random_checkpoint import SHAPES
-from process.spans import RecordingSpan, TraceContext, current_span
+from process.trace_spans import RecordingSpan, TraceContext, current_span
 from process.tracing import OtlpExporter, Tracing, TracingSettings
 from protos import inference_pb2, inference_pb2_grpc
 from services.router.request_trace import STAGE, TO_FIRST_TOKEN, Call, RequestTrace

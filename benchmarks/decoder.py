@@ -42,9 +42,9 @@ from engine.models.llama import (
     rope_table,
 )
 from engine.models.weights import random_weights
-from engine.parallel.memory import RankMemory
-from engine.parallel.place import Grid
-from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.rank_grid import Grid
+from engine.parallel.rank_memory import RankMemory
 from engine.parallel.rank_model import RankModel, share_of
 from engine.request import Sampling
 from engine.sampling.metadata import SamplingRequest

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.in_flight import StepRow
-from engine.sampling.copies import StreamMark
+from engine.sampling.host_device_copies import StreamMark
 from engine.sampling.metadata import LATE, SamplerOutput, SamplingRequest
 from engine.sampling.sampler import Sampler
 from engine.sequence import Key, Sequence
@@ -18,7 +18,7 @@ from engine.speculation.proposer import DraftTokens
 from engine.step_builder import Step
 
 if TYPE_CHECKING:
-    from engine.constraints import Masks
+    from engine.grammar_constraints import Masks
 
 
 class BegunStep:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from engine.constraints import end_token_ids
+from engine.grammar_constraints import end_token_ids
 from engine.in_flight import Planned
 from engine.kv.cache_manager import KVCacheManager
 from engine.models.interface import DRAWN_BEFORE, DecodeRow, DecodesAhead, LaunchRow, MixedRow

@@ -10,7 +10,7 @@ no asyncio, no text.
 What a step calls, in order: engine/input_processor.py admits requests whose grammar is compiled,
 engine/scheduler.py plans, engine/runner.py runs the model and samples, engine/output_processor.py
 applies the results. Blocks belong to engine/kv/cache_manager.py, preempted sequences to
-engine/preemptor.py, steps that run ahead to engine/in_flight.py.
+engine/preemption.py, steps that run ahead to engine/in_flight.py.
 
 Threads: every method is called from one thread, the engine's. Other threads may read `kv` bytes of
 filled blocks, write those of reserved blocks that are not started, and read `model_info`. If blocks
@@ -36,10 +36,9 @@ import torch
 
 from checkpoints.resolve import resolve
 from engine.config import EngineConfig
-from engine.constraints import Constraints, MakeService
 from engine.decode_rows import DecodeRows
 from engine.errors import InvalidRequest, NoBlocks, UnknownRequest, WrongState
-from engine.group import Group
+from engine.grammar_constraints import Constraints, MakeService
 from engine.in_flight import InFlight
 from engine.input_processor import InputProcessor
 from engine.kv.block_pool import BlockPool
@@ -63,7 +62,7 @@ from engine.output_processor import OutputProcessor
 from engine.outputs import RequestOutput, StepOutput
 from engine.parking import Parking, choose_parking
 from engine.plain_steps import PlainSteps
-from engine.preemptor import Preemptor
+from engine.preemption import Preemptor
 from engine.request import (
     STARTED,
     WITHOUT_BLOCKS,
@@ -76,6 +75,7 @@ from engine.request import (
 )
 from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.sequence_group import Group
 from engine.speculation.controller import cost_clock
 from engine.speculation.manager import make_speculation_manager
 from engine.speculation.proposer import Proposer, close_proposers

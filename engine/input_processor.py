@@ -16,9 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Values
 
-from engine.beam import check_beams
 from engine.config import EngineConfig
-from engine.constraints import Constraints
 from engine.errors import (
     DuplicateRequest,
     EngineError,
@@ -27,17 +25,19 @@ from engine.errors import (
     NoBlocks,
     RequestTooLong,
 )
-from engine.group import Group, num_rows
+from engine.grammar_constraints import Constraints
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.layout import KvLayout
 from engine.lora.manager import LoraManager
 from engine.metrics import EngineMetrics
+from engine.open_beams import check_beams
 from engine.output_processor import OutputProcessor
 from engine.outputs import RequestOutput
 from engine.request import MAX_LOGPROBS, ModelInfo, Request, RequestState, Reservation, Sampling
 from engine.sampling.token_history import TokenHistory, needs_history
 from engine.scheduler import Scheduler
 from engine.sequence import HOLE, finish_reason
+from engine.sequence_group import Group, num_rows
 
 MAX_SAMPLES = 128
 """Largest number of samples of one request; guessed."""

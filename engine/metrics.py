@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from engine.errors import IntegrityError
-from engine.group import Group
 from engine.kv.cache_manager import KVCacheManager
 from engine.request import FinishReason, RequestState
+from engine.sequence_group import Group
 
 STEP_BOUNDS_S = (
     *(0.000_25, 0.000_5, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
@@ -181,7 +181,7 @@ class EngineStats:
     """Number of requests with a sample that is PREEMPTED, PARKED or SWAPPING; counted as waiting,
     too, unless another sample runs."""
     num_preemptions: tuple[tuple[str, int], ...] = ()
-    """(cause, number of preemptions) since start (engine/preemptor.py)."""
+    """(cause, number of preemptions) since start (engine/preemption.py)."""
     num_computing_steps: int = 0
     """Number of steps that ran the model; other steps only returned outputs."""
     num_decode_tokens: int = 0

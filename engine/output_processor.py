@@ -13,19 +13,19 @@ from dataclasses import replace
 
 import torch
 
-from engine.beam import Beams
-from engine.constraints import Constraints
 from engine.errors import EngineError, IntegrityError, InvalidRequest, PolicyFailed
-from engine.group import Group
+from engine.grammar_constraints import Constraints
 from engine.kv.cache_manager import KVCacheManager
 from engine.lora.manager import LoraManager
 from engine.metrics import EngineMetrics, EngineTotals
+from engine.open_beams import Beams
 from engine.outputs import FilledBlock, PositionLogprobs, RequestOutput, SampleTrace, make_output
-from engine.preemptor import Preemptor
+from engine.preemption import Preemptor
 from engine.request import FinishReason, RequestState, StopPolicy, StopView
 from engine.sampling.metadata import LATE, SamplerOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, finish_reason, should_hold
+from engine.sequence_group import Group
 from engine.speculation.token_tree import ROOT, TokenTree
 
 

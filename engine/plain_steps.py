@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Values
 
 from engine.begun import BegunStep
-from engine.constraints import Constraints
+from engine.grammar_constraints import Constraints
 from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
 from engine.models.interface import LoadedModel
-from engine.sampling.copies import StreamMark
+from engine.sampling.host_device_copies import StreamMark
 from engine.sampling.sampler import Sampler
 from engine.sequence import Key, Sequence
 from engine.speculation.manager import SpeculationManager

@@ -42,7 +42,7 @@ from engine.in_flight import Planned
 from engine.kv.cache_manager import KVCacheManager
 from engine.metrics import EngineMetrics
 from engine.models.interface import LaunchRow
-from engine.preemptor import Preemptor
+from engine.preemption import Preemptor
 from engine.request import STARTED, WITHOUT_BLOCKS, RequestState
 from engine.sequence import Key, Sequence
 

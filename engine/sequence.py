@@ -26,9 +26,9 @@ from engine.request import ALLOWED, FinishReason, Request, RequestState, Samplin
 
 if TYPE_CHECKING:
     from engine.grammar.state import GrammarState
-    from engine.group import Group
     from engine.parking import Parked
     from engine.sampling.token_history import TokenHistory
+    from engine.sequence_group import Group
 
 Key = tuple[str, int]
 """(request id, sample index)."""

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from engine.batch import Batch, TokenSpan
-from engine.constraints import end_token_ids
+from engine.grammar_constraints import end_token_ids
 from engine.kv.memory import KvMemory
 from engine.request import RequestState
-from engine.sampling.copies import bring
+from engine.sampling.host_device_copies import bring
 from engine.sampling.metadata import SamplingRequest
 from engine.sequence import Key, Sequence
 from engine.speculation.proposer import DraftTokens, HiddenStateScope

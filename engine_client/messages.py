@@ -16,8 +16,8 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.request import ModelInfo
-from engine_client.base import Ask, News
-from engine_client.failure import Failure
+from engine_client.encoded_errors import Failure
+from engine_client.interface import Ask, News
 from process.errors import InvalidArgument, Unavailable
 
 VERSION = 1

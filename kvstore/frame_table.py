@@ -31,13 +31,21 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.block_changes import ChangeLog
+from kvstore.block_history import (
+    DAMAGED,
+    DEMOTED,
+    EVICTED,
+    LEFT_MEMORY,
+    LOST,
+    PROMOTED,
+    BlockHistory,
+)
 from kvstore.block_refs import Block, Page, StoredPage
-from kvstore.change_log import ChangeLog
 from kvstore.errors import StoreIntegrityError
-from kvstore.history import DAMAGED, DEMOTED, EVICTED, LEFT_MEMORY, LOST, PROMOTED, BlockHistory
 from kvstore.prefix_tree import PrefixTree, TreeNode
 from kvstore.slot_pool import FramePool, SlotPool, SlotState
-from kvstore.tenancy import SlotAccount, TenantShares
+from kvstore.tenant_shares import SlotAccount, TenantShares
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,17 +23,17 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter
 
-from kvstore.attachments import AttachmentTable, QuarantineList
+from kvstore.attached_workers import AttachmentTable, QuarantineList
 from kvstore.block_store import BlockStore
 from kvstore.errors import StoreIntegrityError
 from kvstore.frame_table import FrameTable
 from kvstore.leases import LeaseTable
 from kvstore.prefix_tree import LruOrder, PrefixTree, TreeNode
 from kvstore.slot_pool import FramePool, SlotPool, SlotState
-from kvstore.tenancy import SlotAccount
+from kvstore.tenant_shares import SlotAccount
 from process import logs
+from process.background_tasks import end_tasks, start_task
 from process.deadline import Clock
-from process.tasks import end_tasks, start_task
 
 logger = logging.getLogger(__name__)
 

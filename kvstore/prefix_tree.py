@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, TypeVar
 
+from kvstore.block_changes import ChangeLog, NullLog
 from kvstore.block_refs import Block, Page
-from kvstore.change_log import ChangeLog, NullLog
 from kvstore.errors import StoreIntegrityError
-from kvstore.tenancy import POOL, TenantShares
+from kvstore.tenant_shares import POOL, TenantShares
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")

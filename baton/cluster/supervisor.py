@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from baton.cluster.plan import ProcessSpec
+from baton.cluster.command_lines import ProcessSpec
 from baton.errors import ClusterError
 
 logger = logging.getLogger(__name__)

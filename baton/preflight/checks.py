@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from baton.preflight.chart_needs import Amounts, Needs, PodNeed, format_amount, total
 from baton.preflight.cluster import KubernetesFacts, Node, Taint
-from baton.preflight.needs import Amounts, Needs, PodNeed, format_amount, total
 
 OLDEST = (1, 29)
 """The first version of Kubernetes that has sidecars (init containers that restart) by default."""

@@ -14,7 +14,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.preflight.needs import Kind, Needs, PodNeed, PreflightError, parse_quantities, total
+from baton.preflight.chart_needs import (
+    Kind,
+    Needs,
+    PodNeed,
+    PreflightError,
+    parse_quantities,
+    total,
+)
 from process import kubernetes_config
 from process.settings import SettingsError
 

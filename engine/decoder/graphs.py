@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from baton_kernels.decode_step_rows import HEADER_WORDS, NUM_BUFFERS, begin_step, end_step
 from baton_kernels.lora import TILE_ROWS, LoraRows, most_tiles
 from baton_kernels.sampling import DrawnTokens, Needs, SamplingRows, draw_tokens
-from baton_kernels.step_rows import HEADER_WORDS, NUM_BUFFERS, begin_step, end_step
 
 from engine.decoder.graph_set import GraphMemory, GraphSet
 from engine.decoder.inputs import DecodeInputs
 from engine.decoder.rows import Image, Words
-from engine.sampling.copies import bring
+from engine.sampling.host_device_copies import bring
 
 Decode = Callable[[DecodeInputs], torch.Tensor]
 """Computes logits [B, V] of a step of one token per row, and writes the tokens' KV."""

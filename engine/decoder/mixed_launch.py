@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from baton_kernels.step_rows import NUM_BUFFERS
+from baton_kernels.decode_step_rows import NUM_BUFFERS
 
 from engine.batch import Batch, TokenSpan
 from engine.decoder.inputs import fill_drawn

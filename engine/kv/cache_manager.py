@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Values
 
 from engine.errors import IntegrityError, NoBlocks, WrongState
-from engine.group import Group
 from engine.in_flight import InFlight
 from engine.kv.memory import KvMemory
 from engine.kv.prefix_cache import PrefixCache
@@ -30,6 +29,7 @@ from engine.outputs import FilledBlock
 from engine.parking import Blocks
 from engine.request import STARTED, WITHOUT_BLOCKS, RequestState
 from engine.sequence import HOLE, Sequence
+from engine.sequence_group import Group
 
 
 class KVCacheManager:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from baton_kernels.block_rows import BlockRows
+from baton_kernels.paged_kv import BlockRows
 
 from engine.errors import LoadError
 from engine.kv.layout import KvLayout, Section

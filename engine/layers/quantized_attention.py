@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from baton_kernels import block_rows, reference
+from baton_kernels import attention_reference, paged_kv
 from baton_kernels.attention import decode_attention
-from baton_kernels.quantize import dequantize, quantize, scale_for
+from baton_kernels.kv_quantization import dequantize, quantize, scale_for
 
 from engine.batch import Batch, TokenSpan
 from engine.kv.layout import KvLayout
@@ -332,9 +332,9 @@ class QuantizedAttention:
             keys, values = self._group_kv(group, layer, key, value)
             mask = group.masks.get(window)
             if mask is None:
-                mask = reference.one_mask(group.ends, keys.shape[2], window, query.dtype)
+                mask = attention_reference.one_mask(group.ends, keys.shape[2], window, query.dtype)
                 group.masks[window] = mask
-            out[group.places] = reference.attend_one(
+            out[group.places] = attention_reference.attend_one(
                 picked, keys, values, mask, scaling, softcap, sinks
             )
         for chunk in self._chunks:
@@ -344,7 +344,7 @@ class QuantizedAttention:
             if mask is None:
                 mask = self._mask(chunk, keys.shape[1], window, query.dtype)
                 chunk.masks[window] = mask
-            out[part] = reference.attend_chunk(
+            out[part] = attention_reference.attend_chunk(
                 query[:, part], keys, values, mask, scaling, softcap, sinks
             )
         return out
@@ -378,7 +378,7 @@ class QuantizedAttention:
             window=window,
             softcap=softcap,
             sinks=sinks,
-            tails=block_rows.Tails(tail.block_rows(""), tails),
+            tails=paged_kv.Tails(tail.block_rows(""), tails),
         )
 
     def _group_kv(
@@ -493,7 +493,7 @@ class QuantizedAttention:
         blocks, unquantized ones of the same block."""
         size, span, guesses = self._layout.block_size, chunk.span, chunk.guesses
         if not span.block_ids:
-            return reference.chunk_mask(0, span.end, window, dtype, self._device)
+            return attention_reference.chunk_mask(0, span.end, window, dtype, self._device)
         queries = torch.arange(span.start, span.end, device=self._device)[:, None]
         of_guesses: list[torch.Tensor] = []
         if guesses is not None:
@@ -512,7 +512,7 @@ class QuantizedAttention:
         )
         if window is not None:
             visible &= positions > queries - window
-        return reference.as_bias(torch.cat([visible, *of_guesses], dim=1), dtype)
+        return attention_reference.as_bias(torch.cat([visible, *of_guesses], dim=1), dtype)
 
 
 # -- fixed scales

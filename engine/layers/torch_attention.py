@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from baton_kernels import reference
+from baton_kernels import attention_reference
 
 from engine.batch import Batch, TokenSpan
 from engine.errors import IntegrityError
@@ -181,7 +181,7 @@ class Attend(Protocol):
         Args:
             window: a token attends to itself and window - 1 tokens before it; None: to all before
                 it.
-            softcap, sinks: as in baton_kernels.reference.attend_capped; sinks is [H].
+            softcap, sinks: as in baton_kernels.attention_reference.attend_capped; sinks is [H].
             is_latent: `value` is the first columns of `key`, and is not stored separately.
         """
         ...
@@ -310,7 +310,7 @@ class TorchPagedAttention:
 
         Args:
             query: [H, T, D]; key: [K, T, D]; value: [K, T, Dv].
-            softcap, sinks: as in baton_kernels.reference.attend_capped; sinks is [H].
+            softcap, sinks: as in baton_kernels.attention_reference.attend_capped; sinks is [H].
             is_latent: ignored, since the layer's view has this information.
         Returns: [T, H, Dv], contiguous.
         """
@@ -338,7 +338,7 @@ class TorchPagedAttention:
                 keys, values = keys[0, :, : chunk.span.end], values[0, :, : chunk.span.end]
             is_plain = softcap is None and sinks is None
             mask = self._chunk_mask(chunk, window, query.dtype, is_plain=is_plain)
-            out[part] = reference.attend_chunk(
+            out[part] = attention_reference.attend_chunk(
                 query[:, part], keys, values, mask, scaling, softcap, sinks
             )
         return out
@@ -351,9 +351,9 @@ class TorchPagedAttention:
             rows = row_ids(self._new_blocks[None, :], view.heads)[0]  # [K, T]
             ids = rows, self._new_slots[None, :].expand(rows.shape).contiguous()
             self._write_ids[view.heads] = ids
-        reference.write(view.keys, *ids, key.to(self._dtype))
+        attention_reference.write(view.keys, *ids, key.to(self._dtype))
         if view.values is not None:
-            reference.write(view.values, *ids, value.to(self._dtype))
+            attention_reference.write(view.values, *ids, value.to(self._dtype))
 
     def _gather(
         self, view: LayerView, table: torch.Tensor, gather_ids: Rows, dtype: torch.dtype
@@ -373,14 +373,14 @@ class TorchPagedAttention:
     ) -> torch.Tensor:
         """Gather rows into a place of the scratch, or into new memory without one."""
         if self._scratch is None:
-            return reference.gather(rows, ids).to(dtype)
+            return attention_reference.gather(rows, ids).to(dtype)
         batch, num_heads, num_blocks = ids.shape
         shape = batch, num_heads, num_blocks * rows.shape[1], rows.shape[2]
         out = self._scratch.take(place, shape, dtype)
         if dtype is rows.dtype:
-            return reference.gather(rows, ids, out)
+            return attention_reference.gather(rows, ids, out)
         stored = self._scratch.take("stored", shape, rows.dtype)
-        return out.copy_(reference.gather(rows, ids, stored))
+        return out.copy_(attention_reference.gather(rows, ids, stored))
 
     def _attend_group(
         self,
@@ -408,7 +408,7 @@ class TorchPagedAttention:
         rows = rows.permute(2, 0, 1, 3, 4).reshape(num_spans, -1, head_dim)
         if sinks is not None:
             sinks = sinks.repeat_interleave(num_rows)
-        out = reference.attend_one(rows, keys, values, mask, scaling, softcap, sinks)
+        out = attention_reference.attend_one(rows, keys, values, mask, scaling, softcap, sinks)
         out = out.view(num_spans, num_heads, num_rows, -1)
         return out.transpose(1, 2).reshape(num_spans * num_rows, num_heads, -1)
 
@@ -421,7 +421,7 @@ class TorchPagedAttention:
         if is_plain and span.start == 0 and (window is None or window >= span.end):
             return None
         if window not in chunk.masks:
-            chunk.masks[window] = reference.chunk_mask(
+            chunk.masks[window] = attention_reference.chunk_mask(
                 span.start, span.end, window, dtype, self._device
             )
         return chunk.masks[window]
@@ -444,7 +444,7 @@ def group_mask(
     num_rows = max(span.num_tokens for span in spans)
     if num_rows == 1:
         ends = torch.tensor([span.end for span in spans], device=device)
-        return reference.one_mask(ends, num_positions, window, dtype)
+        return attention_reference.one_mask(ends, num_positions, window, dtype)
     slots = np.arange(num_positions)
     own = np.array([span.start for span in spans])[:, None] + np.arange(num_rows)
     trunk_ends = np.array([span.end - len(span.branches) for span in spans])
@@ -463,7 +463,7 @@ def group_mask(
         for row, span in trees:
             own[row, : span.num_tokens] = positions[row, span.start : span.end] = span.positions
         visible &= positions[:, None] > own[:, :, None] - window
-    return reference.as_bias(torch.from_numpy(visible).to(device), dtype)[:, None]
+    return attention_reference.as_bias(torch.from_numpy(visible).to(device), dtype)[:, None]
 
 
 def _is_short(span: TokenSpan) -> bool:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.outputs import PositionLogprobs
-from engine.sampling.copies import Fetched, bring
+from engine.sampling.host_device_copies import Fetched, bring
 
 _CPU_PASS = 1 << 20
 """Number of elements that a pass over a group of rows covers on CPU, so that they stay in cache;

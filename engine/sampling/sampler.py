@@ -63,7 +63,7 @@ from numpy.typing import NDArray
 from engine.errors import EmptySupport, EngineError, InvalidLogits
 from engine.outputs import PositionLogprobs, SampleTrace
 from engine.request import Sampling
-from engine.sampling.copies import Fetched, StreamMark, bring
+from engine.sampling.host_device_copies import Fetched, StreamMark, bring
 from engine.sampling.logits_processors import process
 from engine.sampling.logprobs import PendingLogprobs, processed_logprobs, rows_per_pass
 from engine.sampling.metadata import Row, SamplerOutput, SamplingRequest, masks_ends, metadata_of

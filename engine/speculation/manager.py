@@ -25,12 +25,12 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.constraints import end_token_ids
+from engine.grammar_constraints import end_token_ids
 from engine.kv.cache_manager import KVCacheManager
 from engine.models.interface import Guesses, LoadedModel
 from engine.outputs import RequestOutput
 from engine.request import RequestState, Sampling
-from engine.sampling.copies import bring
+from engine.sampling.host_device_copies import bring
 from engine.sequence import Key, Sequence
 from engine.speculation.config import SpeculationConfig
 from engine.speculation.controller import SpeculationController

@@ -40,8 +40,8 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore.block_source import StoreInfo
-from kvstore.connection import StoreConnection
 from kvstore.errors import GENERATION, MISSING, LeaseLapsed
+from kvstore.store_connection import StoreConnection
 from kvstore.transport.base import (
     CUDA_IPC,
     BlockMemory,

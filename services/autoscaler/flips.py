@@ -20,9 +20,9 @@ import grpc.aio
 
 from process import logs, rpc
 from process.authorization import PeerRole
+from process.background_tasks import end_tasks, start_task
 from process.errors import FailedPrecondition, Internal, PermissionDenied
 from process.rpc import Dialer
-from process.tasks import end_tasks, start_task
 from protos import common_pb2, worker_control_pb2, worker_control_pb2_grpc
 from services.autoscaler.signals import Role
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from process import logs
-from process.tasks import end_tasks, start_task
+from process.background_tasks import end_tasks, start_task
 from services.autoscaler.config import KubernetesSettings
 from services.autoscaler.kubernetes_api import ApiError, KubernetesApi
 

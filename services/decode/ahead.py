@@ -26,9 +26,9 @@ from kvstore.block_refs import PackedBlocks
 from kvstore.client import KvStoreClient
 from kvstore.errors import CHECKSUM, LeaseLapsed
 from kvstore.node_ids import is_lender
+from process.background_tasks import start_task
 from process.deadline import Deadline
 from process.errors import BatonError
-from process.tasks import start_task
 from services.decode.leases import client_for, place_of
 from services.decode.pulls import PullBatch
 from services.worker import handle as handles

@@ -13,9 +13,9 @@ import grpc.aio
 
 from engine.outputs import PositionLogprobs, RequestOutput
 from engine.scheduler import MAX_PROMPT_ROWS
-from process import rpc, spans
+from process import rpc, trace_spans
 from process.errors import BatonError, InvalidArgument
-from process.spans import NOOP_SPAN, Span
+from process.trace_spans import NOOP_SPAN, Span
 from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.prefill.handover import PrefillAnswer
 from services.prefill.job import Firsts, PrefillAsk, PrefixRun
@@ -113,7 +113,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         if not (core.tracing.is_on and traceparent):
             return NOOP_SPAN
         return core.tracing.follow(
-            "serve prefill", spans.parse_traceparent(traceparent), core.about
+            "serve prefill", trace_spans.parse_traceparent(traceparent), core.about
         )
 
     def _ask(self, request: prefill_pb2.PrefillRequest) -> PrefillAsk:

@@ -33,6 +33,7 @@ from engine.lora.adapter import LoraAdapter, read_adapter
 from engine.lora.limits import LoraLimits
 from engine.lora.manager import AdapterInfo
 from process import logs
+from process.background_tasks import end_tasks, start_task
 from process.errors import (
     BatonError,
     FailedPrecondition,
@@ -41,7 +42,6 @@ from process.errors import (
     NotFound,
     Unavailable,
 )
-from process.tasks import end_tasks, start_task
 from protos import common_pb2
 from services import adapter_wishes
 from services.adapter_wishes import Wishes

@@ -13,7 +13,7 @@ from google.protobuf import json_format
 from engine.metrics import EngineStats
 from engine.outputs import PositionLogprobs, SampleTrace
 from engine.request import FinishReason, ModelInfo
-from kvstore.links import Link, Verdict
+from kvstore.link_quality import Link, Verdict
 from protos import common_pb2
 from services.worker.provenance import Leg, WorkerCounts
 

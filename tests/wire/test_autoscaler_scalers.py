@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton.cluster.plan import ProcessSpec
+from baton.cluster.command_lines import ProcessSpec
 from baton.cluster.scale_service import ScaleService
 from baton.cluster.supervisor import ProcessState, Supervisor
 from baton.errors import ClusterError

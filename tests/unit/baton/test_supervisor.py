@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.cluster import plan as cluster_plan
+from baton.cluster import command_lines as cluster_plan
+from baton.cluster.command_lines import ProcessSpec
 from baton.cluster.local_cluster import find_redis_server
-from baton.cluster.plan import ProcessSpec
 from baton.cluster.supervisor import STOP_TIMEOUT_S, Child, ClusterEvent, ProcessState, Supervisor
 from baton.errors import ClusterError
 from tests.harness.waiting import WAIT_S, block_until
@@ -284,12 +284,12 @@ def test_unknown_parts_are_named(supervisor: Supervisor) -> None:
 
 OWNER = """
 import pathlib, sys, threading, time
-from baton.cluster import plan as cluster_plan
+from baton.cluster import command_lines as cluster_plan
 from baton.cluster.local_cluster import find_redis_server
-from baton.cluster.plan import ProcessSpec
+from baton.cluster.command_lines import ProcessSpec
 from baton.cluster.supervisor import Supervisor
 supervisor = Supervisor(pathlib.Path(sys.argv[1]), lambda event: None)
-bound = ("-m", "baton.cluster.with_parent", sys.executable, "-c", sys.argv[2])
+bound = ("-m", "baton.cluster.end_with_parent", sys.executable, "-c", sys.argv[2])
 supervisor.launch([ProcessSpec("a", "store", (sys.executable, *bound))])
 supervisor.wait_ready(["a"], time.monotonic() + 30)
 print(supervisor.processes()["a"].pid, flush=True)
@@ -315,7 +315,7 @@ def test_a_killed_owner_takes_its_children_along(tmp_path: Path) -> None:
 
 def test_with_parent_refuses_when_the_parent_is_gone_already() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "baton.cluster.with_parent", "true"],
+        [sys.executable, "-m", "baton.cluster.end_with_parent", "true"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "BATON_PARENT_PID": "1"},
         capture_output=True,
         text=True,

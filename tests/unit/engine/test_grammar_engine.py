@@ -19,7 +19,7 @@ from engine.errors import EmptySupport
 from engine.grammar.compiler import CompileProcess
 from engine.grammar.config import GrammarLimits
 from engine.grammar.errors import GrammarTooCostly, refuse
-from engine.grammar.fill import MaskFiller
+from engine.grammar.mask_filler import MaskFiller
 from engine.grammar.service import GrammarService
 from engine.grammar.vocabulary import GrammarTokenizer, Vocabulary
 from engine.models.interface import LoadedModel

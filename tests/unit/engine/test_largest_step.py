@@ -11,7 +11,7 @@ import torch
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.errors import LoadError
-from engine.models.largest_step import largest_step_bytes
+from engine.models.memory_profile import largest_step_bytes
 from engine.scheduler import MAX_PROMPT_ROWS
 from engine.speculation.config import SpeculationConfig
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.links import (
+from kvstore.link_quality import (
     MAX_BYTES,
     MAX_ROUNDS,
     SHM_FLOOR_SHARE,

@@ -8,11 +8,11 @@ from itertools import chain
 import pytest
 
 from kvstore import invariants
+from kvstore.block_changes import ChangeLog
 from kvstore.block_refs import Block, Page
-from kvstore.change_log import ChangeLog
 from kvstore.errors import StoreIntegrityError
 from kvstore.prefix_tree import PrefixTree, TreeNode
-from kvstore.tenancy import POOL, TenantShares
+from kvstore.tenant_shares import POOL, TenantShares
 
 
 def _tree(changes: ChangeLog | None = None) -> PrefixTree:

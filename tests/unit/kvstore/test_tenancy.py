@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 
 from kvstore import invariants
+from kvstore.block_changes import ChangeLog
 from kvstore.block_store import BlockStore, StoreLimits, WrittenFrame
-from kvstore.change_log import ChangeLog
 from kvstore.errors import StoreIntegrityError
 from kvstore.slot_pool import SlotPool
-from kvstore.tenancy import POOL, SlotAccount, TenantShares, groups_to_evict, usage
+from kvstore.tenant_shares import POOL, SlotAccount, TenantShares, groups_to_evict, usage
 from tests.conftest import examples
 
 TENANTS = ["a", "b", "c", "d"]  # c and d have no share: they are the pool

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from baton import ClusterConfig
-from baton.cluster import plan as cluster_plan
-from baton.cluster.plan import ProcessSpec, WorkerSpec
+from baton.cluster import command_lines as cluster_plan
+from baton.cluster.command_lines import ProcessSpec, WorkerSpec
 from baton.load.report import Limits
 from baton.load.runner import MessageArrival, RequestOutcome
 from benchmarks import autoscaling

@@ -12,7 +12,7 @@ import pytest
 
 from engine.engine import LLMEngine
 from kvstore.errors import Quarantine, TransferCancelled, TransferFailed, TransferTimeout
-from kvstore.links import LinkRates
+from kvstore.link_quality import LinkRates
 from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity, Unavailable
 from services.worker.engine_thread import EngineThread

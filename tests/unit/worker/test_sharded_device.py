@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from engine.kv.layout import KvLayout
-from engine.parallel.memory import runs
-from engine.parallel.place import Grid
+from engine.parallel.rank_grid import Grid
+from engine.parallel.rank_memory import runs
 from kvstore import block_hash
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import wait_for

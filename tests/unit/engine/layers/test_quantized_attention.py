@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from baton_kernels.quantize import dequantize, quantize, scale_for
+from baton_kernels.kv_quantization import dequantize, quantize, scale_for
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

@@ -16,16 +16,16 @@ from engine.batch import Batch, TokenSpan
 from engine.config import EngineConfig
 from engine.engine import LLMEngine, load_engine
 from engine.models import loader
-from engine.parallel.memory import RankMemory
 from engine.parallel.messages import Change
-from engine.parallel.model import ParallelModel
-from engine.parallel.processes import RankProcesses
+from engine.parallel.parallel_model import ParallelModel
+from engine.parallel.rank_memory import RankMemory
+from engine.parallel.rank_processes import RankProcesses
 from tests.conftest import SESSION_SEED
 from tests.harness.models import save
 
 _CHILD = """
-from engine.parallel import child
-from engine.parallel.memory import RankMemory
+from engine.parallel import rank_main
+from engine.parallel.rank_memory import RankMemory
 from engine.parallel.cuda_ipc import SharedCache
 child._Child._memory = lambda self, layout, ranks, n, device: RankMemory(
     layout, ranks.place, n, device

@@ -27,7 +27,7 @@ from engine.models.interface import DecodeRow
 from engine.models.llama import read_llama_config
 from engine.parallel.ahead import ParallelAhead
 from engine.parallel.messages import StartRank
-from engine.parallel.model import ParallelModel
+from engine.parallel.parallel_model import ParallelModel
 from engine.request import Request, Sampling
 from process.settings import SettingsError
 from tests.conftest import SESSION_SEED
@@ -178,11 +178,11 @@ def test_processes_give_the_tokens_of_one(
 
 _PARENT = """
 import sys, msgspec
-import engine.parallel.child
+import engine.parallel.rank_main
 assert "transformers" not in sys.modules, "a rank starts without it"
 from engine.parallel.messages import Start
-from engine.parallel.place import Grid
-from engine.parallel.processes import RankProcesses
+from engine.parallel.rank_grid import Grid
+from engine.parallel.rank_processes import RankProcesses
 start = msgspec.json.decode(sys.argv[1], type=Start)
 ranks = RankProcesses(Grid(1, 2), [start], timeout_s=60.0, files=(0, 1), on_failure=lambda: None)
 ranks.start()

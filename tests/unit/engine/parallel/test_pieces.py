@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from engine.batch import Batch, TokenSpan, warm_up
-from engine.parallel.pieces import pieces
+from engine.parallel.microbatches import pieces
 
 
 def _cells(batch: Batch) -> list[tuple[int, int, tuple[int, ...], bool]]:

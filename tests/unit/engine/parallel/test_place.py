@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from engine.errors import LoadError
-from engine.parallel.place import SINGLE, Grid, check_degrees
+from engine.parallel.rank_grid import SINGLE, Grid, check_degrees
 
 
 @pytest.mark.parametrize("grid", [Grid(1, 1), Grid(2, 1), Grid(1, 3), Grid(2, 2), Grid(4, 2)])

@@ -19,8 +19,8 @@ from engine.config import EngineConfig
 from engine.errors import LoadError, RankFailed
 from engine.models.llama import read_llama_config
 from engine.parallel.messages import ComputeBatch, Meet, Met, StartRank
-from engine.parallel.place import Grid
-from engine.parallel.processes import RankProcesses
+from engine.parallel.rank_grid import Grid
+from engine.parallel.rank_processes import RankProcesses
 from tests.harness.waiting import block_until
 
 STUB = Path(__file__).parent / "stub_rank.py"

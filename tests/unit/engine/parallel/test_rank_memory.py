@@ -10,9 +10,9 @@ import torch
 
 from engine.kv.layout import KvLayout, LayerKv, layout_of
 from engine.kv.memory import KvMemory
-from engine.parallel.memory import RankMemory, runs
 from engine.parallel.messages import Change
-from engine.parallel.place import Grid
+from engine.parallel.rank_grid import Grid
+from engine.parallel.rank_memory import RankMemory, runs
 
 PLAIN = KvLayout.plain(num_layers=5, num_kv_heads=4, head_dim=16, block_size=4, dtype="bfloat16")
 MIXED = layout_of(
@@ -108,7 +108,7 @@ def test_ranks_map_one_file(tmp_path: object, seed: int) -> None:
     """What one writes, the others read; a fresh file reads as zeros."""
     import os
 
-    from engine.parallel.memory import map_file
+    from engine.parallel.rank_memory import map_file
 
     file = os.memfd_create("cache")
     one = map_file(PLAIN, 6, file)

@@ -16,11 +16,11 @@ from engine.batch import Batch, TokenSpan
 from engine.errors import RankFailed
 from engine.kv.memory import KvMemory
 from engine.models.self_check import NUM_VERIFY_TOKENS, verify_logits
-from engine.parallel.memory import RankMemory, runs
-from engine.parallel.model import ParallelModel
-from engine.parallel.pieces import pieces
-from engine.parallel.place import Grid
-from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.microbatches import pieces
+from engine.parallel.parallel_model import ParallelModel
+from engine.parallel.rank_grid import Grid
+from engine.parallel.rank_memory import RankMemory, runs
 from tests.unit.engine.parallel.threads import Model, run_ranks
 
 _SIZES: dict[str, Any] = {
@@ -305,8 +305,8 @@ def test_an_end_lets_the_graphs_go_before_the_ranks_part() -> None:
 _OUTLIVED = """
 import gc, os, socket, threading, torch
 from engine.errors import RankFailed
-from engine.parallel.place import Grid
-from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.rank_grid import Grid
+from engine.parallel.distributed_ranks import ProcessRanks
 
 held, meeting_file = [], os.memfd_create("meeting")
 

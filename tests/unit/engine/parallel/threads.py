@@ -16,8 +16,8 @@ from engine.kv.memory import TORCH_DTYPES, KvMemory
 from engine.models.llama import kv_layout, read_llama_config
 from engine.models.self_check import random_instance
 from engine.models.weights import take_weights
-from engine.parallel.place import Grid
-from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.distributed_ranks import ProcessRanks
+from engine.parallel.rank_grid import Grid
 from engine.parallel.rank_model import RankModel, share_of
 from engine.parallel.ranks import OneRank, Ranks
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import EmptySupport, InvalidLogits
-from engine.sampling.copies import Fetched, bring
+from engine.sampling.host_device_copies import Fetched, bring
 from engine.sampling.metadata import SamplerOutput, SamplingRequest
 from engine.sampling.sampler import Sampler
 from engine.speculation.rejection_sampler import Proposal, Proposals

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.engine import LLMEngine
 from engine.outputs import RequestOutput
 from engine.request import Beam, Request
-from engine.sampling.copies import StreamMark
+from engine.sampling.host_device_copies import StreamMark
 from engine.sampling.sampler import Sampler
 from engine.speculation.proposer import HiddenStates, HiddenStateScope
 from engine.step_builder import Step
