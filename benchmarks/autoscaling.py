@@ -35,12 +35,11 @@ from benchmarks import harness
 from benchmarks.harness import Several
 from engine.testing.paced_model import DevicePace
 from protos import autoscaler_pb2, autoscaler_pb2_grpc
+from services.autoscaler.config import Pace, PlanSettings, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.decision import Flip
-from services.autoscaler.limits import Pace, PlanSettings, PoolLimits, Priors, ScaleLimits, Targets
 from services.autoscaler.plan import PlanState, plan
 from services.autoscaler.signals import ByRole, Observations, Role
-from services.autoscaler.simulated import Machines, SimulatedRequest
-from services.autoscaler.simulator import Cluster
+from services.autoscaler.testing.simulator import Machines, SimulatedCluster, SimulatedRequest
 
 # -- rules: observations in, wishes out, every 5 s; each keeps its own history
 
@@ -297,7 +296,7 @@ def requests_of(load: Load, seed: int) -> list[SimulatedRequest]:
 def simulate(rule: Rule, requests: Sequence[SimulatedRequest], seconds: float) -> SimulatedRun:
     """Simulate a load under a rule, and 2 minutes more for the requests that still run then."""
     run = SimulatedRun(rule.name, [replace(request) for request in requests])
-    cluster, queue = Cluster(MACHINES, ByRole(1, 1)), iter(run.requests)
+    cluster, queue = SimulatedCluster(MACHINES, ByRole(1, 1)), iter(run.requests)
     request = next(queue, None)
     while cluster.now_s < seconds + 120.0:
         end_s = cluster.now_s + EVERY_S
@@ -369,7 +368,7 @@ def _reaction_s(bins: Sequence[Sequence[SimulatedRequest]]) -> float | None:
 @click.option("--loads", type=Several(str), default=",".join(load.name for load in LOADS))
 @click.option("--seed", default=1)
 def simulated(loads: Sequence[str], seed: int) -> dict[str, Any]:
-    """The autoscaler's plan on a modelled cluster (services/autoscaler/simulator.py), beside two
+    """The autoscaler's plan on a SimulatedCluster (services/autoscaler/testing/), beside two
     peers' rules: loads that step, ramp, burst, or change their mixture.
 
     Of each: requests that met both targets (one that was not served met none), the time after the

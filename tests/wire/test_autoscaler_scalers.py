@@ -16,12 +16,11 @@ from baton.cluster.command_lines import ProcessSpec
 from baton.cluster.scale_service import ScaleService
 from baton.cluster.supervisor import ProcessState, Supervisor
 from baton.errors import ClusterError
-from services.autoscaler.fake_scaler import FakeScaler
-from services.autoscaler.kubernetes_api import KubernetesApi
-from services.autoscaler.kubernetes_scaler import KubernetesScaler
+from services.autoscaler.kubernetes_scaler import KubernetesApi, KubernetesScaler
 from services.autoscaler.local_scaler import LocalScaler
 from services.autoscaler.scaler import PoolScale, Scaler, ScalerError
 from services.autoscaler.signals import ByRole, Role
+from services.autoscaler.testing.fake_scaler import FakeScaler
 from tests.harness import kubernetes_server
 
 P, D = Role.PREFILL, Role.DECODE

@@ -1,12 +1,12 @@
-"""KEDA's external scaler: the plan's numbers for those who let KEDA act upon them.
+"""gRPC services of an autoscaler: baton.v1.Autoscaler, which reports decisions and their reasons to
+`baton autoscale`, and KEDA's external scaler; and the limits of their port. One asyncio loop.
 
-One ScaledObject for each Deployment, with the metadata `role: prefill` or `role: decode`. The
-metric is how many workers the plan wants of that role, the target 1 for each replica: so KEDA asks
-for just as many, with the plan's own windows and budget in them. It is active while any are wanted.
-
-KEDA keeps one connection to one replica, whichever that is: all of them answer with the leader's
-numbers. Where those are not known the answer is UNAVAILABLE, upon which KEDA changes nothing and
-asks again. Knows no Kubernetes. One asyncio loop.
+ExternalScaler gives the plan's numbers to KEDA: one ScaledObject for each Deployment, with the
+metadata `role: prefill` or `role: decode`. The metric is the number of workers that the plan wants
+of that role, and the target is 1 for each replica, so that KEDA asks for exactly as many. It is
+active while any are wanted. KEDA keeps one connection to one replica: every replica answers with
+the leader's numbers, and with UNAVAILABLE while these are unknown, upon which KEDA changes nothing
+and asks again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,66 @@ import grpc.aio
 
 from process import rpc
 from process.errors import InvalidArgument, NotFound, Unavailable
-from protos import externalscaler_pb2, externalscaler_pb2_grpc
+from process.grpc_server import PublicPortLimits
+from process.memory_budget import MemoryBudget
+from protos import autoscaler_pb2, autoscaler_pb2_grpc, externalscaler_pb2, externalscaler_pb2_grpc
 from services.autoscaler.signals import ByRole, Role
 
-Context = grpc.aio.ServicerContext[Any, Any]
+# ---- baton.v1.Autoscaler
+
+SERVICE = "baton.v1.Autoscaler"
+
+_AutoscalerContext = grpc.aio.ServicerContext[Any, Any]
+
+
+MAX_REQUEST_BYTES = 64 * 1024
+"""A name, a namespace and a ScaledObject's metadata have some hundred bytes."""
+
+_DECISION_BYTES = 8 * 1024
+"""That one decision takes in a reply, generously: its JSON, with every term, has some 2 KiB."""
+
+
+def max_reply_bytes(num_decisions_kept: int) -> int:
+    """For a reply with all decisions."""
+    return _DECISION_BYTES * max(64, num_decisions_kept)
+
+
+def callers() -> PublicPortLimits:
+    """Bounds of a port with small requests: few of them at once, by few."""
+    return PublicPortLimits(
+        lambda method, context: context.peer().rpartition(":")[0],
+        MemoryBudget(16 * MAX_REQUEST_BYTES, wait_s=2.0),
+        read_s=5.0,
+        max_connections=256,
+        idle_s=300.0,
+    )
+
+
+class AutoscalerServicer:
+    """See the module."""
+
+    def __init__(
+        self,
+        answer: Callable[[autoscaler_pb2.GetDecisionsRequest], autoscaler_pb2.GetDecisionsReply],
+    ) -> None:
+        self._answer = answer
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the method."""
+        add: Any = autoscaler_pb2_grpc.add_AutoscalerServicer_to_server
+        add(self, server)
+
+    @rpc.unary
+    async def GetDecisions(
+        self, request: autoscaler_pb2.GetDecisionsRequest, context: _AutoscalerContext
+    ) -> autoscaler_pb2.GetDecisionsReply:
+        """The last decisions."""
+        return self._answer(request)
+
+
+# ---- KEDA's external scaler
+
+_ScalerContext = grpc.aio.ServicerContext[Any, Any]
 
 _STREAM_LOOK_S = 30.0
 """A stream says that it still holds after so long without a change."""
@@ -50,14 +106,14 @@ class ExternalScaler:
 
     @rpc.unary
     async def IsActive(
-        self, request: externalscaler_pb2.ScaledObjectRef, context: Context
+        self, request: externalscaler_pb2.ScaledObjectRef, context: _ScalerContext
     ) -> externalscaler_pb2.IsActiveResponse:
         """Whether there shall be workers at all."""
         return externalscaler_pb2.IsActiveResponse(result=self._number(_role(request)) > 0)
 
     @rpc.streaming
     async def StreamIsActive(
-        self, request: externalscaler_pb2.ScaledObjectRef, context: Context
+        self, request: externalscaler_pb2.ScaledObjectRef, context: _ScalerContext
     ) -> AsyncGenerator[externalscaler_pb2.IsActiveResponse, None]:
         """The same at once, and whenever it changes. A while without a leader ends no stream: KEDA
         would come back after up to a minute."""
@@ -80,7 +136,7 @@ class ExternalScaler:
 
     @rpc.unary
     async def GetMetricSpec(
-        self, request: externalscaler_pb2.ScaledObjectRef, context: Context
+        self, request: externalscaler_pb2.ScaledObjectRef, context: _ScalerContext
     ) -> externalscaler_pb2.GetMetricSpecResponse:
         """One worker for each that is wanted."""
         spec = externalscaler_pb2.MetricSpec(
@@ -90,7 +146,7 @@ class ExternalScaler:
 
     @rpc.unary
     async def GetMetrics(
-        self, request: externalscaler_pb2.GetMetricsRequest, context: Context
+        self, request: externalscaler_pb2.GetMetricsRequest, context: _ScalerContext
     ) -> externalscaler_pb2.GetMetricsResponse:
         """How many are wanted."""
         role = _role(request.scaledObjectRef)

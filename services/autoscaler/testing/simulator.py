@@ -1,14 +1,12 @@
-"""A modelled cluster: what requests would meet while workers come, go and flip as somebody decides.
-For trying a plan, or a peer's rule, on a load: the plan sees of it what it sees of a real one.
+"""SimulatedCluster: a model of a cluster under load, on which a plan (or another rule) can be
+tried: what requests meet while workers start, stop and flip.
 
 A prefill worker computes one prompt after the other; a decode worker all of its streams at once, in
 steps of a + b * batch seconds. A router sends a prompt to the prefill worker with the fewest tokens
-ahead of it once a decode worker has a place for its stream. A started worker serves after
-`start_s`, a flipped one after `flip_s`; the streams of a decode worker that leaves or flips go on
-elsewhere, a prefill worker ends what it was sent before. Its time is its own: nothing here reads a
-clock.
-
-Not thread-safe; deterministic.
+ahead of it, once a decode worker has a place for its stream. A started worker serves after
+`start_s`, a flipped one after `flip_s`. Streams of a decode worker that stops or flips continue on
+another one; a prefill worker finishes the prompts that it has. The time is simulated.
+Deterministic; not thread-safe.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import heapq
 import itertools
 from bisect import bisect_left
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from process.errors import Internal
 from services.autoscaler.decision import Flip
@@ -31,7 +29,85 @@ from services.autoscaler.signals import (
     Work,
     Worker,
 )
-from services.autoscaler.simulated import Machines, SimulatedRequest, SimulatedWorker
+
+# ---- machines, workers and requests
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What the workers are, in truth."""
+
+    token_s: float = 1 / 25_000
+    """For one prompt token."""
+    step_s: float = 0.0066
+    stream_s: float = 0.00005
+    """A decode step takes step_s + stream_s * batch."""
+    max_streams: int = 64
+    stream_blocks: int = 80
+    num_blocks: int = 25_000
+    start_s: float = 60.0
+    flip_s: float = 5.0
+    drain_s: float = 5.0
+    """At least, until a leaving worker's device is free."""
+
+
+@dataclass
+class SimulatedRequest:
+    """One of the load, and what it met."""
+
+    at_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    sent_s: float | None = None
+    first_s: float | None = None
+    end_s: float | None = None
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        """At least one must be computed."""
+        return max(1, self.num_prompt_tokens - self.num_cached_tokens)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """None: it has no token yet."""
+        return None if self.first_s is None else self.first_s - self.at_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None: it has not ended."""
+        if self.first_s is None or self.end_s is None:
+            return None
+        return (self.end_s - self.first_s) / max(1, self.num_output_tokens - 1)
+
+
+@dataclass
+class SimulatedWorker:
+    """One of them, and what it has to do."""
+
+    name: str
+    role: Role
+    serves_at_s: float
+    leaves_at_s: float | None = None
+    """Not None: it is draining, and its device is free then at the earliest."""
+    is_flipping: bool = False
+    prompts: deque[SimulatedRequest] = field(default_factory=deque)
+    done_s: float = 0.0
+    """Of the first prompt, seconds that were spent."""
+    num_reserved: int = 0
+    """Places kept for prompts that are not computed yet."""
+    progress: float = 0.0
+    """Tokens that a stream got that was there from the start."""
+    streams: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
+    """By the progress at which they end."""
+    work: Work = field(default_factory=Work)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return sum(request.num_uncached_tokens for request in self.prompts)
+
+
+# ---- the cluster
 
 STEP_S = 0.05
 """Of simulated time; what happens within one happens at its end, but for prompts, whose ends are
@@ -41,7 +117,7 @@ BOUNDS_S = tuple(0.001 * 1.25**power for power in range(56))
 """Of the histograms: 1 ms to 3.6 minutes, a quarter apart."""
 
 
-class Cluster:
+class SimulatedCluster:
     """See the module."""
 
     def __init__(self, machines: Machines, workers: ByRole[int]) -> None:

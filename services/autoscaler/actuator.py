@@ -1,10 +1,16 @@
-"""Flips: running workers told to take the other role, one call each, behind the decisions.
+"""Actuator: carries out decisions; nothing else changes the pools.
+
+It does so only while this autoscaler leads: the fence is asked right before each change. What fails
+is reported and not tried again: the next decision is made from what is true by then.
+
+RoleFlips: running workers that are told to take the other role, one call each, in the background.
 
     ordered -> done      the worker serves in its new role
-    ordered -> failed    it refused, did not answer in time, or is gone; nothing is kept of it
-A worker that refuses for its certificate is not asked again for a while: another may be brought to
-it, and needs no restart. One that knows no flips is not asked again in that life. Law: `under_way`
-are exactly the workers with a call out. One asyncio loop.
+    ordered -> failed    it refused, did not answer in time, or is gone
+
+A worker that refuses because of its certificate is not asked again for a while (it may get another
+one without a restart), and one that cannot flip not again in that life. Invariant: `under_way` are
+exactly the workers with a pending call. One asyncio loop.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -21,10 +27,15 @@ import grpc.aio
 from process import logs, rpc
 from process.authorization import PeerRole
 from process.background_tasks import end_tasks, start_task
-from process.errors import FailedPrecondition, Internal, PermissionDenied
+from process.errors import BatonError, FailedPrecondition, Internal, PermissionDenied
 from process.rpc import Dialer
 from protos import common_pb2, worker_control_pb2, worker_control_pb2_grpc
+from services.autoscaler.decision import ActionOutcome, Decision, Direction
+from services.autoscaler.leader import Leadership
+from services.autoscaler.scaler import Scaler, ScalerError
 from services.autoscaler.signals import Role
+
+# ---- role flips
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +52,7 @@ class _Ordered:
     task: asyncio.Task[None]
 
 
-class Flips:
+class RoleFlips:
     """See the module."""
 
     def __init__(
@@ -123,3 +134,97 @@ class Flips:
 
 def _life(worker: common_pb2.WorkerStatus) -> tuple[str, str]:
     return worker.worker_id, worker.incarnation
+
+
+# ---- carrying out decisions
+
+
+class Actuator:
+    """See the module."""
+
+    def __init__(
+        self,
+        scaler: Scaler,
+        flips: RoleFlips,
+        leadership: Leadership,
+        *,
+        act: bool,
+        timeout_s: float,
+    ) -> None:
+        """timeout_s: for one decision, flips aside."""
+        self._scaler = scaler
+        self._flips = flips
+        self._leadership = leadership
+        self._act = act
+        self._timeout_s = timeout_s
+        self._announced_problem = ""
+
+    async def act(
+        self,
+        decision: Decision,
+        *,
+        roles: Mapping[str, Role],
+        leave_first: Sequence[str],
+        workers: Mapping[str, common_pb2.WorkerStatus],
+    ) -> tuple[ActionOutcome, str]:
+        """Do what was decided. Returns: what became of it, and of a failure why."""
+        if not decision.is_action:
+            return ActionOutcome.NOTHING, ""
+        if not self._act:
+            return ActionOutcome.ADVISED, ""
+        if self._leadership.left_s <= 0:
+            return ActionOutcome.NOT_LEADER, ""
+        outcome, problem = ActionOutcome.DONE, ""
+        try:
+            if decision.direction is Direction.FLIP:
+                outcome = ActionOutcome.ORDERED
+                self._order_flips(decision, workers)
+            else:
+                await self._set(decision, roles, leave_first)
+        except BatonError as error:
+            outcome, problem = ActionOutcome.FAILED, str(error)
+        await self._announce(decision, outcome, problem)
+        return outcome, problem
+
+    def fence(self) -> None:
+        """See scaler.Fence."""
+        if self._leadership.left_s <= 0:
+            raise ScalerError("another autoscaler may lead by now: nothing more is changed")
+
+    async def _set(
+        self, decision: Decision, roles: Mapping[str, Role], leave_first: Sequence[str]
+    ) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for role in Role:
+                    if decision.change(role):
+                        await self._scaler.set(
+                            role,
+                            decision.wanted.of(role),
+                            roles=roles,
+                            leave_first=leave_first,
+                            fence=self.fence,
+                        )
+        except TimeoutError as error:
+            raise ScalerError(f"not done within {self._timeout_s:g} s") from error
+
+    def _order_flips(
+        self, decision: Decision, workers: Mapping[str, common_pb2.WorkerStatus]
+    ) -> None:
+        gone = [flip.worker_id for flip in decision.flips if flip.worker_id not in workers]
+        if gone:
+            raise ScalerError(f"gone before they could be flipped: {', '.join(gone)}")
+        for flip in decision.flips:
+            self._flips.order(workers[flip.worker_id], flip.to)
+
+    async def _announce(self, decision: Decision, outcome: ActionOutcome, problem: str) -> None:
+        """A failure that goes on is announced once."""
+        is_known = bool(problem) and problem == self._announced_problem
+        self._announced_problem = problem
+        if is_known:
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._scaler.announce(decision, outcome.value, problem, self.fence)
+        except TimeoutError:  # the log and the metrics have it
+            return

@@ -1,20 +1,30 @@
-"""Observing: from looks at the registry and the scaler to the observations that the plan is made
-from. What processes count since their start becomes what happened since the look before, life by
-life: one that began since then counts from 0, one that was there and not seen tells nothing yet.
+"""Observer: makes the plan's observations from the registry in Redis and from the scaler.
 
-Redis away: the last look stands, and grows old; traffic is unknown then. Pure but for the memory of
-the last look. One asyncio loop.
+The registry has an entry of each worker and router. The age of an entry follows from its heartbeat
+by Redis' clock. An entry without a heartbeat, or with the heartbeat of another life of the process,
+is left out; one that cannot be read is reported as a problem.
+
+Processes count since their start. The observer turns these counts into what happened since the
+last observation, for each life of a process: one that started since then counts from 0, and one
+that was there but was not seen contributes nothing yet. While Redis is away the last observation
+stands and ages, and the traffic is unknown. Its only state is the last observation. One asyncio
+loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
-from process.errors import Internal
+import redis.asyncio
+from google.protobuf import json_format
+
+from process import registry
+from process.errors import Internal, Unavailable
 from protos import common_pb2, router_status_pb2
-from services.autoscaler.registry_look import Beaten, RegistryLook
 from services.autoscaler.scaler import PoolScale
 from services.autoscaler.signals import (
     ByRole,
@@ -27,6 +37,97 @@ from services.autoscaler.signals import (
     Worker,
 )
 
+# ---- one look at the registry
+
+
+class _Entry(Protocol):
+    """What both kinds of entries have."""
+
+    incarnation: str
+
+
+_SLICE = 16
+"""Entries parsed at a time: about 2 ms."""
+
+Status = TypeVar("Status", bound=_Entry)
+
+
+@dataclass(frozen=True)
+class LiveEntry(Generic[Status]):
+    """One live entry."""
+
+    entry_id: str
+    status: Status
+    age_s: float
+
+
+@dataclass(frozen=True)
+class RegistryLook:
+    """All of them."""
+
+    workers: tuple[LiveEntry[common_pb2.WorkerStatus], ...] = ()
+    routers: tuple[LiveEntry[router_status_pb2.RouterStatus], ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+async def look_at_registry(
+    client: redis.asyncio.Redis,
+    timeout_s: float,
+    *,
+    beat_ttl_ms: int = registry.BEAT_TTL_MS,
+) -> RegistryLook:
+    """beat_ttl_ms: how long a beat lasts. Raises: Unavailable when Redis does not answer."""
+    problems: list[str] = []
+    try:
+        async with asyncio.timeout(timeout_s):
+            workers = await _read_entry(
+                client, "worker", common_pb2.WorkerStatus, problems, beat_ttl_ms
+            )
+            routers = await _read_entry(
+                client, "router", router_status_pb2.RouterStatus, problems, beat_ttl_ms
+            )
+    except registry.REDIS_FAILURES as error:
+        raise Unavailable(f"Redis does not answer: {error or type(error).__name__}") from error
+    return RegistryLook(workers, routers, tuple(problems))
+
+
+async def _read_entry(
+    client: redis.asyncio.Redis,
+    kind: str,
+    make: Callable[[], Any],
+    problems: list[str],
+    beat_ttl_ms: int,
+) -> tuple[LiveEntry[Any], ...]:
+    entries: Any = await client.hgetall(registry.entries_key(kind))
+    ids = sorted(entries)
+    async with client.pipeline(transaction=False) as pipe:
+        for entry_id in ids:
+            key = registry.beat_key(kind, entry_id.decode(errors="replace"))
+            pipe.get(key)
+            pipe.pttl(key)
+        beats = await pipe.execute() if ids else []
+    found = []
+    for index, entry_id in enumerate(ids):
+        if index % _SLICE == _SLICE - 1:
+            await asyncio.sleep(0)  # others ask this process things, too
+        beat, left_ms = beats[2 * index], beats[2 * index + 1]
+        if beat is None or left_ms <= 0:
+            continue
+        try:
+            status = json_format.Parse(
+                entries[entry_id].decode(), make(), ignore_unknown_fields=True
+            )
+        except (json_format.ParseError, UnicodeDecodeError) as error:
+            problems.append(f"the entry of {kind} {entry_id!r} cannot be read: {error}")
+            continue
+        if status.incarnation.encode() == beat:
+            name = entry_id.decode(errors="replace")
+            found.append(LiveEntry(name, status, registry.beat_age_s(left_ms, beat_ttl_ms)))
+    return tuple(found)
+
+
+# ---- observations from looks
+
 Life = tuple[str, str]
 """Id and incarnation."""
 
@@ -36,7 +137,7 @@ may make it late, shorter than a new life of it takes to start."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObservationInputs:
     """What is looked at together."""
 
     now_s: float
@@ -48,7 +149,7 @@ class Seen:
     """Workers told to take that role, and not there yet."""
 
 
-class Observing:
+class Observer:
     """See the module."""
 
     def __init__(self, model: str, can_flip: Callable[[common_pb2.WorkerStatus], bool]) -> None:
@@ -79,7 +180,7 @@ class Observing:
     def leave_first(self) -> list[str]:
         """Workers by what they have to do, least first: who may go with least harm."""
 
-        def load(beaten: Beaten[common_pb2.WorkerStatus]) -> tuple[int, int, int]:
+        def load(beaten: LiveEntry[common_pb2.WorkerStatus]) -> tuple[int, int, int]:
             status = beaten.status
             used = status.num_blocks - status.num_free_blocks - status.num_cached_blocks
             return status.num_running + status.num_waiting, status.num_queued_tokens, used
@@ -98,7 +199,7 @@ class Observing:
                 kept[beaten.entry_id] = (role, now_s)
         self._roles = kept
 
-    def observe(self, seen: Seen) -> Observations:
+    def observe(self, seen: ObservationInputs) -> Observations:
         """What the plan is told. `take` had `seen.registry` already."""
         problems: list[str] = list(self._registry.problems)
         if seen.scale is not None:
@@ -122,14 +223,14 @@ class Observing:
             num_flipping=len(seen.flipping),
         )
 
-    def _workers(self) -> Sequence[Beaten[common_pb2.WorkerStatus]]:
+    def _workers(self) -> Sequence[LiveEntry[common_pb2.WorkerStatus]]:
         return [
             beaten
             for beaten in self._registry.workers
             if self._model in ("", beaten.status.model) and _role(beaten.status) is not None
         ]
 
-    def _pools(self, seen: Seen, since_s: float) -> ByRole[Pool]:
+    def _pools(self, seen: ObservationInputs, since_s: float) -> ByRole[Pool]:
         roles = self.roles(seen.flipping)
         workers: dict[Role, list[Worker]] = {role: [] for role in Role}
         work: dict[Life, Work] = {}
@@ -195,7 +296,7 @@ class Observing:
             return _sum(replace(part, ttft=Histogram(), tpot=Histogram()) for part in parts)
 
     def _of_model(
-        self, beaten: Beaten[router_status_pb2.RouterStatus], problems: list[str]
+        self, beaten: LiveEntry[router_status_pb2.RouterStatus], problems: list[str]
     ) -> router_status_pb2.ModelTraffic | None:
         models = beaten.status.models
         if self._model:
