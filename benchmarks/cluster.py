@@ -44,8 +44,8 @@ from benchmarks.random_checkpoint import SHAPES
 from process.trace_spans import RecordingSpan, TraceContext, current_span
 from process.tracing import OtlpExporter, Tracing, TracingSettings
 from protos import inference_pb2, inference_pb2_grpc
-from services.router.request_trace import STAGE, TO_FIRST_TOKEN, Call, RequestTrace
-from services.router.times import StageTimes
+from services.router.request_stats import StageTimes
+from services.router.tracing import STAGE, TO_FIRST_TOKEN, RequestTrace, TracedCall
 
 # -- the handover of a prompt's KV from prefill to decode
 
@@ -532,7 +532,7 @@ def untraced_s(num_laps: int = 20_000) -> float:
     headers to read, which is the dearer case."""
     exporter: Any = _Nowhere()
     tracing = Tracing(TracingSettings(endpoint="127.0.0.1:1"), exporter)
-    call = Call()
+    call = TracedCall()
     call.headers = dict(TraceContext(1, 2, False, "vendor=1").headers)
     request = inference_pb2.GenerateRequest(text="x")
     began = time.perf_counter()

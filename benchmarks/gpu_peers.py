@@ -39,7 +39,7 @@ from kvstore.transport.cuda_ipc import CudaIpcTransport
 from kvstore.transport.device import wait_for
 from process import entrypoint, grpc_server
 from process.deadline import Deadline
-from services.worker.device_checksums import DeviceChecksums
+from services.worker.device_checksums import CudaChecksums
 
 SHAPES = {"llama-8b": 2 * 2**20, "qwen3-0.6b": 28 * 8 * 2 * 16 * 128 * 2}
 """Bytes of a block of 16 tokens in bfloat16, by model."""
@@ -71,7 +71,7 @@ def memory_on(device_id: int, block_bytes: int, seed: int) -> tuple[torch.Tensor
         cache.data_ptr(),
         block_bytes,
         NUM_BLOCKS,
-        DeviceChecksums(cache),
+        CudaChecksums(cache),
     )
     return cache, memory
 

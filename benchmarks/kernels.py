@@ -1068,13 +1068,13 @@ def checksums() -> dict[str, Any]:
     import triton
     from baton_kernels import block_checksums_triton
 
-    from services.worker.device_checksums import DeviceChecksums
+    from services.worker.device_checksums import CudaChecksums
 
     harness.needs_cuda()
     block_bytes, num_blocks, rows = 2 * 2**20, 1024, []
     cache = torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
     words, keys = cache.view(torch.int64), block_checksums_op.keys(cache.device)
-    whole = DeviceChecksums(cache)
+    whole = CudaChecksums(cache)
 
     def bench_s(run: Callable[[], object]) -> float:
         return float(triton.testing.do_bench(run, warmup=20, rep=100, return_mode="median")) / 1e3

@@ -260,7 +260,7 @@ def gpu(
     import torch
 
     from kvstore.transport.cuda_device import CudaDevice
-    from services.worker.device_checksums import DeviceChecksums
+    from services.worker.device_checksums import CudaChecksums
 
     torch.cuda.set_device(device_id)
     device = CudaDevice.open(device_id)
@@ -281,7 +281,7 @@ def gpu(
             "pinned_read": timed(partial(copy, staged, pinned)),
         }
         memory = BlockMemory.on_device(
-            device, cache.data_ptr(), size, len(cache), DeviceChecksums(cache)
+            device, cache.data_ptr(), size, len(cache), CudaChecksums(cache)
         )
         for transport in transports:
             for place, (sources, targets) in _places(num_blocks):

@@ -31,9 +31,7 @@ from benchmarks import harness
 from benchmarks.harness import KeyedStream, Several, cpu_s
 from process import grpc_server, rpc
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, inference_pb2
-from services.router.fakes.model import FakeModel
-from services.router.fakes.prefill import FakePrefill
-from services.router.fakes.worker import Context, FakeWorker
+from services.router.testing.fake_workers import Context, FakePrefill, FakeServedModel, FakeWorker
 
 MODEL = "baton-5m"
 SERVICE = "baton.v1.Inference"
@@ -215,7 +213,7 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
 
 async def _workers(redis_url: str, name: str) -> None:
     checkpoint = checkpoints.resolve(name, files="tokenizer")
-    model = FakeModel(
+    model = FakeServedModel(
         name=checkpoint.name,
         tokenizer_digest=checkpoints.tokenizer_digest(checkpoint.path),
         alphabet=tuple(range(300, 900)),  # words and parts of words

@@ -23,18 +23,24 @@ from baton.load.workload import BLOCK_TOKENS, TraceLine, read_trace
 from benchmarks import harness
 from benchmarks.harness import Several
 from services.router import policies
-from services.router.candidates import Candidates
+from services.router.circuit_breaker import Probation
 from services.router.config import RouterCosts, RoutingPolicy
-from services.router.conversations import Conversations
-from services.router.decisions import Decision, Decisions
-from services.router.decode_streams import DecodeStreams
-from services.router.link_costs import LinkCosts
-from services.router.policy import DECODE, PREFILL, Ask, Choice, Policy, Pools, WorkerLoad
-from services.router.prefill_client import PrefillClient
-from services.router.prefix_runs import Prefixes
-from services.router.probation import Probation
+from services.router.placement import PlacementDecision, PlacementLog
+from services.router.policies import (
+    DECODE,
+    PREFILL,
+    Choice,
+    LinkCosts,
+    PlacementQuery,
+    Policy,
+    Pools,
+    WorkerLoad,
+)
+from services.router.prefixes import FoundPrefixes, PrefixAffinity
 from services.router.registry import Registry
-from services.router.views import Link, ServedModel, Snapshot, StoreView, WorkerView
+from services.router.worker_client import DecodeStreams, PrefillClient
+from services.router.worker_directory import WorkerDirectory
+from services.router.worker_views import LinkView, ServedModel, Snapshot, StoreView, WorkerView
 
 # -- the choice
 
@@ -99,26 +105,28 @@ def _views(num_workers: int, rng: random.Random) -> list[WorkerView]:
                 lender_node_id=f"{name}/lent" if role == PREFILL else "",
                 is_draining=False,
                 dtype="bfloat16",
-                links={node: Link(20e9 * rng.uniform(0.5, 1.0)) for node in met},
+                links={node: LinkView(20e9 * rng.uniform(0.5, 1.0)) for node in met},
             )
         )
     return views
 
 
-def _ask(num_workers: int, turn: int, rng: random.Random) -> Ask:
+def _ask(num_workers: int, turn: int, rng: random.Random) -> PlacementQuery:
     nodes = [f"node-{i}" for i in range(max(1, num_workers // WORKERS_PER_NODE))]
     held = {node: rng.randrange(1, 512) for node in rng.sample(nodes, min(4, len(nodes)))}
-    return Ask(
+    return PlacementQuery(
         num_prompt_tokens=8192,
         max_tokens=256,
         affinity=rng.randbytes(16),
-        prefixes=Prefixes({("ab" * 32, 16): held}),
+        prefixes=FoundPrefixes({("ab" * 32, 16): held}),
         turn=turn,
         window=8448,
     )
 
 
-def _apply(choose: Callable[[Ask], Any], asks: Sequence[Ask], number: int) -> None:
+def _apply(
+    choose: Callable[[PlacementQuery], Any], asks: Sequence[PlacementQuery], number: int
+) -> None:
     choose(asks[number])
 
 
@@ -136,7 +144,7 @@ def _timed(work: Callable[[int], Any], count: int) -> dict[str, float]:
 def _decisions(num_workers: int, count: int, rng: random.Random) -> dict[str, dict[str, float]]:
     costs, views = RouterCosts(prefill_tokens_per_s=33_000), _views(num_workers, rng)
     standing = _Standing(views)
-    candidates = Candidates(
+    candidates = WorkerDirectory(
         cast(Registry, standing),
         cast(DecodeStreams, standing),
         cast(PrefillClient, standing),
@@ -146,7 +154,7 @@ def _decisions(num_workers: int, count: int, rng: random.Random) -> dict[str, di
     )
     prefill_ids = [view.worker_id for view in views if view.role == PREFILL]
     asks = [_ask(num_workers, turn, rng) for turn in range(count)]
-    record = Decisions(1024)
+    record = PlacementLog(1024)
     joint = policies.make("joint", costs)
 
     def whole(number: int) -> None:
@@ -155,7 +163,9 @@ def _decisions(num_workers: int, count: int, rng: random.Random) -> dict[str, di
             standing.set_queued(rng.choice(prefill_ids), rng.randrange(60_000))
         pools, ask = candidates.pools(), asks[number]
         choice = joint.choose(pools, ask)
-        record.add("t", f"r{number}", Decision("first", joint, pools, ask, choice, 0.0, 0.0))
+        record.add(
+            "t", f"r{number}", PlacementDecision("first", joint, pools, ask, choice, 0.0, 0.0)
+        )
 
     found = {"joint, whole decision": _timed(whole, count)}
     candidates.check_integrity()
@@ -272,7 +282,7 @@ class Replay:
         self._stores = {
             f"store of {p.name}": StoreView(f"store of {p.name}", "", "") for p in self._prefill
         }
-        self._conversations = Conversations(65_536)
+        self._conversations = PrefixAffinity(65_536)
         names = [p.name for p in self._prefill] + [d.name for d in self._decode]
         self._num_blocks = {f"life of {name}": hardware.device_blocks for name in names}
         self._links = LinkCosts((), costs)
@@ -294,11 +304,11 @@ class Replay:
         }
         layout = (FINGERPRINT, BLOCK_TOKENS)
         local = self._conversations.find(chain, self._num_blocks)
-        ask = Ask(
+        ask = PlacementQuery(
             num_prompt_tokens=line.num_input_tokens,
             max_tokens=line.num_output_tokens,
             affinity=chain[0],
-            prefixes=Prefixes({layout: held}, self._stores, {layout: chain}),
+            prefixes=FoundPrefixes({layout: held}, self._stores, {layout: chain}),
             local={life: num * BLOCK_TOKENS for life, num in local.items()},
             turn=turn,
         )

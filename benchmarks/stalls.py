@@ -48,7 +48,7 @@ from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
 from services.worker.config import WorkerSettings
-from services.worker.worker import start as start_worker
+from services.worker.server import start as start_worker
 from tools.step_log import Span
 
 BLOCK_SIZE = 16

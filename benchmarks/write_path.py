@@ -54,7 +54,7 @@ from process.deadline import Deadline
 from protos import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.prefill.role import PrefillRole
 from services.worker.config import WorkerSettings
-from services.worker.worker import start
+from services.worker.server import start
 
 VOCAB = 32000
 BLOCK_SIZE = 16

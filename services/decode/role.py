@@ -8,7 +8,7 @@ from process.deadline import Deadline
 from protos import decode_pb2_grpc
 from services.decode.server import DecodeServicer
 from services.decode.worker import DecodeWorker
-from services.worker.core import WorkerCore
+from services.worker.runtime import WorkerCore
 
 
 class DecodeRole:

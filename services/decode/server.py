@@ -1,10 +1,19 @@
-"""DecodeServicer: the Decode gRPC service, with one multiplexed stream per router.
+"""StreamSession: one router's stream: its keys, the requests behind them, and their cancellation
+when it breaks.
+
+A handle's leases are released only here if it was made for a request of this stream, which may be
+over by then; those of a handle under an unknown key or for another request are left to expire.
+
+Knows no stubs. Belongs to the loop's thread.
+
+DecodeServicer: the Decode gRPC service, with one multiplexed stream per router.
 
 The only module here that knows the stubs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
@@ -14,40 +23,130 @@ import grpc.aio
 
 from engine.outputs import RequestOutput
 from process import rpc, trace_spans
-from process.errors import BatonError, InvalidArgument
+from process.deadline import Deadline
+from process.errors import AlreadyExists, BatonError, InvalidArgument, NotFound
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
-from services.decode.ask import DecodeAsk
-from services.decode.intake import Handover
-from services.decode.leases import give_back
-from services.decode.moving import Luggage
-from services.decode.session import StreamSession
-from services.decode.sink import Load
-from services.decode.worker import DecodeWorker
+from services.decode.event_sink import DecodeEventSink, StreamLoad
+from services.decode.kv_loader import GenerateCommand, give_back, is_for
+from services.decode.migration import MigratedKv
+from services.decode.request_spec import DecodeRequestSpec
+from services.decode.worker import DecodeRequest, DecodeWorker
 from services.worker import handle as handles
 from services.worker.adapters import info_to_proto
-from services.worker.core import WorkerCore
-from services.worker.multiplexed import Outbox, serve
-from services.worker.provenance import Leg
-from services.worker.sampling import beam_from_proto, num_samples_of, sampling_from_proto
-from services.worker.status import (
+from services.worker.handle import Handle
+from services.worker.provenance import (
     FINISH_REASONS,
+    LegProvenance,
     logprobs_to_proto,
     times_to_proto,
     traces_to_proto,
 )
-from services.worker.token_ids import token_ids_of
+from services.worker.runtime import WorkerCore
+from services.worker.stream_servicer import (
+    Outbox,
+    beam_from_proto,
+    num_samples_of,
+    sampling_from_proto,
+    serve,
+    token_ids_of,
+)
+
+_MAX_PAST = 256
+"""Most finished requests that are remembered, of whose end a router may not have learned when it
+hands over. Guessed, far above what a router has in progress at one worker."""
+
+
+class StreamSession:
+    """Requests of one stream, by the router's keys."""
+
+    def __init__(self, worker: DecodeWorker, sink: DecodeEventSink) -> None:
+        self._worker = worker
+        self._sink = sink
+        self._requests: dict[int, DecodeRequest] = {}
+        self._past: dict[int, tuple[str, str]] = {}  # request id and tenant by key, oldest first
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def reserve(self, key: int, ask: DecodeRequestSpec, deadline: Deadline) -> None:
+        """Begin a request. Raises: AlreadyExists when the key is in use."""
+        if key in self._requests:
+            raise AlreadyExists(f"key {key} is in use on this stream")
+        request = self._worker.begin(self._sink, key, ask, deadline)
+        assert request.task is not None
+        self._requests[key] = request
+        self._idle.clear()
+        request.task.add_done_callback(lambda _: self._over(request))
+
+    def generate(self, key: int, handover: GenerateCommand) -> None:
+        """Pass a handover to its request. For an unknown key (refused, ended) the failure is sent;
+        the handle's leases are released if they belong to that key's request."""
+        request = self._requests.get(key)
+        owner = request.owner if request is not None else self._past.get(key)
+        try:
+            if request is None:
+                raise NotFound(f"no request {key} on this stream (any more)")
+            request.hand_over(handover)
+        except BatonError as error:
+            if handover.handle is not None and owner and is_for(handover.handle, *owner):
+                give_back(self._worker.core, handover.handle)
+            self.refuse(key, error)
+
+    def prefetch(self, key: int, handle: Handle) -> None:
+        """Start to pull what a partial handle names; ignored when the request is over, or has its
+        final handle already."""
+        request = self._requests.get(key)
+        if request is not None:
+            request.arrival.prefetch(handle)
+
+    def cancel(self, key: int) -> None:
+        """Cancel a request; one that is over is ignored."""
+        request = self._requests.get(key)
+        if request is not None:
+            request.cancel(say_so=True)
+
+    def cancel_sample(self, key: int, sample_index: int) -> None:
+        """End one sample of a request, and the request with its last one."""
+        request = self._requests.get(key)
+        if request is not None:
+            request.cancel_sample(sample_index)
+
+    def refuse(self, key: int, error: BaseException) -> None:
+        """Send the error of an invalid command under its key."""
+        self._sink.failed(key, error, None)
+        self._sink.flush(StreamLoad.now(self._worker.core.thread.stats))
+
+    async def wait_idle(self) -> None:
+        """Wait until every request of the stream is over. Each has its own deadline."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """Cancel all requests because the stream has ended, and release the handles that were not
+        delivered. Idempotent."""
+        for request in list(self._requests.values()):
+            request.cancel(say_so=False)
+        self._sink.close()
+
+    def _over(self, request: DecodeRequest) -> None:
+        del self._requests[request.key]
+        self._past[request.key] = request.owner
+        if len(self._past) > _MAX_PAST:
+            del self._past[next(iter(self._past))]
+        if not self._requests:
+            self._idle.set()
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Outbound:
-    """`EventSink` of one stream, which collects events into messages. Invariant: a handle belongs
+    """`DecodeEventSink` of one stream, which collects events into messages. Invariant: a handle
+    belongs
     to the router once its `moved` event was written; leases of handles that were not written are
     released."""
 
     def __init__(self, core: WorkerCore) -> None:
         self._core = core
-        self._load: Load | None = None
+        self._load: StreamLoad | None = None
         self._untold: dict[int, handles.Handle] = {}
         self._is_closed = False
         self.outbox = Outbox[decode_pb2.DecodeEvent]()
@@ -65,7 +164,7 @@ class Outbound:
         self.outbox.put(decode_pb2.DecodeEvent(key=key, tokens=tokens))
 
     def finished(
-        self, key: int, event: RequestOutput | None, leg: Leg, seconds: dict[str, float]
+        self, key: int, event: RequestOutput | None, leg: LegProvenance, seconds: dict[str, float]
     ) -> None:
         finished = decode_pb2.DecodeFinished(
             finish_reason=common_pb2.FINISH_REASON_CANCELLED,
@@ -76,7 +175,7 @@ class Outbound:
             _fill(finished, event)
         self.outbox.put(decode_pb2.DecodeEvent(key=key, finished=finished))
 
-    def failed(self, key: int, error: BaseException, leg: Leg | None) -> None:
+    def failed(self, key: int, error: BaseException, leg: LegProvenance | None) -> None:
         code, message = rpc.status_of(error)
         failed = decode_pb2.DecodeFailed(
             code=rpc.code_number(code),
@@ -90,9 +189,9 @@ class Outbound:
     def moved(
         self,
         key: int,
-        luggage: Luggage,
+        luggage: MigratedKv,
         num_output_tokens: Sequence[int],
-        leg: Leg | None,
+        leg: LegProvenance | None,
         seconds: dict[str, float],
     ) -> None:
         moved = decode_pb2.DecodeMoved(
@@ -109,7 +208,7 @@ class Outbound:
             self._untold[key] = luggage.handle
         self.outbox.put(decode_pb2.DecodeEvent(key=key, moved=moved))
 
-    def flush(self, load: Load) -> None:
+    def flush(self, load: StreamLoad) -> None:
         self._load = load
         self.outbox.flush()
 
@@ -126,7 +225,7 @@ class Outbound:
 
     def message(self, events: list[decode_pb2.DecodeEvent]) -> decode_pb2.DecodeEvents:
         """Build one message of events, with the load as of the last flush."""
-        load = self._load or Load.now(self._core.thread.stats)
+        load = self._load or StreamLoad.now(self._core.thread.stats)
         return decode_pb2.DecodeEvents(
             events=events,
             num_free_blocks=load.num_free_blocks,
@@ -204,9 +303,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         else:
             raise InvalidArgument("command", "is absent")
 
-    def _ask(self, message: decode_pb2.ReserveDecode) -> DecodeAsk:
+    def _ask(self, message: decode_pb2.ReserveDecode) -> DecodeRequestSpec:
         self._core.check_model(message.model_fingerprint, message.adapter, message.adapter_digest)
-        return DecodeAsk(
+        return DecodeRequestSpec(
             request_id=message.request_id,
             tenant=message.tenant,
             adapter=message.adapter,
@@ -235,7 +334,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             raise InvalidArgument("prefetch.handle", "is not partial; it belongs into `generate`")
         session.prefetch(key, handle)
 
-    def _handover(self, message: decode_pb2.GenerateFromHandle) -> Handover:
+    def _handover(self, message: decode_pb2.GenerateFromHandle) -> GenerateCommand:
         """Convert a handover. A handle that is forged, of another version, replayed or malformed is
         passed on as refused, with its reason, and the prompt is recomputed. Its leases are not
         released: the first two kinds may come from anywhere."""
@@ -252,7 +351,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         beam_start = tuple((start.token_id, start.logprob) for start in message.beam_start)
         outputs = outputs or (tuple(message.output_token_ids),)
         alone = message.computes_prompt and not message.HasField("handle")
-        return Handover(handle, outputs, over, beam_start, refusal, alone)
+        return GenerateCommand(handle, outputs, over, beam_start, refusal, alone)
 
 
 def _fill(part: decode_pb2.DecodeTokens | decode_pb2.DecodeFinished, event: RequestOutput) -> None:

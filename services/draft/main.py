@@ -1,5 +1,5 @@
 """How a draft worker's process starts, serves and ends: the model is loaded on a thread (progress
-as log lines) -> a worker (services/draft/worker.py) -> ready line. It ends on a signal, or when
+as log lines) -> a worker (services/draft/server.py) -> ready line. It ends on a signal, or when
 guessing has failed. Signals, exit codes and parent watch are `process.entrypoint`'s.
 """
 
@@ -18,7 +18,7 @@ from process import entrypoint, logs, tls
 from process.authorization import PeerRole
 from process.metrics import HealthProbes, MetricsServer
 from services.draft.config import DraftSettings
-from services.draft.worker import DraftWorker, serving_drafts
+from services.draft.server import DraftWorker, serving_drafts
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from process import logs
 from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
 from process.errors import BatonError, Internal, InvalidArgument, NoCapacity, Unavailable
-from services.worker.step_watch import StepWatch
+from services.worker.engine_thread import StepWatch
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from process.deadline import Deadline
 from protos import prefill_pb2_grpc
 from services.prefill.server import PrefillServicer
 from services.prefill.worker import PrefillWorker
-from services.worker.core import WorkerCore
+from services.worker.runtime import WorkerCore
 
 
 class PrefillRole:

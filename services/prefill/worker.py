@@ -1,4 +1,10 @@
-"""PrefillWorker: runs prefill requests, each as one coroutine that ends by releasing all its
+"""BlockQueue: the queue for blocks of the engine, first come, first served.
+
+Invariant: a request never takes blocks while one that came earlier still waits. One engine call
+tries all waiting requests (arrivals of one step join the same next step), in order, up to the first
+that finds no room; they are tried again after `room_may_have_come`. Belongs to the loop's thread.
+
+PrefillWorker: runs prefill requests, each as one coroutine that ends by releasing all its
 resources.
 
 Life of a request (a cancel or the deadline may end it in any state):
@@ -13,14 +19,14 @@ Life of a request (a cancel or the deadline may end it in any state):
    as above; the tail is deleted with the lease
 5. DONE       answered; the leases belong to the handle    | CANCELLED | FAILED
 
-Asked for the direct way, it lends its own blocks instead (services/prefill/lent_prompt.py): partial
+Asked for the direct way, it lends its own blocks instead (services/prefill/lending.py): partial
 handles and the last one name this worker. Where that cannot be, it goes through the store, and the
 account says so. Where no handle names the store (the direct way, or no handle is wanted), the
-answer does not wait for it: services/worker/write_behind.py stores the prompt.
+answer does not wait for it: services/worker/store_writer.py stores the prompt.
 
 The store's absence only makes the handle shorter. Belongs to the loop's thread; speaks values, not
-stubs. Where the prefix comes from: services/prefill/prefix_fetch.py; which way a handle goes:
-services/prefill/handover.py.
+stubs. Where the prefix comes from: services/prefill/prefix_loader.py; which way a handle goes:
+services/prefill/handoff.py.
 """
 
 from __future__ import annotations
@@ -28,31 +34,156 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from engine.errors import NoBlocks
 from engine.outputs import FilledBlock, PositionLogprobs, StepOutput
 from engine.request import Request, Reservation
 from kvstore.errors import STORE_UNAVAILABLE
+from process.background_tasks import end_tasks, start_task
 from process.deadline import Deadline
-from process.errors import Internal, Unavailable
-from services.prefill.early_handles import EarlyHandles
-from services.prefill.handover import Handover, PrefillAnswer
-from services.prefill.job import BEFORE_FIRST, Firsts, PrefillAsk, PrefillJob, PrefillState
-from services.prefill.pins import Pin, Pins
-from services.prefill.prefix_fetch import FetchAsk, PrefixFetch
+from process.errors import BatonError, Internal, NoCapacity, Unavailable
+from services.prefill.handoff import HandoffBuilder, PrefillAnswer
+from services.prefill.prefix_loader import PrefixLoader, PrefixLoadRequest
+from services.prefill.request import (
+    BEFORE_FIRST,
+    Firsts,
+    PartialHandleSchedule,
+    PrefillRequest,
+    PrefillRequestSpec,
+    PrefillState,
+    PrefixLease,
+    PrefixLeases,
+)
 from services.worker import handle as handles
-from services.worker import request_spans
-from services.worker.admission import Admission
-from services.worker.block_writer import BlockWriter, TailSource
-from services.worker.core import WorkerCore
+from services.worker import provenance
+from services.worker.adapters import check_digest
 from services.worker.engine_port import WorkerEngine
-from services.worker.provenance import Leg
-from services.worker.sampling import named_on_wire
-from services.worker.write_behind import WriteChain
+from services.worker.engine_thread import EngineThread
+from services.worker.provenance import LegProvenance
+from services.worker.runtime import WorkerCore
+from services.worker.store_writer import BlockWriter, TailSource, WriteChain
+from services.worker.stream_servicer import named_on_wire
+
+logger = logging.getLogger(__name__)
 
 
-class Audience(Protocol):
+@dataclass(eq=False)
+class _Waiter:
+    request: Request
+    future: asyncio.Future[Reservation]
+
+
+class BlockQueue:
+    """FIFO queue in front of `engine.reserve`, at most `max_waiting` requests long."""
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        *,
+        max_waiting: int,
+        on_full: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Create an empty queue. on_full: called when a request has found no room."""
+        self._thread = thread
+        self._max_waiting = max_waiting
+        self._on_full = on_full
+        self._waiting: list[_Waiter] = []
+        self._wake = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def reserve(self, request: Request, deadline: Deadline) -> Reservation:
+        """Wait for room and reserve it, if the request's adapter is still loaded.
+
+        The caller posts an `abort` of the request's id if this ends in any other way than by
+        returning: a cancelled wait may still have been granted.
+        Raises: NoCapacity when the queue is full; DeadlineExceeded; RequestTooLong and what else
+        `reserve` refuses.
+        """
+        if len(self._waiting) >= self._max_waiting:
+            raise NoCapacity(
+                f"{len(self._waiting)} requests wait for room in this worker's KV cache",
+                retry_after_s=1.0,
+            )
+        if self._pump is None:
+            self._pump = start_task(self._grant_forever(), "admission", is_for_many=True)
+        future: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(request, future)
+        self._waiting.append(waiter)
+        self._wake.set()
+        try:
+            async with deadline.timeout("waiting for room in the KV cache"):
+                return await waiter.future
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+                self._wake.set()
+
+    def room_may_have_come(self) -> None:
+        """Retry the waiting requests; called when blocks have been freed."""
+        if self._waiting:
+            self._wake.set()
+
+    async def stop(self) -> None:
+        """Stop the queue; requests that still wait are refused."""
+        await end_tasks([self._pump])
+        for waiter in self._waiting:
+            if not waiter.future.done():
+                waiter.future.set_exception(NoCapacity("the worker is stopping"))
+
+    async def _grant_forever(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            batch = list(self._waiting)
+            if batch:
+                await self._grant(batch)
+
+    async def _grant(self, batch: list[_Waiter]) -> None:
+        asked = [waiter.request for waiter in batch]
+        try:
+            outcomes = await self._thread.call(lambda engine: _reserve_in_order(engine, asked))
+        except BatonError as error:  # the engine is down: nobody will be served
+            outcomes = [error] * len(batch)
+        except Exception as error:  # the last line of defence: those who come later must be tried
+            logger.exception("admission_failed")
+            outcomes = [Internal(f"admission failed: {error}")] * len(batch)
+        for waiter, outcome in zip(batch, outcomes, strict=False):
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            if waiter.future.done():
+                continue
+            if isinstance(outcome, BatonError):
+                waiter.future.set_exception(outcome)
+            else:
+                waiter.future.set_result(outcome)
+        if len(outcomes) < len(batch):
+            self._on_full()
+
+
+def _reserve_in_order(engine: WorkerEngine, asked: list[Request]) -> list[Reservation | BatonError]:
+    """Reserve blocks in order. Returns: one outcome for each request up to the first without
+    room."""
+    outcomes: list[Reservation | BatonError] = []
+    for request in asked:
+        try:
+            check_digest(engine, request.adapter)
+            outcomes.append(engine.reserve(request))
+        except NoBlocks:
+            break
+        except BatonError as error:
+            outcomes.append(error)
+    return outcomes
+
+
+class PrefillSink(Protocol):
     """Interface to send a request's events; each method returns when the event is queued. One call
     at a time."""
 
@@ -73,13 +204,13 @@ class PrefillWorker:
 
     def __init__(self, core: WorkerCore) -> None:
         self._core = core
-        self._jobs: dict[str, PrefillJob] = {}
-        self._admission = Admission(
+        self._jobs: dict[str, PrefillRequest] = {}
+        self._admission = BlockQueue(
             core.thread,
             max_waiting=core.limits.max_waiting_requests,
             on_full=core.write_behind.give_way,
         )
-        self._handover = Handover(core)
+        self._handover = HandoffBuilder(core)
         core.on_room = self._admission.room_may_have_come
         core.num_queued_tokens = self._num_queued_tokens
 
@@ -99,9 +230,9 @@ class PrefillWorker:
 
     async def prefill(
         self,
-        ask: PrefillAsk,
+        ask: PrefillRequestSpec,
         deadline: Deadline,
-        audience: Audience,
+        audience: PrefillSink,
         tell: Callable[[PrefillAnswer], None] = lambda answer: None,
     ) -> PrefillAnswer:
         """Prefill one prompt and draw the next token of each sample, which `audience` gets at once;
@@ -132,11 +263,11 @@ class PrefillWorker:
                 # Decode waits for the answer, nobody for this: a hold of each block of the prompt.
                 asyncio.get_running_loop().call_soon(self._close, job)
             finally:
-                request_spans.tell(job.span, job.clock, job.leg)
+                provenance.set_leg_attributes(job.span, job.clock, job.leg)
             return answer
 
     async def _answer(
-        self, job: PrefillJob, deadline: Deadline, audience: Audience
+        self, job: PrefillRequest, deadline: Deadline, audience: PrefillSink
     ) -> PrefillAnswer:
         try:
             async with deadline.timeout("prefill"):
@@ -150,20 +281,20 @@ class PrefillWorker:
             raise named_on_wire(error, job.ask.sampling) from error
         return answer
 
-    def _new_job(self, ask: PrefillAsk, deadline: Deadline) -> PrefillJob:
+    def _new_job(self, ask: PrefillRequestSpec, deadline: Deadline) -> PrefillRequest:
         core = self._core
-        return PrefillJob(
+        return PrefillRequest(
             ask,
             core.engine_id(ask.request_id),
             deadline,
-            Leg(len(ask.prompt_token_ids)),
-            Pins(
+            LegProvenance(len(ask.prompt_token_ids)),
+            PrefixLeases(
                 core.connector,
                 ttl_s=lambda: self._handover.ttl_s(deadline),
                 renew_budget_s=core.limits.put_budget_s,
                 deadline=deadline,
             ),
-            EarlyHandles(wanted=ask.wants_handle),
+            PartialHandleSchedule(wanted=ask.wants_handle),
             asyncio.get_running_loop().create_future(),
         )
 
@@ -177,7 +308,7 @@ class PrefillWorker:
 
     # ---- the states
 
-    async def _run(self, job: PrefillJob, audience: Audience) -> PrefillAnswer:
+    async def _run(self, job: PrefillRequest, audience: PrefillSink) -> PrefillAnswer:
         ask = job.ask
         job.clock.enter("prefill_queue")
         reservation = await self._admission.reserve(
@@ -215,11 +346,11 @@ class PrefillWorker:
         job.clock.enter(None)
         return answer
 
-    async def _fetch(self, job: PrefillJob, reservation: Reservation) -> int:
+    async def _fetch(self, job: PrefillRequest, reservation: Reservation) -> int:
         """Load what the stores have beyond the local prefix, and prepare to store new blocks.
         Returns: number of tokens whose KV is loaded."""
         job.chain_hashes = self._hashes(job, reservation)
-        ask = FetchAsk(
+        ask = PrefixLoadRequest(
             engine_id=job.engine_id,
             reservation=reservation,
             chain_hashes=job.chain_hashes,
@@ -228,7 +359,7 @@ class PrefillWorker:
             ttl_s=self._handover.ttl_s(job.deadline),
             deadline=job.deadline,
         )
-        fetch = PrefixFetch(self._core, ask, job.leg, job.pins)
+        fetch = PrefixLoader(self._core, ask, job.leg, job.pins)
         job.place = place = await fetch.run()
         job.lent = self._handover.open_lent(job, job.chain_hashes)
         if job.lent is not None:
@@ -242,7 +373,7 @@ class PrefillWorker:
         self._on_more(job)
         return fetch.num_tokens
 
-    async def _wait_for_firsts(self, job: PrefillJob, audience: Audience) -> Firsts:
+    async def _wait_for_firsts(self, job: PrefillRequest, audience: PrefillSink) -> Firsts:
         """Wait until the first tokens are drawn. Meanwhile send partial handles and the prompt's
         log-probabilities."""
         job.first.add_done_callback(lambda _: job.early.news.set())
@@ -257,14 +388,14 @@ class PrefillWorker:
         await self._show_prompt_logprobs(job, audience)
         return await job.first
 
-    async def _show_prompt_logprobs(self, job: PrefillJob, audience: Audience) -> None:
+    async def _show_prompt_logprobs(self, job: PrefillRequest, audience: PrefillSink) -> None:
         """Send the prompt log-probabilities that have come since the last call."""
         if job.prompt_logprobs:
             logprobs, job.prompt_logprobs = job.prompt_logprobs, []
             await audience.show_prompt_logprobs(logprobs)
 
     async def _store(
-        self, job: PrefillJob, firsts: Firsts, reservation: Reservation
+        self, job: PrefillRequest, firsts: Firsts, reservation: Reservation
     ) -> PrefillAnswer:
         """Lend the prompt, or wait for the puts that the handle names; the tail goes last. Returns:
         the answer, with a handle if one is wanted and there are blocks to hand over."""
@@ -286,7 +417,7 @@ class PrefillWorker:
             self._go_through_store(job)
         if not wants_handle:
             if job.writer is not None:  # the first token has ended the answer
-                place = Pin(job.writer.client, "", (), job.writer.release_later)
+                place = PrefixLease(job.writer.client, "", (), job.writer.release_later)
                 stored = job.writer.num_stored
                 job.behind = self._begin_behind(job, place, num_full_blocks, stored)
             self._account_behind(job)
@@ -304,7 +435,7 @@ class PrefillWorker:
             job.leg.not_stored[written.problem] += num_wanted - num_stored
         return self._handover.from_store(job, job.writer, written)
 
-    def _account_behind(self, job: PrefillJob) -> None:
+    def _account_behind(self, job: PrefillRequest) -> None:
         """Count the prompt's blocks that are in the store when its answer is sent."""
         chain, place = job.behind, job.place
         if chain is None or place is None:
@@ -319,14 +450,14 @@ class PrefillWorker:
 
     # ---- ends
 
-    def _finish(self, job: PrefillJob) -> None:
+    def _finish(self, job: PrefillRequest) -> None:
         job.move(PrefillState.DONE)
         self._core.counts.add(job.leg)
         self._core.counts.num_output_tokens += sum(
             len(event.token_ids) for event in job.firsts.values()
         )
 
-    def _close(self, job: PrefillJob) -> None:
+    def _close(self, job: PrefillRequest) -> None:
         """Release what the request holds, once; after DONE some leases belong to the handle."""
         if self._jobs.pop(job.engine_id, None) is None:
             return
@@ -381,12 +512,12 @@ class PrefillWorker:
 
     # ---- parts
 
-    def _hashes(self, job: PrefillJob, reservation: Reservation) -> Sequence[bytes]:
+    def _hashes(self, job: PrefillRequest, reservation: Reservation) -> Sequence[bytes]:
         if job.ask.output_token_ids:
             return job.ask.chain.hashes(job.ask.context)
         return reservation.chain_hashes
 
-    def _open_writer(self, job: PrefillJob, place: Pin) -> BlockWriter:
+    def _open_writer(self, job: PrefillRequest, place: PrefixLease) -> BlockWriter:
         return BlockWriter(
             self._core.connector,
             place.client,
@@ -401,7 +532,7 @@ class PrefillWorker:
             release_later=place.release_later,
         )
 
-    def _on_more(self, job: PrefillJob) -> None:
+    def _on_more(self, job: PrefillRequest) -> None:
         """Note that more of the prompt can be fetched than before."""
         num_blocks = [len(pin.refs) for pin in job.pins.held]
         if job.lent is not None:
@@ -410,7 +541,7 @@ class PrefillWorker:
             num_blocks.append(job.writer.num_stored)
         job.early.stored(max(num_blocks, default=0))
 
-    def _write(self, job: PrefillJob, blocks: Sequence[FilledBlock]) -> None:
+    def _write(self, job: PrefillRequest, blocks: Sequence[FilledBlock]) -> None:
         if not blocks:
             return
         if job.writer is not None:
@@ -424,7 +555,7 @@ class PrefillWorker:
             self._on_more(job)
 
     def _begin_behind(
-        self, job: PrefillJob, place: Pin, num_filled: int, num_stored: int
+        self, job: PrefillRequest, place: PrefixLease, num_filled: int, num_stored: int
     ) -> WriteChain:
         """Begin the background chain of the prompt at the store of `place`, which has its leading
         `num_stored` blocks. num_filled: leading blocks that are computed or loaded."""
@@ -437,7 +568,7 @@ class PrefillWorker:
             client=None if is_home else place.client,
         )
 
-    def _end_behind(self, job: PrefillJob, chain: WriteChain) -> None:
+    def _end_behind(self, job: PrefillRequest, chain: WriteChain) -> None:
         """End the background chain of a finished request."""
         behind, lent = self._core.write_behind, job.lent
         if job.state is not PrefillState.DONE or chain.problem:
@@ -451,18 +582,18 @@ class PrefillWorker:
                 chain, job.last_filled, lambda then: loans.when_over(lease_id, then)
             )
 
-    def _go_through_store(self, job: PrefillJob) -> None:
+    def _go_through_store(self, job: PrefillRequest) -> None:
         """Switch to a handover through the store, because the request's blocks cannot be lent."""
         place, chain, lent = job.place, job.behind, job.lent
         if place is None or chain is None or lent is None or job.writer is not None:
             return
         self._core.write_behind.drop(chain)
         job.behind = None
-        job.writer = self._open_writer(job, Pin(place.client, "", (), place.release_later))
+        job.writer = self._open_writer(job, PrefixLease(place.client, "", (), place.release_later))
         job.writer.add(lent.filled)
 
 
-def _start(engine: WorkerEngine, job: PrefillJob, num_loaded_tokens: int) -> None:
+def _start(engine: WorkerEngine, job: PrefillRequest, num_loaded_tokens: int) -> None:
     """Start the request, on the engine's thread; blocks that will be lent are quarantined from the
     start."""
     engine.start(

@@ -9,9 +9,8 @@ import logging
 import sys
 
 from process import entrypoint, logs
-from services.router.app import Router
+from services.router.app import Router, load_model
 from services.router.config import RouterSettings
-from services.router.model import load_model
 
 logger = logging.getLogger("router")
 

@@ -46,12 +46,12 @@ from protos import (
     router_status_pb2,
 )
 from services import adapter_wishes
-from services.router.adapter_use import AdapterUse
 from services.router.config import RouterTimes
-from services.router.policy import PREFILL
+from services.router.policies import PREFILL
 from services.router.registry import Registry
 from services.router.served_models import OneModel, ServedModels
-from services.router.views import Snapshot, WorkerView
+from services.router.service import AdapterUse
+from services.router.worker_views import Snapshot, WorkerView
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,6 @@
-"""One router put together: started, stopped, and its laws checked. Knows every part, does none of
+"""ServedCheckpoint: a checkpoint that the router serves, as far as it needs it: no weights.
+
+One router put together: started, stopped, and its laws checked. Knows every part, does none of
 their work.
 
 `Router.start` returns when clients are served; `stop` lets requests finish for a while, then ends
@@ -19,6 +21,8 @@ from pathlib import Path
 import grpc.aio
 from prometheus_client.metrics_core import Metric
 
+import checkpoints
+from checkpoints.sampling_defaults import SamplingDefaults
 from kvstore import index
 from process import entrypoint, grpc_server, logs, metrics, registry
 from process.authorization import RULES, PeerRole
@@ -26,48 +30,80 @@ from process.errors import BatonError, Unavailable
 from process.grpc_server import HealthServicer, ReflectionServicer
 from process.metrics import HealthProbes, Labels, MetricsServer
 from process.rpc import Dialer
+from process.settings import SettingsError
 from process.tls import TlsIdentity, is_loopback
 from process.tracing import Tracing
-from services.router import beats, http_origins, http_roles, policies
+from services.router import http_server, policies, request
 from services.router.adapter_changes import AdapterChanges
-from services.router.adapter_use import AdapterUse
-from services.router.admission import DEFAULT_STEP_TOKENS, Admission
-from services.router.admission_metrics import AdmissionMetrics
-from services.router.candidates import Candidates
-from services.router.clients import Clients
-from services.router.config import RouterSettings
-from services.router.decode_streams import DecodeStreams
-from services.router.front_desk import FrontDesk
-from services.router.holding import Holding
-from services.router.http_cors import Cors
-from services.router.http_metrics import HttpMetrics
-from services.router.http_server import HttpServer
-from services.router.inflight import InFlight
-from services.router.job import Cluster
-from services.router.keys import ApiKeys
+from services.router.admission import DEFAULT_STEP_TOKENS, Admission, Holding
+from services.router.attempts import Attempts
+from services.router.callers import ApiKeys
+from services.router.circuit_breaker import Probation, Prober
+from services.router.client_limits import Clients
+from services.router.cluster_status import ClusterStatus
+from services.router.config import RouterSettings, TenantSalts, parse_scopes
+from services.router.grpc_service import SERVICE, InferenceServicer
+from services.router.http_server import Cors, HttpServer
 from services.router.lease_release import LeaseRelease
-from services.router.lookup import PrefixLookup
-from services.router.metrics import RouterMetrics
-from services.router.model import Model
+from services.router.metrics import AdmissionMetrics, HttpMetrics, RouterMetrics, Traffic
+from services.router.metrics import make_beat as make_beat
 from services.router.openai.routes import OpenAiRoutes
 from services.router.page.routes import LivePage
-from services.router.policy import DECODE, PREFILL
-from services.router.prefill_client import PrefillClient
-from services.router.preparing import Preparer
-from services.router.probation import Probation
-from services.router.prober import Prober
-from services.router.prompt import PromptEncoder
+from services.router.placement import Placer
+from services.router.policies import DECODE, PREFILL
+from services.router.prefixes import PrefixLookup
 from services.router.rate_limit import RateLimits
 from services.router.registry import Registry
-from services.router.request_log import RequestLog
-from services.router.routing import Routing
+from services.router.request import Preparer, PromptEncoder, RoutingServices
+from services.router.request_stats import RequestLog, UsageHistory
 from services.router.served_models import OneModel, ServedModels
-from services.router.server import SERVICE, InferenceServicer
-from services.router.status import ClusterStatus
-from services.router.tenants import TenantSalts, parse_scopes
-from services.router.traffic import Traffic
-from services.router.usage_history import UsageHistory
-from services.router.views import Snapshot, hung_workers
+from services.router.service import AdapterUse, RouterService
+from services.router.worker_client import DecodeStreams, PrefillClient
+from services.router.worker_directory import WorkerDirectory
+from services.router.worker_views import ServedModel, Snapshot, hung_workers
+from tokens.chat_template import ChatTemplate
+from tokens.errors import TokensError
+from tokens.tokenizer import Tokenizer
+
+
+class ServedCheckpoint:
+    """Names, tokenizer, template, defaults."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        served: ServedModel,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        defaults: SamplingDefaults,
+    ) -> None:
+        self.name = name
+        self.served = served
+        self.tokenizer = tokenizer
+        self.template = template
+        self.defaults = defaults
+
+
+def load_model(model: str) -> ServedCheckpoint:
+    """Find the checkpoint and read its tokenizer files; blocking.
+
+    Raises: SettingsError, one line: what is wrong with `model` and how to fix it.
+    """
+    try:
+        checkpoint = checkpoints.resolve(model, files="tokenizer")
+        return ServedCheckpoint(
+            checkpoint.name,
+            served=ServedModel(
+                (checkpoint.name, model), checkpoints.tokenizer_digest(checkpoint.path)
+            ),
+            tokenizer=Tokenizer.load(checkpoint.path),
+            template=ChatTemplate.find(checkpoint.path),
+            defaults=request.read_defaults(checkpoint.path),
+        )
+    except (checkpoints.CheckpointError, TokensError) as error:
+        raise SettingsError(f"model: {error}") from error
+
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +114,7 @@ _LAST_WORDS_S = 2.0
 class Router:
     """See the module."""
 
-    def __init__(self, settings: RouterSettings, *models: Model) -> None:
+    def __init__(self, settings: RouterSettings, *models: ServedCheckpoint) -> None:
         """`models`: all that `settings` name, in their order."""
         times = settings.times
         self.router_id = settings.router_id or f"router-{secrets.token_hex(4)}"
@@ -104,7 +140,7 @@ class Router:
             timeout_s=times.redis_timeout_s,
             on_change=self._on_registry,
         )
-        self._in_flight = InFlight(
+        self._in_flight = Attempts(
             max_requests=settings.limits.max_requests_in_flight,
             supersede_wait_s=times.supersede_wait_s,
         )
@@ -153,7 +189,7 @@ class Router:
         )
         self._traffic = Traffic(model.name for model in models)
         self._holding = Holding(settings.hold_without_workers_s, settings.limits.max_held_requests)
-        self._beat = beats.make(
+        self._beat = make_beat(
             settings.redis_url,
             settings.redis,
             router_id=self.router_id,
@@ -179,7 +215,7 @@ class Router:
         self._http = HttpServer(
             [
                 *(
-                    [http_roles.add_to]
+                    [http_server.add_role_check]
                     if self._client_tls and self._client_tls.asks_clients
                     else []
                 ),
@@ -187,7 +223,7 @@ class Router:
                 *(
                     []
                     if self._keys or settings.allow_anonymous
-                    else [partial(http_origins.add_to, others=settings.cors_origins)]
+                    else [partial(http_server.add_origin_check, others=settings.cors_origins)]
                 ),
                 http_metrics.add_to,
                 OpenAiRoutes(self.desk, self._clients).add_to,
@@ -381,7 +417,7 @@ class Router:
             if clients.drop(worker.worker_id, why):
                 logs.event(logger, "worker_hangs", level=logging.WARNING, why=why)
 
-    def _make_desk(self, models: Sequence[Model]) -> FrontDesk:
+    def _make_desk(self, models: Sequence[ServedCheckpoint]) -> RouterService:
         settings = self._settings
         salts = TenantSalts(settings.tenant_secret, parse_scopes(settings.tenant_scopes))
         status = ClusterStatus(
@@ -394,7 +430,7 @@ class Router:
             check_integrity=self._integrity_error,
             dial=self._dial,
         )
-        return FrontDesk(
+        return RouterService(
             models=ServedModels(
                 [
                     self._make_model(model, encoder, salts)
@@ -416,10 +452,12 @@ class Router:
             log_prompts=settings.log_prompts,
         )
 
-    def _make_model(self, model: Model, encoder: PromptEncoder, salts: TenantSalts) -> OneModel:
+    def _make_model(
+        self, model: ServedCheckpoint, encoder: PromptEncoder, salts: TenantSalts
+    ) -> OneModel:
         """What serves one model: its own workers and choices over what all share."""
         settings = self._settings
-        candidates = Candidates(
+        candidates = WorkerDirectory(
             self._registry,
             self._streams,
             self._prefills,
@@ -429,7 +467,7 @@ class Router:
             return_wait_s=settings.times.failover_wait_s,
             max_step_s=settings.times.max_step_s,
         )
-        routing = Routing.of(
+        routing = Placer.of(
             candidates,
             policies.make(settings.routing_policy, settings.costs, settings.handover),
             self._probation,
@@ -448,7 +486,7 @@ class Router:
                 limits=settings.limits,
                 salts=salts,
             ),
-            Cluster(
+            RoutingServices(
                 routing=routing,
                 streams=self._streams,
                 prefills=self._prefills,

@@ -1,12 +1,23 @@
-"""RouterSettings: what a router is told at start. Values only; no look at the machine."""
+"""Whose KV may meet: each tenant's its own, unless the operator opens a named scope.
+
+The tenants of a scope hash their prompts with one salt, so what one of them leaves in a store is
+found by the others. A scope's salt is derived apart from every tenant's: no tenant gets into a
+scope by its name. Values; pure.
+
+AdmissionSettings: how many are served at once, how many may wait, and tenants' rates. Values.
+
+RouterSettings: what a router is told at start. Values only; no look at the machine.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from process import registry
+from process.api_keys import TENANT
 from process.registry import RedisAccess
 from process.settings import (
     NonNegativeFloat,
@@ -19,8 +30,76 @@ from process.settings import (
 )
 from process.tls import TlsSettings, is_loopback
 from process.tracing import TracingSettings
-from services.router.admission_settings import AdmissionSettings
-from services.router.tenants import parse_scopes
+from services.router import identity
+
+# As validation allows tenants, but without the "=" that ends the tenant's name.
+_SCOPE = re.compile(r"[A-Za-z0-9._:@/+-]{1,64}")
+
+
+def parse_scopes(entries: Sequence[str]) -> Mapping[str, str]:
+    """Scope by tenant, from entries "tenant=scope".
+
+    Raises: SettingsError naming the entry that is not so, or the tenant that is in two scopes.
+    """
+    scopes: dict[str, str] = {}
+    for entry in entries:
+        tenant, _, scope = entry.rpartition("=")
+        if not (TENANT.fullmatch(tenant) and _SCOPE.fullmatch(scope)):
+            raise SettingsError(
+                f"tenant_scopes: {entry!r} is not tenant=scope; both are 1 to 64 letters, digits "
+                "and any of . _ : @ / + -"
+            )
+        if scopes.setdefault(tenant, scope) != scope:
+            raise SettingsError(f"tenant_scopes: tenant {tenant!r} is in two scopes; leave one")
+    return scopes
+
+
+class TenantSalts:
+    """The salt of each tenant's chain hashes."""
+
+    def __init__(self, secret: str, scopes: Mapping[str, str]) -> None:
+        """`scopes`: by tenant; who is not in it shares with nobody."""
+        self._secret = secret
+        self._scopes = dict(scopes)
+
+    def of(self, tenant: str) -> bytes:
+        """32 bytes; equal for two tenants only if they are in one scope."""
+        scope = self._scopes.get(tenant)
+        if scope is None:
+            return identity.tenant_salt(tenant, self._secret)
+        return identity.scope_salt(scope, self._secret)
+
+
+@dataclass(frozen=True)
+class AdmissionSettings:
+    """Which requests are served, wait or are refused under load."""
+
+    max_active_requests: PositiveInt = 768
+    """Requests that are served at the same time; the others wait."""
+
+    max_queued_requests: PositiveInt = 1024
+    """Requests that may wait; the next is refused with a retry time."""
+
+    max_queued_per_tenant: PositiveInt = 512
+    """Of them, one tenant's, unless the file of API keys says otherwise."""
+
+    num_steps_ahead: PositiveInt = 3
+    """Prompt tokens that may be under way without their first token, in engine steps of the prefill
+    workers: one computes, one is on its way. Less is fairer, more keeps workers busier.
+    """
+
+    max_requests_per_min: NonNegativeInt = 0
+    """Rate limit of each tenant that the file of API keys does not name; 0: none."""
+
+    max_tokens_per_min: NonNegativeInt = 0
+    """The same for tokens, of prompts and outputs together; 0: none."""
+
+    rate_timeout_s: PositiveFloat = 0.1
+    """For one answer of Redis about a rate; without one this router goes on alone."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
 
 MIB = 1024 * 1024
 

@@ -10,22 +10,21 @@ from collections.abc import Mapping, Sequence
 
 from process.errors import InvalidArgument, NotFound
 from protos import common_pb2, inference_pb2
-from services.router.admission import Admission, Entry
-from services.router.decisions import Decision, Key
-from services.router.handover import Path
-from services.router.policy import Candidate
-from services.router.request_log import RequestLog
+from services.router.admission import Admission, AdmissionEntry
+from services.router.placement import Key, PlacementDecision
+from services.router.policies import Candidate, TransferPath
+from services.router.request_stats import RequestLog
 from services.router.served_models import ServedModels
 
 _MAX_SHOWN = 8
 """Ids in one error."""
 
-_Found = tuple[str, Key, Sequence[Decision]]
+_Found = tuple[str, Key, Sequence[PlacementDecision]]
 """Model, request, its choices."""
 
 _PATHS = {
-    Path.STORE: common_pb2.HANDOVER_PATH_STORE,
-    Path.DIRECT: common_pb2.HANDOVER_PATH_DIRECT,
+    TransferPath.STORE: common_pb2.HANDOVER_PATH_STORE,
+    TransferPath.DIRECT: common_pb2.HANDOVER_PATH_DIRECT,
 }
 
 
@@ -71,7 +70,7 @@ def _known(
     return reply if reply.request_id else None
 
 
-def _admission(admission: Admission, entry: Entry) -> inference_pb2.Admission:
+def _admission(admission: Admission, entry: AdmissionEntry) -> inference_pb2.Admission:
     told = inference_pb2.Admission(arrival=entry.arrival, turn=entry.turn)
     if (standing := admission.standing(entry)) is not None:
         told.standing.CopyFrom(
@@ -108,7 +107,7 @@ def _whole_id(models: ServedModels, log: RequestLog, prefix: str, tenant: str) -
     return ids[0] if ids else ""
 
 
-def _decision(decision: Decision) -> inference_pb2.RoutingDecision:
+def _decision(decision: PlacementDecision) -> inference_pb2.RoutingDecision:
     choice = decision.choice
     return inference_pb2.RoutingDecision(
         occasion=decision.occasion,

@@ -1,4 +1,25 @@
-"""What a router's /metrics shows: requests by how they ended, where their time went, latencies as
+"""What admission counts, as metrics. Plain numbers, read in the thread of whoever scrapes.
+
+What a router's /metrics shows of its HTTP port: answers by path and status, also those that were
+refused before they were a request to anybody.
+
+A path is as it was registered, so that there are as many as there are routes; what matched none is
+one together. Counted on the event loop when an answer begins.
+
+What this router's requests were, model by model: counts since start, and how many are where now.
+
+For whoever plans capacity: every request that passed the first checks is counted once as arrived
+and once by its end, and lies in exactly one place in between. Knows no worker, no tenant and no
+request by name; writes nowhere (`beats` does).
+
+Law: arrived = finished + refused + failed + cancelled + rejected + those that are somewhere now.
+One asyncio loop.
+
+This router's entry in the registry: what its traffic is, for the autoscaler, and what it does
+with adapters, for other routers. The counts are `traffic`'s; how an entry lives and lapses is
+`process.registry`'s.
+
+What a router's /metrics shows: requests by how they ended, where their time went, latencies as
 clients see them, where prompts' KV came from, how workers were chosen, and whom it knows.
 
 Counted where things happen, on the event loop; prometheus_client's values may be read from the
@@ -9,18 +30,334 @@ beyond its role.
 from __future__ import annotations
 
 import asyncio
+import collections
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Protocol
 
+from aiohttp import web
+from google.protobuf import json_format
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from process import metrics
+from process.errors import (
+    AlreadyExists,
+    Cancelled,
+    Internal,
+    InvalidArgument,
+    NoCapacity,
+    Unavailable,
+)
 from process.metrics import Labels, gauge, gauges
+from process.registry import RedisAccess, RegistryHeartbeat
 from process.rpc import status_of
-from protos import common_pb2, inference_pb2
-from services.router.views import Snapshot
+from protos import common_pb2, inference_pb2, router_status_pb2
+from services.router.admission import REASONS, Admission
+from services.router.rate_limit import OverRate
+from services.router.worker_views import Snapshot
+
+_PREFIX = "baton_router_admission_"
+
+
+class AdmissionMetrics(Collector):
+    """See the module."""
+
+    def __init__(self, admission: Admission, router_id: str) -> None:
+        self._admission = admission
+        self._labels = {"router_id": router_id}
+
+    def collect(self) -> Iterable[Metric]:
+        """All of them, now."""
+        admission, labels, counts = self._admission, self._labels, self._admission.counts
+        return [
+            metrics.gauge(
+                f"{_PREFIX}active_requests", "Being served.", labels, admission.num_active
+            ),
+            metrics.gauge(
+                f"{_PREFIX}waiting_requests", "In the fair queue.", labels, admission.num_waiting
+            ),
+            metrics.gauge(
+                f"{_PREFIX}rate_limits_alone",
+                "1: Redis does not answer, and this router keeps rate limits by itself.",
+                labels,
+                float(bool(admission.problem)),
+            ),
+            metrics.counter(
+                f"{_PREFIX}admitted_requests", "Served since start.", labels, counts.num_admitted
+            ),
+            metrics.counter(
+                f"{_PREFIX}waited_requests",
+                "Of them, those that waited.",
+                labels,
+                counts.num_waited,
+            ),
+            metrics.counters(
+                f"{_PREFIX}refused_requests",
+                "Refused before any work.",
+                labels,
+                "reason",
+                ((reason, counts.refused[reason]) for reason in REASONS),
+            ),
+        ]
+
+
+NO_ROUTE = "(none)"
+
+
+class HttpMetrics(Collector):
+    """See the module."""
+
+    def __init__(self, router_id: str) -> None:
+        self._id = router_id
+        self._registry = CollectorRegistry()
+        self._answers = Counter(
+            "baton_router_http_answers",
+            "Answers over HTTP, by path and status.",
+            ("router_id", "path", "code"),
+            registry=self._registry,
+        )
+
+    def add_to(self, app: web.Application) -> None:
+        """Count what `app` answers."""
+        app.on_response_prepare.append(self._count)
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics, now."""
+        return self._registry.collect()
+
+    async def _count(self, request: web.Request, response: web.StreamResponse) -> None:
+        resource = request.match_info.route.resource
+        path = resource.canonical if resource is not None else NO_ROUTE
+        self._answers.labels(self._id, path, str(response.status)).inc()
+
+
+class TrafficPlace(Enum):
+    """Where a request is."""
+
+    HELD = "held because there is no worker"
+    QUEUED = "waiting to be admitted"
+    RUNNING = "admitted"
+
+
+class TrafficEnd(Enum):
+    """How it ended."""
+
+    FINISHED = "finished"
+    REFUSED = "refused"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    REJECTED = "rejected"
+    """By its own fault, or its tenant's: more workers would not serve it."""
+
+
+class Durations:
+    """Seconds in buckets."""
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        self._bounds_s = tuple(bounds_s)
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._total_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """One more."""
+        self._counts[bisect_left(self._bounds_s, seconds)] += 1
+        self._total_s += seconds
+
+    def to_proto(self) -> router_status_pb2.Durations:
+        """All so far."""
+        return router_status_pb2.Durations(
+            bounds_s=self._bounds_s, counts=self._counts, total_s=self._total_s
+        )
+
+
+class ModelCounts:
+    """Of one model."""
+
+    def __init__(self) -> None:
+        self.num_arrived = 0
+        self.ended: collections.Counter[TrafficEnd] = collections.Counter()
+        self.places: collections.Counter[TrafficPlace] = collections.Counter()
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.prefill_s = 0.0
+        self.decode_s = 0.0
+        self.first_token = Durations(REQUEST_BOUNDS_S)
+        self.per_token = Durations(TOKEN_BOUNDS_S)
+        self.queue = Durations(REQUEST_BOUNDS_S)
+
+    def to_proto(self, model: str) -> router_status_pb2.ModelTraffic:
+        """As it stands now."""
+        return router_status_pb2.ModelTraffic(
+            model=model,
+            num_arrived=self.num_arrived,
+            num_finished=self.ended[TrafficEnd.FINISHED],
+            num_refused=self.ended[TrafficEnd.REFUSED],
+            num_failed=self.ended[TrafficEnd.FAILED],
+            num_cancelled=self.ended[TrafficEnd.CANCELLED],
+            num_rejected=self.ended[TrafficEnd.REJECTED],
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+            first_token=self.first_token.to_proto(),
+            per_token=self.per_token.to_proto(),
+            queue=self.queue.to_proto(),
+            prefill_s=self.prefill_s,
+            decode_s=self.decode_s,
+            num_held=self.places[TrafficPlace.HELD],
+            num_queued=self.places[TrafficPlace.QUEUED],
+            num_running=self.places[TrafficPlace.RUNNING],
+        )
+
+
+class RequestTraffic:
+    """One request's share in its model's counts."""
+
+    def __init__(self, counts: ModelCounts) -> None:
+        self._counts = counts
+        self._place = TrafficPlace.QUEUED
+        self._num_output_tokens = 0
+        self._provenance: common_pb2.Provenance | None = None
+        counts.places[self._place] += 1
+
+    def move(self, place: TrafficPlace) -> None:
+        """It is there now."""
+        self._counts.places[self._place] -= 1
+        self._place = place
+        self._counts.places[place] += 1
+
+    def on_first_token(self, seconds: float) -> None:
+        """Seconds since it arrived."""
+        self._counts.first_token.observe(seconds)
+
+    def on_sample_end(self, per_token_s: float | None) -> None:
+        """One of its samples ended; None: with its first token."""
+        if per_token_s is not None:
+            self._counts.per_token.observe(per_token_s)
+
+    def on_message(self, message: inference_pb2.GenerateResponse) -> None:
+        """A message went out."""
+        self._num_output_tokens += len(message.token_ids)
+        if message.HasField("provenance"):
+            self._provenance = message.provenance
+
+    def on_stages(self, stages: Iterable[tuple[str, float]]) -> None:
+        """Where its time went, at its end."""
+        queue_s = 0.0
+        for stage, seconds in stages:
+            if stage in _QUEUES:
+                queue_s += seconds
+            if stage.startswith("prefill_"):
+                self._counts.prefill_s += seconds
+            elif stage in _DECODES:
+                self._counts.decode_s += seconds
+        self._counts.queue.observe(queue_s)
+
+    def leave(self, end: TrafficEnd) -> None:
+        """It is over."""
+        counts, account = self._counts, self._provenance
+        counts.places[self._place] -= 1
+        counts.ended[end] += 1
+        if end is TrafficEnd.FINISHED and account is not None:
+            sources = prompt_sources(account)
+            counts.num_prompt_tokens += account.num_prompt_tokens
+            counts.num_cached_tokens += sources.get("local", 0) + sources.get("store", 0)
+            counts.num_output_tokens += self._num_output_tokens
+
+
+_QUEUES = frozenset({"hold", "queue", "wait_room", "prefill_queue"})
+_DECODES = frozenset({"decode_fetch", "decode_queue", "decode", "stream"})
+
+
+class Traffic:
+    """Of all models that this router serves."""
+
+    def __init__(self, models: Iterable[str]) -> None:
+        self._models = {model: ModelCounts() for model in models}
+
+    @contextmanager
+    def follow(self, model: str) -> Iterator[RequestTraffic]:
+        """Count one request for that model while the body serves it."""
+        counts = self._models[model]
+        counts.num_arrived += 1
+        request = RequestTraffic(counts)
+        end = TrafficEnd.FINISHED
+        try:
+            yield request
+        except BaseException as error:
+            end = _end_of(error)
+            raise
+        finally:
+            request.leave(end)
+
+    def to_proto(self) -> list[router_status_pb2.ModelTraffic]:
+        """Everything, now."""
+        return [counts.to_proto(model) for model, counts in self._models.items()]
+
+    def check_integrity(self, *, is_idle: bool = False) -> None:
+        """Raises: Internal naming the model whose requests do not add up."""
+        for model, counts in self._models.items():
+            num_here = counts.places.total()
+            if counts.num_arrived != counts.ended.total() + num_here:
+                raise Internal(f"{model}: {counts.num_arrived} requests arrived, not all are known")
+            if min(counts.places.values(), default=0) < 0:
+                raise Internal(f"{model}: more requests left a place than came there")
+            if is_idle and num_here:
+                raise Internal(f"idle, but {num_here} requests for {model} are counted as here")
+
+
+def _end_of(error: BaseException) -> TrafficEnd:
+    if isinstance(error, OverRate | InvalidArgument | AlreadyExists):
+        return TrafficEnd.REJECTED
+    if isinstance(error, NoCapacity | Unavailable):
+        return TrafficEnd.REFUSED
+    if isinstance(error, asyncio.CancelledError | Cancelled | GeneratorExit):
+        return TrafficEnd.CANCELLED
+    return TrafficEnd.FAILED
+
+
+KIND = "router"
+
+
+def make_beat(
+    redis_url: str,
+    access: RedisAccess,
+    *,
+    router_id: str,
+    incarnation: str,
+    address: Callable[[], str],
+    traffic: Traffic,
+    adapters: Callable[[], Iterable[router_status_pb2.RouterAdapter]],
+) -> RegistryHeartbeat:
+    """Not started. `address`: where this router serves, by then."""
+
+    began_s = time.monotonic()
+
+    def entry() -> str:
+        status = router_status_pb2.RouterStatus(
+            router_id=router_id,
+            incarnation=incarnation,
+            address=address(),
+            models=traffic.to_proto(),
+            uptime_s=time.monotonic() - began_s,
+            adapters=adapters(),
+        )
+        return json_format.MessageToJson(status, indent=None)
+
+    return RegistryHeartbeat(
+        redis_url,
+        KIND,
+        entry_id=router_id,
+        incarnation=incarnation,
+        entry=entry,
+        access=access,
+    )
+
 
 REQUEST_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.5),

@@ -1,4 +1,11 @@
-"""Who is alive: workers and KV stores as they register in Redis, polled.
+"""Remembered: who stays known although the registry does not name it: Redis was away, or is another
+one that begins empty, and processes need a moment to register again.
+
+An absence means something again once `keep_s` have passed since Redis came back: in that time every
+process that lives has had a beat through. Who did is remembered no more, and counts by its beat
+alone. Pure; the caller says what time it is.
+
+Who is alive: workers and KV stores as they register in Redis, polled.
 
 A worker counts while its heartbeat key holds the incarnation of its entry. Redis away: everything
 known stays known and `is_redis_reachable` says so; and for `KEEP_S` from when it is back, where it
@@ -20,10 +27,10 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import redis.asyncio
 from google.protobuf import json_format
@@ -33,14 +40,39 @@ from process.background_tasks import end_tasks
 from process.registry import BEAT_EVERY_S, BEAT_TTL_MS
 from protos import common_pb2, inference_pb2
 from services import adapter_wishes
-from services.router.remembered import Remembered
-from services.router.views import (
+from services.router.worker_views import (
     Snapshot,
     StartingWorker,
     StoreView,
     WorkerView,
     worker_view,
 )
+
+T = TypeVar("T")
+
+
+class Remembered(Generic[T]):
+    """Of one kind of process, by id."""
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._until_s = 0.0
+        self._unheard: dict[str, T] = {}
+
+    def begin(self, known: Mapping[str, T], now_s: float) -> None:
+        """Redis is back after beats could lapse, or is another one: from now on these are known
+        until they are heard of, or their time is over, which begins anew."""
+        self._unheard = dict(known)
+        self._until_s = now_s + self._keep_s
+
+    def without(self, heard: Collection[str], now_s: float) -> Mapping[str, T]:
+        """Who is known although not `heard` of: its beat is not in Redis."""
+        if now_s >= self._until_s:
+            self._unheard = {}
+        for name in heard:
+            self._unheard.pop(name, None)
+        return self._unheard
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,9 @@
-"""SealedHandle: a KvHandle that is passed on as the bytes that came.
+"""The fields of an encoded protobuf message, one after the other, without making the message. Pure;
+any thread.
+
+Opening: the first command of a leg to its worker, which carries the prompt. Pure.
+
+SealedHandle: a KvHandle that is passed on as the bytes that came.
 
 A handle on a long prompt has thousands of entries, and the router needs none of them while it is
 handed over: to make a message of them, copy it and write it out again would hold every other
@@ -15,8 +20,102 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from google.protobuf.message import Message
+
 from protos import common_pb2, decode_pb2, prefill_pb2
-from services.router.wire_fields import LENGTH, VARINT, Field, fields_of, nested, varint
+
+VARINT, FIXED_64, LENGTH, FIXED_32 = 0, 1, 2, 5
+"""Wire types."""
+
+
+class WireField(NamedTuple):
+    """Where one field lies: its tag from `start` on, its value in [begin, end)."""
+
+    number: int
+    wire_type: int
+    start: int
+    begin: int
+    end: int
+
+
+def fields_of(data: bytes, begin: int = 0, end: int | None = None) -> Iterator[WireField]:
+    """The fields of the message in data[begin:end], in the order in which they lie there.
+
+    Raises: ValueError where the bytes are no message, behind the fields that were.
+    """
+    end = len(data) if end is None else end
+    position = begin
+    while position < end:
+        start = position
+        tag, position = varint(data, position)
+        field = WireField(tag >> 3, tag & 7, start, *_extent(data, position, tag & 7))
+        if field.end > end:
+            raise ValueError("beyond the end")
+        yield field
+        position = field.end
+
+
+def varint(data: bytes, position: int) -> tuple[int, int]:
+    """The number there, and where it ends. Raises: ValueError."""
+    value = shift = 0
+    while position < len(data) and shift < 64:
+        byte = data[position]
+        value |= (byte & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 0x80:
+            return value, position
+    raise ValueError("no varint")
+
+
+def nested(number: int, *parts: bytes) -> bytes:
+    """A field that holds `parts`, joined: bytes, text or a message."""
+    size = sum(map(len, parts))
+    return b"".join((_varint_of(number << 3 | LENGTH), _varint_of(size), *parts))
+
+
+def _extent(data: bytes, position: int, wire_type: int) -> tuple[int, int]:
+    """Where a field's value lies, after its tag. Raises: ValueError when it does not fit."""
+    if wire_type == VARINT:
+        return position, varint(data, position)[1]
+    if wire_type == LENGTH:
+        size, position = varint(data, position)
+    elif wire_type in (FIXED_64, FIXED_32):
+        size = 8 if wire_type == FIXED_64 else 4
+    else:
+        raise ValueError("groups are not used here")
+    if position + size > len(data):
+        raise ValueError("beyond the end")
+    return position, position + size
+
+
+def _varint_of(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A command of its key and one part: to set a message into another one copies it, which takes
+    longer than to write it out.
+
+    Attributes:
+        head: the command without the part.
+        number: the part's field in the command.
+        part: not changed any more.
+    """
+
+    head: Message
+    number: int
+    part: Message
+
+    def write(self) -> bytes:
+        """As it goes over the wire."""
+        return self.head.SerializeToString() + nested(self.number, self.part.SerializeToString())
+
 
 _EVENTS = prefill_pb2.PrefillEvents.EVENTS_FIELD_NUMBER
 _REPLY = prefill_pb2.PrefillEvent.REPLY_FIELD_NUMBER
@@ -152,7 +251,7 @@ def words_of(data: bytes) -> Iterator[PrefillWord]:
     prefill_pb2.PrefillEvents.FromString(b"".join(rest))  # nothing of ours, but of its form
 
 
-def _word_in(data: bytes, event: Field) -> PrefillWord:
+def _word_in(data: bytes, event: WireField) -> PrefillWord:
     replies, rest, position = [], [], event.begin
     for field in fields_of(data, event.begin, event.end):
         if field.number == _REPLY:
@@ -204,6 +303,6 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def _need(field: Field, wire_type: int) -> None:
+def _need(field: WireField, wire_type: int) -> None:
     if field.wire_type != wire_type:
         raise ValueError(f"field {field.number} is encoded as another type")

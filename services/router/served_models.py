@@ -1,8 +1,8 @@
 """The models that one router serves, by name: each with its own tokenizer, defaults, workers and
-choices. Values; pure.
+placement. Values; pure.
 
-Which workers are a model's is decided by what they say of themselves: model, tokenizer,
-fingerprint. Stores, streams, the table of requests and the index are shared by all models.
+A worker belongs to a model if it names that model, tokenizer and fingerprint. Stores, streams, the
+table of requests and the prefix index are shared by all models.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from process.errors import InvalidArgument
 from process.settings import SettingsError
 from protos import inference_pb2
-from services.router.candidates import Candidates
-from services.router.job import Cluster
-from services.router.policy import DECODE, PREFILL
-from services.router.preparing import Preparer
-from services.router.routing import Routing
-from services.router.views import ServedModel
+from services.router.placement import Placer
+from services.router.policies import DECODE, PREFILL
+from services.router.request import Preparer, RoutingServices
+from services.router.worker_directory import WorkerDirectory
+from services.router.worker_views import ServedModel
 
 _MAX_NAME_CHARS = 128
 """Of a name that a client sent, in an error."""
@@ -32,7 +31,7 @@ class OneModel:
     """As answers name it."""
     served: ServedModel
     preparer: Preparer
-    cluster: Cluster
+    cluster: RoutingServices
 
     def infos(self) -> Iterator[inference_pb2.ModelInfo]:
         """Once for each fingerprint among its workers. The window is that of the longest request
@@ -53,11 +52,11 @@ class OneModel:
             )
 
     @property
-    def candidates(self) -> Candidates:
+    def candidates(self) -> WorkerDirectory:
         return self.cluster.candidates
 
     @property
-    def routing(self) -> Routing:
+    def routing(self) -> Placer:
         return self.cluster.routing
 
 

@@ -1,4 +1,10 @@
-"""Every check of a request at the edge, before any work. Pure: a request and bounds in, nothing or
+"""Every check of SamplingParams at the edge. Pure: parameters and bounds in, nothing or one error
+out, which names the field as the client wrote it.
+
+What does not go together is refused by name, never ignored. Two steps, as in `validation`: what the
+parameters alone show (`check_sampling_params`), then what needs the model (`check_ids`).
+
+Every check of a request at the edge, before any work. Pure: a request and bounds in, nothing or
 one error out.
 
 Each error names the field as the client wrote it; how tokens are drawn is checked in
@@ -8,14 +14,224 @@ tokens and the model (`check_tokens`).
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from process.errors import InvalidArgument
-from protos import inference_pb2
-from services.router import sampling_checks
+from protos import common_pb2, inference_pb2
 from services.router.config import RouterLimits
-from services.router.sampling_checks import ModelBounds
+
+# Below, logits divided by it leave float32's range; above, every choice is as likely as any other.
+# Derived.
+_MIN_TEMPERATURE = 1e-4
+_MAX_TEMPERATURE = 100.0
+# Beyond them a penalty or a bias decides alone, whatever the model says. Guessed.
+_MAX_PENALTY = 2.0
+_MAX_REPETITION_PENALTY = 100.0
+_MAX_BIAS = 100.0
+_MAX_LENGTH_PENALTY = 100.0
+# The engine's: it keeps each token's n - 1 predecessors.
+_MAX_NGRAM = 64
+
+# What means something to a beam search, and what the other fields may say all the same.
+_WITH_BEAM = frozenset({"beam", "n", "max_tokens", "seed", "stop_token_ids", "ignore_eos"})
+_OFF = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True)
+class ModelBounds:
+    """What the served model allows."""
+
+    context_window: int
+    vocab_size: int
+
+
+def check_sampling_params(sampling: common_pb2.SamplingParams, limits: RouterLimits) -> None:
+    """Raises: InvalidArgument for what the parameters alone show to be wrong."""
+    _check_shape(sampling)
+    _check_penalties(sampling)
+    _check_counts(sampling, limits)
+    _check_words(sampling, limits)
+    _check_grammar(sampling, limits)
+    _check_beam(sampling, limits)
+
+
+def check_ids(sampling: common_pb2.SamplingParams, bounds: ModelBounds) -> None:
+    """Every token id lies in the vocabulary. Raises: InvalidArgument naming the one that does
+    not."""
+    check_vocabulary("sampling.stop_token_ids", sampling.stop_token_ids, bounds)
+    check_vocabulary("sampling.allowed_token_ids", sampling.allowed_token_ids, bounds)
+    for index, word in enumerate(sampling.bad_word_ids):
+        check_vocabulary(f"sampling.bad_word_ids[{index}].ids", word.ids, bounds)
+    for token_id in sampling.logit_bias:
+        if token_id >= bounds.vocab_size:
+            raise InvalidArgument(
+                f"sampling.logit_bias[{token_id}]",
+                f"is outside the vocabulary of {bounds.vocab_size}",
+            )
+
+
+def check_vocabulary(field: str, token_ids: Sequence[int], bounds: ModelBounds) -> None:
+    """Raises: InvalidArgument naming the first id that the model has not."""
+    # As one column: asked for one by one, those of a long prompt would hold the loop up.
+    if token_ids and int(np.array(token_ids).max()) >= bounds.vocab_size:
+        index = next(i for i, token in enumerate(token_ids) if token >= bounds.vocab_size)
+        raise InvalidArgument(
+            f"{field}[{index}]",
+            f"is {token_ids[index]}, outside the vocabulary of {bounds.vocab_size}",
+        )
+
+
+def _check_shape(sampling: common_pb2.SamplingParams) -> None:
+    """What shapes the distribution: temperature and the filters."""
+    if sampling.HasField("temperature"):
+        temperature = sampling.temperature
+        in_range = temperature == 0 or _MIN_TEMPERATURE <= temperature <= _MAX_TEMPERATURE
+        if not (math.isfinite(temperature) and in_range):
+            raise InvalidArgument(
+                "sampling.temperature",
+                f"must be 0 (greedy) or from {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}, got "
+                f"{temperature}",
+            )
+    # Written so that NaN fails each of them.
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise InvalidArgument("sampling.top_p", f"must be in (0, 1], got {sampling.top_p}")
+    if sampling.HasField("min_p") and not 0 <= sampling.min_p < 1:
+        raise InvalidArgument("sampling.min_p", f"must be in [0, 1), got {sampling.min_p}")
+    if sampling.HasField("top_k") and sampling.top_k > 2**31 - 1:
+        raise InvalidArgument("sampling.top_k", f"must be below 2^31, got {sampling.top_k}")
+
+
+def _check_penalties(sampling: common_pb2.SamplingParams) -> None:
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(sampling, name)
+        if not -_MAX_PENALTY <= value <= _MAX_PENALTY:
+            raise InvalidArgument(
+                f"sampling.{name}", f"must be from {-_MAX_PENALTY} to {_MAX_PENALTY}, got {value}"
+            )
+    repetition = sampling.repetition_penalty
+    smallest = 1 / _MAX_REPETITION_PENALTY
+    if not (repetition == 0 or smallest <= repetition <= _MAX_REPETITION_PENALTY):
+        raise InvalidArgument(
+            "sampling.repetition_penalty",
+            f"must be from {smallest} to {_MAX_REPETITION_PENALTY} (1: off), got {repetition}",
+        )
+    for token_id, bias in sampling.logit_bias.items():
+        if not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            raise InvalidArgument(
+                f"sampling.logit_bias[{token_id}]",
+                f"must be from {-_MAX_BIAS} to {_MAX_BIAS}, got {bias}",
+            )
+
+
+def _check_counts(sampling: common_pb2.SamplingParams, limits: RouterLimits) -> None:
+    is_prompt_only = sampling.HasField("max_tokens") and sampling.max_tokens == 0
+    if is_prompt_only and (sampling.n > 1 or sampling.HasField("beam")):
+        name = "n" if sampling.n > 1 else "beam"
+        raise InvalidArgument(f"sampling.{name}", "does not go with max_tokens 0: nothing is drawn")
+    if sampling.HasField("logprobs") and sampling.logprobs > limits.max_logprobs:
+        raise InvalidArgument("sampling.logprobs", f"must be at most {limits.max_logprobs}")
+    if sampling.no_repeat_ngram > _MAX_NGRAM:
+        raise InvalidArgument("sampling.no_repeat_ngram", f"must be at most {_MAX_NGRAM}")
+    if sampling.n > limits.max_samples:
+        raise InvalidArgument("sampling.n", f"must be at most {limits.max_samples}")
+    _check_at_most("stop_token_ids", sampling.stop_token_ids, limits.max_stop_token_ids, "ids")
+    _check_at_most("logit_bias", sampling.logit_bias, limits.max_logit_bias, "entries")
+
+
+def _check_words(sampling: common_pb2.SamplingParams, limits: RouterLimits) -> None:
+    _check_at_most("stop", sampling.stop, limits.max_stop_strings, "strings")
+    _check_lengths("stop", sampling.stop, limits.max_stop_chars)
+    _check_at_most("bad_words", sampling.bad_words, limits.max_bad_words, "strings")
+    _check_lengths("bad_words", sampling.bad_words, limits.max_stop_chars)
+    _check_at_most("bad_word_ids", sampling.bad_word_ids, limits.max_bad_words, "sequences")
+    for index, word in enumerate(sampling.bad_word_ids):
+        if not 1 <= len(word.ids) <= limits.max_stop_chars:
+            raise InvalidArgument(
+                f"sampling.bad_word_ids[{index}].ids",
+                f"must have 1 to {limits.max_stop_chars} ids",
+            )
+    for index, bad_word in enumerate(sampling.bad_words):
+        if not bad_word.strip():
+            raise InvalidArgument(f"sampling.bad_words[{index}]", "is nothing but space")
+
+
+def _check_grammar(sampling: common_pb2.SamplingParams, limits: RouterLimits) -> None:
+    """Sizes, and what needs no tokenizer; the rest is the compiler's to say."""
+    kind = sampling.WhichOneof("grammar")
+    if kind is None:
+        return
+    if kind == "choice":
+        values = sampling.choice.values
+        if not values:
+            raise InvalidArgument("sampling.choice.values", "is empty")
+        _check_at_most("choice.values", values, limits.max_choices, "strings")
+        _check_lengths("choice.values", values, limits.max_grammar_chars)
+        num_chars = sum(map(len, values))
+    else:
+        text: str = getattr(sampling, kind)
+        if not text:
+            raise InvalidArgument(f"sampling.{kind}", "is empty")
+        num_chars = len(text)
+    if num_chars > limits.max_grammar_chars:
+        raise InvalidArgument(
+            f"sampling.{kind}",
+            f"has {num_chars} characters, at most {limits.max_grammar_chars} are allowed",
+        )
+    if kind == "json_schema":
+        _check_json(sampling.json_schema)
+
+
+def _check_json(text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = "is nested too deep" if isinstance(error, RecursionError) else f"is no JSON: {error}"
+        raise InvalidArgument("sampling.json_schema", why) from error
+    if not isinstance(schema, dict | bool):
+        raise InvalidArgument("sampling.json_schema", "must be a JSON object (or true or false)")
+
+
+def _check_beam(sampling: common_pb2.SamplingParams, limits: RouterLimits) -> None:
+    """Hypotheses change until the end, so whatever ends one by its text cannot go with it."""
+    if not sampling.HasField("beam"):
+        return
+    beam = sampling.beam
+    if not 2 <= beam.num_beams <= limits.max_samples:
+        raise InvalidArgument("sampling.beam.num_beams", f"must be from 2 to {limits.max_samples}")
+    if sampling.n > beam.num_beams:
+        raise InvalidArgument(
+            "sampling.n", f"is {sampling.n}, above the {beam.num_beams} beams that there are"
+        )
+    if not -_MAX_LENGTH_PENALTY <= beam.length_penalty <= _MAX_LENGTH_PENALTY:
+        raise InvalidArgument(
+            "sampling.beam.length_penalty",
+            f"must be from {-_MAX_LENGTH_PENALTY} to {_MAX_LENGTH_PENALTY}",
+        )
+    for field, value in sampling.ListFields():
+        if field.name not in _WITH_BEAM and value != _OFF.get(field.name):
+            raise InvalidArgument(
+                f"sampling.{field.name}", "does not go with beam, which draws nothing"
+            )
+
+
+def _check_at_most(field: str, values: Iterable[object], most: int, what: str) -> None:
+    if sum(1 for _ in values) > most:
+        raise InvalidArgument(f"sampling.{field}", f"must be at most {most} {what}")
+
+
+def _check_lengths(field: str, values: Iterable[str], max_chars: int) -> None:
+    for index, value in enumerate(values):
+        if not 1 <= len(value) <= max_chars:
+            raise InvalidArgument(
+                f"sampling.{field}[{index}]", f"must have 1 to {max_chars} characters"
+            )
+
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9._:@/+=-]+")
 _MAX_REQUEST_ID_CHARS = 128
@@ -62,7 +278,7 @@ def check_request(
         raise InvalidArgument("budget_ms", f"must be at most {int(limits.max_budget_s * 1000)}")
     if request.embed and request.sampling.ByteSize():
         raise InvalidArgument("sampling", "does not go with embed, which draws nothing")
-    sampling_checks.check(request.sampling, limits)
+    check_sampling_params(request.sampling, limits)
     _check_prompt_logprobs(request, limits)
     _check_prompt(request)
 
@@ -110,8 +326,8 @@ def check_tokens(
                 f"each are {num_logprobs} log probabilities, at most {limits.max_prompt_logprobs} "
                 "are allowed; shorten the prompt or ask for fewer alternatives",
             )
-    sampling_checks.check_vocabulary(field, prompt_token_ids, bounds)
-    sampling_checks.check_ids(sampling, bounds)
+    check_vocabulary(field, prompt_token_ids, bounds)
+    check_ids(sampling, bounds)
     room = bounds.context_window - num_prompt_tokens
     max_tokens = min(limits.default_max_tokens, room)
     if sampling.HasField("max_tokens"):

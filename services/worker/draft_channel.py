@@ -26,7 +26,7 @@ from process.authorization import PeerRole
 from process.metrics import MetricsServer, counters, gauges
 from process.rpc import Dialer
 from protos import draft_pb2, draft_pb2_grpc
-from services.worker.identity import Identity
+from services.worker.runtime import Identity
 
 FORGET_S = 1.0
 

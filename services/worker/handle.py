@@ -1,4 +1,24 @@
-"""Handle: a signed reference to one prompt's KV, built by a prefill worker and checked by a decode
+"""HandleKeys: the keys with which a worker signs and verifies handles.
+
+A MAC is keyed BLAKE2b with 32 bytes of key and of output, personalised so that one made for
+anything else is none for a handle (RFC 7693, sections 2.5 and 2.8). Which bytes are signed is
+`handle`'s business.
+
+The key file is checked for changes (`process.secret_files`, one `stat`) before each signature and
+each verification, so that rotated keys take effect, and removed ones stop being valid, without a
+restart. Belongs to the loop's thread.
+
+HandleLedger: replay protection: a signed handle can be used once per worker.
+
+A nonce is kept until its handle's deadline (and the slack of the clocks) has passed; from then on
+the handle is refused as too old. So memory is bounded by the handles of one deadline's time, and by
+`max_entries` above that: what does not fit is refused, never let in unseen.
+
+A worker that restarts forgets; a handle is then still only good for its own request, tenant, model
+and prompt, and for blocks that verify. Pure but for its memory; time comes in as an argument.
+Belongs to the loop's thread.
+
+Handle: a signed reference to one prompt's KV, built by a prefill worker and checked by a decode
 worker.
 
 A handle comes from another process. `from_proto` rejects one that is not signed by one of this
@@ -14,18 +34,157 @@ own encoding may differ between versions. Pure; wall-clock time comes in as an a
 
 from __future__ import annotations
 
+import hashlib
+import heapq
+import hmac
 import secrets
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
 from kvstore.block_refs import Block, PackedBlocks
 from kvstore.errors import DEADLINE, INCARNATION
-from process.errors import BatonError
+from process import signing_keys
+from process.deadline import Clock
+from process.errors import BatonError, Internal
+from process.secret_files import WatchedFile
+from process.signing_keys import SigningKey
 from protos import common_pb2
-from services.worker.handle_keys import HandleKeys
 from services.worker.provenance import FINGERPRINT
+
+MAC_BYTES = 32
+PERSON = b"baton-handle-1"
+
+_Secrets = Mapping[str, bytes]
+
+
+class HandleKeys:
+    """Valid handle keys of one worker, reloaded when their file changes."""
+
+    def __init__(
+        self, keys: Sequence[SigningKey], file: WatchedFile[_Secrets] | None = None
+    ) -> None:
+        """Create from keys, the signing key first. `file` is watched for changes. Without keys
+        (`HandleKeys(())`), nothing can be signed and nothing verifies: a worker without a store."""
+        self._file = file
+        # As they were looked at last: a signature is made by the keys that were asked about.
+        self._secrets = file.get() if file is not None else _secrets_of(keys)
+
+    @classmethod
+    def load(cls, path: Path, clock: Clock = time.monotonic) -> Self:
+        """Read the keys from a file and watch it. clock: seconds, for retries of a changed file
+        that could not be read. Raises: SettingsError naming the file and the fix."""
+        return cls(
+            (),
+            WatchedFile(
+                "handle_keys_file", [path], lambda: _secrets_of(signing_keys.load(path)), clock
+            ),
+        )
+
+    @classmethod
+    def of(cls, handle_keys_file: str) -> Self:
+        """Create from the setting `handle_keys_file`; an empty one gives no keys. Raises:
+        SettingsError as `load`."""
+        return cls.load(Path(handle_keys_file)) if handle_keys_file else cls(())
+
+    @property
+    def num_reloads(self) -> int:
+        """Return the number of changes since the start."""
+        return self._file.num_reloads if self._file is not None else 0
+
+    @property
+    def key_ids(self) -> tuple[str, ...]:
+        """Return the ids of the valid keys, the signing key first."""
+        return tuple(self._secrets)
+
+    def signing_key_id(self) -> str:
+        """Return the id of the key that signs now. Raises: Internal when there is none."""
+        self._look()
+        if not self._secrets:
+            raise Internal("a handle without keys: handle_keys_file is not set")
+        return next(iter(self._secrets))
+
+    def mac(self, key_id: str, content: bytes) -> bytes:
+        """Compute the 32-byte MAC of `content`. Raises: KeyError for a key that is not valid."""
+        secret = self._secrets[key_id]
+        return hashlib.blake2b(content, digest_size=MAC_BYTES, key=secret, person=PERSON).digest()
+
+    def is_signed(self, key_id: str, content: bytes, signature: bytes) -> bool:
+        """Return whether `signature` is that of `content` under a valid key; compared in constant
+        time."""
+        if len(signature) != MAC_BYTES:
+            return False
+        self._look()
+        if key_id not in self._secrets:
+            return False
+        return hmac.compare_digest(self.mac(key_id, content), signature)
+
+    def _look(self) -> None:
+        if self._file is not None:
+            self._secrets = self._file.get()
+
+
+def _secrets_of(keys: Sequence[SigningKey]) -> _Secrets:
+    return {key.key_id: key.secret for key in keys}
+
+
+LEDGER_FULL = "ledger_full"
+
+MAX_ENTRIES = 65536
+"""Most nonces that are kept: some 10 MiB; at a lease time of 30 s that is 2,000 handles per
+second."""
+
+
+class HandleLedger:
+    """Nonces of the handles that were used and have not expired."""
+
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
+        self._nonces: set[bytes] = set()
+        self._newest_over_ms = 0
+        self._ends: list[tuple[int, bytes]] = []
+        """(deadline_unix_ms, nonce), the next to end first."""
+
+    def __len__(self) -> int:
+        return len(self._nonces)
+
+    def take(self, handle: Handle, now_s: float) -> None:
+        """Use a verified handle, once. `now_s`: wall clock, seconds.
+
+        Raises: HandleRefused with "replayed" for one that was used before, "deadline" for one that
+        is too old, "ledger_full" when no more can be remembered.
+        """
+        # Never back: a clock that is set back must not let in again what was forgotten.
+        newest_over_ms = max(self._newest_over_ms, int((now_s - CLOCK_SLACK_S) * 1000))
+        self._newest_over_ms = newest_over_ms
+        self._forget(newest_over_ms)
+        if handle.nonce in self._nonces:
+            raise HandleRefused(REPLAYED, "the handle was used before")
+        if handle.deadline_unix_ms < newest_over_ms:
+            raise HandleRefused(DEADLINE, "the handle's deadline has passed")
+        if len(self._nonces) >= self._max_entries:
+            raise HandleRefused(LEDGER_FULL, f"{self._max_entries} handles are remembered already")
+        self._nonces.add(handle.nonce)
+        heapq.heappush(self._ends, (handle.deadline_unix_ms, handle.nonce))
+
+    def check_integrity(self) -> None:
+        """Check the ledger's invariants. Raises: Internal when its two halves differ or the bound
+        does not hold."""
+        if {nonce for _, nonce in self._ends} != self._nonces or len(self._ends) != len(
+            self._nonces
+        ):
+            raise Internal("handle ledger: nonces and their ends differ")
+        if len(self._nonces) > self._max_entries:
+            raise Internal("handle ledger: more entries than its bound")
+
+    def _forget(self, newest_over_ms: int) -> None:
+        while self._ends and self._ends[0][0] < newest_over_ms:
+            _, nonce = heapq.heappop(self._ends)
+            self._nonces.discard(nonce)
+
 
 VERSION = 3
 """Version of the handle format: 1 was not signed; 2 had a message for each block."""
@@ -57,7 +216,7 @@ class HandleRefused(BatonError):
 
 
 @dataclass(frozen=True)
-class Run:
+class HandleRun:
     """Consecutive blocks of one prompt in one store, pinned by one lease."""
 
     node_id: str
@@ -82,8 +241,8 @@ class Handle:
     producer_incarnation: bytes
     block_size: int
     num_tokens: int
-    runs: tuple[Run, ...]
-    tail: Run | None
+    runs: tuple[HandleRun, ...]
+    tail: HandleRun | None
     deadline_unix_ms: int
     nonce: bytes
     """Nonce of this handle alone, 16 random bytes from `new_nonce`."""
@@ -199,7 +358,7 @@ def check(
 class Stretch:
     """Blocks [first, end) of the prompt within one run."""
 
-    run: Run
+    run: HandleRun
     first: int
     end: int
 
@@ -302,7 +461,7 @@ def _add_sized(parts: list[bytes], *values: bytes) -> None:
         parts += (_LENGTH.pack(len(value)), value)
 
 
-def _run_to_proto(run: Run) -> common_pb2.BlockRun:
+def _run_to_proto(run: HandleRun) -> common_pb2.BlockRun:
     return common_pb2.BlockRun(
         node_id=run.node_id,
         store_address=run.store_address,
@@ -313,12 +472,12 @@ def _run_to_proto(run: Run) -> common_pb2.BlockRun:
     )
 
 
-def _run_from_proto(run: common_pb2.BlockRun) -> Run:
+def _run_from_proto(run: common_pb2.BlockRun) -> HandleRun:
     try:
         blocks = PackedBlocks(run.blocks)
     except ValueError as error:
         raise HandleRefused(FINGERPRINT, f"a run of {error}") from error
-    return Run(
+    return HandleRun(
         node_id=run.node_id,
         store_address=run.store_address,
         store_incarnation=run.store_incarnation,

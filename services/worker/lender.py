@@ -22,7 +22,7 @@ from kvstore.node_ids import lender_node_id
 from kvstore.service import KvStoreServicer
 from process.errors import BatonError, Internal
 from services.worker.engine_thread import EngineThread
-from services.worker.store_target import StoreTarget
+from services.worker.store_pool import StoreTarget
 
 
 class WorkerLender:

@@ -1,7 +1,7 @@
 """Start, serving and shutdown of a worker process of either role.
 
 Start: an entry in the registry that says so, for routers whose requests wait -> load the engine on
-a thread (progress as log lines) -> a worker (services/worker/worker.py) -> ready line. End, on a
+a thread (progress as log lines) -> a worker (services/worker/server.py) -> ready line. End, on a
 signal or when the engine failed: as the worker does. The process's signals, exit codes and parent
 watch are `process.entrypoint`'s.
 """
@@ -27,13 +27,11 @@ from process.registry import STARTING_WORKER, RegistryHeartbeat
 from process.rpc import Dialer
 from process.tracing import Tracing
 from services.worker.config import WorkerSettings
-from services.worker.core import WorkerCore
 from services.worker.draft_channel import DraftPeers
 from services.worker.engine_port import WorkerEngine
-from services.worker.handle_keys import HandleKeys
-from services.worker.identity import Identity
-from services.worker.roles import MakeRole
-from services.worker.worker import Worker, start
+from services.worker.handle import HandleKeys
+from services.worker.runtime import Identity, WorkerCore
+from services.worker.server import MakeRole, Worker, start
 
 logger = logging.getLogger(__name__)
 

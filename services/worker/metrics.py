@@ -27,8 +27,8 @@ from process.metrics import (
     histogram,
     trace_spans,
 )
-from services.worker.core import WorkerCore
-from services.worker.parking import StoreParking
+from services.worker.kv_swap import StoreParking
+from services.worker.runtime import WorkerCore
 
 
 class WorkerCollector(Collector):

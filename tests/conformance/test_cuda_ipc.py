@@ -94,7 +94,7 @@ class Reader:
 
     def __init__(self, device_id: int) -> None:
         from kvstore.transport.cuda_device import CudaDevice
-        from services.worker.device_checksums import DeviceChecksums
+        from services.worker.device_checksums import CudaChecksums
 
         self.cache = torch.zeros(
             NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device=f"cuda:{device_id}"
@@ -102,7 +102,7 @@ class Reader:
         torch.cuda.synchronize(device_id)
         self.memory = BlockMemory.on_device(
             CudaDevice.open(device_id), self.cache.data_ptr(), BLOCK_BYTES, NUM_BLOCKS,
-            DeviceChecksums(self.cache),
+            CudaChecksums(self.cache),
         )  # fmt: skip
         self.client: KvStoreClient
 
@@ -199,12 +199,12 @@ async def test_memory_that_is_freed_under_a_mapping_is_no_error(
 
 def test_checksums_that_nobody_waits_for_keep_no_place() -> None:
     """More begun than there are places for; those that are asked are right, whatever the order."""
-    from services.worker.device_checksums import NUM_SLOTS, DeviceChecksums
+    from services.worker.device_checksums import NUM_SLOTS, CudaChecksums
 
     cache = torch.randint(0, 256, (64, 98304), dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()
     expected = [block_hash.checksum(row) for row in cache.cpu().numpy()]
-    hasher = DeviceChecksums(cache)
+    hasher = CudaChecksums(cache)
     for _ in range(3 * NUM_SLOTS):
         hasher.begin([1, 2, 3])
     kept = [hasher.begin([index, 63 - index]) for index in range(NUM_SLOTS - 1)]

@@ -23,7 +23,7 @@ from engine.testing.fake_draft_channel import FakeDraftChannel
 from engine.testing.fake_model import FakeModel
 from process.rpc import PLAIN
 from services.draft.config import DraftLimits, DraftSettings
-from services.draft.worker import DraftWorker, serving_drafts
+from services.draft.server import DraftWorker, serving_drafts
 from services.worker.draft_channel import GrpcDraftChannel
 from tests.harness import draft_workers as bench
 from tests.harness.draft_workers import LIMITS, meet, outputs, plain, submit

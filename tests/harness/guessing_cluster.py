@@ -28,11 +28,10 @@ from process.rpc import PLAIN
 from protos import common_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, prefill_pb2_grpc
 from services.decode.role import DecodeRole
 from services.draft.config import DraftLimits, DraftSettings
-from services.draft.worker import serving_drafts
+from services.draft.server import serving_drafts
 from services.prefill.role import PrefillRole
-from services.router.app import Router
+from services.router.app import Router, load_model
 from services.router.config import RouterSettings, RouterTimes
-from services.router.model import load_model
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
 from services.worker.draft_channel import DraftPeers

@@ -27,7 +27,7 @@ from kvstore.service import KvStoreServicer
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.cuda_device import CudaDevice
 from process import entrypoint, grpc_server
-from services.worker.device_checksums import DeviceChecksums
+from services.worker.device_checksums import CudaChecksums
 
 FINGERPRINT = "ab" * 16
 TTL_S = 600.0
@@ -52,7 +52,7 @@ async def main(device_id: int, block_bytes: int, num_blocks: int, seed: int) -> 
     on_host = cache[:4].cpu().numpy()
     memory = BlockMemory.on_device(
         CudaDevice.open(device_id), cache.data_ptr(), block_bytes, num_blocks,
-        DeviceChecksums(cache),
+        CudaChecksums(cache),
     )  # fmt: skip
     loans = ExportedBlocks(num_blocks, block_bytes, TTL_S, lambda block_ids: None)
     lender = BlockLender(

@@ -8,9 +8,7 @@ from typing import Any
 
 import grpc
 
-from services.router.fakes.decode import FakeDecode
-from services.router.fakes.prefill import FakePrefill
-from services.router.fakes.worker import Context
+from services.router.testing.fake_workers import Context, FakeDecode, FakePrefill
 from tests.harness.waiting import until
 
 

@@ -28,7 +28,7 @@ from services.prefill.worker import PrefillWorker
 from services.worker import handle as handles
 from services.worker import main
 from services.worker.config import WorkerSettings
-from services.worker.core import WorkerCore
+from services.worker.runtime import WorkerCore
 from tests.harness.gated_engine import BLOCK_SIZE, SALT, GatedModel, Prompts, fake_engine
 from tests.harness.prefill_decode_pair import (
     FRAME_BYTES,

@@ -11,10 +11,9 @@ from typing import Any
 from process.errors import BatonError
 from process.memory_budget import MemoryBudget
 from services.router.app import Router
-from services.router.fakes.prefill import FakePrefill
-from services.router.fakes.worker import FakeWorker
-from services.router.http_connections import HttpConnections
-from services.router.policy import WorkerLoad
+from services.router.http_server import HttpConnections
+from services.router.policies import WorkerLoad
+from services.router.testing.fake_workers import FakePrefill, FakeWorker
 from tests.harness.waiting import Gate
 
 

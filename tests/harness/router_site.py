@@ -12,9 +12,9 @@ from protos import inference_pb2_grpc
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
 from services.router.app import Router
-from services.router.views import ServedModel
+from services.router.worker_views import ServedModel
 from services.worker.config import WorkerLimits, WorkerSettings
-from services.worker.worker import start
+from services.worker.server import start
 from tests.harness.gated_engine import GatedModel, fake_engine
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import fake_model, model_for_router, settings_for

@@ -18,14 +18,18 @@ from kvstore.client import KvStoreClient
 from kvstore.errors import Quarantine, TransferTimeout
 from kvstore.transport.base import BlockMemory
 from process.errors import BatonError
-from services.worker.breaker import BACKOFF_MAX_S as BACKOFF_MAX_S
 from services.worker.config import WorkerLimits
-from services.worker.connector import StoreConnector
 from services.worker.links import Links
-from services.worker.store_target import StoreTarget, attach
-from services.worker.stores import IDLE_S as IDLE_S
-from services.worker.stores import MIN_IDLE_S as MIN_IDLE_S
-from services.worker.stores import RemoteStores, StoreUnusable
+from services.worker.store_pool import BACKOFF_MAX_S as BACKOFF_MAX_S
+from services.worker.store_pool import IDLE_S as IDLE_S
+from services.worker.store_pool import MIN_IDLE_S as MIN_IDLE_S
+from services.worker.store_pool import (
+    RemoteStores,
+    StoreConnector,
+    StoreTarget,
+    StoreUnusable,
+    attach_to_store,
+)
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
 from tests.harness.store import (
     BLOCK_BYTES,
@@ -107,7 +111,7 @@ class StorePool:
 
     async def _attach(self, target: StoreTarget, timeout_s: float) -> KvStoreClient:
         self.num_tries += 1
-        return await attach(target, timeout_s)
+        return await attach_to_store(target, timeout_s)
 
     @property
     def clients(self) -> list[KvStoreClient]:

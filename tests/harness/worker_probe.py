@@ -29,8 +29,8 @@ from protos import (
 from services.decode import server as decode_server
 from services.prefill import server as prefill_server
 from services.worker import main
-from services.worker.connector import StoreConnector
 from services.worker.metrics import WorkerCollector
+from services.worker.store_pool import StoreConnector
 from tests.harness.gated_engine import SALT
 from tests.harness.waiting import WAIT_S, Gate, until
 

@@ -20,8 +20,7 @@ import pytest
 from baton.cli import commands as command_group
 from process import errors
 from services.router.http_errors import http_error_of
-from services.router.openai.fields import BATON, CHAT, COMPLETION, EMBEDDING
-from services.router.openai.records import Record
+from services.router.openai.schemas import BATON, CHAT, COMPLETION, EMBEDDING, BodyRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -117,7 +116,7 @@ def test_python_compiles() -> None:
 @pytest.mark.parametrize(
     "record", (COMPLETION, CHAT, EMBEDDING, BATON), ids=("completion", "chat", "embedding", "baton")
 )
-def test_the_page_of_the_api_names_every_field(record: Record) -> None:
+def test_the_page_of_the_api_names_every_field(record: BodyRecord) -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     named = {word for found in re.findall(r"`([^`]+)`", text) for word in re.findall(r"\w+", found)}
     assert {field.name for field in record.fields} <= named

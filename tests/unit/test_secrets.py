@@ -18,7 +18,7 @@ from kvstore.config import KvStoreSettings
 from process import settings
 from process.api_keys import ApiKey
 from process.signing_keys import SigningKey
-from services.router.caller import Caller
+from services.router.callers import Caller
 from services.router.config import RouterSettings
 from services.worker.config import WorkerSettings
 

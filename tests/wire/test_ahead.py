@@ -22,13 +22,12 @@ from kvstore.exported_blocks import LeaseUpdate
 from kvstore.transport.device import PeerCopies
 from process.errors import BatonError, DeadlineExceeded, Unavailable
 from protos import common_pb2
-from services.decode import ahead as decode_ahead
-from services.decode.states import DecodeState
+from services.decode import kv_loader as decode_ahead
+from services.decode.request_spec import DecodeState
 from services.worker import handle as handles
-from services.worker.connector import StoreConnector
-from services.worker.handle_maker import HandleMaker
+from services.worker.handle_builder import HandleBuilder
 from services.worker.provenance import FINGERPRINT
-from services.worker.stores import RemoteStores, StoreUnusable
+from services.worker.store_pool import RemoteStores, StoreConnector, StoreUnusable
 from tests.harness.direct_pair import (
     CHUNK,
     FOR_EVER_S,
@@ -223,19 +222,19 @@ async def test_who_asks_where_the_rest_lies_hears_of_it_before_the_handle_is_mad
 ) -> None:
     """To make, sign and write a handle takes a while, and the bytes take longer than its way."""
     order: list[str] = []
-    await_lent, make = BlockLender.await_lent, HandleMaker.whole
+    await_lent, make = BlockLender.await_lent, HandleBuilder.whole
 
     async def told(lender: BlockLender, *question: Any, **options: Any) -> LeaseUpdate:
         answer = await await_lent(lender, *question, **options)
         order.append("told")
         return answer
 
-    def made(maker: HandleMaker, *parts: Any) -> handles.Handle | None:
+    def made(maker: HandleBuilder, *parts: Any) -> handles.Handle | None:
         order.append("handle made")
         return make(maker, *parts)
 
     monkeypatch.setattr(BlockLender, "await_lent", told)
-    monkeypatch.setattr(HandleMaker, "whole", made)
+    monkeypatch.setattr(HandleBuilder, "whole", made)
     async with ahead(tmp_path) as a:
         await a.asked()
         await a.answer(await a.copied())

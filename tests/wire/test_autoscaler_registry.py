@@ -11,7 +11,7 @@ from process import registry
 from process.errors import Unavailable
 from protos import common_pb2
 from services.autoscaler import observer
-from services.worker.status import status_to_json
+from services.worker.provenance import status_to_json
 from tests.harness.redis_server import RedisServer
 
 

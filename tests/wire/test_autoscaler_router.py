@@ -15,8 +15,7 @@ from baton.client import Client
 from process import registry, rpc
 from process.errors import Unavailable
 from protos import inference_pb2, router_status_pb2
-from services.router.fakes.decode import FakeDecode
-from services.router.fakes.prefill import FakePrefill
+from services.router.testing.fake_workers import FakeDecode, FakePrefill
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import (
     BOUND_S,

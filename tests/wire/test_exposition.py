@@ -25,14 +25,14 @@ from process.metrics import LoopCollector, MetricsServer
 from process.registry import BEAT_TTL_MS
 from process.rpc import PLAIN
 from protos import common_pb2
-from services.draft.metrics import DraftCollector
+from services.draft.server import DraftCollector
 from services.draft.thread import DraftThread
 from services.router.metrics import RouterMetrics
 from services.worker import metrics as worker_metrics
 from services.worker.draft_channel import DraftPeers
-from services.worker.identity import Identity
+from services.worker.kv_swap import StoreParking
 from services.worker.metrics import WorkerCollector
-from services.worker.parking import StoreParking
+from services.worker.runtime import Identity
 from tests.harness import autoscaler_bench, draft_workers, exposition
 from tests.harness.exposition import Family
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of

@@ -28,9 +28,8 @@ from process.errors import NoCapacity
 from process.grpc_server import PublicPortLimits
 from process.tls import TlsIdentity
 from protos import common_pb2, inference_pb2
-from services.router.http_connections import HttpConnections
-from services.router.http_server import HttpServer
-from services.router.openai import bodies, completions, embeddings, event_stream
+from services.router.http_server import HttpConnections, HttpServer
+from services.router.openai import completions, routes
 from services.router.openai.answers import Envelope
 from services.router.page.snapshots import Snapshots
 from tests.harness.access import one_sided_tls
@@ -116,7 +115,7 @@ def test_no_second_answer_stands_amid_a_first_one(
 def test_a_large_body_is_read_while_others_are_served(
     router: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, parse = threading.Event(), threading.Event(), bodies.parse
+    begun, go_on, parse = threading.Event(), threading.Event(), routes.parse_body
 
     def held(data: bytes) -> Any:
         if len(data) > 100_000:
@@ -124,7 +123,7 @@ def test_a_large_body_is_read_while_others_are_served(
             assert go_on.wait(20)
         return parse(data)
 
-    monkeypatch.setattr(bodies, "parse", held)
+    monkeypatch.setattr(routes, "parse", held)
     with ThreadPoolExecutor(1) as pool:
         large = pool.submit(router.ask, TEXT, {"prompt": [5] * 200_000})
         assert begun.wait(20)
@@ -151,7 +150,7 @@ async def test_who_reads_nothing_at_the_end_is_let_go(monkeypatch: pytest.Monkey
             await asyncio.Event().wait()
 
     stalled: Any = Stalled()
-    events = event_stream.EventStream(stalled, {}, 60.0)
+    events = routes.EventStream(stalled, {}, 60.0)
     monkeypatch.setattr(events, "_response", stalled)
     await events.end(end_s=0.02)
     assert stalled.is_aborted
@@ -173,14 +172,14 @@ async def test_embeddings_are_written_with_others_in_between() -> None:
             await asyncio.sleep(0)
 
     beside = asyncio.create_task(other())
-    text = await embeddings.answer({}, "m", messages, [{"request_id": "r"}])
+    text = await completions.embedding_answer({}, "m", messages, [{"request_id": "r"}])
     beside.cancel()
     assert num_turns >= 5
     answer = json.loads(text)
     assert [entry["embedding"] for entry in answer["data"]] == [[i + 0.5, -1.0] for i in range(5)]
     assert answer["usage"] == {"prompt_tokens": 15, "total_tokens": 15}
     assert (answer["model"], answer["baton"]["requests"]) == ("m", [{"request_id": "r"}])
-    assert json.loads(await embeddings.answer({}, "m", [], []))["data"] == []
+    assert json.loads(await completions.embedding_answer({}, "m", [], []))["data"] == []
 
 
 @asynccontextmanager

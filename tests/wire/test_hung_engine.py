@@ -17,9 +17,9 @@ from protos import inference_pb2, inference_pb2_grpc
 from services.decode.role import DecodeRole
 from services.prefill.role import PrefillRole
 from services.router.app import Router
-from services.router.views import ServedModel
+from services.router.worker_views import ServedModel
 from services.worker.config import WorkerLimits, WorkerSettings
-from services.worker.worker import Worker, start
+from services.worker.server import Worker, start
 from tests.harness.gated_engine import GatedModel, fake_engine, prompt_of
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import BOUND_S, fake_model, model_for_router, settings_for

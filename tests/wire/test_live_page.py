@@ -16,7 +16,7 @@ import pytest
 
 from process.errors import NotFound, Unauthenticated
 from protos import inference_pb2
-from services.router.caller import ANYBODY, Caller
+from services.router.callers import ANYBODY, Caller
 from services.router.http_server import HttpServer
 from services.router.page import routes, snapshots
 from services.router.page.routes import LivePage

@@ -15,7 +15,7 @@ import pytest
 
 from process.errors import Unauthenticated
 from protos import inference_pb2
-from services.router.caller import ANYBODY, Caller
+from services.router.callers import ANYBODY, Caller
 from services.router.http_server import HttpServer
 from services.router.page.routes import LivePage
 from tests.harness.browser import browsing, text_of

@@ -17,12 +17,11 @@ from process import rpc
 from process.deadline import Deadline
 from process.errors import Cancelled, NotFound
 from protos import common_pb2
-from services.decode.intake import Handover
-from services.prefill.handover import PrefillAnswer
-from services.prefill.job import Firsts
-from services.prefill.pins import Pins
+from services.decode.kv_loader import GenerateCommand
+from services.prefill.handoff import PrefillAnswer
+from services.prefill.request import Firsts, PrefixLeases
 from services.worker import handle as handles
-from services.worker import request_spans
+from services.worker import provenance
 from tests.harness.decode_movers import going_on, movers
 from tests.harness.gated_engine import BLOCK_SIZE, prompt_of
 from tests.harness.prefill_decode_pair import WAIT_S, pair
@@ -100,13 +99,13 @@ async def test_an_end_that_fails_in_part_still_gives_back_the_rest(
         request = p.prefill_request(PROMPT, handover=DIRECT)
         ask = p.prefill_role._servicer._ask(request)
         with monkeypatch.context() as patched, pytest.raises(Broken):
-            patched.setattr(Pins, "hand_over", broken)
+            patched.setattr(PrefixLeases, "hand_over", broken)
             await worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), deaf)
         assert lender.loans.num_leases == 0
         await p.check()
         told: list[PrefillAnswer] = []
         with monkeypatch.context() as patched, pytest.raises(Broken):
-            patched.setattr(request_spans, "tell", broken)
+            patched.setattr(provenance, "tell", broken)
             await worker.prefill(ask, Deadline.after(WAIT_S), Deaf(), told.append)
         await until(lambda: not worker.states)
         told[0].take_back()
@@ -128,7 +127,7 @@ async def test_a_handle_that_comes_when_the_request_has_just_ended_is_refused(
             forget(request)
             handle = role._servicer._handover(going_on(moved, [sample])).handle
             try:
-                request.hand_over(Handover(handle, ((),)))
+                request.hand_over(GenerateCommand(handle, ((),)))
             except NotFound as error:
                 refused.append(error)
 

@@ -21,9 +21,9 @@ from protos import (
     worker_control_pb2,
     worker_control_pb2_grpc,
 )
-from services.worker import main, worker
+from services.worker import main, server
 from services.worker.config import WorkerLimits
-from services.worker.life import Life
+from services.worker.server import RoleSession
 from tests.harness.decode_movers import Movers, movers
 from tests.harness.gated_engine import SALT, prompt_of
 from tests.harness.prefill_decode_pair import WAIT_S
@@ -65,21 +65,21 @@ async def test_who_is_told_to_stop_while_it_changes_is_not_announced_again(
         made, engine = m.workers[0], m.engine(0)
         told: list[str] = []
         stops: list[asyncio.Task[None]] = []
-        close, begin, drain, end = engine.close, worker.begin, Life.drain, Life.end
+        close, begin, drain, end = engine.close, server.begin, RoleSession.drain, RoleSession.end
 
-        async def late_end(life: Life, **options: Any) -> None:
+        async def late_end(life: RoleSession, **options: Any) -> None:
             if not stops:
                 stops.append(asyncio.create_task(made.stop()))
                 await asyncio.sleep(0)
             await end(life, **options)
 
-        async def late_begin(*arguments: Any, **options: Any) -> Life:
+        async def late_begin(*arguments: Any, **options: Any) -> RoleSession:
             life = await begin(*arguments, **options)
             stops.append(asyncio.create_task(made.stop()))
             await asyncio.sleep(0)
             return life
 
-        async def counted_drain(life: Life) -> None:
+        async def counted_drain(life: RoleSession) -> None:
             told.append("drained")
             await drain(life)
 
@@ -88,12 +88,14 @@ async def test_who_is_told_to_stop_while_it_changes_is_not_announced_again(
             close()
 
         engine.close = counted_close
-        monkeypatch.setattr(Life, "drain", counted_drain)
-        monkeypatch.setattr(Life, "announce", lambda life, *addresses: told.append("announced"))
+        monkeypatch.setattr(RoleSession, "drain", counted_drain)
+        monkeypatch.setattr(
+            RoleSession, "announce", lambda life, *addresses: told.append("announced")
+        )
         if when == "begins":
-            monkeypatch.setattr(worker, "begin", late_begin)
+            monkeypatch.setattr(server, "begin", late_begin)
         elif when == "ends":
-            monkeypatch.setattr(Life, "end", late_end)
+            monkeypatch.setattr(RoleSession, "end", late_end)
         else:
             await busy(m)
         changing = asyncio.create_task(set_role(made, "prefill"))
@@ -153,7 +155,7 @@ async def test_a_worker_that_cannot_become_the_other_ends(
         async def fails(*arguments: Any, **options: Any) -> None:
             raise FailedPrecondition("the store has frames of another size")
 
-        monkeypatch.setattr(worker, "begin", fails)
+        monkeypatch.setattr(server, "begin", fails)
         with pytest.raises(Internal, match="could not become prefill: the store has frames"):
             await made.set_role("prefill")
         assert made.core.failed.is_set() and made.failure is not None

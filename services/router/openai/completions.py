@@ -1,23 +1,74 @@
-"""/v1/completions: a body to one request for each prompt, and their messages to choices. Pure."""
+"""/v1/embeddings: a body to one request for each input, and their messages to the answer's text.
+
+No I/O; one asyncio loop, which others have in between.
+
+/v1/completions: a body to one request for each prompt, and their messages to choices. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+import base64
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from process.errors import InvalidArgument
 from protos import inference_pb2
-from services.router.openai.answers import FINISH_REASONS
-from services.router.openai.asked import Look, base_request
-from services.router.openai.logprobs import CompletionLogprobs, shown_logprobs
-from services.router.openai.sampling import sampling_of
+from services.router.openai.answers import FINISH_REASONS, CompletionLogprobs, shown_logprobs
+from services.router.openai.schemas import ResponseOptions, base_request, sampling_of
 from tokens.token_bytes import TokenBytes
 from tokens.tokenizer import Tokenizer
+
+MOST_AT_ONCE = 32
+"""Inputs of one body that are served at the same time: enough to fill a prefill worker's steps,
+while others come in between. Guessed.
+"""
+
+
+def embedding_requests(body: Mapping[str, Any]) -> list[inference_pb2.GenerateRequest]:
+    """One for each input, in their order."""
+    base = base_request(body)
+    base.embed = True
+    return [with_prompt(base, prompt) for prompt in prompts_of(body["input"])]
+
+
+async def embedding_answer(
+    body: Mapping[str, Any],
+    model: str,
+    messages: Sequence[inference_pb2.GenerateResponse],
+    accounts: Sequence[Mapping[str, Any]],
+) -> str:
+    """The whole answer as JSON; `messages`: the one of each input; `accounts`: theirs, if they are
+    wanted. Written entry by entry: millions of numbers at once would hold everybody's tokens up.
+    """
+    write = _base64 if body.get("encoding_format") == "base64" else list
+    entries = []
+    for index, message in enumerate(messages):
+        entry = {"object": "embedding", "index": index, "embedding": write(message.embedding)}
+        entries.append(json.dumps(entry))
+        await asyncio.sleep(0)
+    num_tokens = sum(message.usage.num_prompt_tokens for message in messages)
+    rest: dict[str, Any] = {
+        "object": "list",
+        "model": model,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+    if accounts:
+        rest["baton"] = {"requests": list(accounts)}
+    return f'{{"data": [{", ".join(entries)}], {json.dumps(rest)[1:]}'
+
+
+def _base64(values: Sequence[float]) -> str:
+    """Little-endian float32, as openai's client reads it."""
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+
 
 KIND = "text_completion"
 
 
-def requests_of(body: Mapping[str, Any]) -> list[inference_pb2.GenerateRequest]:
+def completion_requests(body: Mapping[str, Any]) -> list[inference_pb2.GenerateRequest]:
     """One for each prompt, in their order. Raises: InvalidArgument."""
     base = base_request(body)
     base.sampling.CopyFrom(sampling_of(body, body.get("max_tokens")))
@@ -40,7 +91,7 @@ class CompletionSample:
         index: int,
         body: Mapping[str, Any],
         request: inference_pb2.GenerateRequest,
-        look: Look,
+        look: ResponseOptions,
         prompt_text: Callable[[], str],
         names: TokenBytes,
     ) -> None:

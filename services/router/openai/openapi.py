@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from services.router.openai.fields import CHAT, COMPLETION, EMBEDDING
+from services.router.openai.schemas import CHAT, COMPLETION, EMBEDDING
 
 _ERROR = {
     "type": "object",

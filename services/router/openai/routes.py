@@ -1,4 +1,26 @@
-"""The routes of the OpenAI API, and those that probes and tools ask for.
+"""What a body's `model` names: a model, or a loaded adapter of one, as other servers have it.
+
+What comes with an HTTP request: its JSON body, and headers that say more. Strict, bounded.
+
+A large body is read by a thread of its own, one at a time, so that everybody's tokens go out
+meanwhile. One asyncio loop.
+
+Server-sent events to one client: begun with the first event, so that what fails before it still
+has a status of its own. While no event comes for a while, a comment does, which clients pass over:
+proxies close a connection that is silent for long, also before its first byte.
+
+A slow client holds its writer up, with at most the socket's buffer between them; what the request
+makes meanwhile is merged where it waits. One request; one asyncio loop.
+
+One body's requests at the front desk, several prompts at the same time. One asyncio loop.
+
+/v1/completions and /v1/chat/completions: one body asked, and its answer at once or as events.
+
+An error before the first byte is a status with a body; after it, the last event of the stream,
+which then ends without `[DONE]`: openai's client raises it, and others see that the end is missing.
+One body each; one asyncio loop.
+
+The routes of the OpenAI API, and those that probes and tools ask for.
 
 Each request is one handler, whose cancellation (its client went away) ends the request at both
 workers. Knows the front desk and how bodies are translated, not what they mean. One asyncio loop.
@@ -6,50 +28,518 @@ workers. Knows the front desk and how bodies are translated, not what they mean.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
+import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from process import logs
-from process.errors import BatonError
+from process import logs, trace_spans
+from process.background_tasks import end_tasks, start_task
+from process.deadline import Deadline
+from process.errors import AlreadyExists, BatonError, Cancelled, InvalidArgument
 from process.memory_budget import MemoryGrant
+from process.trace_spans import Attributes
 from protos import inference_pb2
-from services.router.caller import Caller
-from services.router.clients import Clients
-from services.router.front_desk import FrontDesk
+from services.router import identity
+from services.router.callers import Caller
+from services.router.client_limits import Clients
 from services.router.http_errors import ModelNotFound, http_error_of
 from services.router.http_server import error_response
-from services.router.openai import embeddings, openapi
-from services.router.openai.answers import account_of
-from services.router.openai.bodies import (
-    REQUEST_ID,
-    Bodies,
-    authorization_of,
-    request_id_of,
-    traced_id_of,
+from services.router.openai import chat, completions, openapi
+from services.router.openai.answers import Envelope, OutputSample, account_of
+from services.router.openai.chat import tool_use
+from services.router.openai.json_pieces import JsonPieces
+from services.router.openai.schemas import (
+    CHAT,
+    COMPLETION,
+    EMBEDDING,
+    MAX_PROMPTS,
+    BodyRecord,
+    ResponseOptions,
+    json_name,
+    response_options,
 )
-from services.router.openai.each_prompt import EachPrompt, name_requests
-from services.router.openai.event_stream import EventStream
-from services.router.openai.fields import CHAT, COMPLETION, EMBEDDING, MAX_PROMPTS
-from services.router.openai.generation import Read, collect, read_chat, read_completion, stream
-from services.router.openai.http_call import HttpCall
-from services.router.openai.model_names import adapters_of, with_model
-from services.router.openai.records import Record
-from services.router.openai.sampling import json_name
-from services.router.times import StageTimes
+from services.router.request_stats import StageTimes
+from services.router.served_models import OneModel, ServedModels
+from services.router.service import RouterService
+from services.router.tracing import TracedCall
+
+
+def adapters_of(model: OneModel) -> set[str]:
+    """Names of its adapters that requests may ask for."""
+    return set(model.candidates.adapter_names())
+
+
+def with_model(
+    fields: Mapping[str, Any], models: ServedModels
+) -> tuple[Mapping[str, Any], OneModel]:
+    """A body's fields with model and adapter told apart, and the model.
+
+    Raises: ModelNotFound for a name that is neither; InvalidArgument for two adapters.
+    """
+    name = fields.get("model", "")
+    for model in models:
+        if name in adapters_of(model) - models.all_names:
+            own = fields.get("baton", {})
+            if own.get("adapter", name) != name:
+                raise InvalidArgument("baton.adapter", "differs from the adapter that model names")
+            return {**fields, "model": model.name, "baton": {**own, "adapter": name}}, model
+    try:
+        return fields, models.find(name)
+    except InvalidArgument as error:
+        raise ModelNotFound(str(error).removeprefix("model: ")) from None
+
+
+REQUEST_ID = "x-request-id"
+IDEMPOTENCY_KEY = "idempotency-key"
+BUDGET_MS = "x-baton-budget-ms"
+PROVENANCE = "x-baton-provenance"
+
+_MAX_TRACED_CHARS = 512
+_MAX_BYTES_ON_LOOP = 32 * 1024
+"""About half a millisecond; a thread costs a tenth of that."""
+
+
+class Bodies:
+    """Reads them, and ends its thread with `close`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """`timeout_s`: for a body to arrive."""
+        self._timeout_s = timeout_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+
+    async def read(
+        self, request: web.Request, grant: MemoryGrant, record: BodyRecord
+    ) -> dict[str, Any]:
+        """The fields of a body that is a `record`, with what headers say that it could have said
+        itself; it has the last word. `grant` was taken for the longest body that may come.
+
+        Raises: InvalidArgument; NoCapacity when it arrives slowly and others wait for its bytes;
+        HTTPException for what HTTP itself refuses.
+        """
+        data = await _received(request, self._timeout_s, grant)
+        grant.shrink(len(data))
+        if len(data) <= _MAX_BYTES_ON_LOOP:
+            return record.read(_with_headers(parse_body(data), request.headers), "")
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, _fields_of, data, request.headers, record
+        )
+
+    def close(self) -> None:
+        """What is still read is thrown away."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _fields_of(data: bytes, headers: Mapping[str, str], record: BodyRecord) -> dict[str, Any]:
+    return record.read(_with_headers(parse_body(data), headers), "")
+
+
+async def _received(request: web.Request, timeout_s: float, grant: MemoryGrant) -> bytes:
+    if request.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType(text="content-type: must be application/json")
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise web.HTTPUnsupportedMediaType(text="content-encoding: send the body as it is")
+    try:
+        async with asyncio.timeout(timeout_s), grant.reading():
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text="the body did not arrive in time") from None
+
+
+def parse_body(data: bytes) -> Mapping[str, Any]:
+    """Raises: InvalidArgument, saying where it is no JSON."""
+    try:
+        value = _PIECES.loads(data.decode())
+    except UnicodeDecodeError:
+        raise InvalidArgument("body", "is not UTF-8") from None
+    except RecursionError:
+        raise InvalidArgument("body", "is nested too deep") from None
+    except ValueError as error:
+        where = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+        raise InvalidArgument("body", f"is no JSON{where}") from None
+    if not isinstance(value, dict):
+        raise InvalidArgument("body", "must be an object")
+    return value
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """What the request is called here: the client's key for sending it again, or a fresh id.
+
+    Raises: InvalidArgument for a key that no answer could carry.
+    """
+    given = headers.get(IDEMPOTENCY_KEY, "")
+    if not _is_plain(given):
+        raise InvalidArgument(IDEMPOTENCY_KEY, "must be printable ASCII")
+    return given or identity.fresh_request_id()
+
+
+def traced_id_of(headers: Mapping[str, str]) -> str:
+    """What a client or a proxy before it calls the request in its own logs, maybe several requests
+    the same; empty: nothing that an answer could carry.
+    """
+    given = headers.get(REQUEST_ID, "")
+    return given if _is_plain(given) and len(given) <= _MAX_TRACED_CHARS else ""
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and text.isprintable()
+
+
+def authorization_of(headers: Mapping[str, str]) -> str:
+    """What says who asks; empty: nothing. Bytes that are no text match no key."""
+    return headers.get("authorization", "").encode("ascii", "replace").decode()
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+_PIECES = JsonPieces(_no_constant)
+
+
+def _with_headers(body: Mapping[str, Any], headers: Mapping[str, str]) -> Mapping[str, Any]:
+    own: dict[str, Any] = {}
+    if BUDGET_MS in headers:
+        text = headers[BUDGET_MS]
+        if not (text.isascii() and text.isdecimal() and len(text) <= 10):
+            raise InvalidArgument(BUDGET_MS, "must be a whole number of milliseconds")
+        own["budget_ms"] = int(text)
+    if PROVENANCE in headers:
+        if headers[PROVENANCE] not in ("0", "1"):
+            raise InvalidArgument(PROVENANCE, "must be 0 or 1")
+        own["provenance"] = headers[PROVENANCE] == "1"
+    given = body.get("baton")
+    if not own or not (given is None or isinstance(given, dict)):
+        return body
+    return {**body, "baton": {**own, **(given or {})}}
+
+
+_LAST_WORD_S = 1.0
+"""For the event of an error: a client that has stopped reading is not waited for."""
+_END_S = 60.0
+"""For the end of an answer: guessed, far above what a slow line needs for what is buffered."""
+
+_COMMENT = b": keep-alive\n\n"
+
+_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # proxies of the nginx kind would collect them
+}
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+class EventStream:
+    """See the module."""
+
+    def __init__(
+        self, request: web.Request, headers: Mapping[str, str], keep_alive_s: float
+    ) -> None:
+        """`keep_alive_s`: without an event, after which a comment is sent."""
+        self._request = request
+        self._keep_alive_s = keep_alive_s
+        self._written_s = asyncio.get_running_loop().time()
+        self._writing = asyncio.Lock()
+        self._response = web.StreamResponse(headers={**_HEADERS, **headers})
+        self.has_begun = False
+        """Whether the status went out."""
+
+    @property
+    def response(self) -> web.StreamResponse:
+        """What the handler returns."""
+        return self._response
+
+    async def send(self, event: Mapping[str, Any]) -> None:
+        """One event. Raises: ConnectionError when the client is gone."""
+        async with self._writing:
+            await self._write(f"data: {_encode(event)}\n\n".encode())
+
+    @contextlib.asynccontextmanager
+    async def kept_alive(self) -> AsyncIterator[None]:
+        """Send comments where nothing is sent while the body runs. The first one begins the stream:
+        what fails behind it is an event.
+        """
+        commenting = start_task(self._comment(), "keep an event stream alive")
+        try:
+            yield
+        finally:
+            await end_tasks([commenting])
+
+    async def end(self, last: Mapping[str, Any] | None = None, *, end_s: float = _END_S) -> None:
+        """All was said, `last` the last of it. A client that does not take it in time has its
+        connection closed: the request's own deadline is no more. Raises: ConnectionError.
+        """
+        try:
+            async with asyncio.timeout(end_s):
+                if last is not None:
+                    await self.send(last)
+                await self._response.write(b"data: [DONE]\n\n")
+                await self._response.write_eof()
+        except TimeoutError:
+            self._abort()
+
+    async def fail(self, event: Mapping[str, Any]) -> None:
+        """End with an error, and without the word that all was said. Never raises; a client that
+        does not take it has its connection closed.
+        """
+        try:
+            async with asyncio.timeout(_LAST_WORD_S):
+                await self.send(event)
+                await self._response.write_eof()
+        except (TimeoutError, ConnectionError):
+            self._abort()
+
+    async def _comment(self) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ConnectionError):  # gone: the next event finds that, too
+            while True:
+                await asyncio.sleep(self._written_s + self._keep_alive_s - loop.time())
+                async with self._writing:
+                    if loop.time() >= self._written_s + self._keep_alive_s:
+                        await self._write(_COMMENT)
+
+    async def _write(self, data: bytes) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            await self._response.prepare(self._request)
+        await self._response.write(data)
+        self._written_s = asyncio.get_running_loop().time()
+
+    def _abort(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+
+Take = Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]]
+"""Gets each message with the number of its prompt."""
+
+
+_PROMPT_FIELDS = ("text", "token_ids.ids")
+
+
+@dataclass(frozen=True)
+class EachPrompt:
+    """The requests of one body, named and ready."""
+
+    desk: RouterService
+    caller: Caller
+    requests: Sequence[inference_pb2.GenerateRequest]
+    times: StageTimes
+    """Began with the body; the first request's."""
+    call: TracedCall
+    most_at_once: int
+    rename: Callable[[str], str]
+    """What the body calls a field of its requests."""
+
+    async def serve(self, take: Take) -> None:
+        """Serve all of them.
+
+        Raises: BatonError, which names fields as the body does, or ConnectionError of `take`: the
+            first one; the other requests have been cancelled by then.
+        """
+        # One for the whole body: those that wait for others' end do not get their time anew.
+        deadline = self.desk.deadline(self.requests[0])
+        if len(self.requests) == 1:
+            await self._one(0, take, deadline)
+            return
+        room = asyncio.Semaphore(self.most_at_once)
+
+        async def in_turn(prompt: int) -> None:
+            async with room:
+                await self._one(prompt, take, deadline)
+
+        problem: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                for prompt in range(len(self.requests)):
+                    group.create_task(in_turn(prompt))
+        except* (BatonError, ConnectionError) as errors:
+            problem = _first(errors)
+        # Not raised above: what is raised there may come out as a group of its own.
+        if problem is not None:
+            raise problem from None
+
+    async def _one(self, prompt: int, take: Take, deadline: Deadline) -> None:
+        try:
+            await self.desk.serve(
+                self.requests[prompt],
+                self.caller,
+                deadline=deadline,
+                send=partial(take, prompt),
+                times=self.times if prompt == 0 else StageTimes(),
+                call=self.call,
+            )
+        except InvalidArgument as error:
+            field = error.field if len(self.requests) == 1 else _of_prompt(error.field, prompt)
+            raise error.renamed(self.rename(field)) from None
+        except AlreadyExists:
+            raise AlreadyExists(
+                f"idempotency-key: {self.requests[prompt].request_id} is under way with another "
+                "body; send the same one, or another key"
+            ) from None
+
+
+def name_requests(requests: Sequence[inference_pb2.GenerateRequest], request_id: str) -> None:
+    """Several prompts have an id each, the same ones when the body is sent again."""
+    for number, request in enumerate(requests):
+        request.request_id = request_id if len(requests) == 1 else f"{request_id}.{number}"
+
+
+def _of_prompt(name: str, prompt: int) -> str:
+    """A field's name with the number of the prompt in it, where it is the prompt's."""
+    field, bracket, rest = name.partition("[")
+    return f"{field}[{prompt}]{bracket}{rest}" if field in _PROMPT_FIELDS else name
+
+
+def _first(errors: BaseExceptionGroup[Exception]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ParsedBody:
+    """One body, understood."""
+
+    requests: Sequence[inference_pb2.GenerateRequest]
+    look: ResponseOptions
+    make_sample: Callable[[int, int], OutputSample]
+    """By prompt and sample of it."""
+    kind: str
+    answer_id: str
+    model: str
+    """As the client named it."""
+    rename: Callable[[str], str]
+    """What the body calls a field of its requests."""
+
+    def samples(self) -> dict[tuple[int, int], OutputSample]:
+        """Every choice of the answer, in the order of their indices."""
+        num_samples = self.requests[0].sampling.n or 1
+        return {
+            (prompt, index): self.make_sample(prompt, index)
+            for prompt in range(len(self.requests))
+            for index in range(num_samples)
+        }
+
+    def envelope(self) -> Envelope:
+        """Around them."""
+        return Envelope(self.kind, self.answer_id, self.model, self.look)
+
+
+Read = Callable[[Mapping[str, Any], str, ServedModels], ParsedBody]
+"""A body's fields and its request id. Raises: InvalidArgument."""
+
+
+def read_completion(given: Mapping[str, Any], request_id: str, models: ServedModels) -> ParsedBody:
+    """Of /v1/completions. Raises: InvalidArgument."""
+    fields, model = with_model(given, models)
+    encoder = model.preparer.encoder
+    requests, look = completions.completion_requests(fields), response_options(fields)
+    num_samples = requests[0].sampling.n or 1
+
+    @functools.cache
+    def text_of(prompt: int) -> str:
+        return completions.text_of(requests[prompt], encoder.tokenizer)
+
+    def make_sample(prompt: int, index: int) -> OutputSample:
+        return completions.CompletionSample(
+            prompt * num_samples + index,
+            fields,
+            requests[prompt],
+            look,
+            functools.partial(text_of, prompt),
+            encoder.names,
+        )
+
+    return ParsedBody(
+        requests,
+        look,
+        make_sample,
+        kind=completions.KIND,
+        answer_id=f"cmpl-{request_id}",
+        model=given.get("model") or model.name,
+        rename=functools.partial(json_name, body=given),
+    )
+
+
+def read_chat(given: Mapping[str, Any], request_id: str, models: ServedModels) -> ParsedBody:
+    """Of /v1/chat/completions. Raises: InvalidArgument."""
+    fields, model = with_model(given, models)
+    encoder = model.preparer.encoder
+    use = tool_use(fields, encoder.tool_call_format, takes_tools=encoder.takes_tools)
+    request, look = chat.chat_request(fields, use), response_options(fields)
+
+    def make_sample(prompt: int, index: int) -> OutputSample:
+        return chat.ChatSample(index, request_id, request, look, use, encoder.names)
+
+    return ParsedBody(
+        [request],
+        look,
+        make_sample,
+        kind=chat.CHUNK_KIND if look.is_streamed else chat.KIND,
+        answer_id=f"chatcmpl-{request_id}",
+        model=given.get("model") or model.name,
+        rename=functools.partial(json_name, body=given),
+    )
+
+
+async def collect(asked: ParsedBody, each: EachPrompt) -> dict[str, Any]:
+    """The whole answer. Raises: BatonError."""
+    envelope, samples = asked.envelope(), asked.samples()
+
+    async def take(prompt: int, message: inference_pb2.GenerateResponse) -> None:
+        envelope.take(prompt, message)
+        samples[prompt, message.sample_index].delta(message)
+
+    await each.serve(take)
+    return envelope.whole([sample.whole() for sample in samples.values()])
+
+
+async def stream(asked: ParsedBody, each: EachPrompt, events: EventStream) -> web.StreamResponse:
+    """The answer as events. Raises: before the first byte, never after it."""
+    envelope, samples = asked.envelope(), asked.samples()
+
+    async def take(prompt: int, message: inference_pb2.GenerateResponse) -> None:
+        envelope.take(prompt, message)
+        choice = samples[prompt, message.sample_index].delta(message)
+        await events.send(envelope.chunk(choice, message))
+
+    try:
+        async with events.kept_alive():
+            await each.serve(take)
+        await events.end(envelope.usage_chunk() if asked.look.has_usage else None)
+    except ConnectionError:
+        # All was said, to a client that has gone.
+        with contextlib.suppress(ConnectionError):
+            await events.response.write_eof()
+    except Exception as error:
+        if not events.has_begun:
+            raise
+        found = http_error_of(error)
+        if found.status == 500:
+            logs.event(logger, "stream_failed", level=logging.ERROR, exc_info=True)
+        await events.fail(found.body())
+    return events.response
 
 
 class OpenAiRoutes:
     """See the module."""
 
-    def __init__(self, desk: FrontDesk, clients: Clients) -> None:
+    def __init__(self, desk: RouterService, clients: Clients) -> None:
         self._desk = desk
         self._clients = clients
         self._bodies = Bodies(clients.read_s)
@@ -92,8 +582,8 @@ class OpenAiRoutes:
                 with self._unread_traced(call, times):
                     given = await self._bodies.read(request, grant, EMBEDDING)
                     fields, model = with_model(given, self._desk.models)
-                    requests = embeddings.requests_of(fields)
-                most = embeddings.MOST_AT_ONCE
+                    requests = completions.embedding_requests(fields)
+                most = completions.MOST_AT_ONCE
                 rename = partial(json_name, body=given)
                 name_requests(requests, request_id)
                 each = EachPrompt(self._desk, caller, requests, times, call, most, rename)
@@ -104,7 +594,7 @@ class OpenAiRoutes:
         wants_accounts = fields.get("baton", {}).get("provenance", False)
         accounts = [account_of(message) for message in messages] if wants_accounts else []
         name = given.get("model") or model.name
-        text = await embeddings.answer(fields, name, messages, accounts)
+        text = await completions.embedding_answer(fields, name, messages, accounts)
         return web.json_response(text=text, headers=headers)
 
     async def models(self, request: web.Request) -> web.Response:
@@ -138,7 +628,7 @@ class OpenAiRoutes:
         return web.json_response(openapi.document())
 
     async def _generate(
-        self, request: web.Request, record: Record, read: Read
+        self, request: web.Request, record: BodyRecord, read: Read
     ) -> web.StreamResponse:
         times, headers = StageTimes(), dict[str, str]()
         try:
@@ -220,3 +710,39 @@ def _refused(error: BatonError, headers: Mapping[str, str]) -> web.Response:
     response = error_response(http_error_of(error))
     response.headers.update(headers)
     return response
+
+
+class HttpCall(TracedCall):
+    """See the module. `is_streamed` is set when the body was read."""
+
+    is_streamed = False
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        resource = request.match_info.route.resource
+        self._route = resource.canonical if resource is not None else request.path
+        self.name = f"{request.method} {self._route}"
+        self.headers = trace_spans.trace_headers(request.headers.items())
+
+    def about(self) -> Attributes:
+        request = self._request
+        about: dict[str, str | int] = {
+            "http.request.method": request.method,
+            "http.route": self._route,
+            "url.path": request.path,
+            "url.scheme": request.scheme,
+        }
+        traced_id = traced_id_of(request.headers)
+        if traced_id:
+            about["http.request.header.x-request-id"] = traced_id
+        ours = request.get_extra_info("sockname")
+        if ours:
+            about |= {"server.address": ours[0], "server.port": ours[1]}
+        return about
+
+    def status(self, error: BaseException | None, *, has_begun: bool) -> Attributes:
+        if error is None or (has_begun and self.is_streamed):
+            return {"http.response.status_code": 200}
+        if isinstance(error, Cancelled | asyncio.CancelledError | ConnectionError):
+            return {}  # the client is gone
+        return {"http.response.status_code": http_error_of(error).status}

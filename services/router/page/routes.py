@@ -26,7 +26,7 @@ from aiohttp import web
 
 from process.errors import NoCapacity, PermissionDenied
 from protos import inference_pb2
-from services.router.caller import Caller
+from services.router.callers import Caller
 from services.router.page.snapshots import INTERVAL_S, Snapshots, Status, to_json
 
 PATH = "/live"

@@ -11,11 +11,10 @@ import pytest
 from kvstore.block_refs import Block, PackedBlocks, Tier
 from kvstore.errors import CHECKSUM
 from kvstore.node_ids import lender_node_id
-from services.decode.ahead import Ahead, Copied, Rest
-from services.decode.intake import Intake
-from services.worker.handle import Run, Stretch
-from services.worker.loaded import Loaded
-from services.worker.provenance import FINGERPRINT, Leg, WorkerCounts
+from services.decode.kv_loader import CopiedAhead, CopyAhead, KvLoader, RestOfPrompt
+from services.worker.handle import HandleRun, Stretch
+from services.worker.provenance import FINGERPRINT, LegProvenance, WorkerCounts
+from services.worker.store_pool import LoadedBlocks
 
 SIZE = 16
 HASHES = tuple(bytes([index]) * 16 for index in range(1, 7))
@@ -29,20 +28,20 @@ def blocks(first: int, end: int) -> list[Block]:
     return [Block(HASHES[i], i, 2, 10 * i, SIZE, Tier.DEVICE) for i in range(first, end)]
 
 
-def run(named: list[Block], first: int = 0, **changes: Any) -> Run:
-    made = Run(lender_node_id("p"), "a", bytes(16), "lease", first, PackedBlocks.of(named))
+def run(named: list[Block], first: int = 0, **changes: Any) -> HandleRun:
+    made = HandleRun(lender_node_id("p"), "a", bytes(16), "lease", first, PackedBlocks.of(named))
     return dataclasses.replace(made, **changes)
 
 
-def ahead(first: int = 2) -> Ahead:
+def ahead(first: int = 2) -> CopyAhead:
     """Blocks [first, 6) and the tail were copied."""
-    made = Ahead(None, on_rest=lambda: None, on_failure=lambda reason: None)  # type: ignore[arg-type]
+    made = CopyAhead(None, on_rest=lambda: None, on_failure=lambda reason: None)  # type: ignore[arg-type]
     copied = [*blocks(first, 6), TAIL]
-    made.keep(Copied(run(copied, first)))
+    made.keep(CopiedAhead(run(copied, first)))
     return made
 
 
-def frames(copied: Copied | None) -> list[int]:
+def frames(copied: CopiedAhead | None) -> list[int]:
     return [] if copied is None else [block.frame for block in copied.blocks]
 
 
@@ -106,16 +105,16 @@ class Core:
         num_unsealed: int,
         held_until_s: float,
         **__: Any,
-    ) -> Loaded:
+    ) -> LoadedBlocks:
         self.loads.append([(block.frame, block_id) for block, block_id in items])
         self.promises.append((num_unsealed, held_until_s))
         found = {
             at: FOUND + items[at][0].frame for at in range(len(items) - num_unsealed, len(items))
         }
-        return Loaded(min(len(items), self.num_usable), 64 * len(items), checksums=found)
+        return LoadedBlocks(min(len(items), self.num_usable), 64 * len(items), checksums=found)
 
 
-def intake(core: Core, num_local: int) -> Intake:
+def intake(core: Core, num_local: int) -> KvLoader:
     num_tokens = 6 * SIZE + 5
     reservation: Any = SimpleNamespace(
         block_ids=tuple(range(100, 109)), num_local_tokens=num_local * SIZE, chain_hashes=HASHES
@@ -128,7 +127,7 @@ def intake(core: Core, num_local: int) -> Intake:
         chain=SimpleNamespace(root=bytes(32)),
     )
     core_: Any = core
-    return Intake(core_, ask, "e", reservation, Leg(num_tokens))
+    return KvLoader(core_, ask, "e", reservation, LegProvenance(num_tokens))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,7 @@ async def test_blocks_that_are_not_sealed_are_kept_with_the_checksums_of_what_ca
     rest = [*blocks(2, 6), TAIL]
     told = [dataclasses.replace(each, checksum=0) for each in rest]
     kept = rest[: len(rest) - num_unsealed] + told[len(rest) - num_unsealed :]
-    made._ahead._rest = Rest(run(kept, 2), num_unsealed, 77.0)
+    made._ahead._rest = RestOfPrompt(run(kept, 2), num_unsealed, 77.0)
     await made.pull_rest(deadline())
     assert core.promises == [(len(expected), 77.0)]
     copied = made._ahead._copied
@@ -203,7 +202,7 @@ async def test_of_the_lenders_word_only_what_the_prompt_asks_for_is_fetched(
 ) -> None:
     core = Core()
     made = intake(core, num_local)
-    made._ahead._rest = Rest(run(rest, first))
+    made._ahead._rest = RestOfPrompt(run(rest, first))
     await made.pull_rest(deadline())
     assert core.loads == ([[(frame, 100 + frame) for frame in expected]] if expected else [])
     assert made.num_blocks == num_local, "no handle has named it"

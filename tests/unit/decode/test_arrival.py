@@ -12,12 +12,11 @@ import pytest
 
 from process.deadline import Deadline
 from process.errors import Internal
-from services.decode.arrival import Arrival
-from services.decode.intake import Handover, Intake
-from services.worker.provenance import Leg
+from services.decode.kv_loader import GenerateCommand, KvArrival, KvLoader
+from services.worker.provenance import LegProvenance
 from tests.harness.waiting import settled
 
-HANDOVER = Handover(None, ((),), computes_prompt=True)
+HANDOVER = GenerateCommand(None, ((),), computes_prompt=True)
 
 
 class Waiting:
@@ -32,7 +31,7 @@ class Waiting:
         ask: Any = SimpleNamespace(
             request_id="r", tenant="t", adapter="", prompt_token_ids=(1, 2), beam=None
         )
-        self.intake = Intake(core, ask, "e", reservation, Leg(2))
+        self.intake = KvLoader(core, ask, "e", reservation, LegProvenance(2))
         named = self.intake._named
 
         def look(*arguments: Any) -> Any:
@@ -42,7 +41,7 @@ class Waiting:
             return named(*arguments)
 
         monkeypatch.setattr(self.intake, "_named", look)
-        self.arrival = Arrival()
+        self.arrival = KvArrival()
         self.task = asyncio.create_task(
             self.arrival.wait(
                 self.intake,

@@ -9,26 +9,26 @@ import pytest
 
 from engine.sequence import HOLE
 from kvstore.block_refs import Block, Tier
-from services.decode.intake import Intake
-from services.worker.handle import Run, Stretch
-from services.worker.provenance import Leg
+from services.decode.kv_loader import KvLoader
+from services.worker.handle import HandleRun, Stretch
+from services.worker.provenance import LegProvenance
 
 SIZE = 16
 
 
-def _intake(block_ids: tuple[int, ...], num_local: int) -> Intake:
+def _intake(block_ids: tuple[int, ...], num_local: int) -> KvLoader:
     core: Any = SimpleNamespace(
         model=SimpleNamespace(block_size=SIZE), connector=SimpleNamespace(client=None)
     )
     reservation: Any = SimpleNamespace(block_ids=block_ids, num_local_tokens=num_local * SIZE)
     ask: Any = SimpleNamespace(request_id="r", tenant="t", adapter="", prompt_token_ids=())
-    return Intake(core, ask, "e", reservation, Leg(len(block_ids) * SIZE))
+    return KvLoader(core, ask, "e", reservation, LegProvenance(len(block_ids) * SIZE))
 
 
 def _stretch(node_id: str, first: int, end: int) -> Stretch:
     blocks = [Block(bytes([i]) * 16, i, 2, i, SIZE, Tier.HOST) for i in range(first, end)]
     return Stretch(
-        Run(node_id, "address", bytes(16), f"lease of {node_id}", first, blocks), first, end
+        HandleRun(node_id, "address", bytes(16), f"lease of {node_id}", first, blocks), first, end
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.prefill.early_handles import MIN_GROWTH, EarlyHandles
+from services.prefill.request import MIN_GROWTH, PartialHandleSchedule
 
 
 class Schedule(RuleBasedStateMachine):
@@ -14,7 +14,7 @@ class Schedule(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.early = EarlyHandles(wanted=True)
+        self.early = PartialHandleSchedule(wanted=True)
         self.num_stored = 0
         self.told: list[int] = []
         self.num_steps = 0
@@ -65,7 +65,7 @@ TestSchedule = Schedule.TestCase
 
 
 def test_the_first_waits_for_no_step() -> None:
-    early = EarlyHandles(wanted=True)
+    early = PartialHandleSchedule(wanted=True)
     early.stored(3)
     assert early.is_due and early.news.is_set()
     early.told(3)
@@ -77,7 +77,7 @@ def test_the_first_waits_for_no_step() -> None:
 
 @pytest.mark.parametrize("num_chunks", [1, 7, 100, 1000])
 def test_a_long_prompt_costs_references_in_proportion_to_its_length(num_chunks: int) -> None:
-    early = EarlyHandles(wanted=True)
+    early = PartialHandleSchedule(wanted=True)
     told: list[int] = []
     for chunk in range(1, num_chunks + 1):
         early.stored(32 * chunk)
@@ -91,7 +91,7 @@ def test_a_long_prompt_costs_references_in_proportion_to_its_length(num_chunks: 
 
 
 def test_who_hands_nothing_over_tells_nothing() -> None:
-    early = EarlyHandles(wanted=False)
+    early = PartialHandleSchedule(wanted=False)
     early.stored(3)
     early.stepped()
     assert not early.is_due

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.prefill.replication import worth_a_copy
+from services.prefill.prefix_loader import worth_a_copy
 from services.worker.config import WorkerLimits
 
 

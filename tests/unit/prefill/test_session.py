@@ -9,7 +9,7 @@ import pytest
 
 from process.deadline import Deadline
 from process.trace_spans import NOOP_SPAN
-from services.prefill.session import PrefillSession
+from services.prefill.server import PrefillSession
 
 
 class Answer:

@@ -6,9 +6,9 @@ import random
 from dataclasses import replace
 
 from services.router.config import RouterCosts
-from services.router.policy import Ask, Pools, WorkerLoad
-from services.router.prefix_runs import Prefixes
-from services.router.views import Link
+from services.router.policies import PlacementQuery, Pools, WorkerLoad
+from services.router.prefixes import FoundPrefixes
+from services.router.worker_views import LinkView
 
 COSTS = RouterCosts(prefill_tokens_per_s=1000, link_bytes_per_s=1e6, decode_request_s=0.1)
 
@@ -48,12 +48,13 @@ def random_load(rng: random.Random, worker_id: str, stores: list[str]) -> Worker
         is_suspect=rng.random() < 0.15,
         context_window=rng.choice([0, 512, 512, 4096]),
         links={
-            node: Link(rng.choice([0.0, 1e3, 1e5, 9e5, 1e6]), rng.random() < 0.3) for node in nodes
+            node: LinkView(rng.choice([0.0, 1e3, 1e5, 9e5, 1e6]), rng.random() < 0.3)
+            for node in nodes
         },
     )
 
 
-def slow_case(rng: random.Random) -> tuple[Pools, Ask]:
+def slow_case(rng: random.Random) -> tuple[Pools, PlacementQuery]:
     """Workers that differ by nothing but stores, lenders and what was measured: links that are
     slow, or degraded, decide."""
     stores = ["s", "t", "u"][: rng.randint(1, 3)]
@@ -61,9 +62,9 @@ def slow_case(rng: random.Random) -> tuple[Pools, Ask]:
     transport, lends = rng.choice(["shm", "grpc"]), rng.random() < 0.5
     has_slow_prefill = rng.random() < 0.5
 
-    def links(nodes: list[str]) -> dict[str, Link]:
+    def links(nodes: list[str]) -> dict[str, LinkView]:
         return {
-            node: Link(rng.choice([2e4, 1e5, 1e6, 1e6]), rng.random() < 0.2)
+            node: LinkView(rng.choice([2e4, 1e5, 1e6, 1e6]), rng.random() < 0.2)
             for node in nodes
             if rng.random() < 0.5
         }
@@ -91,28 +92,28 @@ def slow_case(rng: random.Random) -> tuple[Pools, Ask]:
         for name in decode_names
     ]
     held = {store: rng.choice([2, 9]) for store in stores if rng.random() < 0.5}
-    ask = Ask(
+    ask = PlacementQuery(
         num_prompt_tokens=300,
         max_tokens=17,
         affinity=rng.randbytes(16),
-        prefixes=Prefixes({("f", 16): held}),
+        prefixes=FoundPrefixes({("f", 16): held}),
         window=317,
     )
     return Pools.of(prefill, decode, COSTS), ask
 
 
-def random_case(rng: random.Random) -> tuple[Pools, Ask]:
+def random_case(rng: random.Random) -> tuple[Pools, PlacementQuery]:
     """Up to nine workers of each role, and a request."""
     stores = ["s", "t", "u"][: rng.randint(1, 3)]
     prefill = [random_load(rng, f"p{i}", stores) for i in range(rng.randint(0, 9))]
     decode = [random_load(rng, f"d{i}", stores) for i in range(rng.randint(0, 9))]
     held = {store: rng.choice([2, 4, 7]) for store in stores if rng.random() < 0.6}
     num_tokens = rng.choice([10, 160, 600])
-    ask = Ask(
+    ask = PlacementQuery(
         num_prompt_tokens=num_tokens,
         max_tokens=17,
         affinity=rng.randbytes(16),
-        prefixes=Prefixes({("f", 16): held}),
+        prefixes=FoundPrefixes({("f", 16): held}),
         needs_decode=rng.random() < 0.9,
         local={
             worker.incarnation: rng.choice([16, 160])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import common_pb2
-from services.router.answer import Answer
+from services.router.output import SampleOutput
 from tests.harness.small_tokenizers import byte_level
 from tokens.text import OutputText
 from tokens.tool_calls import ToolCallEnds
@@ -29,7 +29,7 @@ def test_all_text_comes_out_when_the_length_ends_it(
     """Held-back text is released by the end behind what the last tokens made visible; once it
     took their place instead."""
     ids = IDS[:length]
-    answer = Answer("r", OutputText(TOKENIZER, stop=stops))
+    answer = SampleOutput("r", OutputText(TOKENIZER, stop=stops))
     bounds = [0, *sorted(cut for cut in cuts if cut < length), length]
     text, seen = "", []
     for begin, end in itertools.pairwise(bounds):
@@ -46,11 +46,11 @@ def test_all_text_comes_out_when_the_length_ends_it(
 def test_a_tool_call_ends_by_its_text_which_is_shown() -> None:
     ends = ToolCallEnds(strings=("llo", "zz"))
     output = OutputText(TOKENIZER, stop=["!"], tool_call_ends=ends.strings)
-    answer = Answer("r", output, tool_call_ends=ends)
+    answer = SampleOutput("r", output, tool_call_ends=ends)
     message = answer.take(TOKENIZER.encode("hello! more"), ())
     assert message.text == "hello"
     assert answer.finish_reason == common_pb2.FINISH_REASON_TOOL_CALL
-    other = Answer("r", OutputText(TOKENIZER, stop=["l"], tool_call_ends=ends.strings))
+    other = SampleOutput("r", OutputText(TOKENIZER, stop=["l"], tool_call_ends=ends.strings))
     assert other.take(TOKENIZER.encode("hello"), ()).text == "he"
     assert other.finish_reason == common_pb2.FINISH_REASON_STOP_STRING
 
@@ -60,9 +60,9 @@ def test_a_tool_call_ends_by_its_token() -> None:
     ends = ToolCallEnds(token_ids=frozenset({token_id}))
     ids = TOKENIZER.encode("hello!")
     for reason in (common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN):
-        answer = Answer("r", OutputText(TOKENIZER), tool_call_ends=ends)
+        answer = SampleOutput("r", OutputText(TOKENIZER), tool_call_ends=ends)
         answer.take(ids, (), reason=reason, stop_token_id=token_id)
         assert answer.finish_reason == common_pb2.FINISH_REASON_TOOL_CALL
-        plain = Answer("r", OutputText(TOKENIZER))
+        plain = SampleOutput("r", OutputText(TOKENIZER))
         plain.take(ids, (), reason=reason, stop_token_id=token_id)
         assert plain.finish_reason == reason

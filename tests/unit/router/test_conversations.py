@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from kvstore import block_hash
-from services.router.conversations import Conversations
+from services.router.prefixes import PrefixAffinity
 
 ROOT = block_hash.root_key(b"salt", "ab" * 32)
 
@@ -19,7 +19,7 @@ def _chain(tokens: list[int], root: bytes = ROOT) -> list[bytes]:
 
 
 def test_the_next_turn_finds_the_last_one() -> None:
-    conversations = Conversations(1000)
+    conversations = PrefixAffinity(1000)
     first = _chain(list(range(16 * 5)))
     conversations.note(first, ["p", "d"])
     answer = _chain([*range(16 * 5), *range(16 * 3)])
@@ -29,7 +29,7 @@ def test_the_next_turn_finds_the_last_one() -> None:
 
 
 def test_other_tokens_and_other_tenants_find_nothing() -> None:
-    conversations = Conversations(1000)
+    conversations = PrefixAffinity(1000)
     conversations.note(_chain(list(range(160))), ["d"])
     assert conversations.find(_chain(list(range(1, 161))), ROOMY) == {}
     other = block_hash.root_key(b"other salt", "ab" * 32)
@@ -37,14 +37,14 @@ def test_other_tokens_and_other_tenants_find_nothing() -> None:
 
 
 def test_a_prompt_that_branches_off_is_found_up_to_an_eighth_block() -> None:
-    conversations = Conversations(1000)
+    conversations = PrefixAffinity(1000)
     conversations.note(_chain(list(range(16 * 40))), ["d"])
     branch = _chain([*range(16 * 30), *range(5, 5 + 16 * 10)])
     assert conversations.find(branch, ROOMY) == {"d": 24}
 
 
 def test_the_latest_workers_are_known_and_the_latest_prompts() -> None:
-    conversations = Conversations(3)
+    conversations = PrefixAffinity(3)
     chain = _chain(list(range(16)))
     for number in range(6):
         conversations.note(chain, [f"w{number}"])
@@ -57,7 +57,7 @@ def test_the_latest_workers_are_known_and_the_latest_prompts() -> None:
 
 
 def test_nobody_is_said_to_have_more_than_was_noted(seed: int, scale: Callable[[int], int]) -> None:
-    rng, conversations = random.Random(seed), Conversations(50)
+    rng, conversations = random.Random(seed), PrefixAffinity(50)
     noted: dict[str, set[bytes]] = {}
     prompts = [[rng.randrange(3) for _ in range(16 * rng.randint(0, 30))] for _ in range(12)]
     prompts += [prompt[: rng.randrange(len(prompt) + 1)] for prompt in prompts]
@@ -77,7 +77,7 @@ def test_nobody_is_said_to_have_more_than_was_noted(seed: int, scale: Callable[[
 
 
 def test_a_cache_that_must_have_turned_over_is_not_believed_in() -> None:
-    conversations = Conversations(10_000)
+    conversations = PrefixAffinity(10_000)
     first = _chain(list(range(16 * 10)))
     conversations.note(first, ["d", "p"])
     assert conversations.find(first, {"d": 100, "p": 100}) == {"d": 10, "p": 10}
@@ -97,7 +97,7 @@ def test_the_bound_on_workers_holds_however_many_one_prompt_adds(
     seed: int, scale: Callable[[int], int]
 ) -> None:
     """Each request adds its prefill and its decode worker, so one call may add two and more."""
-    rng, conversations = random.Random(seed), Conversations(50, max_lives=10)
+    rng, conversations = random.Random(seed), PrefixAffinity(50, max_lives=10)
     for number in range(scale(2000)):
         lives = [f"{number}-{index}" for index in range(rng.randint(1, 3))]
         old = [f"{rng.randrange(number + 1)}-0"] if rng.random() < 0.3 else []

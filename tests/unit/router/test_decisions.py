@@ -6,24 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from services.router.decisions import FIRST, MAX_CANDIDATES, Decision, Decisions
-from services.router.policies import make
-from services.router.policy import Ask, Pools
-from services.router.prefix_runs import Prefixes
+from services.router.placement import FIRST, MAX_CANDIDATES, PlacementDecision, PlacementLog
+from services.router.policies import PlacementQuery, Pools, make
+from services.router.prefixes import FoundPrefixes
 from tests.unit.router.pools import COSTS, load
 
-ASK = Ask(num_prompt_tokens=160, max_tokens=17, affinity=b"a")
+ASK = PlacementQuery(num_prompt_tokens=160, max_tokens=17, affinity=b"a")
 POOLS = Pools.of([load(f"p{i}") for i in range(12)], [load(f"d{i}") for i in range(12)], COSTS)
 
 
-def _decision(occasion: str = FIRST, turn: int = 0) -> Decision:
+def _decision(occasion: str = FIRST, turn: int = 0) -> PlacementDecision:
     policy = make("joint", COSTS)
     ask = replace(ASK, turn=turn)
-    return Decision(occasion, policy, POOLS, ask, policy.choose(POOLS, ask), 1e-4, 1000.0)
+    return PlacementDecision(occasion, policy, POOLS, ask, policy.choose(POOLS, ask), 1e-4, 1000.0)
 
 
 def test_the_oldest_request_is_forgotten_first() -> None:
-    decisions = Decisions(3)
+    decisions = PlacementLog(3)
     for number in range(5):
         decisions.add("t", f"r{number}", _decision(turn=number))
         decisions.check_integrity()
@@ -35,7 +34,7 @@ def test_the_oldest_request_is_forgotten_first() -> None:
 
 
 def test_of_one_request_the_first_and_the_last_choices_are_kept() -> None:
-    decisions = Decisions(3)
+    decisions = PlacementLog(3)
     decisions.add("t", "r", _decision(turn=0))
     for turn in range(1, 30):
         decisions.add("t", "r", _decision("decode refused", turn))
@@ -47,7 +46,7 @@ def test_of_one_request_the_first_and_the_last_choices_are_kept() -> None:
 
 
 def test_another_attempt_of_the_same_id_begins_anew() -> None:
-    decisions = Decisions(3)
+    decisions = PlacementLog(3)
     for turn in range(2):
         decisions.add("t", "r", _decision(turn=turn))
     found = decisions.find("r", "t")
@@ -55,7 +54,7 @@ def test_another_attempt_of_the_same_id_begins_anew() -> None:
 
 
 def test_tenants_do_not_meet() -> None:
-    decisions = Decisions(3)
+    decisions = PlacementLog(3)
     decisions.add("a", "r", _decision(turn=1))
     decisions.add("b", "r", _decision(turn=2))
     for tenant, turn in (("a", 1), ("b", 2), ("", 2)):
@@ -66,10 +65,10 @@ def test_tenants_do_not_meet() -> None:
 
 def test_a_long_prompts_hashes_are_not_kept_and_change_nothing() -> None:
     layout = POOLS.prefill[0].layout
-    prefixes = Prefixes({layout: {"s": 3}}, chains={layout: [b"h" * 32] * 9})
+    prefixes = FoundPrefixes({layout: {"s": 3}}, chains={layout: [b"h" * 32] * 9})
     made = _decision()
     made = replace(made, ask=replace(ASK, prefixes=prefixes))
-    decisions = Decisions(3)
+    decisions = PlacementLog(3)
     decisions.add("t", "r", made)
     found = decisions.find("r")
     assert found is not None and found[1][0].ask.prefixes.held == prefixes.held

@@ -9,10 +9,10 @@ import pytest
 from process.deadline import Deadline
 from process.errors import Unavailable
 from protos import inference_pb2
-from services.router.caller import ANYBODY
-from services.router.openai.each_prompt import EachPrompt
-from services.router.request_trace import Call
-from services.router.times import StageTimes
+from services.router.callers import ANYBODY
+from services.router.openai.routes import EachPrompt
+from services.router.request_stats import StageTimes
+from services.router.tracing import TracedCall
 
 BUDGET_S = 5.0
 
@@ -33,7 +33,7 @@ class Desk:
 
 def each(desk: Any, num_prompts: int) -> EachPrompt:
     requests = [inference_pb2.GenerateRequest(text="a") for _ in range(num_prompts)]
-    return EachPrompt(desk, ANYBODY, requests, StageTimes(), Call(), 1, str)
+    return EachPrompt(desk, ANYBODY, requests, StageTimes(), TracedCall(), 1, str)
 
 
 async def test_those_that_wait_for_others_do_not_get_their_time_anew() -> None:

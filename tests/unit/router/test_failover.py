@@ -6,18 +6,17 @@ import pytest
 
 from process.errors import FailedPrecondition, NoCapacity, Unavailable
 from protos import common_pb2
-from services.router.failover import (
+from services.router.lifecycle import (
     HANDOVER_S,
     LAPSED,
     OTHERS_MAY,
     SHORT,
-    Failover,
+    FailoverBudget,
     Loss,
-    shortcoming,
+    handle_unusable_reason,
 )
-from services.router.kv_account import LOST, MOVED, KvAccount
+from services.router.request_stats import LOST, MOVED, KvAccount, StageTimes
 from services.router.sealed_handle import Extent
-from services.router.times import StageTimes
 
 
 def _broken(worker_id: str) -> Loss:
@@ -29,7 +28,7 @@ def _leaving(worker_id: str) -> Loss:
 
 
 def test_workers_that_break_are_counted_and_those_that_leave_are_not_asked_again() -> None:
-    failover = Failover(StageTimes(), max_lost=2)
+    failover = FailoverBudget(StageTimes(), max_lost=2)
     assert not failover.is_on and failover.stage("handover") == "handover"
     failover.note(_broken("a"))
     for index in range(5):
@@ -43,7 +42,7 @@ def test_workers_that_break_are_counted_and_those_that_leave_are_not_asked_again
 
 
 def test_who_refuses_because_it_leaves_has_not_broken() -> None:
-    failover = Failover(StageTimes(), max_lost=1)
+    failover = FailoverBudget(StageTimes(), max_lost=1)
     for index in range(3):
         error = Unavailable("leaving", retry_after_s=0.0)
         failover.note(Loss(f"d{index}", f"life{index}", error))
@@ -54,7 +53,7 @@ def test_others_may_have_what_one_worker_has_not() -> None:
     """Its adapter was unloaded, say; the same worker is asked again only within the bound."""
     error = FailedPrecondition("adapter: 'a' was unloaded or replaced meanwhile")
     assert isinstance(error, OTHERS_MAY)
-    failover, loss = Failover(StageTimes(), max_lost=1), Loss("d0", "life", error)
+    failover, loss = FailoverBudget(StageTimes(), max_lost=1), Loss("d0", "life", error)
     assert not loss.is_on_purpose and loss.ended_by == LOST
     failover.note(loss)
     with pytest.raises(Unavailable, match="the last of 2 decode workers"):
@@ -85,11 +84,11 @@ def _handle(num_tokens: int, left_s: float = 60.0) -> Extent:
 def test_a_handle_with_which_much_is_computed_alone_is_told(
     handle: Extent, max_own_tokens: int, why: str
 ) -> None:
-    assert shortcoming(handle, 100, max_own_tokens, NOW_S) == why
+    assert handle_unusable_reason(handle, 100, max_own_tokens, NOW_S) == why
 
 
 def test_an_error_says_what_made_it_necessary_to_look() -> None:
-    failover = Failover(StageTimes(), max_lost=1)
+    failover = FailoverBudget(StageTimes(), max_lost=1)
     error = NoCapacity("full", retry_after_s=2.0)
     failover.note(_leaving("d0"))
     told = failover.explained(error)
@@ -103,7 +102,7 @@ def test_an_error_says_what_made_it_necessary_to_look() -> None:
 def test_time_between_two_workers_is_of_one_stage() -> None:
     now = [0.0]
     times = StageTimes(lambda: now[0])
-    failover = Failover(times, max_lost=1)
+    failover = FailoverBudget(times, max_lost=1)
     for is_moved in (False, True):
         if is_moved:
             failover.note(_leaving("d0"))

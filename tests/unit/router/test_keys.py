@@ -10,8 +10,7 @@ from process import api_keys
 from process.errors import PermissionDenied, Unauthenticated
 from process.secret_files import RETRY_S
 from protos import inference_pb2
-from services.router.caller import ANYBODY
-from services.router.keys import ApiKeys
+from services.router.callers import ANYBODY, ApiKeys
 
 
 def write(path: Path, *entries: tuple[str, api_keys.ApiKey]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from services.router.loop_pace import LoopPace
+from services.router.client_limits import LoopPace
 from tests.harness.waiting import until
 
 

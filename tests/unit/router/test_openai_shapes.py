@@ -12,9 +12,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from process.errors import InvalidArgument
-from services.router.openai.fields import BATON, CHAT, COMPLETION, EMBEDDING, TOOL
-from services.router.openai.records import Field, Record, Refused, Tagged
-from services.router.openai.shapes import (
+from services.router.openai.chat import tool_use
+from services.router.openai.schemas import (
+    BATON,
+    CHAT,
+    COMPLETION,
+    EMBEDDING,
+    TOOL,
+    BodyField,
+    BodyRecord,
     Either,
     Flag,
     Integer,
@@ -22,22 +28,25 @@ from services.router.openai.shapes import (
     MapOf,
     Number,
     OneOf,
+    RefusedField,
+    Tagged,
     Text,
 )
-from services.router.openai.tools import tool_use
 
-INNER = Record((Field("type", OneOf(("a",)), is_needed=True), Field("x", Integer(0, 3))))
-SHAPE = Record(
+INNER = BodyRecord(
+    (BodyField("type", OneOf(("a",)), is_needed=True), BodyField("x", Integer(0, 3)))
+)
+SHAPE = BodyRecord(
     (
-        Field("text", Text(1, 5)),
-        Field("number", Number(-1, 1)),
-        Field("whole", Integer(0, 9), is_needed=True),
-        Field("flag", Flag()),
-        Field("kind", OneOf(("p", "q"))),
-        Field("either", Either((Text(), ListOf(Integer(0, 5), least=1), ListOf(Text())))),
-        Field("map", MapOf(Number(0, 1), most=2)),
-        Field("tagged", Tagged("type", {"a": INNER})),
-        Field("refused", Refused("never", (False,))),
+        BodyField("text", Text(1, 5)),
+        BodyField("number", Number(-1, 1)),
+        BodyField("whole", Integer(0, 9), is_needed=True),
+        BodyField("flag", Flag()),
+        BodyField("kind", OneOf(("p", "q"))),
+        BodyField("either", Either((Text(), ListOf(Integer(0, 5), least=1), ListOf(Text())))),
+        BodyField("map", MapOf(Number(0, 1), most=2)),
+        BodyField("tagged", Tagged("type", {"a": INNER})),
+        BodyField("refused", RefusedField("never", (False,))),
     )
 )
 CHECKER = jsonschema_rs.Draft202012Validator(SHAPE.schema())
@@ -117,7 +126,7 @@ def test_of_an_unknown_key_only_the_beginning_is_compared(monkeypatch: pytest.Mo
         compared.append(word)
         return []
 
-    monkeypatch.setattr("services.router.openai.records.difflib.get_close_matches", close)
+    monkeypatch.setattr("services.router.openai.schemas.difflib.get_close_matches", close)
     with pytest.raises(InvalidArgument, match="is unknown here"):
         COMPLETION.read({"prompt": "a", "temperatur" * 1000: 1}, "")
     assert compared == [("temperatur" * 1000)[:40]]

@@ -4,7 +4,7 @@ field."""
 from __future__ import annotations
 
 from protos import common_pb2, decode_pb2, inference_pb2, prefill_pb2
-from services.router.opening import Opening
+from services.router.sealed_handle import Opening
 
 IDS = inference_pb2.TokenIds(ids=range(0, 128_000, 16)).ids
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.router.others_load import BEAT_AGE_S, OthersLoad
+from services.router.worker_client import BEAT_AGE_S, OthersLoad
 from tests.harness.waiting import Clock
 
 

@@ -12,15 +12,24 @@ import pytest
 
 from process.errors import Unavailable
 from services.router.config import RoutingPolicy
-from services.router.policies import make
-from services.router.policies.penalties import PARTS, fitting
-from services.router.policies.scored import ScoredPolicy, Scorer
-from services.router.policy import DECODE, PREFILL, Ask, Choice, Pools, WorkerLoad
+from services.router.policies import (
+    DECODE,
+    PARTS,
+    PREFILL,
+    Choice,
+    PlacementQuery,
+    Pools,
+    ScoredPolicy,
+    Scorer,
+    WorkerLoad,
+    fitting_workers,
+    make,
+)
 from tests.unit.router.pools import COSTS, load, random_case, slow_case
 
 NAMES = get_args(RoutingPolicy)
 policies = pytest.mark.parametrize("name", NAMES)
-ASK = Ask(num_prompt_tokens=160, max_tokens=17, affinity=b"0123456789abcdef")
+ASK = PlacementQuery(num_prompt_tokens=160, max_tokens=17, affinity=b"0123456789abcdef")
 
 
 def _policy(name: str) -> ScoredPolicy:
@@ -32,8 +41,8 @@ def _policy(name: str) -> ScoredPolicy:
 def _ways(scorer: Scorer) -> list[tuple[int, WorkerLoad | None, WorkerLoad | None]]:
     """Every way to serve the request, with its cost by its own terms."""
     pools, ask = scorer.pools, scorer.ask
-    prefill = fitting(pools.prefill, ask)
-    decode = fitting(pools.decode, ask)
+    prefill = fitting_workers(pools.prefill, ask)
+    decode = fitting_workers(pools.decode, ask)
     pairs: list[tuple[WorkerLoad | None, WorkerLoad | None]]
     if ask.needs_decode:
         pairs = [(p, d) for p in prefill for d in decode if p.layout == d.layout]
@@ -247,7 +256,7 @@ def test_joint_skips_prefill_where_that_is_cheaper() -> None:
     counts as much as this one."""
     policy, ask = _policy("joint"), replace(ASK, max_own_tokens=1000)
 
-    def choose(prefill: WorkerLoad, decode: WorkerLoad, ask: Ask = ask) -> Choice:
+    def choose(prefill: WorkerLoad, decode: WorkerLoad, ask: PlacementQuery = ask) -> Choice:
         return policy.choose(Pools.of([prefill], [decode], COSTS), ask)
 
     p, d = load("p0"), load("d0")

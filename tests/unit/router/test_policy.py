@@ -12,29 +12,35 @@ from hypothesis import strategies as st
 
 from process.errors import Unavailable
 from services.router.config import HandoverMode, RouterCosts
-from services.router.handover import Path
-from services.router.policies.joint import Joint
-from services.router.policy import Ask, Choice, Pools, WorkerLoad, blocks_needed
-from services.router.prefix_runs import Prefixes, Run
-from services.router.views import Link
+from services.router.policies import (
+    Choice,
+    Joint,
+    PlacementQuery,
+    Pools,
+    TransferPath,
+    WorkerLoad,
+    blocks_needed,
+)
+from services.router.prefixes import FoundPrefixes, StoreRun
+from services.router.worker_views import LinkView
 from tests.unit.router.pools import COSTS, load
 
-ASK = Ask(num_prompt_tokens=160, max_tokens=17, affinity=b"a")
+ASK = PlacementQuery(num_prompt_tokens=160, max_tokens=17, affinity=b"a")
 
 
 def choose(
     prefill: Sequence[WorkerLoad],
     decode: Sequence[WorkerLoad],
-    ask: Ask,
+    ask: PlacementQuery,
     costs: RouterCosts,
     mode: HandoverMode = "auto",
 ) -> Choice:
     return Joint(costs, mode).choose(Pools.of(prefill, decode, costs), ask)
 
 
-def _holding(held: Mapping[str, int], fingerprint: str = "f") -> Ask:
+def _holding(held: Mapping[str, int], fingerprint: str = "f") -> PlacementQuery:
     """The ask when stores hold so many blocks of it."""
-    return replace(ASK, prefixes=Prefixes({(fingerprint, 16): held}))
+    return replace(ASK, prefixes=FoundPrefixes({(fingerprint, 16): held}))
 
 
 def test_the_shorter_queue() -> None:
@@ -62,7 +68,7 @@ def test_what_the_union_holds_is_cached() -> None:
     """Its own store's part over one link, the rest from where it is longest over two."""
     ask = _holding({"s": 2, "t": 7, "u": 5})
     choice = choose([load("p0")], [load("d0")], ask, COSTS)
-    assert choice.runs == (Run("s", 0, 2), Run("t", 2, 5))
+    assert choice.runs == (StoreRun("s", 0, 2), StoreRun("t", 2, 5))
     assert choice.why["prefill_compute"] == pytest.approx((160 - 7 * 16) / 1000)
     assert choice.why["prefill_link"] == pytest.approx(2 * 1600 / 1e6)
     assert choice.why["prefill_pull"] == pytest.approx(2 * 5 * 1600 / 1e6)
@@ -76,7 +82,7 @@ def test_a_worker_without_a_store_has_no_prefix() -> None:
 def test_who_never_reads_elsewhere_is_told_of_its_own_store_only() -> None:
     stays = load("p0", remote_transport="")
     choice = choose([stays], [load("d0")], _holding({"s": 2, "t": 7}), COSTS)
-    assert choice.runs == (Run("s", 0, 2),)
+    assert choice.runs == (StoreRun("s", 0, 2),)
     assert choose([stays], [load("d0")], _holding({"t": 7}), COSTS).runs == ()
 
 
@@ -90,12 +96,16 @@ def test_a_decode_worker_that_cannot_read_the_prompt_costs_computing_it_again() 
 
 def test_the_choice_says_which_way_the_kv_goes() -> None:
     p = load("p0", transport="grpc", lender_node_id="p0/lent")
-    for mode, path in (("auto", Path.DIRECT), ("direct", Path.DIRECT), ("store", Path.STORE)):
+    for mode, path in (
+        ("auto", TransferPath.DIRECT),
+        ("direct", TransferPath.DIRECT),
+        ("store", TransferPath.STORE),
+    ):
         choice = choose([p], [load("d0")], ASK, COSTS, mode)
         assert choice.path is path
-        assert (choice.why["handover_put"] > 0) == (path is Path.STORE)
+        assert (choice.why["handover_put"] > 0) == (path is TransferPath.STORE)
     alone = choose([p], [], replace(ASK, needs_decode=False), COSTS, "direct")
-    assert alone.path is Path.STORE  # nothing is handed over
+    assert alone.path is TransferPath.STORE  # nothing is handed over
 
 
 def test_of_two_equal_prefill_workers_the_one_that_lends() -> None:
@@ -107,8 +117,8 @@ def test_of_two_equal_prefill_workers_the_one_that_lends() -> None:
 
 
 def test_measured_links_count_instead_of_the_guess() -> None:
-    p = load("p0", links={"s": Link(1e5), "t": Link(5e5)})
-    d = load("d0", links={"s": Link(2e4)})
+    p = load("p0", links={"s": LinkView(1e5), "t": LinkView(5e5)})
+    d = load("d0", links={"s": LinkView(2e4)})
     choice = choose([p], [d], _holding({"s": 2, "t": 7}), COSTS)
     assert choice.why["prefill_link"] == pytest.approx(2 * 1600 / 1e5)
     assert choice.why["prefill_pull"] == pytest.approx(5 * 1600 / 5e5)
@@ -124,10 +134,10 @@ def test_noise_of_measurements_moves_no_choice(rates: list[float], affinity: byt
     that affinity decides as if nothing had been measured."""
     names = ("p0", "p1", "d0", "d1")
     loads = [
-        load(name, links={"s": Link(home), "t": Link(far)})
+        load(name, links={"s": LinkView(home), "t": LinkView(far)})
         for name, home, far in zip(names, rates[:4], rates[4:], strict=True)
     ]
-    loads[0] = replace(loads[0], links={"s": Link(rates[0])})  # it has not met the other store
+    loads[0] = replace(loads[0], links={"s": LinkView(rates[0])})  # it has not met the other store
     ask = replace(_holding({"s": 2, "t": 7}), affinity=affinity)
     measured = choose(loads[:2], loads[2:], ask, COSTS)
     plain = choose([load("p0"), load("p1")], [load("d0"), load("d1")], ask, COSTS)
@@ -136,10 +146,10 @@ def test_noise_of_measurements_moves_no_choice(rates: list[float], affinity: byt
 
 def test_a_link_that_failed_its_measurement_is_dear_and_not_pulled_over() -> None:
     """It gave wrong bytes, or too few. A busy start must not idle a worker for ever."""
-    failed = {"t": Link(0.0, is_degraded=True)}
+    failed = {"t": LinkView(0.0, is_degraded=True)}
     ask, quick = _holding({"t": 7}), replace(COSTS, link_bytes_per_s=1e12)
     assert choose([load("p0", links=failed)], [load("d0")], ask, quick).runs == ()
-    p, d = load("p0"), load("d0", links={"s": Link(0.0, is_degraded=True)})
+    p, d = load("p0"), load("d0", links={"s": LinkView(0.0, is_degraded=True)})
     choice = choose([p], [d, load("d1", num_requests=15)], ASK, COSTS)
     assert choice.decode_id == "d1"
     choice = choose([p], [d, load("d1", num_requests=17)], ASK, COSTS)
@@ -149,9 +159,9 @@ def test_a_link_that_failed_its_measurement_is_dear_and_not_pulled_over() -> Non
 def test_of_two_equal_prefixes_the_nearer_one_is_pulled() -> None:
     ask = _holding({"t": 7, "u": 7})
     for near, far in (("t", "u"), ("u", "t")):
-        links = {near: Link(1e6), far: Link(2e5)}
+        links = {near: LinkView(1e6), far: LinkView(2e5)}
         assert choose([load("p0", links=links)], [load("d0")], ask, COSTS).runs == (
-            Run(near, 0, 7),
+            StoreRun(near, 0, 7),
         )
 
 
@@ -159,10 +169,10 @@ def test_a_degraded_link_is_used_only_where_it_beats_computing() -> None:
     """A block of 1,600 bytes takes 16 ms to compute: at 1e5 bytes/s as long to fetch."""
     ask = _holding({"t": 7, "u": 5})
     for rate, node in ((9e4, "u"), (2e5, "t")):
-        links = {"t": Link(rate, is_degraded=True)}
+        links = {"t": LinkView(rate, is_degraded=True)}
         (run,) = choose([load("p0", links=links)], [load("d0")], ask, COSTS).runs
         assert run.node_id == node
-    healthy = {"t": Link(9e4)}
+    healthy = {"t": LinkView(9e4)}
     (run,) = choose([load("p0", links=healthy)], [load("d0")], ask, COSTS).runs
     assert run.node_id == "t"  # slow for its kind of link, or computing is slower than we guess
 
@@ -240,7 +250,7 @@ loads = st.builds(
 )
 links = st.dictionaries(
     st.sampled_from(["s", "t", "a/lent"]),
-    st.builds(Link, st.just(0.0) | st.floats(1e3, 1e9), st.booleans()),
+    st.builds(LinkView, st.just(0.0) | st.floats(1e3, 1e9), st.booleans()),
 )
 
 
@@ -266,8 +276,8 @@ def test_the_choice_is_a_valid_pair_of_least_cost(
     decode=st.lists(st.tuples(loads, links), min_size=1, max_size=4),
 )
 def test_whatever_was_measured_the_choice_is_a_valid_pair_of_finite_cost(
-    prefill: list[tuple[WorkerLoad, dict[str, Link]]],
-    decode: list[tuple[WorkerLoad, dict[str, Link]]],
+    prefill: list[tuple[WorkerLoad, dict[str, LinkView]]],
+    decode: list[tuple[WorkerLoad, dict[str, LinkView]]],
 ) -> None:
     p_loads, d_loads = (
         [replace(load, links=links) for load, links in loads] for loads in (prefill, decode)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.prefix_runs import Prefixes, Run, plan_runs, to_hints
-from services.router.views import StoreView
+from services.router.prefixes import FoundPrefixes, StoreRun, plan_runs, to_hints
+from services.router.worker_views import StoreView
 
 NODES = ("a", "b", "c", "d", "e")
 
@@ -36,7 +36,7 @@ def test_runs_cover_the_longest_prefix_without_gaps_home_first(
     assert end == max(usable, default=0)
     # Home first, with all it has; nobody is asked twice.
     num_home = held.get(home, 0)
-    assert (Run(home, 0, num_home) in runs) == (num_home > 0)
+    assert (StoreRun(home, 0, num_home) in runs) == (num_home > 0)
     assert [run.node_id for run in runs[1:]].count(home) == 0 and len(runs) <= 2
     # The nearest of those that reach as far.
     if runs and runs[-1].node_id != home:
@@ -65,7 +65,7 @@ def test_hints_name_the_life_that_the_index_was_asked_about() -> None:
         "a": StoreView("a", "127.0.0.1:1", "aa" * 16),
         "b": StoreView("b", "127.0.0.1:2", "bb" * 16),
     }
-    first, second = to_hints([Run("a", 0, 2), Run("b", 2, 3)], stores)
+    first, second = to_hints([StoreRun("a", 0, 2), StoreRun("b", 2, 3)], stores)
     assert (first.node_id, first.store_address) == ("a", "127.0.0.1:1")
     assert (first.store_incarnation, first.num_blocks) == (b"\xaa" * 16, 2)
     assert (second.node_id, second.first_block, second.num_blocks) == ("b", 2, 3)
@@ -73,9 +73,9 @@ def test_hints_name_the_life_that_the_index_was_asked_about() -> None:
 
 def test_hints_end_at_a_store_that_is_not_known() -> None:
     stores = {"b": StoreView("b", "127.0.0.1:2", "bb" * 16)}
-    assert to_hints([Run("a", 0, 2), Run("b", 2, 3)], stores) == ()
+    assert to_hints([StoreRun("a", 0, 2), StoreRun("b", 2, 3)], stores) == ()
 
 
 def test_prefixes_of_a_layout_that_was_not_asked_are_empty() -> None:
-    prefixes = Prefixes({("f", 16): {"a": 1}})
+    prefixes = FoundPrefixes({("f", 16): {"a": 1}})
     assert prefixes.of(("f", 16)) == {"a": 1} and prefixes.of(("f", 8)) == {}

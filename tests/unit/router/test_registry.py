@@ -12,10 +12,9 @@ import pytest
 from redis.exceptions import RedisError
 
 from process.registry import connect_redis
-from services.router.fakes.model import FakeModel
-from services.router.fakes.prefill import FakePrefill
 from services.router.registry import KEEP_S, LAPSE_S, MARK_KEY, Registry
-from services.router.views import Link, ServedModel, Snapshot, find_problem, worker_view
+from services.router.testing.fake_workers import FakePrefill, FakeServedModel
+from services.router.worker_views import LinkView, ServedModel, Snapshot, find_problem, worker_view
 from tests.harness.redis_server import RedisServer
 from tests.harness.router_bench import BOUND_S
 from tests.harness.waiting import Clock
@@ -60,7 +59,7 @@ async def test_empty_is_reachable(registry: Registry) -> None:
 
 
 async def test_a_worker_counts_while_it_beats(registry: Registry, client: Any) -> None:
-    worker = FakePrefill("p0", FakeModel())
+    worker = FakePrefill("p0", FakeServedModel())
     await _register(client, worker)
     (view,) = (await registry.poll()).workers
     assert (view.worker_id, view.role, view.incarnation) == ("p0", "prefill", worker.incarnation)
@@ -71,7 +70,7 @@ async def test_a_worker_counts_while_it_beats(registry: Registry, client: Any) -
 
 
 async def test_a_beat_of_another_life_does_not_count(registry: Registry, client: Any) -> None:
-    await _register(client, FakePrefill("p0", FakeModel()))
+    await _register(client, FakePrefill("p0", FakeServedModel()))
     await client.set("baton:worker:p0:beat", "another life")
     assert not (await registry.poll()).workers
 
@@ -79,7 +78,7 @@ async def test_a_beat_of_another_life_does_not_count(registry: Registry, client:
 async def test_known_workers_stay_known_without_redis(
     registry: Registry, client: Any, redis_server: RedisServer
 ) -> None:
-    await _register(client, FakePrefill("p0", FakeModel()))
+    await _register(client, FakePrefill("p0", FakeServedModel()))
     await registry.poll()
     redis_server.kill()
     snapshot = await registry.poll()
@@ -106,7 +105,7 @@ async def test_an_older_look_does_not_undo_a_newer_one(
     older = asyncio.create_task(registry.poll())
     await is_held.wait()
     monkeypatch.setattr(registry, "_parse_workers", parse)
-    await _register(client, FakePrefill("p0", FakeModel()))
+    await _register(client, FakePrefill("p0", FakeServedModel()))
     assert len((await registry.poll()).workers) == 1
     may_go_on.set()
     for snapshot in (await older, registry.snapshot):
@@ -125,7 +124,7 @@ async def test_an_empty_redis_is_no_news_until_everybody_could_register_there(
     registry: Registry, client: Any, redis_server: RedisServer, clock: Clock, is_seen_away: bool
 ) -> None:
     """Whether or not a look failed meanwhile."""
-    workers = [FakePrefill(name, FakeModel()) for name in ("p0", "p1", "p2")]
+    workers = [FakePrefill(name, FakeServedModel()) for name in ("p0", "p1", "p2")]
     for worker in workers:
         await _register(client, worker)
     await client.hset(
@@ -147,7 +146,7 @@ async def test_an_empty_redis_is_no_news_until_everybody_could_register_there(
     assert len(registry.store_statuses()) == 1 and registry.find("p2") is not None
     # One registers, and is gone when it is gone; another one is a new life.
     await _register(client, workers[0])
-    successor = FakePrefill("p1", FakeModel())
+    successor = FakePrefill("p1", FakeServedModel())
     await _register(client, successor)
     assert _names(await registry.poll()) == ["p0", "p1", "p2"]
     found = registry.find("p1")
@@ -167,12 +166,12 @@ async def test_heartbeats_that_lapsed_while_redis_was_away_are_no_news_either(
     registry: Registry, client: Any, redis_server: RedisServer, clock: Clock
 ) -> None:
     """One that keeps what it has: the entries are there, the beats are over."""
-    await _register(client, FakePrefill("p0", FakeModel()))
+    await _register(client, FakePrefill("p0", FakeServedModel()))
     await registry.poll()
     redis_server.kill()
     await registry.poll()
     await redis_server.start()
-    await _register(client, FakePrefill("p0", FakeModel()))
+    await _register(client, FakePrefill("p0", FakeServedModel()))
     await client.delete("baton:worker:p0:beat")
     assert _names(await registry.poll()) == ["p0"]
     clock.now_s += KEEP_S
@@ -183,7 +182,7 @@ async def test_a_redis_that_stays_the_same_is_believed_at_once(
     registry: Registry, client: Any, redis_server: RedisServer
 ) -> None:
     """Two routers look: neither is another Redis to the other."""
-    await _register(client, FakePrefill("p0", FakeModel()))
+    await _register(client, FakePrefill("p0", FakeServedModel()))
     redis = connect_redis(redis_server.url, BOUND_S)
     other = Registry(redis, poll_interval_s=60, timeout_s=BOUND_S)
     assert _names(await registry.poll()) == _names(await other.poll()) == ["p0"]
@@ -195,7 +194,7 @@ async def test_a_redis_that_stays_the_same_is_believed_at_once(
 async def test_a_redis_replaced_twice_keeps_who_is_known(
     registry: Registry, client: Any, redis_server: RedisServer, clock: Clock
 ) -> None:
-    await _register(client, FakePrefill("p0", FakeModel()))
+    await _register(client, FakePrefill("p0", FakeServedModel()))
     await registry.poll()
     await _replace(redis_server)
     await registry.poll()
@@ -239,7 +238,7 @@ async def test_looks_that_fail_now_and_then_keep_nobody_who_is_dead(
     registry: Registry, client: Any, clock: Clock, connections: Connections
 ) -> None:
     for name in ("p0", "p1"):
-        await _register(client, FakePrefill(name, FakeModel()))
+        await _register(client, FakePrefill(name, FakeServedModel()))
     await registry.poll()
     beat = await client.get("baton:worker:p0:beat")
     await client.persist("baton:worker:p1:beat")
@@ -263,7 +262,7 @@ async def test_a_beat_that_could_lapse_while_no_look_got_through_is_waited_for(
     registry: Registry, client: Any, clock: Clock, connections: Connections, missed_s: float
 ) -> None:
     """Of one and the same Redis."""
-    await _register(client, FakePrefill("p0", FakeModel()))
+    await _register(client, FakePrefill("p0", FakeServedModel()))
     await registry.poll()
     mark = await client.get(MARK_KEY)
     connections.before = _away
@@ -283,7 +282,7 @@ async def test_a_beat_that_could_lapse_while_no_look_got_through_is_waited_for(
 async def test_a_redis_that_loses_everything_within_a_look_is_another_one(
     registry: Registry, client: Any, clock: Clock, connections: Connections, at: int
 ) -> None:
-    await _register(client, FakePrefill("p0", FakeModel()))
+    await _register(client, FakePrefill("p0", FakeServedModel()))
     await registry.poll()
     num_before = connections.num_taken
 
@@ -314,7 +313,7 @@ async def test_stores(registry: Registry, client: Any) -> None:
 
 
 async def test_a_broken_entry_is_a_problem_not_a_failure(registry: Registry, client: Any) -> None:
-    await _register(client, FakePrefill("p0", FakeModel()))
+    await _register(client, FakePrefill("p0", FakeServedModel()))
     await client.hset("baton:workers", "p1", "no json")
     await client.hset("baton:workers", b"\xff", b"\xff\xfe")
     await client.hset("baton:workers", "p2", '{"workerId": "somebody else"}')
@@ -346,7 +345,7 @@ async def test_polling_tells_who_asked(redis_server: RedisServer, client: Any) -
 
 
 def test_links_are_those_that_were_measured_the_last_of_each_store() -> None:
-    worker = FakePrefill("p0", FakeModel())
+    worker = FakePrefill("p0", FakeServedModel())
     worker.links = [
         {"node_id": "n0", "read_bytes_per_s": 5.0, "degraded": True, "measured_unix_ms": 2},
         {"node_id": "n0", "read_bytes_per_s": 9.0, "measured_unix_ms": 1},
@@ -358,14 +357,14 @@ def test_links_are_those_that_were_measured_the_last_of_each_store() -> None:
         {"node_id": "n6", "problem": "wrong bytes", "degraded": True},
     ]
     assert worker_view(worker.status()).links == {
-        "n0": Link(5.0, is_degraded=True),
-        "n1": Link(7.0),
-        "n6": Link(0.0, is_degraded=True),
+        "n0": LinkView(5.0, is_degraded=True),
+        "n1": LinkView(7.0),
+        "n6": LinkView(0.0, is_degraded=True),
     }
 
 
 def test_what_makes_a_worker_unusable() -> None:
-    model = FakeModel()
+    model = FakeServedModel()
     served = ServedModel(("fake", "./fake"), model.tokenizer_digest)
     worker = FakePrefill("p0", model)
     worker.address = "h:1"

@@ -10,7 +10,7 @@ import pytest
 
 from process.settings import SettingsError
 from protos import common_pb2
-from services.router.sampling_defaults import SamplingDefaults, fill, read_defaults
+from services.router.request import SamplingDefaults, fill_sampling_defaults, read_defaults
 
 
 def _read(folder: Path, config: Any) -> SamplingDefaults:
@@ -50,7 +50,9 @@ def test_asked_wins_and_all_is_filled() -> None:
     asked = common_pb2.SamplingParams(
         temperature=0.0, stop=["x"], include_stop_text=True, n=1, ignore_eos=True
     )
-    filled = fill(asked, SamplingDefaults(0.7, 0.8, 20, 0.1), max_tokens=9, seed=2**64 - 1)
+    filled = fill_sampling_defaults(
+        asked, SamplingDefaults(0.7, 0.8, 20, 0.1), max_tokens=9, seed=2**64 - 1
+    )
     assert filled.temperature == 0.0 and filled.HasField("temperature")
     assert (filled.top_p, filled.top_k, filled.min_p) == (0.8, 20, 0.1)
     assert (filled.max_tokens, filled.seed, filled.ignore_eos) == (9, 2**64 - 1, True)

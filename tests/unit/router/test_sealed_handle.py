@@ -8,8 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import common_pb2, decode_pb2, prefill_pb2
-from services.router.sealed_handle import Command, PrefillNews, SealedHandle, words_of
-from services.router.wire_fields import LENGTH, fields_of, nested, varint
+from services.router.sealed_handle import (
+    LENGTH,
+    Command,
+    PrefillNews,
+    SealedHandle,
+    fields_of,
+    nested,
+    varint,
+    words_of,
+)
 
 handles = st.builds(
     lambda ids, frames, is_partial, tail, signature: common_pb2.KvHandle(

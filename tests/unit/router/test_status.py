@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos import common_pb2
-from services.router.status import link_problems
+from services.router.cluster_status import link_problems
 
 SLOW = {"transport": "grpc", "read_bytes_per_s": 2e6, "floor_bytes_per_s": 1e8, "degraded": True}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstore import block_hash
 from process.settings import SettingsError
-from services.router.tenants import TenantSalts, parse_scopes
+from services.router.config import TenantSalts, parse_scopes
 
 NAMES = st.text(string.ascii_letters + string.digits + "._:@/+-", min_size=1, max_size=64)
 SECRETS = st.text(max_size=16)

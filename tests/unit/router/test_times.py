@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.times import BEFORE_FIRST, StageTimes
+from services.router.request_stats import BEFORE_FIRST, StageTimes
 from tests.harness.waiting import Clock
 
 seconds = st.floats(0, 1e3)

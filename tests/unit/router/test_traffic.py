@@ -16,8 +16,8 @@ from process.errors import (
     Unavailable,
 )
 from protos import common_pb2, inference_pb2
+from services.router.metrics import Traffic, TrafficPlace
 from services.router.rate_limit import OverRate
-from services.router.traffic import Place, Traffic
 
 
 def account(prompt: int = 10, local: int = 2, store: int = 3) -> inference_pb2.GenerateResponse:
@@ -40,9 +40,9 @@ def test_a_finished_request_counts_what_it_took() -> None:
     traffic = Traffic(["m"])
     with traffic.follow("m") as request:
         assert told(traffic).num_queued == 1
-        request.move(Place.HELD)
+        request.move(TrafficPlace.HELD)
         assert (told(traffic).num_held, told(traffic).num_queued) == (1, 0)
-        request.move(Place.RUNNING)
+        request.move(TrafficPlace.RUNNING)
         request.on_first_token(0.3)
         request.on_message(inference_pb2.GenerateResponse(token_ids=[1, 2, 3]))
         # Not before its end: what is divided by finished requests is of finished requests.
@@ -75,9 +75,9 @@ def test_a_finished_request_counts_what_it_took() -> None:
         (Internal("oops"), "num_failed"),
     ],
 )
-@pytest.mark.parametrize("place", Place)
+@pytest.mark.parametrize("place", TrafficPlace)
 def test_every_end_in_every_place_is_one_end(
-    error: BaseException, field: str, place: Place
+    error: BaseException, field: str, place: TrafficPlace
 ) -> None:
     traffic = Traffic(["m"])
     with pytest.raises(type(error)), traffic.follow("m") as request:

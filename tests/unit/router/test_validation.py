@@ -9,8 +9,7 @@ import pytest
 from process.errors import InvalidArgument
 from protos import inference_pb2
 from services.router.config import RouterLimits
-from services.router.sampling_checks import ModelBounds, check_vocabulary
-from services.router.validation import check_request, check_tokens
+from services.router.validation import ModelBounds, check_request, check_tokens, check_vocabulary
 
 LIMITS = RouterLimits(
     max_stop_strings=2,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from process.errors import InvalidArgument
 from protos import common_pb2, inference_pb2
-from services.router import wire_format
-from services.router.wire_format import parse_request
+from services.router import grpc_service
+from services.router.grpc_service import parse_request
 
 
 def _parse(data: bytes) -> inference_pb2.GenerateRequest:
@@ -126,7 +126,7 @@ def test_fields_of_a_newer_version_are_refused_in_every_part(make: Any, field: s
 @pytest.mark.parametrize("num_calls", [0, 1])
 def test_what_takes_too_long_to_check_is_refused_unchecked(num_calls: int) -> None:
     message = inference_pb2.ChatMessage(tool_calls=[{"id": "a"}] * num_calls)
-    num_messages = wire_format.MAX_PARTS // (1 + num_calls)
+    num_messages = grpc_service.MAX_PARTS // (1 + num_calls)
     chat = inference_pb2.ChatMessages(messages=[message] * num_messages)
     full = inference_pb2.GenerateRequest(chat=chat)
     assert parse_request(full.SerializeToString(), max_bytes=1_000_000) == full
@@ -139,6 +139,6 @@ def test_a_large_damaged_message_is_not_searched(monkeypatch: pytest.MonkeyPatch
     def searched(*given: Any) -> None:
         raise AssertionError("searched")
 
-    monkeypatch.setattr(wire_format, "find_broken_text", searched)
+    monkeypatch.setattr(grpc_service, "find_broken_text", searched)
     with pytest.raises(InvalidArgument, match="damaged message, or text that is not valid UTF-8"):
         parse_request(b"\x0a\x01\xff" * 50_000, max_bytes=1_000_000)

@@ -17,14 +17,11 @@ from kvstore.block_store import BlockStore
 from kvstore.config import KvStoreSettings
 from kvstore.errors import Quarantine, TransferCancelled, TransferTimeout
 from process.deadline import Deadline
-from services.worker.block_writer import RENEWALS_PER_TTL
 from services.worker.config import WorkerLimits
-from services.worker.connector import StoreConnector
 from services.worker.engine_thread import EngineThread
-from services.worker.parked_put import Stage
-from services.worker.parking import StoreParking
-from services.worker.staging_rows import StagingRows
-from services.worker.store_target import StoreTarget
+from services.worker.kv_swap import Stage, StagingRows, StoreParking
+from services.worker.store_pool import StoreConnector, StoreTarget
+from services.worker.store_writer import RENEWALS_PER_TTL
 from tests.harness.waiting import until
 
 FRAME_BYTES = 4096

@@ -18,9 +18,9 @@ from kvstore.client import PutResult
 from kvstore.errors import LeaseLapsed, TransferFailed
 from process.deadline import Deadline
 from process.errors import BatonError, DeadlineExceeded, Unavailable
-from services.worker.block_writer import BlockWriter, TailSource
 from services.worker.config import WorkerLimits
-from services.worker.connector import StoreConnector
+from services.worker.store_pool import StoreConnector
+from services.worker.store_writer import BlockWriter, TailSource
 from tests.harness.gated_engine import fake_engine, running
 from tests.harness.waiting import settled, until
 

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from kvstore.block_hash import TURN_TOKENS, HashTurns
-from services.worker.chain import Chain
+from services.worker.runtime import Chain
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 48, 2 * TURN_TOKENS])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import TransferFailed
-from services.worker.checksum_batches import ChecksumBatches
+from services.worker.device_checksums import ChecksumBatches
 
 NUM_SLOTS, BATCH_SIZE = 3, 4
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from process import signing_keys
 from process.secret_files import RETRY_S
 from process.settings import SettingsError
-from services.worker.handle_keys import MAC_BYTES, HandleKeys
+from services.worker.handle import MAC_BYTES, HandleKeys
 from tests.harness.waiting import Clock
 
 KEYS = HandleKeys([signing_keys.new_key(), signing_keys.new_key()])

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 
 from process.registry import BEAT_TTL_MS
 from protos import common_pb2
-from services.worker.heartbeat import WORKERS_KEY, Heartbeat, beat_key
+from services.worker.runtime import WORKERS_KEY, Heartbeat, beat_key
 from tests.harness.redis_server import RedisServer
 from tests.harness.waiting import until
 

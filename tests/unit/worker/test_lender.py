@@ -14,7 +14,7 @@ from kvstore.exported_blocks import ExportOffer
 from kvstore.transport.base import BlockMemory
 from process.errors import Internal
 from services.worker.lender import WorkerLender
-from services.worker.store_target import StoreTarget
+from services.worker.store_pool import StoreTarget
 
 NUM_BLOCKS = 8
 

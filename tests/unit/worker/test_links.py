@@ -17,7 +17,7 @@ from process.deadline import Deadline
 from process.errors import DeadlineExceeded, NoCapacity, Unavailable
 from services.worker.engine_thread import EngineThread
 from services.worker.links import Links
-from services.worker.status import links_to_proto
+from services.worker.provenance import links_to_proto
 from tests.harness.gated_engine import fake_engine, prompt_of, request, running
 from tests.harness.waiting import WAIT_S, settled, until
 

@@ -16,7 +16,7 @@ from process.metrics import HealthProbes
 from services.decode.role import DecodeRole
 from services.worker import main
 from services.worker.config import WorkerLimits, WorkerSettings
-from services.worker.core import WorkerCore
+from services.worker.runtime import WorkerCore
 from tests.harness.gated_engine import fake_engine
 
 

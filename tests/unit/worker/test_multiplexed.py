@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.multiplexed import Outbox, serve
+from services.worker.stream_servicer import Outbox, serve
 
 
 class Session:

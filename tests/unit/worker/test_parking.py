@@ -15,8 +15,7 @@ from engine.errors import IntegrityError, ParkingRefused
 from engine.parking import Blocks
 from kvstore.tenant_shares import POOL
 from process.settings import SettingsError
-from services.worker.parked_put import Stage
-from services.worker.parking import StoreParking
+from services.worker.kv_swap import Stage, StoreParking
 from tests.harness.waiting import until
 from tests.unit.worker.parking_bench import LAYOUT, LIMITS, WAIT_S, StalledReads, gated, lot
 

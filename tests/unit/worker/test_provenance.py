@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 from kvstore.block_refs import Block, Tier
 from kvstore.node_ids import is_lender, lender_node_id
 from protos import common_pb2
-from services.worker.provenance import HandoverPath, Leg, StageClock, WorkerCounts
-from services.worker.status import leg_to_proto
+from services.worker.provenance import (
+    HandoverPath,
+    LegProvenance,
+    StageClock,
+    WorkerCounts,
+    leg_to_proto,
+)
 
 SIZE = 4
 
@@ -21,7 +26,7 @@ def test_the_parts_of_a_leg_sum_to_its_prompt(num_prompt_tokens: int, data: st.D
     num_local = data.draw(st.integers(0, (num_prompt_tokens - 1) // SIZE)) * SIZE
     num_blocks = data.draw(st.integers(0, -(-(num_prompt_tokens - num_local) // SIZE)))
     tiers = data.draw(st.lists(st.sampled_from(Tier), min_size=num_blocks, max_size=num_blocks))
-    leg = Leg(num_prompt_tokens, num_tokens_local=num_local)
+    leg = LegProvenance(num_prompt_tokens, num_tokens_local=num_local)
     rest = num_prompt_tokens - num_local
     loaded = [Block(b"", 0, 2, 0, min(SIZE, rest - i * SIZE), tier) for i, tier in enumerate(tiers)]
     end = data.draw(st.integers(num_prompt_tokens - 1, num_prompt_tokens + 5))
@@ -60,7 +65,7 @@ def test_the_parts_of_a_leg_sum_to_its_prompt(num_prompt_tokens: int, data: st.D
 def test_a_handover_is_counted_by_its_way() -> None:
     counts = WorkerCounts()
     for path in (HandoverPath.STORE, HandoverPath.DIRECT, HandoverPath.DIRECT):
-        leg = Leg(5, handover=path, num_blocks_behind=2)
+        leg = LegProvenance(5, handover=path, num_blocks_behind=2)
         on_wire = leg_to_proto(leg, role="prefill", worker_id="w", incarnation="", dtype="float32")
         assert (on_wire.handover, on_wire.num_blocks_behind) == (int(path), 2)
         counts.add(leg)

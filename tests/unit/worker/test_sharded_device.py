@@ -16,7 +16,7 @@ from engine.parallel.rank_memory import runs
 from kvstore import block_hash
 from kvstore.transport.base import BlockMemory
 from kvstore.transport.device import wait_for
-from services.worker.sharded_device import BASE, DevicePart, RecordRun, ShardedDevice
+from services.worker.device_memory import BASE, DevicePart, RecordRun, ShardedDevice
 from tests.harness.fake_device import FakeDevice, FakeStream
 
 LAYOUT = KvLayout.plain(num_layers=3, num_kv_heads=4, head_dim=16, block_size=4, dtype="float32")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvstore.errors import Quarantine
-from services.worker.parked_put import Put
-from services.worker.staging import Staging
+from services.worker.kv_swap import ParkedPut, Staging
 
 
 def test_a_loop_that_is_not_there_is_told_nothing() -> None:
@@ -28,7 +27,7 @@ def test_a_loop_that_is_not_there_is_told_nothing() -> None:
 
 async def test_each_row_of_a_holder_comes_back_once() -> None:
     staging, told = Staging(6, 8), list[str]()
-    put = Put("a", (), staging.rows.take(4) or (), "acme")
+    put = ParkedPut("a", (), staging.rows.take(4) or (), "acme")
     settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     staging.quarantine(put, Quarantine((1, 2), settled), lambda: told.append("room"))
     assert put.rows == (0, 3)

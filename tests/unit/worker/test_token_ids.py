@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import decode_pb2
-from services.worker.token_ids import token_ids_of
+from services.worker.stream_servicer import token_ids_of
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
